@@ -26,7 +26,7 @@ from tailrace.storage.segments.segments import (
     SegmentFile,
     SegmentInfo,
     SegmentRows,
-    stream_id,
+    make_stream_id,
     stream_prefix,
 )
 from tailrace.storage.segments.writer import write_segment
@@ -48,7 +48,7 @@ WORDS = (
 RUN_BYTES = 256 * 1024  # the size of a block in the hot store
 SEGMENT_BYTES = 16 << 20
 SINGLE_READS = 1000
-STREAM = stream_id("bench", 0)
+STREAM = make_stream_id("bench", 0)
 
 
 class Shape(NamedTuple):

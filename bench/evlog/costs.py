@@ -15,7 +15,7 @@ from typing import cast
 import orjson
 
 from bench.evlog.events import DAY_MS, block_of
-from tailrace.log.commit import framed
+from tailrace.log.commit import frame_records
 from tailrace.log.records import Append
 from tailrace.profiles.canonical import EVLOG
 from tailrace.profiles.evlog import Evlog
@@ -81,7 +81,7 @@ def ingest(sent: Sequence[bytes], rounds: int) -> dict[str, float]:
         "normalise": taken - decoded,
         "encode": spent_us(lambda: [dump_record(record) for record in records], count, rounds),
         "journal record": spent_us(op.encode, count, rounds),
-        "frame with its checksum": spent_us(lambda: framed([encoded], 1), count, rounds),
+        "frame with its checksum": spent_us(lambda: frame_records([encoded], 1), count, rounds),
     }
 
 

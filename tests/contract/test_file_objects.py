@@ -16,11 +16,11 @@ import pytest
 from support import object_writer
 from support.object_writer import content, head_content
 from tailrace.storage.object_store.objects import (
-    PRIVATE,
+    PRIVATE_DIRECTORY,
     ObjectExistsError,
     ObjectMissingError,
-    ObjectsUnavailableError,
-    open_objects,
+    ObjectStoreUnavailableError,
+    open_object_store,
 )
 
 OBJECT_BYTES = 2 * 1024 * 1024
@@ -89,7 +89,7 @@ def test_killed_writers_leave_whole_objects_only(root: Path) -> None:
                 acknowledged.append(line)
 
     async def look() -> None:
-        objects = open_objects(f"file://{root}")
+        objects = open_object_store(f"file://{root}")
         listed = [info.key for info in await objects.list_after("", limit=10_000)]
         assert set(acknowledged) | heads.keys() <= set(listed)
         for key in listed:
@@ -109,7 +109,7 @@ def test_killed_writers_leave_whole_objects_only(root: Path) -> None:
 
 
 def leftovers(root: Path) -> list[Path]:
-    return list((root / PRIVATE).glob("new-*"))
+    return list((root / PRIVATE_DIRECTORY).glob("new-*"))
 
 
 def names_in(directory: Path) -> list[str]:
@@ -117,14 +117,14 @@ def names_in(directory: Path) -> list[str]:
 
 
 def test_the_sweep_spares_what_is_being_written(root: Path) -> None:
-    (root / PRIVATE).mkdir(parents=True)
-    dead, living = root / PRIVATE / "new-dead", root / PRIVATE / "new-living"
+    (root / PRIVATE_DIRECTORY).mkdir(parents=True)
+    dead, living = root / PRIVATE_DIRECTORY / "new-dead", root / PRIVATE_DIRECTORY / "new-living"
     dead.write_bytes(b"half")
     fd = os.open(living, os.O_WRONLY | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
 
     async def write() -> None:
-        objects = open_objects(f"file://{root}")
+        objects = open_object_store(f"file://{root}")
         await objects.create("a", b"")
         await objects.close()
 
@@ -135,13 +135,13 @@ def test_the_sweep_spares_what_is_being_written(root: Path) -> None:
 
 def test_deleting_leaves_no_empty_directories(root: Path) -> None:
     async def scenario() -> None:
-        objects = open_objects(f"file://{root}")
+        objects = open_object_store(f"file://{root}")
         await objects.create("streams/ab/1/segments/x", b"")
         await objects.create("streams/ab/2/segments/x", b"")
         await objects.delete(["streams/ab/1/segments/x"])
         assert names_in(root / "streams/ab") == ["2"]
         await objects.delete(["streams/ab/2/segments/x"])
-        assert names_in(root) == [PRIVATE]
+        assert names_in(root) == [PRIVATE_DIRECTORY]
         await objects.close()
 
     asyncio.run(scenario())
@@ -151,7 +151,7 @@ def test_creating_beside_deletions_of_the_same_directory(root: Path) -> None:
     """Directories come and go below a creator, which must not be seen in what it answers."""
 
     async def scenario() -> None:
-        one, other = open_objects(f"file://{root}"), open_objects(f"file://{root}")
+        one, other = open_object_store(f"file://{root}"), open_object_store(f"file://{root}")
 
         async def churn(objects_name: str) -> None:
             objects = one if objects_name == "one" else other
@@ -170,11 +170,11 @@ def test_creating_beside_deletions_of_the_same_directory(root: Path) -> None:
 
 def test_what_is_no_object_is_left_alone(root: Path) -> None:
     async def scenario() -> None:
-        objects = open_objects(f"file://{root}")
+        objects = open_object_store(f"file://{root}")
         await objects.create("a/b", b"x")
-        with pytest.raises(ObjectsUnavailableError):
+        with pytest.raises(ObjectStoreUnavailableError):
             await objects.create("a", b"")
-        with pytest.raises(ObjectsUnavailableError):
+        with pytest.raises(ObjectStoreUnavailableError):
             await objects.create("a/b/c", b"")
         with pytest.raises(ObjectMissingError):
             await objects.get("a")
@@ -191,8 +191,8 @@ def test_a_directory_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
 
     async def scenario() -> None:
-        objects = open_objects(f"file://{tmp_path}/file/objects")
-        with pytest.raises(ObjectsUnavailableError, match="cannot be used"):
+        objects = open_object_store(f"file://{tmp_path}/file/objects")
+        with pytest.raises(ObjectStoreUnavailableError, match="cannot be used"):
             await objects.create("a", b"")
         assert objects.requests["error"] == 1
         await objects.close()

@@ -14,17 +14,17 @@ import pytest
 
 from support.manifests import CREATED_NS, facts, run_of, segment
 from support.s3 import S3Server
-from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import (
-    BuriedError,
     FencedError,
-    Head,
     ManifestConflictError,
     ManifestCorruptError,
+    ManifestHead,
     RecordedLifetime,
+    StreamDeletedError,
 )
-from tailrace.storage.object_store.bucket import objects_under, stream_ids
-from tailrace.storage.object_store.objects import ObjectConflictError, Objects, open_objects
+from tailrace.storage.object_store.bucket import list_objects, list_stream_ids
+from tailrace.storage.object_store.objects import ObjectConflictError, ObjectStore, open_object_store
 from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 T = TypeVar("T")
@@ -46,15 +46,15 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @asynccontextmanager
-async def opened(url: str) -> AsyncIterator[Objects]:
-    objects = open_objects(url)
+async def opened(url: str) -> AsyncIterator[ObjectStore]:
+    objects = open_object_store(url)
     try:
         yield objects
     finally:
         await objects.close()
 
 
-def on(url: str, work: Callable[[Objects], Awaitable[T]]) -> T:
+def on(url: str, work: Callable[[ObjectStore], Awaitable[T]]) -> T:
     async def run() -> T:
         async with opened(url) as objects:
             return await work(objects)
@@ -62,23 +62,23 @@ def on(url: str, work: Callable[[Objects], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-async def listed(manifests: Manifests, head: Head) -> list[SegmentInfo]:
+async def listed(manifests: ManifestStore, head: ManifestHead) -> list[SegmentInfo]:
     return [info async for info in manifests.segments(head)]
 
 
-async def keys_of(objects: Objects) -> list[str]:
-    return [info.key.removeprefix(PREFIX) async for info in objects_under(objects, PREFIX)]
+async def keys_of(objects: ObjectStore) -> list[str]:
+    return [info.key.removeprefix(PREFIX) async for info in list_objects(objects, PREFIX)]
 
 
-async def head_of(manifests: Manifests) -> Head:
+async def head_of(manifests: ManifestStore) -> ManifestHead:
     stored = await manifests.load(STREAM)
     assert stored is not None
     return stored.head
 
 
 def test_what_is_published_is_what_is_loaded(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 3)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 3)
         assert await manifests.load(STREAM) is None
         given = facts(
             20,
@@ -94,14 +94,14 @@ def test_what_is_published_is_what_is_loaded(url: str) -> None:
         assert (head.closed, head.closed_by, head.seq, head.tail) == (True, ("p", 1, 2), b"\x00\xff", 20)
         assert await listed(manifests, head) == run_of(1, 20, 10)
         assert await manifests.producers(head) == {"p": (1, 2)}
-        assert [found async for found in stream_ids(objects)] == [STREAM]
+        assert [found async for found in list_stream_ids(objects)] == [STREAM]
 
     on(url, work)
 
 
 def test_a_repeat_changes_nothing(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1)
         first = await manifests.publish(facts(10), run_of(1, 10, 5), {"p": (0, 1)})
         before = await manifests.load(STREAM)
         writes = objects.requests["replace"] + objects.requests["create"]
@@ -127,8 +127,8 @@ def test_a_repeat_changes_nothing(url: str) -> None:
     ],
 )
 def test_segments_that_do_not_fit_are_refused(url: str, added: Sequence[SegmentInfo]) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1)
         await manifests.publish(facts(10), run_of(1, 10, 5))
         before = await manifests.load(STREAM)
         with pytest.raises(ManifestConflictError):
@@ -139,8 +139,8 @@ def test_segments_that_do_not_fit_are_refused(url: str, added: Sequence[SegmentI
 
 
 def test_a_fork_begins_behind_what_it_inherits(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1)
         head = await manifests.publish(facts(7, fork_entry=7))
         assert (head.uploaded_through, head.tail) == (7, 7)
         with pytest.raises(ManifestConflictError):
@@ -154,8 +154,8 @@ def test_a_fork_begins_behind_what_it_inherits(url: str) -> None:
 def test_state_is_recorded_only_together_with_its_entries(url: str) -> None:
     """Producers ahead of their entries would have the repeats of lost entries taken for duplicates."""
 
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1)
         await manifests.publish(facts(10), run_of(1, 10), {"p": (0, 9)})
         ahead = facts(12, closed=True, seq=b"z", lifetime=RecordedLifetime(ttl_s=5))
         head = await manifests.publish(ahead, [], {"p": (0, 11)})
@@ -169,13 +169,13 @@ def test_state_is_recorded_only_together_with_its_entries(url: str) -> None:
 
 
 def test_an_older_snapshot_does_not_replace_a_newer_one(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1)
         newer = await manifests.publish(facts(5, as_of=9, closed=True), run_of(1, 5), {"p": (0, 2)})
         older = await manifests.publish(facts(5, as_of=8), run_of(1, 5), {"p": (0, 1)})
         assert older == newer
         # Another owner counts its snapshots from the beginning.
-        other = Manifests(objects, 2)
+        other = ManifestStore(objects, 2)
         await other.adopt(STREAM)
         head = await other.publish(facts(5, as_of=1, epochs=((0, 1), (1, 6))))
         assert (head.as_of, head.fence, head.epoch) == (1, 2, 1)
@@ -184,8 +184,8 @@ def test_an_older_snapshot_does_not_replace_a_newer_one(url: str) -> None:
 
 
 def test_producers_are_written_only_when_they_change(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1)
         for tail, state in ((1, {"p": (0, 1)}), (2, {"p": (0, 1)}), (3, {"p": (0, 2)}), (4, None)):
             await manifests.publish(facts(tail), [segment(tail, tail)], state)
         head = await head_of(manifests)
@@ -200,8 +200,8 @@ def test_producers_are_written_only_when_they_change(url: str) -> None:
 
 
 def test_a_higher_fence_ends_the_lower_one(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        first, second = Manifests(objects, 1), Manifests(objects, 2)
+    async def work(objects: ObjectStore) -> None:
+        first, second = ManifestStore(objects, 1), ManifestStore(objects, 2)
         await first.publish(facts(5), run_of(1, 5))
         stale = await first.load(STREAM)
         head = await second.adopt(STREAM, ((0, 1), (1, 6)))
@@ -229,9 +229,9 @@ def test_a_higher_fence_ends_the_lower_one(url: str) -> None:
 def test_only_the_very_same_stream_is_taken_from_an_earlier_owner(url: str, other: dict[str, Any]) -> None:
     """Another server made a stream of this name, or restored this one and went on in an epoch of its own."""
 
-    async def work(objects: Objects) -> None:
-        await Manifests(objects, 1).publish(facts(5), run_of(1, 5))
-        later = Manifests(objects, 3)
+    async def work(objects: ObjectStore) -> None:
+        await ManifestStore(objects, 1).publish(facts(5), run_of(1, 5))
+        later = ManifestStore(objects, 3)
         before = await later.load(STREAM)
         with pytest.raises(ManifestConflictError, match="adopted"):
             await later.publish(facts(6, **other), [segment(6, 6)])
@@ -248,7 +248,7 @@ def test_only_the_very_same_stream_is_taken_from_an_earlier_owner(url: str, othe
 
 
 def test_an_answer_that_got_lost_is_recognised(url: str) -> None:
-    async def work(objects: Objects) -> None:
+    async def work(objects: ObjectStore) -> None:
         class Forgetful:
             """Replaces, and then says that somebody else was faster."""
 
@@ -259,16 +259,16 @@ def test_an_answer_that_got_lost_is_recognised(url: str) -> None:
                 await objects.replace(key, data, etag)
                 raise ObjectConflictError(key, "another version")
 
-        head = await Manifests(Forgetful(), 1).publish(facts(3), run_of(1, 3))  # pyright: ignore[reportArgumentType]
+        head = await ManifestStore(Forgetful(), 1).publish(facts(3), run_of(1, 3))  # pyright: ignore[reportArgumentType]
         assert head.generation == 1
-        assert await head_of(Manifests(objects, 1)) == head
+        assert await head_of(ManifestStore(objects, 1)) == head
 
     on(url, work)
 
 
 def test_pages_hold_what_the_head_cannot(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1, segments_max=3, pages_max=2)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1, segments_max=3, pages_max=2)
         for entry in range(1, 61):
             head = await manifests.publish(facts(entry), [segment(entry, entry)])
             assert len(head.segments) <= 3
@@ -287,8 +287,8 @@ def test_pages_hold_what_the_head_cannot(url: str) -> None:
 
 
 def test_retention_shortens_pages_and_deletes_what_is_over(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1, segments_max=3, pages_max=2)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1, segments_max=3, pages_max=2)
         for info in run_of(1, 120, 2):
             await objects.create(PREFIX + info.key, b"x")
             await manifests.publish(facts(info.last), [info])
@@ -313,8 +313,8 @@ def test_retention_shortens_pages_and_deletes_what_is_over(url: str) -> None:
 
 
 def test_a_buried_stream_leaves_a_tombstone(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1, segments_max=2)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1, segments_max=2)
         for info in run_of(1, 9):
             await objects.create(PREFIX + info.key, b"x")
             await manifests.publish(facts(info.last), [info], {"p": (0, info.last)})
@@ -331,7 +331,7 @@ def test_a_buried_stream_leaves_a_tombstone(url: str) -> None:
         await objects.create(PREFIX + "producers/0000000001.00.json", b"{}")
         assert await manifests.bury(facts(9), CREATED_NS + 70, "deleted") == head
         assert await keys_of(objects) == ["manifest.json"]
-        with pytest.raises(BuriedError):
+        with pytest.raises(StreamDeletedError):
             await manifests.publish(facts(10), [segment(10, 10)])
         # Long after, the name may be used again.
         assert not await manifests.forget(STREAM, CREATED_NS + 50)
@@ -345,8 +345,8 @@ def test_a_buried_stream_leaves_a_tombstone(url: str) -> None:
 
 
 def test_a_burial_under_an_older_clock_is_one_all_the_same(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1)
         info = segment(1, 3)
         await objects.create(PREFIX + info.key, b"x")
         await manifests.publish(facts(3), [info])
@@ -354,7 +354,7 @@ def test_a_burial_under_an_older_clock_is_one_all_the_same(url: str) -> None:
         assert head.deleted is not None
         assert head.deleted.at_ns == CREATED_NS
         assert await keys_of(objects) == ["manifest.json"]
-        with pytest.raises(BuriedError):
+        with pytest.raises(StreamDeletedError):
             await manifests.publish(facts(3), [info])
         # Another stream of the name is one, also if the clock says that it was created before.
         other = await manifests.publish(facts(1, created_ns=CREATED_NS - 5), [segment(1, 1)])
@@ -364,8 +364,8 @@ def test_a_burial_under_an_older_clock_is_one_all_the_same(url: str) -> None:
 
 
 def test_a_stream_without_a_head_can_be_buried_and_forgotten(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1)
         head = await manifests.bury(facts(0), CREATED_NS + 5, "deleted")
         assert head.deleted is not None
         assert (await head_of(manifests)).name == head.name
@@ -376,8 +376,8 @@ def test_a_stream_without_a_head_can_be_buried_and_forgotten(url: str) -> None:
 
 
 def test_damage_is_named(url: str) -> None:
-    async def work(objects: Objects) -> None:
-        manifests = Manifests(objects, 1, segments_max=1)
+    async def work(objects: ObjectStore) -> None:
+        manifests = ManifestStore(objects, 1, segments_max=1)
         head = await manifests.publish(facts(3), run_of(1, 3), {"p": (0, 3)})
         key = PREFIX + head.pages[0].key
         await objects.delete([key])

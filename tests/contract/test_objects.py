@@ -16,12 +16,12 @@ from tailrace.storage.object_store.objects import (
     ObjectExistsError,
     ObjectInfo,
     ObjectMissingError,
-    Objects,
-    open_objects,
+    ObjectStore,
+    open_object_store,
 )
 
 MIB = 1024 * 1024
-Scenario = Callable[[Objects], Awaitable[None]]
+Scenario = Callable[[ObjectStore], Awaitable[None]]
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
@@ -39,7 +39,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 def play(url: str, scenario: Scenario) -> None:
     async def run() -> None:
-        objects = open_objects(url)
+        objects = open_object_store(url)
         try:
             await scenario(objects)
         finally:
@@ -48,7 +48,7 @@ def play(url: str, scenario: Scenario) -> None:
     asyncio.run(run())
 
 
-async def all_keys(objects: Objects, prefix: str = "", limit: int = 1000) -> list[str]:
+async def all_keys(objects: ObjectStore, prefix: str = "", limit: int = 1000) -> list[str]:
     """Page by page, as callers do."""
     keys: list[str] = []
     while True:
@@ -60,7 +60,7 @@ async def all_keys(objects: Objects, prefix: str = "", limit: int = 1000) -> lis
 
 
 def test_what_is_created_is_read_back(url: str) -> None:
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         tag = await objects.create("a/b/c", b"content")
         await objects.create("a/view", memoryview(b"xviewx")[1:5])
         await objects.create("a/empty", b"")
@@ -76,8 +76,8 @@ def test_what_is_created_is_read_back(url: str) -> None:
 
 
 def test_another_handle_sees_the_same_objects(url: str) -> None:
-    async def scenario(objects: Objects) -> None:
-        other = open_objects(url)
+    async def scenario(objects: ObjectStore) -> None:
+        other = open_object_store(url)
         tag = await objects.create("a", b"1")
         new = await other.replace("a", b"2", tag)
         assert await objects.get("a") == (b"2", new)
@@ -87,7 +87,7 @@ def test_another_handle_sees_the_same_objects(url: str) -> None:
 
 
 def test_create_leaves_what_exists(url: str) -> None:
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         await objects.create("a/b", b"first")
         for data in (b"second", b"first"):
             with pytest.raises(ObjectExistsError) as caught:
@@ -99,8 +99,8 @@ def test_create_leaves_what_exists(url: str) -> None:
 
 
 def test_of_20_racing_creators_one_wins(url: str) -> None:
-    async def scenario(objects: Objects) -> None:
-        handles = [open_objects(url) for _ in range(20)]
+    async def scenario(objects: ObjectStore) -> None:
+        handles = [open_object_store(url) for _ in range(20)]
         for turn in range(2):  # the S3 server hands its locks on once a second
             data = [f"creator {index}".encode() for index in range(20)]
             results = await asyncio.gather(
@@ -118,7 +118,7 @@ def test_of_20_racing_creators_one_wins(url: str) -> None:
 
 
 def test_replace_wants_the_version_that_is_there(url: str) -> None:
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         first = await objects.replace("head", b"1", None)
         with pytest.raises(ObjectConflictError):
             await objects.replace("head", b"other", None)
@@ -137,7 +137,7 @@ def test_replace_wants_the_version_that_is_there(url: str) -> None:
 
 
 def test_racing_replacements_lose_nothing(url: str) -> None:
-    async def add(objects: Objects, times: int) -> None:
+    async def add(objects: ObjectStore, times: int) -> None:
         while times:
             data, tag = await objects.get("count")
             try:
@@ -146,7 +146,7 @@ def test_racing_replacements_lose_nothing(url: str) -> None:
                 continue
             times -= 1
 
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         await objects.create("count", b"0")
         await asyncio.gather(*(add(objects, 10) for _ in range(6)))
         assert (await objects.get("count"))[0] == b"60"
@@ -157,7 +157,7 @@ def test_racing_replacements_lose_nothing(url: str) -> None:
 def test_ranges_are_exact(url: str) -> None:
     data = random.Random(1).randbytes(100_000)
 
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         await objects.create("r", data)
         for start, stop in ((0, 1), (0, 100_000), (99_999, 100_000), (12_345, 54_321), (7, 7)):
             assert await objects.get_range("r", start, stop) == data[start:stop]
@@ -178,7 +178,7 @@ def test_listing_pages_through_every_key_once(url: str) -> None:
         "a", "b.json", "b/c", "b-", "meta/x", "streams.txt", "zz",
     ]  # fmt: skip
 
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         assert await objects.list_after("") == []
         for key in random.Random(2).sample(wanted, len(wanted)):
             await objects.create(key, key.encode())
@@ -206,7 +206,7 @@ def test_listing_pages_through_every_key_once(url: str) -> None:
 def test_a_directory_is_listed_in_order_over_many_pages(url: str) -> None:
     wanted = [f"d/{number:05d}" for number in range(1100)]
 
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         shuffled = random.Random(3).sample(wanted, len(wanted))
         for at in range(0, len(shuffled), 50):
             await asyncio.gather(*(objects.create(key, b"x") for key in shuffled[at : at + 50]))
@@ -221,7 +221,7 @@ def test_a_directory_is_listed_in_order_over_many_pages(url: str) -> None:
 
 
 def test_deleting_what_is_not_there_is_fine(url: str) -> None:
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         await objects.delete([])
         await objects.delete(["never/was"])
         await objects.create("a/1", b"")
@@ -235,7 +235,7 @@ def test_deleting_what_is_not_there_is_fine(url: str) -> None:
 
 
 def test_what_is_missing_is_missing(url: str) -> None:
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         await objects.create("a/b", b"")
         for ask in (objects.get, objects.head):
             for key in ("a", "a/c", "a/b/c"):
@@ -249,7 +249,7 @@ def test_what_is_missing_is_missing(url: str) -> None:
 def test_a_big_object(url: str) -> None:
     data = random.Random(4).randbytes(24 * MIB)
 
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         tag = await objects.create("big", data)
         assert await objects.get("big") == (data, tag)
         assert await objects.get_range("big", 23 * MIB, 24 * MIB) == data[23 * MIB :]
@@ -267,7 +267,7 @@ ODD = [
 
 
 def test_odd_keys_are_kept_apart(url: str) -> None:
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         for name in ODD:
             await objects.create(f"odd/{name}/x", name.encode())
             assert (await objects.get(f"odd/{name}/x"))[0] == name.encode()
@@ -286,7 +286,7 @@ def test_odd_keys_are_kept_apart(url: str) -> None:
      "a/" * 600 + "a", ".tailrace/new-1", "\ud800"],
 )  # fmt: skip
 def test_keys_that_cannot_be_kept_are_refused(key: str) -> None:
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         with pytest.raises(ValueError):
             await objects.create(key, b"")
 
@@ -294,7 +294,7 @@ def test_keys_that_cannot_be_kept_are_refused(key: str) -> None:
 
 
 def test_requests_are_counted(url: str) -> None:
-    async def scenario(objects: Objects) -> None:
+    async def scenario(objects: ObjectStore) -> None:
         tag = await objects.create("a", b"123")
         await objects.replace("a", b"4567", tag)
         await objects.get("a")
@@ -315,4 +315,4 @@ def test_requests_are_counted(url: str) -> None:
 )
 def test_urls_that_name_no_store_are_refused(wrong: str) -> None:
     with pytest.raises(ValueError):
-        open_objects(wrong)
+        open_object_store(wrong)

@@ -14,7 +14,7 @@ from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
 from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.owner import Owner
+from tailrace.storage.owner import BucketOwner
 from tailrace.storage.rolled_back import RolledBackError
 from tailrace.storage.segments.segments import SegmentInfo
 
@@ -254,8 +254,8 @@ def test_forks_of_a_stream_keep_their_own_entries(real: LogHarness) -> None:
     assert text_of(real, "f") == b"12xz"
 
 
-def owner_of(real: LogHarness) -> Owner:
-    return Owner((real.directory.parent / "objects").as_uri(), "model", take_over=False, log=real.log)
+def owner_of(real: LogHarness) -> BucketOwner:
+    return BucketOwner((real.directory.parent / "objects").as_uri(), "model", take_over=False, log=real.log)
 
 
 def test_the_bucket_of_a_server_that_went_on_is_not_claimed(real: LogHarness) -> None:

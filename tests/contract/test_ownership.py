@@ -12,33 +12,33 @@ from support.s3 import S3Server
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
 from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.object_store.objects import Objects, open_objects
-from tailrace.storage.ownership import OWNER_KEY, OwnedElsewhereError, Owner, Ownership
+from tailrace.storage.object_store.objects import ObjectStore, open_object_store
+from tailrace.storage.ownership import OWNER_KEY, BucketOwnership, OwnedElsewhereError, OwnerRecord
 
 _NAMES = count()
 
 
 @pytest.fixture(params=["memory", "file", "s3"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     if request.param == "memory":
-        return open_objects(f"memory://owner-{next(_NAMES)}")
+        return open_object_store(f"memory://owner-{next(_NAMES)}")
     if request.param == "file":
-        return open_objects((tmp_path / "objects").as_uri())
+        return open_object_store((tmp_path / "objects").as_uri())
     server: S3Server = request.getfixturevalue("s3")
     for name, value in server.env().items():
         monkeypatch.setenv(name, value)
-    return open_objects(server.url(f"owner-{next(_NAMES)}"))
+    return open_object_store(server.url(f"owner-{next(_NAMES)}"))
 
 
-def test_a_bucket_has_one_owner(objects: Objects) -> None:
+def test_a_bucket_has_one_owner(objects: ObjectStore) -> None:
     async def run() -> None:
         clock = FakeClock()
-        ownership = Ownership(objects, clock)
+        ownership = BucketOwnership(objects, clock)
         assert await ownership.current() is None
         with pytest.raises(FencedError):
             await ownership.confirm("a", 1)
         assert await ownership.claim("a") == 1
-        assert await ownership.current() == Owner(deployment="a", fence=1, at_ns=clock.now_ns())
+        assert await ownership.current() == OwnerRecord(deployment="a", fence=1, at_ns=clock.now_ns())
         assert await ownership.claim("a") == 1
         with pytest.raises(OwnedElsewhereError) as refused:
             await ownership.claim("b")
@@ -54,15 +54,15 @@ def test_a_bucket_has_one_owner(objects: Objects) -> None:
     asyncio.run(run())
 
 
-def test_of_many_that_claim_at_once_one_wins(objects: Objects) -> None:
+def test_of_many_that_claim_at_once_one_wins(objects: ObjectStore) -> None:
     async def run() -> None:
-        claims = [Ownership(objects).claim(name) for name in "abcdefgh"]
+        claims = [BucketOwnership(objects).claim(name) for name in "abcdefgh"]
         answers = await asyncio.gather(*claims, return_exceptions=True)
         assert [answer for answer in answers if not isinstance(answer, OwnedElsewhereError)] == [1]
-        takers = [Ownership(objects).claim(name, take_over=True) for name in "ijkl"]
+        takers = [BucketOwnership(objects).claim(name, take_over=True) for name in "ijkl"]
         fences = await asyncio.gather(*takers)
         assert sorted(fences) == [2, 3, 4, 5]
-        owner = await Ownership(objects).current()
+        owner = await BucketOwnership(objects).current()
         assert owner is not None
         assert owner.deployment == "ijkl"[fences.index(5)]
         await objects.close()
@@ -71,11 +71,11 @@ def test_of_many_that_claim_at_once_one_wins(objects: Objects) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"version":2,"deployment":"a","fence":1,"at_ns":1}'])
-def test_an_owner_that_cannot_be_read_is_not_replaced(objects: Objects, content: bytes) -> None:
+def test_an_owner_that_cannot_be_read_is_not_replaced(objects: ObjectStore, content: bytes) -> None:
     async def run() -> None:
         await objects.create(OWNER_KEY, content)
         with pytest.raises(TailraceError, match=OWNER_KEY):
-            await Ownership(objects).claim("a", take_over=True)
+            await BucketOwnership(objects).claim("a", take_over=True)
         assert (await objects.get(OWNER_KEY))[0] == content
         await objects.close()
 

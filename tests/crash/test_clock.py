@@ -12,7 +12,7 @@ from crash.wire import TEXT, Content
 from crash.world import World
 from support.sealing import SEALING_ENV, hot, wait_sealed
 from support.server import ServerProcess
-from tailrace.storage.segments.segments import stream_id
+from tailrace.storage.segments.segments import make_stream_id
 
 DAY_S = 86_400.0
 
@@ -53,7 +53,7 @@ def test_a_stream_deleted_under_an_older_clock_stays_deleted(
 
 def is_buried(tmp_path: Path, name: str) -> bool:
     """Whether nothing but a tombstone is left of the first stream of that name."""
-    folders = list((tmp_path / "bucket").rglob(stream_id(name, 0)))
+    folders = list((tmp_path / "bucket").rglob(make_stream_id(name, 0)))
     assert len(folders) <= 1
     if not folders:
         return False
@@ -74,7 +74,7 @@ def test_a_name_deleted_and_made_again_under_an_older_clock(
     assert station.send("PUT", "again", b"the last one", TEXT).status == 201
     station.append_many(3)
     eventually(lambda: is_buried(tmp_path, "again"), "the first life is buried")
-    bucket, last = tmp_path / "bucket", stream_id("again", 4)
+    bucket, last = tmp_path / "bucket", make_stream_id("again", 4)
     eventually(lambda: list(bucket.rglob(f"{last}/manifest.json")), "the last life is sealed")
     station.crash_and_check()
     content = station.wire.read_all("again")

@@ -18,7 +18,7 @@ from support.ports import free_port
 from support.s3 import S3Server
 from support.sealing import SEALING_ENV
 from support.server import ServerProcess
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 
 
 class Lost:
@@ -256,7 +256,7 @@ def test_forks_of_what_was_not_sealed_show_what_there_is(
     call = Caller(server)
     put(call, "source", JSON, b"[1,2]")
     seal(call)
-    folder = tmp_path / "bucket" / stream_prefix(stream_id("source", 0))
+    folder = tmp_path / "bucket" / stream_prefix(make_stream_id("source", 0))
     shutil.copytree(folder, tmp_path / "before")
     post(call, "source", b"[3,4]", JSON)
     source = {**JSON, "Stream-Forked-From": "/v1/stream/source"}

@@ -12,9 +12,9 @@ from conftest import StartServer
 from support.calls import Caller
 from support.cli import Finished, tailrace
 from support.server import ServerProcess
-from tailrace.storage.object_store.objects import open_objects
-from tailrace.storage.ownership import Ownership
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.ownership import BucketOwnership
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 from tailrace.testing import ServerFailedError
 
 
@@ -38,7 +38,7 @@ def test_the_second_server_is_refused_or_fences_the_first(start_server: StartSer
         start_server(*store)
 
     second = start_server(*store, "--bootstrap")
-    head = bucket / stream_prefix(stream_id("orders", 0)) / "manifest.json"
+    head = bucket / stream_prefix(make_stream_id("orders", 0)) / "manifest.json"
     adopted = head.read_bytes()
     assert json.loads(adopted)["fence"] == 2
     # The first may still take an entry before it notices, but it cannot seal it.
@@ -114,15 +114,15 @@ def test_an_owner_that_takes_its_bucket_back_goes_on_with_its_streams(
     _on(first, "append", "orders", "4")
     _on(first, "seal", "orders")
     assert _on(first, "read", "orders") == "1\n2\n3\n4\n"
-    head = json.loads((bucket / stream_prefix(stream_id("orders", 0)) / "manifest.json").read_bytes())
+    head = json.loads((bucket / stream_prefix(make_stream_id("orders", 0)) / "manifest.json").read_bytes())
     assert (head["fence"], head["uploaded_through"]) == (3, 4)
     assert tailrace("verify", *store).code == 0
 
 
 async def _claim(url: str) -> None:
     """Somebody becomes the owner, and is gone before it records anything."""
-    objects = open_objects(url)
-    await Ownership(objects).claim("somebody", take_over=True)
+    objects = open_object_store(url)
+    await BucketOwnership(objects).claim("somebody", take_over=True)
     await objects.close()
 
 

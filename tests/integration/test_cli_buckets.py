@@ -11,9 +11,9 @@ import pytest
 from support.buckets import fill, named, overwrite, upload
 from support.cli import tailrace
 from support.manifests import CREATED_NS
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.model import Head
-from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.model import ManifestHead
+from tailrace.storage.object_store.objects import open_object_store
 from tailrace.storage.segments.segments import stream_prefix
 
 
@@ -22,8 +22,8 @@ def data_dir(tmp_path: Path) -> Path:
     """Two streams, a tombstone, and a segment that was uploaded twice with different content."""
 
     async def make() -> None:
-        objects = open_objects((tmp_path / "data" / "objects").as_uri())
-        manifests = Manifests(objects, 1, segments_max=2)
+        objects = open_object_store((tmp_path / "data" / "objects").as_uri())
+        manifests = ManifestStore(objects, 1, segments_max=2)
         await fill(objects, manifests, tmp_path, "orders", 5)
         await fill(objects, manifests, tmp_path, "clicks/eu", 1)
         await fill(objects, manifests, tmp_path, "gone", 1)
@@ -35,10 +35,10 @@ def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def _head(data_dir: Path, name: str) -> Head:
-    async def load() -> Head:
-        objects = open_objects((data_dir / "objects").as_uri())
-        stored = await Manifests(objects, 1).load(named(name, 0).stream_id)
+def _head(data_dir: Path, name: str) -> ManifestHead:
+    async def load() -> ManifestHead:
+        objects = open_object_store((data_dir / "objects").as_uri())
+        stored = await ManifestStore(objects, 1).load(named(name, 0).stream_id)
         await objects.close()
         assert stored is not None
         return stored.head
@@ -67,7 +67,7 @@ def test_verify_says_by_its_exit_code_whether_all_is_well(data_dir: Path) -> Non
     key = stream_prefix(head.stream_id) + head.segments[-1].key
 
     async def damage() -> None:
-        objects = open_objects(url)
+        objects = open_object_store(url)
         data = bytearray((await objects.get(key))[0])
         data[100] ^= 255
         await overwrite(objects, key, bytes(data))

@@ -14,9 +14,9 @@ from support.calls import Caller, eventually
 from support.offers import FakePipeline, configured, events, fill, head_of, plan, seal, sealed
 from support.server import ServerProcess
 from tailrace.common.clock import FakeClock
-from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.object_store.objects import open_object_store
 from tailrace.storage.sweep import Orphan, Sweeper
-from tailrace.storage.verify import Finding, Verifier
+from tailrace.storage.verify import Verifier, VerifyFinding
 
 DAY_NS = 24 * 3600 * 10**9
 SETTINGS = {
@@ -233,8 +233,8 @@ def test_verification_and_the_sweep_know_what_was_replaced(
 ) -> None:
     small(call, ev)
     shown = joined(pipeline, ev)
-    objects = open_objects(pipeline.objects.as_uri())
-    findings: list[Finding] = []
+    objects = open_object_store(pipeline.objects.as_uri())
+    findings: list[VerifyFinding] = []
     asyncio.run(Verifier(objects, findings.append).stream(shown["stream_id"]))
     assert findings == []
     prefix = shown["manifest"]["object"].removesuffix("manifest.json") + "segments/"

@@ -16,7 +16,7 @@ from support.sealing import wait_until
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.protocol.offsets import encode_offset
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 
 # Nothing is due by its age: only what a test asks for is sealed.
 LAZY_ENV = {**ENV, "TAILRACE_SEAL_AGE_MS": "1h", "TAILRACE_SEAL_INTERVAL_MS": "20"}
@@ -40,7 +40,7 @@ def http(server: ServerProcess) -> Iterator[Wire]:
 
 
 def head(bucket: Path, name: str) -> dict[str, Any] | None:
-    path = bucket / stream_prefix(stream_id(name, 0)) / "manifest.json"
+    path = bucket / stream_prefix(make_stream_id(name, 0)) / "manifest.json"
     return json.loads(path.read_bytes()) if path.exists() else None
 
 

@@ -18,10 +18,10 @@ from tailrace.storage.object_store.objects import (
     ObjectConflictError,
     ObjectExistsError,
     ObjectMissingError,
-    Objects,
-    ObjectsRefusedError,
-    ObjectsUnavailableError,
-    open_objects,
+    ObjectStore,
+    ObjectStoreRefusedError,
+    ObjectStoreUnavailableError,
+    open_object_store,
 )
 
 LIMITS = Limits(object_ms=50_000, object_try_ms=10_000, object_tries=6, object_retry_ms=20)
@@ -39,16 +39,16 @@ class Bench:
         self._env = monkeypatch
         self._url = s3.url(f"faults/{secrets.token_hex(8)}")
 
-    def open(self, limits: Limits = LIMITS) -> Objects:
+    def open(self, limits: Limits = LIMITS) -> ObjectStore:
         return self._open(self.proxy.endpoint, limits)
 
-    def open_around(self) -> Objects:
+    def open_around(self) -> ObjectStore:
         return self._open(self._s3.endpoint, LIMITS)
 
-    def _open(self, endpoint: str, limits: Limits) -> Objects:
+    def _open(self, endpoint: str, limits: Limits) -> ObjectStore:
         for name, value in self._s3.env(endpoint).items():
             self._env.setenv(name, value)
-        return open_objects(self._url, limits=limits)
+        return open_object_store(self._url, limits=limits)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ OUTAGES = {
 }
 
 
-def calls(objects: Objects) -> list[Callable[[], Awaitable[object]]]:
+def calls(objects: ObjectStore) -> list[Callable[[], Awaitable[object]]]:
     return [
         lambda: objects.create("new", b"1"),
         lambda: objects.replace("a", b"2", '"0"'),
@@ -239,7 +239,7 @@ def test_an_outage_ends_in_one_error_after_the_last_try(bench: Bench, name: str)
         objects = bench.open(limits)
         bench.proxy.inject(replace(OUTAGES[name]))
         for count, call in enumerate(calls(objects), start=1):
-            with pytest.raises(ObjectsUnavailableError, match="after 3 tries"):
+            with pytest.raises(ObjectStoreUnavailableError, match="after 3 tries"):
                 await call()
             assert (objects.requests["error"], objects.requests["retry"]) == (count, 2 * count)
         assert not bench.proxy.passed()
@@ -255,7 +255,7 @@ def test_an_outage_ends_at_the_deadline_however_many_tries_are_left(bench: Bench
             bench.proxy.heal()
             bench.proxy.inject(replace(OUTAGES[name]))
             for call in calls(objects):
-                with pytest.raises(ObjectsUnavailableError):
+                with pytest.raises(ObjectStoreUnavailableError):
                     await call()
 
     play(scenario)
@@ -266,11 +266,11 @@ def test_a_body_that_never_comes_whole_is_not_handed_out(bench: Bench) -> None:
         await bench.open_around().create("a", DATA)
         objects = bench.open()
         bench.proxy.inject(Fault("cut", methods="GET", times=ANYTIME))
-        with pytest.raises(ObjectsUnavailableError):
+        with pytest.raises(ObjectStoreUnavailableError):
             await objects.get("a")
-        with pytest.raises(ObjectsUnavailableError):
+        with pytest.raises(ObjectStoreUnavailableError):
             await objects.get_range("a", 0, 200_000)
-        with pytest.raises(ObjectsUnavailableError):
+        with pytest.raises(ObjectStoreUnavailableError):
             await objects.list_after("")
 
     play(scenario)
@@ -283,18 +283,18 @@ def test_a_refusal_is_told_at_once_and_in_words(bench: Bench, monkeypatch: pytes
             bench.proxy.heal()
             bench.proxy.inject(Fault("answer", times=ANYTIME, status=status, code=code))
             for call in calls(objects):
-                with pytest.raises(ObjectsRefusedError, match=f"refuses us.*{status}"):
+                with pytest.raises(ObjectStoreRefusedError, match=f"refuses us.*{status}"):
                     await call()
         assert objects.requests["retry"] == 0
         bench.proxy.heal()
         bench.open()
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-        with pytest.raises(ObjectsRefusedError, match=r"403.*SignatureDoesNotMatch"):
-            await open_objects("s3://tailrace/x", limits=LIMITS).create("a", b"")
+        with pytest.raises(ObjectStoreRefusedError, match=r"403.*SignatureDoesNotMatch"):
+            await open_object_store("s3://tailrace/x", limits=LIMITS).create("a", b"")
         bench.open()
-        nowhere = open_objects("s3://no-such-bucket/x", limits=LIMITS)
+        nowhere = open_object_store("s3://no-such-bucket/x", limits=LIMITS)
         for call in (nowhere.create("a", b""), nowhere.get("a"), nowhere.replace("a", b"", None)):
-            with pytest.raises(ObjectsRefusedError, match="NoSuchBucket"):
+            with pytest.raises(ObjectStoreRefusedError, match="NoSuchBucket"):
                 await call
 
     play(scenario)
@@ -304,10 +304,10 @@ def test_a_server_that_is_not_there_is_unavailable(bench: Bench, monkeypatch: py
     async def scenario() -> None:
         bench.open()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-        objects = open_objects("s3://tailrace/x", limits=LIMITS)
-        with pytest.raises(ObjectsUnavailableError, match="after 6 tries") as caught:
+        objects = open_object_store("s3://tailrace/x", limits=LIMITS)
+        with pytest.raises(ObjectStoreUnavailableError, match="after 6 tries") as caught:
             await objects.create("a", b"")
-        assert not isinstance(caught.value, ObjectsRefusedError)
+        assert not isinstance(caught.value, ObjectStoreRefusedError)
 
     play(scenario)
 
@@ -331,7 +331,7 @@ def test_a_stale_listing_names_what_is_gone(bench: Bench) -> None:
 
 
 def test_many_writers_in_bad_weather_lose_and_double_nothing(bench: Bench) -> None:
-    async def add(objects: Objects, times: int) -> None:
+    async def add(objects: ObjectStore, times: int) -> None:
         while times:
             data, tag = await objects.get("count")
             lines = data + f"{secrets.token_hex(8)}\n".encode()

@@ -7,8 +7,8 @@ import pytest
 from conftest import StartServer
 from support.cli import tailrace
 from support.s3 import S3Server
-from tailrace.storage.object_store.objects import open_objects
-from tailrace.storage.object_store.remote_keys import check_keys
+from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.object_store.remote_keys import check_credentials
 from tailrace.testing import ServerFailedError
 
 HERE = "http://127.0.0.1:9"
@@ -30,10 +30,10 @@ HERE = "http://127.0.0.1:9"
 )
 def test_what_opens_the_door(scheme: str, env: dict[str, str], missing: str) -> None:
     if not missing:
-        check_keys(f"{scheme}://bucket", scheme, env)
+        check_credentials(f"{scheme}://bucket", scheme, env)
         return
     with pytest.raises(ValueError, match=missing) as refused:
-        check_keys(f"{scheme}://bucket", scheme, env)
+        check_credentials(f"{scheme}://bucket", scheme, env)
     assert HERE in str(refused.value)
 
 
@@ -52,7 +52,7 @@ def test_a_server_without_keys_for_its_bucket_says_so_and_does_not_start(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="AWS_SECRET_ACCESS_KEY"):
-        open_objects(s3.url("keys"))
+        open_object_store(s3.url("keys"))
 
 
 def test_keys_that_cannot_be_read_are_told_in_one_line(start_server: StartServer) -> None:

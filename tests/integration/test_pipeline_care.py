@@ -31,10 +31,10 @@ from support.offers import (
 )
 from support.server import ServerProcess
 from tailrace.common.clock import FakeClock
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.object_store.objects import open_object_store
 from tailrace.storage.sweep import Orphan, Sweeper
-from tailrace.storage.verify import Finding, Verifier
+from tailrace.storage.verify import Verifier, VerifyFinding
 
 DAY_NS = 24 * 3600 * 10**9
 
@@ -137,10 +137,10 @@ def test_verification_and_the_sweep_know_them(call: Caller, pipeline: FakePipeli
     shown = sealed(call, ev, 1)
     assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).status == 200
     stray = pipeline.objects / pipeline.put(shown, "col", 1, 3, "nobody offers this")["object"]
-    objects = open_objects(pipeline.objects.as_uri())
+    objects = open_object_store(pipeline.objects.as_uri())
 
-    def verify() -> list[Finding]:
-        findings: list[Finding] = []
+    def verify() -> list[VerifyFinding]:
+        findings: list[VerifyFinding] = []
         asyncio.run(Verifier(objects, findings.append).stream(shown["stream_id"]))
         return findings
 
@@ -156,7 +156,7 @@ def test_verification_and_the_sweep_know_them(call: Caller, pipeline: FakePipeli
     orphan = str(stray.relative_to(pipeline.objects))
     assert sweep() == [], "only the owner knows that nobody is about to publish it"
     assert sweep(offline=True) == [orphan]
-    owner = Manifests(objects, 0)
+    owner = ManifestStore(objects, 0)
     assert sweep(owner=owner) == [orphan]
     assert sweep(owner=owner, after_ns=DAY_NS // 2) == []
     assert sweep(owner=owner, after_ns=DAY_NS // 2, orphan_age_ns=DAY_NS // 4) == [orphan]

@@ -21,9 +21,9 @@ from support.sealing import SEALING_ENV, hot, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.protocol.offsets import encode_offset
-from tailrace.storage.object_store.bucket import objects_under, range_of
-from tailrace.storage.object_store.objects import Objects, open_objects
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.bucket import entry_range_of_key, list_objects
+from tailrace.storage.object_store.objects import ObjectStore, open_object_store
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 
 BOUND = {"stream_retention_bytes": str(5 * ENTRY_BYTES)}
 T = TypeVar("T")
@@ -36,9 +36,9 @@ class Store:
         self.url = s3.url(f"history/{secrets.token_hex(8)}")
         self.env = {**s3.env(), "TAILRACE_OBJECT_STORE": self.url}
 
-    def do(self, work: Callable[[Objects], Awaitable[T]]) -> T:
+    def do(self, work: Callable[[ObjectStore], Awaitable[T]]) -> T:
         async def run() -> T:
-            objects = open_objects(self.url)
+            objects = open_object_store(self.url)
             try:
                 return await work(objects)
             finally:
@@ -47,16 +47,16 @@ class Store:
         return asyncio.run(run())
 
     def keys(self, name: str, below: str = "") -> set[str]:
-        prefix = stream_prefix(stream_id(name, 0))
+        prefix = stream_prefix(make_stream_id(name, 0))
 
-        async def listed(objects: Objects) -> set[str]:
-            return {info.key.removeprefix(prefix) async for info in objects_under(objects, prefix + below)}
+        async def listed(objects: ObjectStore) -> set[str]:
+            return {info.key.removeprefix(prefix) async for info in list_objects(objects, prefix + below)}
 
         return self.do(listed)
 
     def stored(self, name: str) -> set[int]:
         """Entries of a stream that lie in segments, recorded or not."""
-        ranges = [range_of(key) for key in self.keys(name, "segments/")]
+        ranges = [entry_range_of_key(key) for key in self.keys(name, "segments/")]
         return {entry for found in ranges if found for entry in range(found[0], found[1] + 1)}
 
 
@@ -124,9 +124,9 @@ def test_verify_gc_and_inspect(server: ServerProcess, http: Wire, store: Store, 
     before = store.keys("orders")
 
     # What nobody names goes; what may yet be named stays.
-    async def leave(objects: Objects) -> str:
+    async def leave(objects: ObjectStore) -> str:
         info = await upload(objects, tmp_path, "orders", 1, 3, word="other")
-        await objects.create(stream_prefix(stream_id("orders", 0)) + segment(10, 12).key, b"under way")
+        await objects.create(stream_prefix(make_stream_id("orders", 0)) + segment(10, 12).key, b"under way")
         return info.key
 
     orphan = store.do(leave)
@@ -141,13 +141,15 @@ def test_verify_gc_and_inspect(server: ServerProcess, http: Wire, store: Store, 
     assert shown.code == 0, shown.err
     head = shown.rows[0]
     assert (head["name"], head["uploaded_through"]) == ("orders", 9)
-    key = stream_prefix(stream_id("orders", 0)) + next(key for key in sorted(before) if "segments/" in key)
+    key = stream_prefix(make_stream_id("orders", 0)) + next(
+        key for key in sorted(before) if "segments/" in key
+    )
     shown = tailrace("inspect", "segment", key, "--json", env=store.env)
     assert shown.code == 0, shown.err
     assert json.loads(shown.out.splitlines()[0])["name"] == "orders"
 
     # Damage is found.
-    async def damage(objects: Objects) -> None:
+    async def damage(objects: ObjectStore) -> None:
         data = bytearray((await objects.get(key))[0])
         data[100] ^= 255
         await overwrite(objects, key, bytes(data))

@@ -19,8 +19,8 @@ from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.log.stalls import STALLED
-from tailrace.log.transaction import Reply, Transaction, ignore
+from tailrace.log.stalls import APPEND_TIMED_OUT
+from tailrace.log.transaction import Reply, Transaction, ignore_reply
 from tailrace.subscriptions import agent as agent_module
 from tailrace.subscriptions import service as service_module
 from tailrace.subscriptions.agent import Agent
@@ -402,13 +402,13 @@ def test_an_event_whose_fate_is_unknown_is_tried_again_and_stands_once(
             def doubtful(transaction: Transaction, error: TailraceError | None) -> None:
                 nonlocal doubts
                 doubts += 1
-                reply(transaction, STALLED if doubts < 4 else error)
+                reply(transaction, APPEND_TIMED_OUT if doubts < 4 else error)
 
             real(stream, request, doubtful, context)
 
         await world.create("events/a")
         monkeypatch.setattr(world.log, "append", append)
-        real(world.log.existing("events/a"), AppendRequest(b"1", "application/json"), ignore, None)
+        real(world.log.existing("events/a"), AppendRequest(b"1", "application/json"), ignore_reply, None)
         await world.until(lambda: agent.announced == 1)
         assert doubts == 4
         assert generations(world) == [1]

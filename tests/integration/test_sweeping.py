@@ -16,7 +16,7 @@ from support.sealing import SEALING_ENV, wait_sealed, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
 from support.workers import names_of
-from tailrace.storage.segments.companions import companion_name
+from tailrace.storage.segments.companions import index_file_name
 
 ENV = {
     **SEALING_ENV,
@@ -30,7 +30,7 @@ LEFT_BEHIND = (
     "producers/0000000002.0123456789abcdef.json",
 )
 
-COMPANION = companion_name(f"sha256:{'a' * 64}", "col", 1, 8, "0" * 64, "parquet")
+COMPANION = index_file_name(f"sha256:{'a' * 64}", "col", 1, 8, "0" * 64, "parquet")
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from support.cli import tailrace
 from support.loss import ENV, World, bootstrap, destroy, producing, seal
 from support.server import ServerProcess
 from support.workers import names_of, pid_of
-from tailrace.storage.object_store.objects import open_objects
-from tailrace.storage.ownership import Ownership
+from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.ownership import BucketOwnership
 from tailrace.testing import ServerFailedError
 
 TWO = ("--workers", "2")
@@ -150,6 +150,6 @@ def test_a_bucket_is_taken_over_for_the_streams_of_all(tmp_path: Path, start_ser
 
 async def _claim(url: str) -> None:
     """Somebody becomes the owner, and is gone before it records anything."""
-    objects = open_objects(url)
-    await Ownership(objects).claim("somebody", take_over=True)
+    objects = open_object_store(url)
+    await BucketOwnership(objects).claim("somebody", take_over=True)
     await objects.close()

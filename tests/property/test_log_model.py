@@ -17,7 +17,7 @@ from support.log_harness import MEMORY, LogHarness, Pending
 from support.log_model import Append, Lifetime, Model, ModelStream, RefusedError
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.log.decide import resolve
+from tailrace.log.decide import resolve_position
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
@@ -387,7 +387,9 @@ class LogStates(RuleBasedStateMachine):
     def check_positions(self, stream: Stream, found: ModelStream) -> None:
         for epoch in range(found.epoch + 2):
             for entry in {0, 1, found.inherited, found.tail, found.tail + 1}:
-                assert outcome(resolve, stream, (epoch, entry), 0) == outcome(found.resolve, epoch, entry)
+                assert outcome(resolve_position, stream, (epoch, entry), 0) == outcome(
+                    found.resolve, epoch, entry
+                )
         reader = self.real.log.reader
         for entry in range(max(0, found.tail - 3), found.tail):
             assert self.real.time_of(stream, entry + 1) == found.entries[entry].time_ns

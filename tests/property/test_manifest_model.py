@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.manifests import CREATED_NS, CrashError, CrashingObjects, facts, segment
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.model import BuriedError, Facts, Head
-from tailrace.storage.object_store.bucket import objects_under
-from tailrace.storage.object_store.objects import ObjectExistsError, Objects, open_objects
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.model import ManifestHead, StreamDeletedError, StreamFacts
+from tailrace.storage.object_store.bucket import list_objects
+from tailrace.storage.object_store.objects import ObjectExistsError, ObjectStore, open_object_store
 from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 _NAMES = count()
@@ -23,7 +23,7 @@ T = TypeVar("T")
 STREAM = facts(0).stream_id
 PREFIX = stream_prefix(STREAM)
 
-Work = Callable[[Manifests, Objects], Awaitable[Head]]
+Work = Callable[[ManifestStore, ObjectStore], Awaitable[ManifestHead]]
 LENGTHS = st.lists(st.integers(1, 5), max_size=7)
 GRACE_NS = 10**9
 
@@ -39,7 +39,7 @@ class ManifestMachine(RuleBasedStateMachine):
     @initialize(segments_max=st.integers(1, 4), pages_max=st.integers(2, 4))
     def begin(self, segments_max: int, pages_max: int) -> None:
         self.loop = asyncio.new_event_loop()
-        self.objects = open_objects(f"memory://model-{next(_NAMES)}")
+        self.objects = open_object_store(f"memory://model-{next(_NAMES)}")
         self.sizes = Sizes(segments_max=segments_max, pages_max=pages_max)
         self.fence = 1
         self.recorded: list[SegmentInfo] = []
@@ -68,18 +68,18 @@ class ManifestMachine(RuleBasedStateMachine):
     def through(self) -> int:
         return self.recorded[-1].last if self.recorded else 0
 
-    def facts(self, tail: int) -> Facts:
+    def facts(self, tail: int) -> StreamFacts:
         return facts(tail, as_of=self.as_of, epochs=self.epochs, closed=self.closed)
 
-    def attempt(self, work: Work, crash: tuple[int, bool] | None) -> Head:
+    def attempt(self, work: Work, crash: tuple[int, bool] | None) -> ManifestHead:
         """Do it; after a crash in the midst of it, do it again, as a restarted process would."""
         if crash is not None:
             dying = CrashingObjects(self.objects, crash[0], after=crash[1])
             try:
-                return self.do(work(Manifests(dying, self.fence, **self.sizes), dying))
+                return self.do(work(ManifestStore(dying, self.fence, **self.sizes), dying))
             except CrashError:
                 self.crashed = True
-        return self.do(work(Manifests(self.objects, self.fence, **self.sizes), self.objects))
+        return self.do(work(ManifestStore(self.objects, self.fence, **self.sizes), self.objects))
 
     CRASH = st.none() | st.tuples(st.integers(0, 12), st.booleans())
 
@@ -100,7 +100,7 @@ class ManifestMachine(RuleBasedStateMachine):
         self.producers = {"p": (0, seq)} if seq else {}
         given = self.facts(added[-1].last if added else self.through)
 
-        async def work(manifests: Manifests, objects: Objects) -> Head:
+        async def work(manifests: ManifestStore, objects: ObjectStore) -> ManifestHead:
             for info in added:
                 try:
                     await objects.create(PREFIX + info.key, b"x")
@@ -118,7 +118,7 @@ class ManifestMachine(RuleBasedStateMachine):
     def publish_an_older_snapshot(self, age: int) -> None:
         """Nothing changes."""
         late = facts(self.through, as_of=self.as_of - age, epochs=self.epochs, closed=not self.closed)
-        manifests = Manifests(self.objects, self.fence, **self.sizes)
+        manifests = ManifestStore(self.objects, self.fence, **self.sizes)
         before = self.do(manifests.load(STREAM))
         assert before is not None
         head = self.do(manifests.publish(late, self.recorded[-2:], {"other": (9, 9)}))
@@ -135,7 +135,7 @@ class ManifestMachine(RuleBasedStateMachine):
         # What no fork shows any more is never shown again.
         reached = shown & (self.reached | set(range(self.earliest + 1, earliest + 1)))
 
-        async def work(manifests: Manifests, objects: Objects) -> Head:
+        async def work(manifests: ManifestStore, objects: ObjectStore) -> ManifestHead:
             return await manifests.retain(STREAM, earliest, [(entry - 1, entry) for entry in reached])
 
         self.attempt(work, crash)
@@ -154,7 +154,7 @@ class ManifestMachine(RuleBasedStateMachine):
             inputs[0].first, inputs[-1].last, epoch=inputs[0].epoch, content=f"joined {self.joined}"
         )
 
-        async def work(manifests: Manifests, objects: Objects) -> Head:
+        async def work(manifests: ManifestStore, objects: ObjectStore) -> ManifestHead:
             try:
                 await objects.create(PREFIX + joined.key, b"x")
             except ObjectExistsError:
@@ -174,7 +174,7 @@ class ManifestMachine(RuleBasedStateMachine):
         if new_epoch:
             self.epochs = (*self.epochs, (self.epochs[-1][0] + 1, self.through + 1))
 
-        async def work(manifests: Manifests, objects: Objects) -> Head:
+        async def work(manifests: ManifestStore, objects: ObjectStore) -> ManifestHead:
             return await manifests.adopt(STREAM, self.epochs)
 
         head = self.attempt(work, crash)
@@ -184,7 +184,7 @@ class ManifestMachine(RuleBasedStateMachine):
     @rule(crash=CRASH)
     @precondition(lambda self: self.exists and len(self.recorded) > 8)
     def bury(self, crash: tuple[int, bool] | None) -> None:
-        async def work(manifests: Manifests, objects: Objects) -> Head:
+        async def work(manifests: ManifestStore, objects: ObjectStore) -> ManifestHead:
             return await manifests.bury(self.facts(self.through), CREATED_NS + 1, "deleted")
 
         self.attempt(work, crash)
@@ -193,12 +193,12 @@ class ManifestMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.deleted)
     @rule()
     def publish_to_a_tombstone(self) -> None:
-        manifests = Manifests(self.objects, self.fence, **self.sizes)
+        manifests = ManifestStore(self.objects, self.fence, **self.sizes)
         try:
             self.do(
                 manifests.publish(self.facts(self.through + 1), [segment(self.through + 1, self.through + 1)])
             )
-        except BuriedError:
+        except StreamDeletedError:
             return
         raise AssertionError("a buried stream took a segment")
 
@@ -212,7 +212,7 @@ class ManifestMachine(RuleBasedStateMachine):
             self.do(self._compare())
 
     async def _compare(self) -> None:
-        manifests = Manifests(self.objects, self.fence, **self.sizes)
+        manifests = ManifestStore(self.objects, self.fence, **self.sizes)
         stored = await manifests.load(STREAM)
         assert (stored is not None) == self.exists
         if stored is None:
@@ -237,7 +237,7 @@ class ManifestMachine(RuleBasedStateMachine):
         named |= {ref.key async for ref in manifests.pages(STREAM).walk_pages(head.pages)}
         if head.producers_key is not None:
             named.add(head.producers_key)
-        there = {info.key.removeprefix(PREFIX) async for info in objects_under(self.objects, PREFIX)}
+        there = {info.key.removeprefix(PREFIX) async for info in list_objects(self.objects, PREFIX)}
         assert named <= there
         if not self.crashed:
             assert there - named <= self.replaced, "objects that nobody names were left without a crash"

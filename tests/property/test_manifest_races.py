@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 
 from support.manifests import facts, segment
 from support.turns import Turns, interleave
-from tailrace.storage.manifests.manifest import Manifests, Stored
-from tailrace.storage.manifests.model import FencedError, Head, ManifestConflictError, decode
-from tailrace.storage.object_store.objects import ObjectExistsError, Objects, open_objects
-from tailrace.storage.ownership import OwnedElsewhereError, Ownership
+from tailrace.storage.manifests.manifest import ManifestStore, StoredHead
+from tailrace.storage.manifests.model import (
+    FencedError,
+    ManifestConflictError,
+    ManifestHead,
+    decode_manifest,
+)
+from tailrace.storage.object_store.objects import ObjectExistsError, ObjectStore, open_object_store
+from tailrace.storage.ownership import BucketOwnership, OwnedElsewhereError
 from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 _NAMES = count()
@@ -40,8 +45,8 @@ class Writer:
 
     async def run(self, *, take_over: bool) -> None:
         try:
-            fence = await Ownership(self._objects).claim(self._name if take_over else "a", take_over)
-            manifests = Manifests(self._objects, fence, segments_max=2, pages_max=2)
+            fence = await BucketOwnership(self._objects).claim(self._name if take_over else "a", take_over)
+            manifests = ManifestStore(self._objects, fence, segments_max=2, pages_max=2)
             for kind, size in self._steps:
                 try:
                     await (
@@ -52,14 +57,14 @@ class Writer:
         except (FencedError, OwnedElsewhereError):
             self.fenced = True
 
-    async def _load(self, manifests: Manifests) -> Stored | None:
+    async def _load(self, manifests: ManifestStore) -> StoredHead | None:
         stored = await manifests.load(STREAM)
         if stored is not None and stored.head.fence < manifests.fence:
             await manifests.adopt(STREAM)
             stored = await manifests.load(STREAM)
         return stored
 
-    async def _publish(self, manifests: Manifests, size: int) -> None:
+    async def _publish(self, manifests: ManifestStore, size: int) -> None:
         stored = await self._load(manifests)
         through = 0 if stored is None else stored.head.uploaded_through
         added = [segment(through + 1 + i, through + 1 + i, content=self._name) for i in range(size)]
@@ -72,14 +77,14 @@ class Writer:
         await manifests.publish(facts(tail), added, {self._name: (0, tail)}, known=stored)
         self.recorded.extend(added)
 
-    async def _retain(self, manifests: Manifests, kept: int) -> None:
+    async def _retain(self, manifests: ManifestStore, kept: int) -> None:
         stored = await self._load(manifests)
         if stored is not None and stored.head.uploaded_through > kept:
             head = await manifests.retain(STREAM, stored.head.uploaded_through - kept)
             self.trimmed = max(self.trimmed, head.earliest)
 
 
-def _check_history(heads: list[Head]) -> None:
+def _check_history(heads: list[ManifestHead]) -> None:
     generation = through = earliest = fence = 0
     for head in heads:
         assert head.generation == generation + 1, "a head was overwritten that its writer had not seen"
@@ -90,8 +95,8 @@ def _check_history(heads: list[Head]) -> None:
         earliest, fence = head.earliest, head.fence
 
 
-async def _check_bucket(objects: Objects, recorded: list[SegmentInfo], trimmed: int) -> None:
-    manifests = Manifests(objects, 99)
+async def _check_bucket(objects: ObjectStore, recorded: list[SegmentInfo], trimmed: int) -> None:
+    manifests = ManifestStore(objects, 99)
     stored = await manifests.load(STREAM)
     if stored is None:
         assert recorded == []
@@ -110,12 +115,12 @@ async def _check_bucket(objects: Objects, recorded: list[SegmentInfo], trimmed: 
 
 
 async def _race(data: st.DataObject, first: list[Step], second: list[Step], *, take_over: bool) -> None:
-    objects = open_objects(f"memory://races-{next(_NAMES)}")
-    heads: list[Head] = []
+    objects = open_object_store(f"memory://races-{next(_NAMES)}")
+    heads: list[ManifestHead] = []
 
     def note(operation: str, args: tuple[Any, ...]) -> None:
         if operation == "replace" and args[0] == PREFIX + "manifest.json":
-            heads.append(decode(args[1], Head, STREAM, "manifest.json"))
+            heads.append(decode_manifest(args[1], ManifestHead, STREAM, "manifest.json"))
 
     turns = [Turns(objects, note), Turns(objects, note)]
     writers = [Writer(turns[0], "a", first), Writer(turns[1], "b", second)]
@@ -124,7 +129,7 @@ async def _race(data: st.DataObject, first: list[Step], second: list[Step], *, t
         (turns[1], writers[1].run(take_over=take_over)),
     ]
     try:
-        await Ownership(objects).claim("a")
+        await BucketOwnership(objects).claim("a")
         await interleave(data, runs)
         _check_history(heads)
         recorded = [info for writer in writers for info in writer.recorded]

@@ -10,24 +10,28 @@ from hypothesis import strategies as st
 
 from tailrace.log.model import Lifetime
 from tailrace.storage.hot_store.trim_tables import ForkRow
-from tailrace.storage.retention import SECOND_NS, Shown, decide, reached
-from tailrace.storage.segments.kept import FOREVER, Kept, Run, joined
+from tailrace.storage.retention import SECOND_NS, ShownSegment, decide_retention, ranges_reached_by_forks
+from tailrace.storage.segments.kept import FOREVER, EntryRange, RetainedRanges, merge_entry_ranges
 
 ENTRY = st.tuples(st.integers(0, 5), st.integers(0, 3))  # seconds after the one before, payload bytes
 SEGMENTS = st.lists(st.lists(ENTRY, min_size=1, max_size=4), max_size=8)
 BOUND = st.none() | st.integers(0, 20)
 
 
-def shown_as(segments: Sequence[Sequence[tuple[int, int]]], earliest: int) -> tuple[list[Shown], list[int]]:
+def shown_as(
+    segments: Sequence[Sequence[tuple[int, int]]], earliest: int
+) -> tuple[list[ShownSegment], list[int]]:
     """The segments, and the time of each entry in seconds."""
     flat = [entry for segment in segments for entry in segment]
     times_s = list(accumulate(seconds for seconds, _ in flat))
-    found: list[Shown] = []
+    found: list[ShownSegment] = []
     last = 0
     for segment in segments:
         last += len(segment)
         payload_bytes = sum(size for _, size in segment)
-        found.append(Shown(earliest + last, times_s[last - 1] * SECOND_NS, payload_bytes, last % 2 == 0))
+        found.append(
+            ShownSegment(earliest + last, times_s[last - 1] * SECOND_NS, payload_bytes, last % 2 == 0)
+        )
     return found, times_s
 
 
@@ -58,7 +62,7 @@ def test_exactly_the_oldest_segments_go_of_which_every_entry_is_over_a_bound(
         own_bytes += segment.payload_bytes if segment.own else 0
     lifetime = Lifetime(retention_s=age_s, retention_bytes=size_bytes)
 
-    decision = decide(earliest, iter(shown), lifetime, sum(sizes), now_s * SECOND_NS)
+    decision = decide_retention(earliest, iter(shown), lifetime, sum(sizes), now_s * SECOND_NS)
 
     assert (decision.earliest, decision.payload_bytes) == (expected, own_bytes)
     # Nothing else happens before the time that was named, and something at that time.
@@ -68,30 +72,30 @@ def test_exactly_the_oldest_segments_go_of_which_every_entry_is_over_a_bound(
         assert not left or age_s is None
     else:
         assert decision.next_ns > now_s * SECOND_NS
-        before = decide(expected, left, lifetime, left_bytes, decision.next_ns - 1)
-        after = decide(expected, left, lifetime, left_bytes, decision.next_ns)
+        before = decide_retention(expected, left, lifetime, left_bytes, decision.next_ns - 1)
+        after = decide_retention(expected, left, lifetime, left_bytes, decision.next_ns)
         assert before.earliest == expected < after.earliest
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
 
 
-def entries_of(runs: Sequence[Run], upto: int = 40) -> set[int]:
+def entries_of(runs: Sequence[EntryRange], upto: int = 40) -> set[int]:
     return {entry for after, last in runs for entry in range(after + 1, min(last, upto) + 1)}
 
 
 @given(st.integers(0, 30), RUNS, st.integers(1, 35), st.integers(0, 5))
 def test_what_is_kept_is_what_is_shown_and_what_forks_show(
-    earliest: int, runs: list[Run], first: int, more: int
+    earliest: int, runs: list[EntryRange], first: int, more: int
 ) -> None:
-    kept = Kept(earliest, runs)
+    kept = RetainedRanges(earliest, runs)
     expected = entries_of([*runs, (earliest, FOREVER)])
     asked = set(range(first, first + more + 1))
 
     assert kept.some(first, first + more) == bool(asked & expected)
     assert kept.all(first, first + more) == (asked <= expected)
     assert entries_of(list(kept.gaps())) == set(range(1, 41)) - expected
-    assert entries_of(joined(runs)) == entries_of(runs)
+    assert entries_of(merge_entry_ranges(runs)) == entries_of(runs)
 
 
 class Tree:
@@ -159,7 +163,7 @@ def test_forks_reach_exactly_what_they_show_and_never_more_than_before(
         else:
             tree.gone[number] = tree.gone[number] or bool(tree.count(number))
         for owner in range(1, len(tree.parents)):
-            runs = reached(owner, tree.count(owner), tree.forks_of)
+            runs = ranges_reached_by_forks(owner, tree.count(owner), tree.forks_of)
             own = {entry for entry in entries_of(runs, 80) if entry > tree.fork_entries[owner]}
             assert own == tree.shown_of(owner)
             # A look that is out of date keeps too much, never too little.
@@ -170,6 +174,6 @@ def test_forks_reach_exactly_what_they_show_and_never_more_than_before(
 
 def test_an_incomplete_book_of_forks_keeps_everything() -> None:
     book = {1: [ForkRow(2, 10, 0, gone=False, forks=1)], 2: list[ForkRow]()}
-    assert reached(1, 1, lambda number: book[number]) == [(0, FOREVER)]
-    assert reached(1, 2, lambda number: book[number]) == [(0, FOREVER)]
-    assert reached(1, 0, lambda number: book[number]) == []
+    assert ranges_reached_by_forks(1, 1, lambda number: book[number]) == [(0, FOREVER)]
+    assert ranges_reached_by_forks(1, 2, lambda number: book[number]) == [(0, FOREVER)]
+    assert ranges_reached_by_forks(1, 0, lambda number: book[number]) == []

@@ -50,9 +50,9 @@ def check(path: Path, given_entries: Sequence[Entry], json: bool, first: int, ru
     assert (footer.json, footer.size, footer.first, footer.last) == (json, len(raw), info.first, info.last)
 
     # The kept footer can be had from the file again, from its end alone.
-    found = segment_tail.tail_of(raw, len(raw))
+    found = segment_tail.find_tail(raw, len(raw))
     assert isinstance(found, bytes)
-    assert segment_tail.keep(found) == made.footer
+    assert segment_tail.pack_tail(found) == made.footer
 
     # Others read the same.
     table = pq.read_table(path, page_checksum_verification=True)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from support.manifests import facts, segment
 from support.turns import Turns, interleave
 from tailrace.common.clock import SYSTEM_CLOCK, FakeClock
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.object_store.bucket import objects_under
-from tailrace.storage.object_store.objects import ObjectExistsError, Objects, open_objects
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.object_store.bucket import list_objects
+from tailrace.storage.object_store.objects import ObjectExistsError, ObjectStore, open_object_store
 from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 from tailrace.storage.sweep import Orphan, Sweeper
 
@@ -36,7 +36,7 @@ STEPS = st.lists(
 class Sealer:
     def __init__(self, objects: Turns, steps: list[Step]) -> None:
         self._objects: Any = objects
-        self._manifests = Manifests(self._objects, 1)
+        self._manifests = ManifestStore(self._objects, 1)
         self._steps = steps
         self.through = self.earliest = 0
         self.recorded: list[SegmentInfo] = []
@@ -68,11 +68,11 @@ async def _sweep(objects: Any, times: int) -> None:
 
 
 async def _race(data: st.DataObject, steps: list[Step], times: int) -> None:
-    objects: Objects = open_objects(f"memory://sweep-races-{next(_NAMES)}")
+    objects: ObjectStore = open_object_store(f"memory://sweep-races-{next(_NAMES)}")
     turns = [Turns(objects), Turns(objects)]
     sealer = Sealer(turns[0], steps)
     await interleave(data, [(turns[0], sealer.run()), (turns[1], _sweep(turns[1], times))])
-    manifests = Manifests(objects, 1)
+    manifests = ManifestStore(objects, 1)
     stored = await manifests.load(STREAM)
     assert stored is not None
     kept = [info for info in sealer.recorded if info.last > sealer.earliest]
@@ -82,7 +82,7 @@ async def _race(data: st.DataObject, steps: list[Step], times: int) -> None:
     # Once the writer rests, a sweep leaves only what may still be recorded.
     await _sweep(objects, 1)
     named = {PREFIX + info.key for info in kept}
-    async for found in objects_under(objects, PREFIX + "segments/"):
+    async for found in list_objects(objects, PREFIX + "segments/"):
         assert found.key in named or f"-{sealer.through + 1:020}-" in found.key
     await objects.close()
 

@@ -14,18 +14,18 @@ from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
-from tailrace.log.history import NotAtHandError, Pinned
+from tailrace.log.history import FetchedBlock, NotLocalError
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Recorded, Sealed
-from tailrace.log.transaction import ignore
-from tailrace.storage.object_store.bucket import range_of
-from tailrace.storage.object_store.objects import open_objects
-from tailrace.storage.ownership import Ownership
-from tailrace.storage.retention_service import look_at_due
-from tailrace.storage.seal_job import Job, Kind, Report, SealerSetup
+from tailrace.log.transaction import ignore_reply
+from tailrace.storage.object_store.bucket import entry_range_of_key
+from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.ownership import BucketOwnership
+from tailrace.storage.retention_service import scan_due_streams
+from tailrace.storage.seal_job import JobKind, SealerJob, SealerReport, SealerSetup
 from tailrace.storage.sealer import Sealer
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 
 TEXT = "text/plain"
 LIMITS = Limits(journal_file_bytes=4096, seal_entries=3, block_cache_bytes=1)
@@ -54,8 +54,8 @@ class TrimMachine(RuleBasedStateMachine):
         self.log = LogHarness(self.root / "lives", LIMITS)
         self.streams: dict[str, Known] = {}
         self.names = 0
-        objects = open_objects(self.url, limits=LIMITS)
-        self.fence = self.log.run(Ownership(objects).claim("d", take_over=False))
+        objects = open_object_store(self.url, limits=LIMITS)
+        self.fence = self.log.run(BucketOwnership(objects).claim("d", take_over=False))
         self.log.run(objects.close())
         self.wake_up()
         # A source that trims, and a fork that shows more than it: what follows is about these most of all.
@@ -118,12 +118,12 @@ class TrimMachine(RuleBasedStateMachine):
             known.times_ns = dict(origin.times_ns)
             known.earliest = min(origin.earliest, entry)
         request = CreateRequest(name, TEXT, lifetime, source=source, fork_position=position)
-        at_hand: list[Pinned] = []
+        at_hand: list[FetchedBlock] = []
         while True:
             try:
-                self.log.call(self.log.log.create, request, ignore, None, at_hand)
+                self.log.call(self.log.log.create, request, ignore_reply, None, at_hand)
                 break
-            except NotAtHandError as needed:
+            except NotLocalError as needed:
                 at_hand.append(self.log.run(self.log.log.reader.bring(needed.missing)))
         self.log.settle()
         known.number = self.live(name).number
@@ -170,8 +170,8 @@ class TrimMachine(RuleBasedStateMachine):
         while self.log.retired:
             self.log.checkpoint(tell=True)
 
-    def job(self, kind: Kind, numbers: list[int], sealed: int = 0) -> Report:
-        report = self.log.run(self.sealer.do(Job(id=1, kind=kind, numbers=numbers, sealed=sealed)))
+    def job(self, kind: JobKind, numbers: list[int], sealed: int = 0) -> SealerReport:
+        report = self.log.run(self.sealer.do(SealerJob(id=1, kind=kind, numbers=numbers, sealed=sealed)))
         assert not report.error, report.error
         return report
 
@@ -198,7 +198,7 @@ class TrimMachine(RuleBasedStateMachine):
     def look(self) -> None:
         """What is over a bound goes, and nothing else."""
         now_ns = self.log.clock.now_ns()
-        found = look_at_due(self.log.log.store, START, [], now_ns)
+        found = scan_due_streams(self.log.log.store, START, [], now_ns)
         for number, earliest_was, trim in found.wanted:
             stream = self.log.log.streams.get(number)
             if stream is None or stream.removed or stream.earliest != earliest_was:
@@ -286,19 +286,19 @@ class TrimMachine(RuleBasedStateMachine):
     def check_bucket(self) -> None:
         needed = self.needed()
         folders = {
-            stream_prefix(stream_id(name, 0)): needed.get(known.number, set())
+            stream_prefix(make_stream_id(name, 0)): needed.get(known.number, set())
             for name, known in self.streams.items()
         }
         for path in (self.root / "objects" / "streams").rglob("*.parquet"):
             key = path.relative_to(self.root / "objects").as_posix()
             prefix, _, relative = key.rpartition("segments/")
-            entries = range_of(f"segments/{relative}")
+            entries = entry_range_of_key(f"segments/{relative}")
             assert entries is not None
             if prefix in folders:
                 kept = folders[prefix]
                 assert not kept.isdisjoint(range(entries[0], entries[1] + 1)), f"{key} is not needed"
             else:
-                assert prefix == stream_prefix(stream_id("__registry__", 0)), f"{key} is of no stream"
+                assert prefix == stream_prefix(make_stream_id("__registry__", 0)), f"{key} is of no stream"
 
 
 TestTrimModel = TrimMachine.TestCase

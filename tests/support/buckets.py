@@ -6,10 +6,10 @@ from array import array
 from pathlib import Path
 
 from support.manifests import CREATED_NS, facts
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.model import Facts, Head
-from tailrace.storage.object_store.objects import Objects
-from tailrace.storage.segments.segments import SegmentInfo, SegmentRows, stream_id, stream_prefix
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.model import ManifestHead, StreamFacts
+from tailrace.storage.object_store.objects import ObjectStore
+from tailrace.storage.segments.segments import SegmentInfo, SegmentRows, make_stream_id, stream_prefix
 from tailrace.storage.segments.writer import write_segment
 
 
@@ -26,10 +26,17 @@ def rows(first: int, count: int, word: str = "entry") -> SegmentRows:
 
 
 async def upload(
-    objects: Objects, scratch: Path, name: str, first: int, count: int, *, epoch: int = 0, word: str = "entry"
+    objects: ObjectStore,
+    scratch: Path,
+    name: str,
+    first: int,
+    count: int,
+    *,
+    epoch: int = 0,
+    word: str = "entry",
 ) -> SegmentInfo:
     """One segment in the stream's folder, and nothing recorded yet."""
-    number = stream_id(name, 0)
+    number = make_stream_id(name, 0)
     path = scratch / "segment.parquet"
     file = write_segment(
         [rows(first, count, word)], path, name=name, stream_id=number, epoch=epoch, json=True
@@ -40,21 +47,21 @@ async def upload(
 
 
 async def fill(
-    objects: Objects, manifests: Manifests, scratch: Path, name: str, segments: int, count: int = 10
-) -> Head:
+    objects: ObjectStore, manifests: ManifestStore, scratch: Path, name: str, segments: int, count: int = 10
+) -> ManifestHead:
     """A stream with so many recorded segments, and a producer."""
-    head: Head | None = None
+    head: ManifestHead | None = None
     for index in range(segments):
         info = await upload(objects, scratch, name, 1 + index * count, count)
         head = await manifests.publish(named(name, info.last), [info], {"p": (0, index)})
     return head or await manifests.publish(named(name, 0))
 
 
-def named(name: str, tail: int) -> Facts:
+def named(name: str, tail: int) -> StreamFacts:
     return facts(tail, name=name)
 
 
-async def overwrite(objects: Objects, key: str, data: bytes) -> None:
+async def overwrite(objects: ObjectStore, key: str, data: bytes) -> None:
     """What no part of the product does: other bytes under a name that was used."""
     await objects.delete([key])
     await objects.create(key, data)

@@ -11,7 +11,7 @@ import msgspec
 
 from support.log_harness import LogHarness
 from tailrace.common.limits import Limits
-from tailrace.log.catalogue import CompanionSet
+from tailrace.log.catalogue import IndexFileSet
 from tailrace.log.model import Stream
 from tailrace.pipeline.kernels.parquet import Range
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
@@ -21,9 +21,9 @@ from tailrace.query.families.shelf import Shelf
 from tailrace.query.family_format import FTS, companion_name
 from tailrace.query.index_plan import BuildPlan, index_plan
 from tailrace.schema.registry import Registry
-from tailrace.storage.object_store.object_parts import ObjectParts, Work
-from tailrace.storage.segments.companions import Companion, PlanBook, PlanEntry
-from tailrace.storage.segments.segments import SegmentInfo, stream_id, stream_prefix
+from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
+from tailrace.storage.segments.companions import IndexFile, PlanHistory, PlanRecord
+from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, stream_prefix
 
 
 class FamilyStore:
@@ -32,21 +32,21 @@ class FamilyStore:
     def __init__(self, real: LogHarness, bucket: Path) -> None:
         self._real = real
         self._bucket = bucket
-        self.companions: list[Companion] = []
-        self.plans: dict[str, PlanEntry] = {}
+        self.companions: list[IndexFile] = []
+        self.plans: dict[str, PlanRecord] = {}
         self._changed()
 
-    async def of(self, stream: Stream) -> CompanionSet:
+    async def of(self, stream: Stream) -> IndexFileSet:
         """The catalogue that a library asks."""
         return self._listed
 
     def _changed(self) -> None:
-        self._listed = CompanionSet(tuple(self.companions), (), PlanBook(True, tuple(self.plans.values())))
+        self._listed = IndexFileSet(tuple(self.companions), (), PlanHistory(True, tuple(self.plans.values())))
 
     def library(self) -> Library:
-        self.work = Work(self._real.loop, 2)
-        self._readers = Work(self._real.loop, 2)
-        parts = ObjectParts(self._bucket.as_uri(), None, 0, Limits(), self.work)
+        self.work = LoopTasks(self._real.loop, 2)
+        self._readers = LoopTasks(self._real.loop, 2)
+        parts = ObjectCache(self._bucket.as_uri(), None, 0, Limits(), self.work)
         # Even of small files no more is read than what is asked for.
         return Library(Shelf(parts, self.work, self._readers, whole_bytes_max=0), self.of)
 
@@ -63,7 +63,7 @@ class FamilyStore:
         registry: Registry,
         families: Collection[str],
         profile: str = "generic",
-    ) -> list[Companion]:
+    ) -> list[IndexFile]:
         """Builds what is missing of one segment under the plan of a registry, and lists it."""
         plan = index_plan(registry, profile, keyed=True)
         listed = {(one.family, one.fingerprint) for one in self.companions if one.first == info.first}
@@ -74,11 +74,11 @@ class FamilyStore:
         )
         if not wanted:
             return []
-        prefix = stream_prefix(stream_id(stream.name, stream.incarnation))
+        prefix = stream_prefix(make_stream_id(stream.name, stream.incarnation))
         raw = (self._bucket / (prefix + info.key)).read_bytes()
         with tempfile.TemporaryDirectory() as directory:
             request = BuildRequest(
-                stream_id(stream.name, stream.incarnation),
+                make_stream_id(stream.name, stream.incarnation),
                 info.first,
                 info.last,
                 info.rows,
@@ -90,8 +90,8 @@ class FamilyStore:
             built = build_segment(raw, request)
         prints = {name: value for name, value in plan.fingerprints.items() if not name.startswith("family:")}
         families_of = {family: plan.family_fingerprint(family) for family in plan.families}
-        self.plans[plan.hash] = PlanEntry(len(self.plans) + 1, plan.hash, families_of, prints)
-        made: list[Companion] = []
+        self.plans[plan.hash] = PlanRecord(len(self.plans) + 1, plan.hash, families_of, prints)
+        made: list[IndexFile] = []
         for one in built:
             sha256 = hashlib.sha256(one.data).hexdigest()
             name = companion_name(plan.hash, one.family, info.first, info.last, sha256)
@@ -99,7 +99,7 @@ class FamilyStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(one.data)
             made.append(
-                Companion(
+                IndexFile(
                     one.family,
                     info.first,
                     info.last,
@@ -120,7 +120,7 @@ class FamilyStore:
     def merge_splits(self, stream: Stream, limit: int) -> None:
         """Joins adjacent splits of one plan, up to some, as the merging job does."""
         splits = sorted((one for one in self.companions if one.family == FTS), key=lambda one: one.first)
-        joined: list[Companion] = []
+        joined: list[IndexFile] = []
         for split in splits:
             if joined and (split.plan_hash, split.first) != (joined[-1].plan_hash, joined[-1].last + 1):
                 joined.clear()
@@ -129,7 +129,7 @@ class FamilyStore:
                 break
         if len(joined) < limit:
             return
-        identity = stream_id(stream.name, stream.incarnation)
+        identity = make_stream_id(stream.name, stream.incarnation)
         prefix = stream_prefix(identity)
         first, last, rows = joined[0].first, joined[-1].last, sum(one.rows for one in joined)
         raws = [(self._bucket / (prefix + one.object)).read_bytes() for one in joined]
@@ -152,18 +152,20 @@ class FamilyStore:
         self.companions = [one for one in self.companions if one not in joined] + [merged]
         self._changed()
 
-    def drop(self, wanted: Callable[[Companion], bool]) -> None:
+    def drop(self, wanted: Callable[[IndexFile], bool]) -> None:
         """Takes companions off the list."""
         self.companions = [one for one in self.companions if not wanted(one)]
         self._changed()
 
-    def exists(self, stream: Stream, companion: Companion) -> bool:
-        prefix = stream_prefix(stream_id(stream.name, stream.incarnation))
+    def exists(self, stream: Stream, companion: IndexFile) -> bool:
+        prefix = stream_prefix(make_stream_id(stream.name, stream.incarnation))
         return (self._bucket / (prefix + companion.object)).exists()
 
-    def damage(self, stream: Stream, companion: Companion, *, remove: bool) -> None:
+    def damage(self, stream: Stream, companion: IndexFile, *, remove: bool) -> None:
         """Spoils the object of a companion that stays listed."""
-        path = self._bucket / (stream_prefix(stream_id(stream.name, stream.incarnation)) + companion.object)
+        path = self._bucket / (
+            stream_prefix(make_stream_id(stream.name, stream.incarnation)) + companion.object
+        )
         if remove:
             path.unlink(missing_ok=True)
         elif path.exists():

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tailrace.log.journal import Header, encode_header, file_path, frame, mark, seed_of
+from tailrace.log.journal import (
+    JournalHeader,
+    checksum_seed,
+    encode_header,
+    encode_mark,
+    file_path,
+    frame_record,
+)
 from tailrace.log.model import NO_LIFETIME
-from tailrace.log.records import Append, Create, Op, encode
+from tailrace.log.records import Append, Create, Op, encode_record
 
 ID = 0x1122334455667788
 
@@ -27,13 +34,13 @@ def write_journal_file(
     With `marked`, each record is a batch of its own, written when the one before was acknowledged.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    data = bytearray(encode_header(Header(seq, ID + seq, *previous, created_ns=seq)))
+    data = bytearray(encode_header(JournalHeader(seq, ID + seq, *previous, created_ns=seq)))
     positions: list[int] = []
-    for payload in (*map(encode, records), *raw):
+    for payload in (*map(encode_record, records), *raw):
         if marked and positions:
-            data += mark(len(data), seed_of(ID + seq))
+            data += encode_mark(len(data), checksum_seed(ID + seq))
         positions.append(len(data))
-        data += frame(payload, seed_of(ID + seq)) + payload
+        data += frame_record(payload, checksum_seed(ID + seq)) + payload
     positions.append(len(data))
     file_path(directory, seq).write_bytes(data + bytes(padding))
     return positions

@@ -19,9 +19,9 @@ from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
-from tailrace.log.compaction import Intent
+from tailrace.log.compaction import CompactionIntent
 from tailrace.log.decide import AppendRequest, CreateRequest
-from tailrace.log.history import NotAtHandError, Pinned
+from tailrace.log.history import FetchedBlock, NotLocalError
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.reader import Page
@@ -33,12 +33,12 @@ from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
 from tailrace.storage.bootstrap import bootstrap
 from tailrace.storage.checkpointer import checkpoint_file
 from tailrace.storage.data_directory import DataDirectory
-from tailrace.storage.object_store.objects import open_objects
-from tailrace.storage.ownership import Ownership
-from tailrace.storage.seal_job import Job, Kind, Publication, Report, SealerSetup
+from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.ownership import BucketOwnership
+from tailrace.storage.seal_job import JobKind, ManifestPublication, SealerJob, SealerReport, SealerSetup
 from tailrace.storage.sealer import Sealer
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.segments import SegmentInfo, stream_id, stream_prefix
+from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, stream_prefix
 
 CENTURY_NS = 100 * 365 * 86_400 * 10**9
 # Thousands of syncs that no power cut will ever test: in memory where there is such a place.
@@ -213,7 +213,7 @@ class LogHarness:
             self.call(self.log.record, sealed)
             self.settle()
 
-    def ask_to_seal(self, stream: Stream) -> Report:
+    def ask_to_seal(self, stream: Stream) -> SealerReport:
         """What the sealer says; nothing of it is written down."""
         return self._answer("seal", [stream.number], stream.sealed)
 
@@ -237,32 +237,42 @@ class LogHarness:
 
     def compact(self, stream: Stream, inputs: list[SegmentInfo]) -> SegmentInfo:
         """One segment in the place of several that follow each other, and these are deleted at once."""
-        identity = stream_id(stream.name, stream.incarnation)
+        identity = make_stream_id(stream.name, stream.incarnation)
         place = self._root / "objects" / stream_prefix(identity)
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "joined"
             info = compact([(place / one.key).read_bytes() for one in inputs], path)
             shutil.copyfile(path, place / info.key)
-        publication = Publication(stream_id=identity, segment=info, replaced=inputs)
+        publication = ManifestPublication(stream_id=identity, segment=info, replaced=inputs)
         report = self._ask("compact", [stream.number], publication=publication)
         assert not report.refused, report.detail
-        done = Intent(info, tuple(inputs)).done(stream.number, report.generation, report.footers[0], 0)
+        done = CompactionIntent(info, tuple(inputs)).done(
+            stream.number, report.generation, report.footers[0], 0
+        )
         self.call(self.log.record, done)
         self.settle()
         for one in inputs:
             (place / one.key).unlink()
         return info
 
-    def _ask(self, kind: Kind, numbers: list[int], publication: Publication | None = None) -> Report:
+    def _ask(
+        self, kind: JobKind, numbers: list[int], publication: ManifestPublication | None = None
+    ) -> SealerReport:
         report = self._answer(kind, numbers, publication=publication)
         assert not report.error, report.error
         return report
 
     def _answer(
-        self, kind: Kind, numbers: list[int], sealed: int = 0, publication: Publication | None = None
-    ) -> Report:
+        self,
+        kind: JobKind,
+        numbers: list[int],
+        sealed: int = 0,
+        publication: ManifestPublication | None = None,
+    ) -> SealerReport:
         if not self._fence:
-            self._fence = self.run(Ownership(open_objects(self._bucket)).claim("model", take_over=True))
+            self._fence = self.run(
+                BucketOwnership(open_object_store(self._bucket)).claim("model", take_over=True)
+            )
         if self._sealer is None:
             setup = SealerSetup(
                 data_dir=str(self.directory),
@@ -272,7 +282,7 @@ class LogHarness:
                 limits=self._limits,
             )
             self._sealer = Sealer(setup)
-        job = Job(id=1, kind=kind, numbers=numbers, sealed=sealed, publication=publication)
+        job = SealerJob(id=1, kind=kind, numbers=numbers, sealed=sealed, publication=publication)
         return self.run(self._sealer.do(job))
 
     def put_meta(self, key: str, value: bytes) -> None:
@@ -315,11 +325,11 @@ class LogHarness:
             request = CreateRequest(
                 name, typed, Lifetime(*lifetime), initial.closes, source, position, sub, first
             )
-            at_hand: list[Pinned] = []
+            at_hand: list[FetchedBlock] = []
             while True:
                 try:
                     self.log.create(request, pending.reply, None, at_hand)
-                except NotAtHandError as needed:
+                except NotLocalError as needed:
                     at_hand.append(await self.log.reader.bring(needed.missing))
                 else:
                     break
@@ -372,7 +382,7 @@ class LogHarness:
         async def found() -> int:
             try:
                 return self.log.reader.time_of(stream, entry)
-            except NotAtHandError as needed:
+            except NotLocalError as needed:
                 return self.log.reader.time_of(stream, entry, [await self.log.reader.bring(needed.missing)])
 
         return self.run(found())

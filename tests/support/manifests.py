@@ -6,18 +6,20 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
-from tailrace.storage.manifests.model import Facts
-from tailrace.storage.object_store.objects import ObjectInfo, Objects
-from tailrace.storage.segments.segments import SegmentInfo, segment_name, stream_id
+from tailrace.storage.manifests.model import StreamFacts
+from tailrace.storage.object_store.objects import ObjectInfo, ObjectStore
+from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, segment_name
 
 NAME = "orders/2026"
 CREATED_NS = 1_767_225_600_000_000_000
 
 
-def facts(tail: int, *, name: str = NAME, incarnation: int = 0, as_of: int = 0, **others: object) -> Facts:
+def facts(
+    tail: int, *, name: str = NAME, incarnation: int = 0, as_of: int = 0, **others: object
+) -> StreamFacts:
     given: dict[str, object] = {
         "name": name,
-        "stream_id": stream_id(name, incarnation),
+        "stream_id": make_stream_id(name, incarnation),
         "incarnation": incarnation,
         "epochs": ((0, 1),),
         "created_ns": CREATED_NS,
@@ -26,7 +28,7 @@ def facts(tail: int, *, name: str = NAME, incarnation: int = 0, as_of: int = 0, 
         "as_of": as_of,
         **others,
     }
-    return Facts(**given)  # pyright: ignore[reportArgumentType]
+    return StreamFacts(**given)  # pyright: ignore[reportArgumentType]
 
 
 def segment(first: int, last: int, *, epoch: int = 0, content: str = "") -> SegmentInfo:
@@ -58,7 +60,7 @@ class CrashError(BaseException):
 class CrashingObjects:
     """A store whose user dies at the n-th call: before it reaches the store, or before it answers."""
 
-    def __init__(self, inner: Objects, calls: int, *, after: bool = False) -> None:
+    def __init__(self, inner: ObjectStore, calls: int, *, after: bool = False) -> None:
         self._inner = inner
         self._left = calls
         self._after = after

@@ -15,8 +15,8 @@ from tailrace.storage.object_store.objects import (
     ObjectConflictError,
     ObjectExistsError,
     ObjectMissingError,
-    Objects,
-    open_objects,
+    ObjectStore,
+    open_object_store,
 )
 
 
@@ -30,7 +30,7 @@ def head_content(number: int) -> bytes:
     return str(number).encode() + b":" + content(f"head {number}", 100_000)
 
 
-async def fill(objects: Objects, number: int, name: str) -> None:
+async def fill(objects: ObjectStore, number: int, name: str) -> None:
     tag: str | None = None
     for turn in itertools.count():
         key = f"{name}/{turn:06d}"
@@ -40,7 +40,7 @@ async def fill(objects: Objects, number: int, name: str) -> None:
         say(f"head {turn}")
 
 
-async def race(objects: Objects, number: int, name: str) -> None:
+async def race(objects: ObjectStore, number: int, name: str) -> None:
     for turn in range(number):
         try:
             await objects.create(f"race/{turn:06d}", name.encode())
@@ -49,7 +49,7 @@ async def race(objects: Objects, number: int, name: str) -> None:
         say(f"race/{turn:06d}")
 
 
-async def count(objects: Objects, number: int, name: str) -> None:
+async def count(objects: ObjectStore, number: int, name: str) -> None:
     done = 0
     while done < number:
         try:
@@ -71,7 +71,7 @@ def say(line: str) -> None:
 async def main() -> None:
     url, mode, number, name = sys.argv[1:]
     work = {"fill": fill, "race": race, "count": count}[mode]
-    await work(open_objects(url), int(number), name)
+    await work(open_object_store(url), int(number), name)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.calls import Caller, Reply, eventually
 from tailrace.pipeline.kernels.compact import compact
-from tailrace.storage.segments.companions import companion_name
+from tailrace.storage.segments.companions import index_file_name
 
 SEARCH: dict[str, Any] = {
     "primaryTimestampField": "at",
@@ -105,7 +105,7 @@ class FakePipeline:
         """One companion in the bucket, and how it is published."""
         data = f"{family} {first} {last} {text}".encode()
         sha256 = hashlib.sha256(data).hexdigest()
-        key = companion_name(shown["plan"]["hash"], family, first, last, sha256, "parquet")
+        key = index_file_name(shown["plan"]["hash"], family, first, last, sha256, "parquet")
         prefix = shown["manifest"]["object"].removesuffix("manifest.json")
         path = self.objects / prefix / key
         path.parent.mkdir(parents=True, exist_ok=True)

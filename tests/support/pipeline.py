@@ -25,9 +25,9 @@ from tailrace.pipeline.model import (
 from tailrace.pipeline.owner import Owner, RefusedError
 from tailrace.pipeline.run import Options, Pipeline
 from tailrace.query.index_plan import BuildPlan, store_plan
-from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.object_store.objects import open_object_store
 from tailrace.storage.segments.companions import plan_name
-from tailrace.storage.segments.offers import Offer
+from tailrace.storage.segments.offers import PublishRequest
 from tailrace.storage.segments.segments import segment_name, stream_prefix
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Shelf:
 
     def put(self, key: str, data: bytes) -> None:
         async def put() -> None:
-            store = open_objects(self.url)
+            store = open_object_store(self.url)
             await store.create(key, data)
             await store.close()
 
@@ -82,7 +82,7 @@ class FakeOwner:
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
-        self.published: list[Offer] = []
+        self.published: list[PublishRequest] = []
         self.covered: set[str] = set()
         self.heartbeats: list[Heartbeat] = []
         self.faults: list[Exception] = []
@@ -96,7 +96,7 @@ class FakeOwner:
         found = StreamPlan("s", STREAM_ID, 0, self.shelf.ref, work=work)
         return PlanAnswer(1, self.shelf.url, (found,) if work else ())
 
-    def publish(self, publication: Offer) -> str:
+    def publish(self, publication: PublishRequest) -> str:
         if self.faults:
             raise self.faults.pop(0)
         if publication.plan_hash != self.shelf.ref.hash:

@@ -23,7 +23,7 @@ from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
-from tailrace.log.routing_keys import KeyListing, Lexicons
+from tailrace.log.routing_keys import KeyListing, LexiconReader
 from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_run import Aggregator
 from tailrace.query.view import View
@@ -52,7 +52,7 @@ def aggregates(draw: st.DrawFn) -> dict[str, Any]:
 class QueryStates(SearchStates):
     """As its base; a batch has one key, and after every action one query of each kind is compared."""
 
-    lexicons: Lexicons | None = None
+    lexicons: LexiconReader | None = None
 
     def __init__(self) -> None:
         super().__init__()

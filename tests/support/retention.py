@@ -9,8 +9,8 @@ from pathlib import Path
 from support.sealing import hot, wait_until
 from support.wire import Wire
 from tailrace.protocol.offsets import parse_offset
-from tailrace.storage.object_store.bucket import range_of
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.bucket import entry_range_of_key
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 
 TEXT = "text/plain"
 ENTRY_BYTES = 4
@@ -38,14 +38,14 @@ def earliest(http: Wire, name: str) -> int:
 
 
 def folder(data_dir: Path, name: str, incarnation: int = 0) -> Path:
-    return data_dir / "objects" / stream_prefix(stream_id(name, incarnation))
+    return data_dir / "objects" / stream_prefix(make_stream_id(name, incarnation))
 
 
 def stored(data_dir: Path, name: str, incarnation: int = 0) -> set[int]:
     """The entries of a stream that are in segments on the object store."""
     entries: set[int] = set()
     for path in (folder(data_dir, name, incarnation) / "segments").glob("*.parquet"):
-        found = range_of(f"segments/{path.name}")
+        found = entry_range_of_key(f"segments/{path.name}")
         assert found is not None
         entries |= set(range(found[0], found[1] + 1))
     return entries

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tailrace.storage.hot_store.inspect import inspect_hot
+from tailrace.storage.hot_store.inspect import inspect_hot_store
 
 # A few entries make a segment, the journal moves on many times a second, and nothing stays in the cache.
 SEALING_ENV = {
@@ -23,7 +23,7 @@ WAIT_S_MAX = 60.0
 
 def hot(data_dir: Path) -> dict[str, Any]:
     """What the hot store holds, by table."""
-    rows: Any = inspect_hot(data_dir).get("rows", {})
+    rows: Any = inspect_hot_store(data_dir).get("rows", {})
     return rows
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.storage.segments.segment_reader import Footer, read_row_group
-from tailrace.storage.segments.segments import SegmentFile, SegmentRows, stream_id
+from tailrace.storage.segments.segments import SegmentFile, SegmentRows, make_stream_id
 from tailrace.storage.segments.writer import write_segment
 
 NAME = "orders/today"
-STREAM_ID = stream_id(NAME, 0)
+STREAM_ID = make_stream_id(NAME, 0)
 
 
 class Entry(NamedTuple):

@@ -8,13 +8,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tailrace.storage.object_store.objects import Objects
+from tailrace.storage.object_store.objects import ObjectStore
 
 
 class Turns:
     """The store as one user sees it: each operation waits for its turn. `done` hears of what succeeds."""
 
-    def __init__(self, objects: Objects, done: Callable[[str, tuple[Any, ...]], None] | None = None) -> None:
+    def __init__(
+        self, objects: ObjectStore, done: Callable[[str, tuple[Any, ...]], None] | None = None
+    ) -> None:
         self._objects = objects
         self._done = done
         self._may_go = asyncio.Semaphore(0)

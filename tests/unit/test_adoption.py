@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.storage.adoption import is_start_of
+from tailrace.storage.adoption import is_prefix_of
 from tailrace.storage.segments.segments import SegmentRows
 
 Entry = tuple[bytes, int, bytes | None]  # payload, time, key
@@ -45,7 +45,7 @@ def test_the_same_entries_are_the_same_however_they_are_cut(
     found: list[Entry], cut: list[int], other_cut: list[int], count: int, separator: int
 ) -> None:
     some = runs_of(found[:count], cut, separator)
-    assert is_start_of(some, runs_of(found, other_cut, separator), separator)
+    assert is_prefix_of(some, runs_of(found, other_cut, separator), separator)
 
 
 @given(entries, entries, cuts, cuts, st.sampled_from([0, 1]))
@@ -54,7 +54,7 @@ def test_nothing_else_is(
 ) -> None:
     same = others[: len(some)] == some
     assert (
-        is_start_of(runs_of(some, cut, separator), runs_of(others, other_cut, separator), separator) == same
+        is_prefix_of(runs_of(some, cut, separator), runs_of(others, other_cut, separator), separator) == same
     )
 
 
@@ -74,4 +74,4 @@ def test_one_difference_is_enough(
         )
     )
     other = [*found[:at], changed, *found[at + 1 :]]
-    assert not is_start_of(runs_of(other, cut, separator), runs_of(found, [], separator), separator)
+    assert not is_prefix_of(runs_of(other, cut, separator), runs_of(found, [], separator), separator)

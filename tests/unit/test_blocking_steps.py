@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tailrace.storage.object_store.blocking import Steps
+from tailrace.storage.object_store.blocking import BlockingRunner
 
 
 class _Large:
@@ -26,7 +26,7 @@ def test_what_a_step_comes_to_is_never_written_as_a_text() -> None:
         await asyncio.sleep(0)
         return large
 
-    steps = Steps()
+    steps = BlockingRunner()
     try:
         assert steps.run(step()) is large
         assert steps.run(step()) is large
@@ -42,7 +42,7 @@ def test_an_error_of_a_step_is_raised_and_the_next_one_runs() -> None:
     async def works() -> int:
         return 1
 
-    steps = Steps()
+    steps = BlockingRunner()
     with pytest.raises(ValueError, match="no"):
         steps.run(fails())
     assert steps.run(works()) == 1

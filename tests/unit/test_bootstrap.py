@@ -18,13 +18,13 @@ from tailrace.common.settings import Settings
 from tailrace.log.model import Stream, Tombstone
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.bootstrap import bootstrap
-from tailrace.storage.bootstrap_report import Restored
+from tailrace.storage.bootstrap_report import BootstrapReport
 from tailrace.storage.data_directory import DataDirectory
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.model import Facts, FencedError, Parent
-from tailrace.storage.object_store.objects import Objects, open_objects
-from tailrace.storage.ownership import Ownership
-from tailrace.storage.segments.segments import SegmentInfo, segment_name, stream_id
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.model import FencedError, ForkParent, StreamFacts
+from tailrace.storage.object_store.objects import ObjectStore, open_object_store
+from tailrace.storage.ownership import BucketOwnership
+from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, segment_name
 
 _numbers = itertools.count(1)
 
@@ -35,19 +35,19 @@ class Bucket:
     def __init__(self, tmp_path: Path) -> None:
         self.url = f"memory://bootstrap-{next(_numbers)}"
         self._path = tmp_path
-        self.objects: Objects = open_objects(self.url)
-        self.manifests = Manifests(self.objects, 1, segments_max=3, pages_max=2)
+        self.objects: ObjectStore = open_object_store(self.url)
+        self.manifests = ManifestStore(self.objects, 1, segments_max=3, pages_max=2)
 
     async def claim(self) -> None:
-        await Ownership(self.objects).claim("before")
+        await BucketOwnership(self.objects).claim("before")
 
-    async def put(self, name: str, entries: int = 0, incarnation: int = 0, **more: Any) -> Facts:
+    async def put(self, name: str, entries: int = 0, incarnation: int = 0, **more: Any) -> StreamFacts:
         """A stream whose segments hold two entries each."""
         base = int(str(more.get("fork_entry", 0)))
         added = [_segment(first, incarnation) for first in range(base + 1, base + entries, 2)]
         facts = {
             "name": name,
-            "stream_id": stream_id(name, incarnation),
+            "stream_id": make_stream_id(name, incarnation),
             "incarnation": incarnation,
             "epochs": ((incarnation, 1),),
             "created_ns": 10 + incarnation,
@@ -55,12 +55,12 @@ class Bucket:
             "as_of": 4,
             **more,
         }
-        made = msgspec.convert(facts, Facts)
+        made = msgspec.convert(facts, StreamFacts)
         for start in range(0, max(1, len(added)), 2):
             await self.manifests.publish(made, added[start : start + 2], {"p": (0, entries)})
         return made
 
-    async def restore(self) -> tuple[Restored, StoredStreams]:
+    async def restore(self) -> tuple[BootstrapReport, StoredStreams]:
         """On a disk of its own."""
         path = self._path / f"data-{next(_numbers)}"
         limits = Limits(bootstrap_settle_ms=1, bootstrap_requests=4)
@@ -81,8 +81,8 @@ def _segment(first: int, epoch: int = 0) -> SegmentInfo:
     return SegmentInfo(name, epoch, first, first + 1, 2, 1000, 20, sha256, first, first + 1)
 
 
-def fork_of(source: Facts, entry: int) -> dict[str, Any]:
-    return {"parent": Parent(source.stream_id, source.name), "fork_entry": entry}
+def fork_of(source: StreamFacts, entry: int) -> dict[str, Any]:
+    return {"parent": ForkParent(source.stream_id, source.name), "fork_entry": entry}
 
 
 def run(tmp_path: Path, test: Callable[[Bucket], Awaitable[None]]) -> None:
@@ -140,7 +140,7 @@ def test_only_the_newest_use_of_a_name_lives(tmp_path: Path) -> None:
         assert store.tombstone("ended") == Tombstone(4, 3, 99, "expired")
         # What should have been deleted before has its grave.
         graves = {grave.stream_id for grave in store.db.cold.graves(0, 10)}
-        assert graves == {stream_id("again", 0), old.stream_id}
+        assert graves == {make_stream_id("again", 0), old.stream_id}
 
     run(tmp_path, test)
 
@@ -195,7 +195,7 @@ def test_the_owner_before_cannot_change_what_was_restored(tmp_path: Path) -> Non
             with pytest.raises(FencedError):
                 await change
         with pytest.raises(FencedError):
-            await Ownership(bucket.objects).confirm("before", 1)
+            await BucketOwnership(bucket.objects).confirm("before", 1)
         # Each bootstrap is another owner and another epoch.
         _, store = await bucket.restore()
         assert found(store, "s").epochs == ((0, 1), (2, 5))

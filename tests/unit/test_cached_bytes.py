@@ -11,9 +11,9 @@ from tailrace.api.inspection.documents import documents_of
 from tailrace.api.inspection.index_status import Manifest
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
-from tailrace.storage.object_store.disk_cache import Part, source_of
-from tailrace.storage.object_store.object_parts import ObjectParts, Work
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.disk_cache import ObjectRange, cache_source
+from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 
 HELD = {
     "segments/a.parquet": 100,
@@ -27,14 +27,14 @@ HELD = {
 
 def test_caches_are_told_by_what_they_hold(tmp_path: Path) -> None:
     async def main() -> None:
-        work = Work(asyncio.get_running_loop(), 1)
-        parts = ObjectParts("memory://", tmp_path, 1 << 20, Limits(), work)
+        work = LoopTasks(asyncio.get_running_loop(), 1)
+        parts = ObjectCache("memory://", tmp_path, 1 << 20, Limits(), work)
         assert parts.cache is not None
         stream = Stream(1, "ev", 0)
         for name in ("ev", "another"):
             for rest, size in HELD.items():
-                key = stream_prefix(stream_id(name, 0)) + rest
-                parts.cache.add(Part(source_of(key), 0, size))
+                key = stream_prefix(make_stream_id(name, 0)) + rest
+                parts.cache.add(ObjectRange(cache_source(key), 0, size))
         around = Surroundings(cached=cached_of([parts], stream))
         shown = details(stream, documents_of(stream), Manifest(0), around)["storage"]
         assert isinstance(shown, dict)

@@ -18,7 +18,7 @@ from support.segments import STREAM_ID, Entry, entries_of, runs_of, write
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.storage.object_store import object_parts
-from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.object_store.objects import ObjectStore, open_object_store
 from tailrace.storage.segments import cold_reader
 from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.storage.segments.segment_reader import Footer
@@ -92,11 +92,11 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Stored:
     made = write(path, runs_of(1, entries, True), True)
     stored = Stored(url, tmp_path / "cache", made.info, made.footer, entries)
 
-    async def put(objects: Objects) -> None:
+    async def put(objects: ObjectStore) -> None:
         await objects.create(stored.key, path.read_bytes())
         await objects.close()
 
-    asyncio.run(put(open_objects(url)))
+    asyncio.run(put(open_object_store(url)))
     return stored
 
 

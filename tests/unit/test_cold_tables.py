@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 
-from tailrace.storage.hot_store.cold_tables import Grave, SegmentRow
-from tailrace.storage.hot_store.hot import BlockRow, HotDb
+from tailrace.storage.hot_store.cold_tables import DeletedStreamRow, SegmentRow
+from tailrace.storage.hot_store.hot import BlockRow, HotDatabase
 
 
 def block(first: int, last: int, time_ns: int, body: bytes) -> BlockRow:
@@ -16,13 +16,13 @@ def block(first: int, last: int, time_ns: int, body: bytes) -> BlockRow:
 
 
 def test_a_store_of_an_older_version_gets_its_tables_from_the_writer(tmp_path: Path) -> None:
-    old = HotDb(tmp_path / "hot.db", writer=True)
+    old = HotDatabase(tmp_path / "hot.db", writer=True)
     for table in ("segments", "heads", "graves"):
         old.execute(f"DROP TABLE {table}")
     old.put_stream(4, "old", False, None, b"image")
     old.put_block(4, block(1, 3, 5, b"abcdef"), 5)
     old.close()
-    reader, writer = HotDb(tmp_path / "hot.db"), HotDb(tmp_path / "hot.db", writer=True)
+    reader, writer = HotDatabase(tmp_path / "hot.db"), HotDatabase(tmp_path / "hot.db", writer=True)
     assert reader.cold.segment_at(4, 1) is None
     assert reader.cold.segment_since(4, 0) is None
     assert reader.cold.stale_heads(0, 10) == []
@@ -42,7 +42,7 @@ def test_a_store_of_an_older_version_gets_its_tables_from_the_writer(tmp_path: P
 
 
 def test_segments_are_found_by_entry_and_by_time(tmp_path: Path) -> None:
-    db = HotDb(tmp_path / "hot.db", writer=True)
+    db = HotDatabase(tmp_path / "hot.db", writer=True)
     rows = [SegmentRow(1, 10, b"a", b"A"), SegmentRow(11, 12, b"b", b"B"), SegmentRow(13, 30, b"c", b"C")]
     for row, last_ns in zip(rows, (100, 100, 300), strict=True):
         db.cold.put_segment(1, row, last_ns)
@@ -63,7 +63,7 @@ def test_segments_are_found_by_entry_and_by_time(tmp_path: Path) -> None:
 
 
 def test_blocks_go_when_a_segment_has_them(tmp_path: Path) -> None:
-    db = HotDb(tmp_path / "hot.db", writer=True)
+    db = HotDatabase(tmp_path / "hot.db", writer=True)
     for first, last, body in ((1, 4, b"aaaa"), (5, 9, b"bbbbb"), (10, 12, b"ccc")):
         db.put_block(1, block(first, last, first, body), first)
         db.cold.add_hot_bytes(len(body))
@@ -88,7 +88,7 @@ def test_blocks_go_when_a_segment_has_them(tmp_path: Path) -> None:
 
 
 def test_a_manifest_is_behind_until_it_speaks_for_the_change(tmp_path: Path) -> None:
-    db = HotDb(tmp_path / "hot.db", writer=True)
+    db = HotDatabase(tmp_path / "hot.db", writer=True)
     db.cold.head_changed(1, 5)
     db.cold.head_changed(2, 6)
     db.cold.head_recorded(1, 4, 1)
@@ -105,8 +105,8 @@ def test_a_manifest_is_behind_until_it_speaks_for_the_change(tmp_path: Path) -> 
 
 
 def test_graves(tmp_path: Path) -> None:
-    db = HotDb(tmp_path / "hot.db", writer=True)
-    graves = [Grave(number, f"n{number}", "f" * 32, b"image") for number in (3, 5, 9)]
+    db = HotDatabase(tmp_path / "hot.db", writer=True)
+    graves = [DeletedStreamRow(number, f"n{number}", "f" * 32, b"image") for number in (3, 5, 9)]
     for grave in graves:
         db.cold.put_grave(grave)
     assert db.cold.graves(0, 2) == graves[:2]

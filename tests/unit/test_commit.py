@@ -6,8 +6,8 @@ import asyncio
 import os
 from pathlib import Path
 
-from tailrace.log.commit import Batch, Committer
-from tailrace.log.journal import JournalFile, Scan, chain
+from tailrace.log.commit import CommitBatch, Committer
+from tailrace.log.journal import JournalFile, JournalScan, files_to_replay
 from tailrace.log.rotation import Journal
 
 FILE_BYTES = 4096
@@ -50,12 +50,12 @@ class Desk:
         self._file = file or self._file
         return file
 
-    def _acknowledge(self, batch: Batch) -> None:
+    def _acknowledge(self, batch: CommitBatch) -> None:
         assert batch.file is not None
         self.journal.settled(batch.file, batch.position + len(batch.data))
         self.acknowledged.extend(batch.items)
 
-    def _fail(self, batches: list[Batch], error: OSError, certain: bool) -> None:
+    def _fail(self, batches: list[CommitBatch], error: OSError, certain: bool) -> None:
         self.failed.extend(item for batch in batches for item in batch.items)
         self.certain = certain
 
@@ -74,8 +74,8 @@ def test_a_file_is_begun_only_when_the_one_before_is_durable(tmp_path: Path) -> 
     assert not desk.failed
     assert desk.acknowledged == list(range(desk.submitted))
     read_back: list[int] = []
-    for path, header, end in chain(tmp_path):
-        read_back.extend(int.from_bytes(payload, "little") for _, payload in Scan(path, header, end))
+    for path, header, end in files_to_replay(tmp_path):
+        read_back.extend(int.from_bytes(payload, "little") for _, payload in JournalScan(path, header, end))
     assert read_back == desk.acknowledged
 
 
@@ -102,6 +102,8 @@ def test_a_failed_batch_takes_everything_in_flight_with_it(tmp_path: Path) -> No
     assert desk.certain
     assert desk.failed
     assert [*desk.acknowledged, *desk.failed] == list(range(desk.submitted))
-    ((path, header, end),) = chain(tmp_path)
-    assert [int.from_bytes(payload, "little") for _, payload in Scan(path, header, end)] == desk.acknowledged
+    ((path, header, end),) = files_to_replay(tmp_path)
+    assert [
+        int.from_bytes(payload, "little") for _, payload in JournalScan(path, header, end)
+    ] == desk.acknowledged
     assert path.stat().st_size == desk.journal.durable_end

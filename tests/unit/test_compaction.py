@@ -17,7 +17,7 @@ from tailrace.pipeline.kernels.compact import checksum_of, compact
 from tailrace.pipeline.model import CompactWork, PlanRef, Segment, StreamPlan
 from tailrace.pipeline.worker import stores
 from tailrace.storage.segments import segment_tail
-from tailrace.storage.segments.segment_check import check_segment, footer_of
+from tailrace.storage.segments.segment_check import check_segment, file_footer
 from tailrace.storage.segments.segments import CorruptSegmentError, stream_prefix
 from tailrace.storage.segments.writer import write_segment
 
@@ -55,9 +55,9 @@ def test_every_entry_is_kept(parts: list[list[Entry]], json: bool) -> None:
         assert check_segment(joined, info) == []
         whole = [entry for part in parts for entry in part]
         assert (info.first, info.last, info.rows) == (5, 4 + len(whole), len(whole))
-        tail = segment_tail.tail_of(joined, len(joined))
+        tail = segment_tail.find_tail(joined, len(joined))
         assert isinstance(tail, bytes)
-        assert read_all(segment_tail.keep(tail), joined) == whole
+        assert read_all(segment_tail.pack_tail(tail), joined) == whole
         # Once more gives the same bytes, and so the same name.
         assert compact(raws, directory / "again.parquet") == info
         total = sum(checksum_of(raw).total for raw in raws) % (1 << 128)
@@ -151,9 +151,9 @@ def test_one_schema_version(tmp_path: Path) -> None:
 
     path = tmp_path / "joined"
     compact([made(1, "[[1,2]]"), made(3, "[[3,2]]")], path)
-    assert footer_of(path.read_bytes()).facts["schema_versions"] == "[[1,2]]"
+    assert file_footer(path.read_bytes()).facts["schema_versions"] == "[[1,2]]"
     compact([made(1, ""), made(3, "[[3,0]]")], path)
-    assert footer_of(path.read_bytes()).facts["schema_versions"] == "[[1,0]]"
+    assert file_footer(path.read_bytes()).facts["schema_versions"] == "[[1,0]]"
     for versions in ("[[3,1]]", "", "[[3,2],[4,3]]", "{"):
         with pytest.raises(CorruptSegmentError):
             compact([made(1, "[[1,2]]"), made(3, versions)], path)

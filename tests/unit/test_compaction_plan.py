@@ -13,22 +13,22 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.model import NO_LIFETIME, Lifetime
 from tailrace.storage.compaction import (
     BYTES_MAX,
+    COMPACTIONS_OFFERED_MAX,
     ENTRY_BYTES,
     HOUR_NS,
     INPUTS_MAX,
-    OFFERED_MAX,
-    CompactRule,
+    CompactionRule,
     borders_of,
     decide_compaction,
-    due,
+    due_compactions,
 )
-from tailrace.storage.coverage import Coverage, MergeRule, merges
-from tailrace.storage.merged_care import MergedCare
-from tailrace.storage.segments.companions import Companion, PlanEntry
-from tailrace.storage.segments.offers import Offer
+from tailrace.storage.coverage import Coverage, MergeRule, due_merges
+from tailrace.storage.merged_care import RollupRetention
+from tailrace.storage.segments.companions import IndexFile, PlanRecord
+from tailrace.storage.segments.offers import PublishRequest
 from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
-RULE = CompactRule(segments_min=3, small_bytes=1000, age_ns=0)
+RULE = CompactionRule(segments_min=3, small_bytes=1000, age_ns=0)
 FREE = borders_of(NO_LIFETIME, ())
 FAR_NS = CREATED_NS + 10**18
 
@@ -39,8 +39,8 @@ def some(count: int, *, first: int = 1, length: int = 2, **changes: object) -> l
     return [msgspec.structs.replace(info, **changes) for info in infos]
 
 
-def runs(segments: list[SegmentInfo], *, borders: Any = FREE, rule: CompactRule = RULE) -> list[list[int]]:
-    found = due(segments, rule, borders, lambda _: True, FAR_NS)
+def runs(segments: list[SegmentInfo], *, borders: Any = FREE, rule: CompactionRule = RULE) -> list[list[int]]:
+    found = due_compactions(segments, rule, borders, lambda _: True, FAR_NS)
     return [[info.first for info in run] for run in found.runs]
 
 
@@ -83,8 +83,8 @@ def test_sizes_are_bounded() -> None:
     assert runs(some(7), borders=tight) == [[1, 3, 5], [7, 9, 11]]
     many = runs(some(INPUTS_MAX + 3))
     assert [len(run) for run in many] == [INPUTS_MAX, 3]
-    apart = [info for n in range(OFFERED_MAX + 2) for info in some(3, first=1 + 10 * n)]
-    assert len(runs(apart)) == OFFERED_MAX
+    apart = [info for n in range(COMPACTIONS_OFFERED_MAX + 2) for info in some(3, first=1 + 10 * n)]
+    assert len(runs(apart)) == COMPACTIONS_OFFERED_MAX
 
 
 def test_age_and_what_is_not_settled() -> None:
@@ -92,13 +92,13 @@ def test_age_and_what_is_not_settled() -> None:
     infos = some(4)
 
     def at(now_ns: int) -> Any:
-        return due(infos, rule, FREE, lambda _: True, now_ns)
+        return due_compactions(infos, rule, FREE, lambda _: True, now_ns)
 
     assert at(infos[2].last_ns + HOUR_NS).runs == (tuple(infos[:3]),)
     early = at(infos[2].last_ns + HOUR_NS - 1)
     assert (early.runs, early.next_ns) == ((), infos[2].last_ns + HOUR_NS)
-    assert due(infos[:2], rule, FREE, lambda _: True, CREATED_NS).next_ns is None
-    unsettled = due(infos, RULE, FREE, lambda info: info.first != 3, FAR_NS)
+    assert due_compactions(infos[:2], rule, FREE, lambda _: True, CREATED_NS).next_ns is None
+    unsettled = due_compactions(infos, RULE, FREE, lambda info: info.first != 3, FAR_NS)
     assert unsettled.runs == ()
 
 
@@ -119,7 +119,7 @@ def joined(**changes: object) -> SegmentInfo:
     return msgspec.structs.replace(segment(1, 6, content="joined"), **{**sums, **changes})
 
 
-def offer(info: SegmentInfo, inputs: list[SegmentInfo] | None = None, **changes: Any) -> Offer:
+def offer(info: SegmentInfo, inputs: list[SegmentInfo] | None = None, **changes: Any) -> PublishRequest:
     named = INPUTS if inputs is None else inputs
     stats = {"epoch": info.epoch, "raw_bytes": info.payload_bytes}
     body: dict[str, Any] = {
@@ -142,10 +142,12 @@ def offer(info: SegmentInfo, inputs: list[SegmentInfo] | None = None, **changes:
         "replace": [PREFIX + one.key for one in named],
         **changes,
     }
-    return msgspec.convert(body, Offer)
+    return msgspec.convert(body, PublishRequest)
 
 
-def refusal(body: Offer, plan: PlanEntry | None = None, companions: tuple[Companion, ...] = ()) -> str:
+def refusal(
+    body: PublishRequest, plan: PlanRecord | None = None, companions: tuple[IndexFile, ...] = ()
+) -> str:
     with pytest.raises(TailraceError) as refused:
         decide_compaction(body, plan, companions, LISTED)
     return refused.value.code
@@ -176,14 +178,14 @@ def test_what_may_not() -> None:
     assert refusal(offer(joined(epoch=1))) == "invalid_request", "the name says another epoch"
     wrong = copy.deepcopy(msgspec.to_builtins(offer(joined())))
     wrong["add"][0]["stats"]["epoch"] = "0"
-    assert refusal(msgspec.convert(wrong, Offer)) == "invalid_request"
+    assert refusal(msgspec.convert(wrong, PublishRequest)) == "invalid_request"
 
 
-def companion(family: str, first: int, last: int, level: int = 0) -> Companion:
-    return Companion(family, first, last, last - first + 1, f"{family}{first}", 1, "", {}, "p", level, "f")
+def companion(family: str, first: int, last: int, level: int = 0) -> IndexFile:
+    return IndexFile(family, first, last, last - first + 1, f"{family}{first}", 1, "", {}, "p", level, "f")
 
 
-PLAN = PlanEntry(1, "p", {"agg": "f"})
+PLAN = PlanRecord(1, "p", {"agg": "f"})
 
 
 def test_half_built_segments_are_left_alone() -> None:
@@ -204,11 +206,11 @@ def test_rollups_are_merged_within_a_part_of_the_retained_time() -> None:
     ]
     each = [companion("agg", info.first, info.last) for info in infos]
     rule = MergeRule(span=4, fan_out=2, level_max=2)
-    free = MergedCare(infos, NO_LIFETIME, 100, CREATED_NS)
-    assert [one.inputs for one in merges(PLAN, each, rule, free.part)] == [tuple(each)]
-    bound = MergedCare(infos, Lifetime(retention_s=36_000), 100, CREATED_NS)
-    assert merges(PLAN, each, rule, bound.part) == []
-    pairs = merges(PLAN, each, rule._replace(span=2), bound.part)
+    free = RollupRetention(infos, NO_LIFETIME, 100, CREATED_NS)
+    assert [one.inputs for one in due_merges(PLAN, each, rule, free.part)] == [tuple(each)]
+    bound = RollupRetention(infos, Lifetime(retention_s=36_000), 100, CREATED_NS)
+    assert due_merges(PLAN, each, rule, bound.part) == []
+    pairs = due_merges(PLAN, each, rule._replace(span=2), bound.part)
     assert [one.inputs for one in pairs] == [tuple(each[:2])]
 
 
@@ -223,7 +225,7 @@ def test_rollups_are_taken_apart_before_retention_comes_to_them() -> None:
     lifetime = Lifetime(retention_s=36_000)  # a part of it is an hour
 
     def at(now_ns: int) -> tuple[list[int], int | None]:
-        found, next_ns = MergedCare(infos, lifetime, 10**6, now_ns).rewrites(PLAN, merged, coverage, 0)
+        found, next_ns = RollupRetention(infos, lifetime, 10**6, now_ns).rewrites(PLAN, merged, coverage, 0)
         return [one.merged.first for one in found], next_ns
 
     due_ns = infos[0].last_ns + 9 * HOUR_NS
@@ -231,7 +233,7 @@ def test_rollups_are_taken_apart_before_retention_comes_to_them() -> None:
     assert at(due_ns) == ([1], infos[2].last_ns + 9 * HOUR_NS)
     assert at(infos[2].last_ns + 9 * HOUR_NS) == ([1, 5], None)
     # By size: all but the newest 100 bytes go, and a tenth more before.
-    care = MergedCare(infos, Lifetime(retention_bytes=100), 6 * 24, CREATED_NS)
+    care = RollupRetention(infos, Lifetime(retention_bytes=100), 6 * 24, CREATED_NS)
     assert care.soon == 4
     (rewrite,), _ = care.rewrites(PLAN, merged, coverage, 0)
     assert rewrite.segments == tuple(infos[:2])
@@ -241,14 +243,14 @@ def test_rollups_are_taken_apart_before_retention_comes_to_them() -> None:
 
 def test_what_retention_has_left_of_a_merged_file_is_built_again() -> None:
     """Text splits stay right when entries go, but carry them along, and no score comes from them any more."""
-    plan = PlanEntry(1, "p", {"fts": "f"})
+    plan = PlanRecord(1, "p", {"fts": "f"})
     infos = some(6)
     merged = [companion("fts", 1, 8, 1), *(companion("fts", n, n + 1) for n in (9, 11))]
     coverage = Coverage(plan, merged)
 
     def left(earliest: int) -> list[tuple[SegmentInfo, ...]]:
         shown = [info for info in infos if info.last > earliest]
-        found, next_ns = MergedCare(shown, NO_LIFETIME, 100, CREATED_NS).rewrites(
+        found, next_ns = RollupRetention(shown, NO_LIFETIME, 100, CREATED_NS).rewrites(
             plan, merged, coverage, earliest
         )
         assert next_ns is None

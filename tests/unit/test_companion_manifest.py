@@ -10,18 +10,25 @@ import pytest
 
 from support.manifests import facts, run_of
 from tailrace.common.clock import FakeClock
-from tailrace.storage.coverage import Coverage, MergeRule, in_turn, merges, stale, uncovered
-from tailrace.storage.manifests.companion_change import RETIRED_MAX, CompanionMissingError
-from tailrace.storage.manifests.companion_pages import (
-    COMPANIONS_MAX,
-    PAGES_MAX,
-    CompanionPages,
-    ListedCompanions,
+from tailrace.storage.coverage import (
+    Coverage,
+    MergeRule,
+    build_order,
+    due_merges,
+    stale_index_files,
+    uncovered_segments,
 )
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.model import BuriedError, Head, encode
-from tailrace.storage.object_store.objects import ObjectMissingError, Objects, open_objects
-from tailrace.storage.segments.companions import Companion, PlanEntry, companion_name
+from tailrace.storage.manifests.companion_change import RETIRED_MAX, IndexFileMissingError
+from tailrace.storage.manifests.companion_pages import (
+    INDEX_FILE_PAGES_MAX,
+    INDEX_FILES_MAX,
+    IndexFilePages,
+    ListedIndexFiles,
+)
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.model import ManifestHead, StreamDeletedError, encode_manifest
+from tailrace.storage.object_store.objects import ObjectMissingError, ObjectStore, open_object_store
+from tailrace.storage.segments.companions import IndexFile, PlanRecord, index_file_name
 from tailrace.storage.segments.segments import stream_prefix
 
 PLAN = "sha256:" + "ab" * 32
@@ -31,22 +38,22 @@ RULE = MergeRule(span=2, fan_out=2, level_max=2)
 
 def companion(
     family: str, first: int, last: int, *, text: str = "", print_: str = "f1", level: int = 0
-) -> Companion:
+) -> IndexFile:
     sha256 = hashlib.sha256(f"{family}{first}{last}{text}".encode()).hexdigest()
-    key = companion_name(PLAN, family, first, last, sha256, "parquet")
-    return Companion(family, first, last, last - first + 1, key, 4, sha256, {}, PLAN, level, print_)
+    key = index_file_name(PLAN, family, first, last, sha256, "parquet")
+    return IndexFile(family, first, last, last - first + 1, key, 4, sha256, {}, PLAN, level, print_)
 
 
-async def put(objects: Objects, *companions: Companion) -> None:
+async def put(objects: ObjectStore, *companions: IndexFile) -> None:
     for one in companions:
         await objects.create(stream_prefix(STREAM) + one.object, b"file")
 
 
-def run(name: str, work: Callable[[Objects, Manifests, FakeClock], Awaitable[None]]) -> None:
+def run(name: str, work: Callable[[ObjectStore, ManifestStore, FakeClock], Awaitable[None]]) -> None:
     async def inside() -> None:
-        objects = open_objects(f"memory://companions-{name}")
+        objects = open_object_store(f"memory://companions-{name}")
         clock = FakeClock()
-        manifests = Manifests(objects, 1, clock=clock)
+        manifests = ManifestStore(objects, 1, clock=clock)
         await manifests.publish(facts(1000), run_of(1, 1000, 10))
         await work(objects, manifests, clock)
         await objects.close()
@@ -54,11 +61,11 @@ def run(name: str, work: Callable[[Objects, Manifests, FakeClock], Awaitable[Non
     asyncio.run(inside())
 
 
-async def listed(manifests: Manifests, head: Head) -> set[str]:
+async def listed(manifests: ManifestStore, head: ManifestHead) -> set[str]:
     return {one.object async for one in manifests.companions(head)}
 
 
-async def is_there(objects: Objects, one: Companion) -> bool:
+async def is_there(objects: ObjectStore, one: IndexFile) -> bool:
     try:
         await objects.head(stream_prefix(STREAM) + one.object)
     except ObjectMissingError:
@@ -67,9 +74,9 @@ async def is_there(objects: Objects, one: Companion) -> bool:
 
 
 def test_p4_listed_once_whatever_is_repeated() -> None:
-    async def work(objects: Objects, manifests: Manifests, clock: FakeClock) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
         some = [companion("col", 1, 10), companion("fts", 1, 10)]
-        with pytest.raises(CompanionMissingError):
+        with pytest.raises(IndexFileMissingError):
             await manifests.publish_companions(STREAM, some, [])
         await put(objects, *some)
         head, new = await manifests.publish_companions(STREAM, some, [])
@@ -87,7 +94,7 @@ def test_p4_listed_once_whatever_is_repeated() -> None:
 
 
 def test_what_is_replaced_stays_a_little_while() -> None:
-    async def work(objects: Objects, manifests: Manifests, clock: FakeClock) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
         inputs = [companion("exact", 1, 10), companion("exact", 11, 20)]
         output = companion("exact", 1, 20, level=1)
         later = [companion("col", first, first + 9) for first in range(1, 41, 10)]
@@ -113,7 +120,7 @@ def test_what_is_replaced_stays_a_little_while() -> None:
 
 
 def test_retention_takes_them_and_a_tombstone_all() -> None:
-    async def work(objects: Objects, manifests: Manifests, clock: FakeClock) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
         some = [companion(family, first, first + 9) for family in ("col", "agg") for first in (1, 11, 21)]
         wide = companion("agg", 21, 40, level=1)
         await put(objects, *some, wide)
@@ -127,22 +134,22 @@ def test_retention_takes_them_and_a_tombstone_all() -> None:
         assert new == []
         head = await manifests.bury(facts(1000), clock.now_ns(), "deleted")
         assert (head.companions, head.companion_pages, head.retired) == ((), (), ())
-        with pytest.raises(BuriedError):
+        with pytest.raises(StreamDeletedError):
             await manifests.publish_companions(STREAM, some[:1], [])
 
     run("retention", work)
 
 
 def test_any_number_of_them_at_the_same_cost() -> None:
-    async def work(objects: Objects, manifests: Manifests, clock: FakeClock) -> None:
-        pages = CompanionPages(objects, STREAM, companions_max=2)
-        listed_ = ListedCompanions((), ())
-        everything = [companion("col", first, first) for first in range(1, 2 * PAGES_MAX + 10)]
+    async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
+        pages = IndexFilePages(objects, STREAM, companions_max=2)
+        listed_ = ListedIndexFiles((), ())
+        everything = [companion("col", first, first) for first in range(1, 2 * INDEX_FILE_PAGES_MAX + 10)]
         sizes: list[int] = []
         for start in range(0, len(everything), 4):
             before = objects.bytes_out
             grown = (*listed_.companions, *everything[start : start + 4])
-            listed_ = await pages.roll(ListedCompanions(listed_.pages, grown))
+            listed_ = await pages.roll(ListedIndexFiles(listed_.pages, grown))
             sizes.append(objects.bytes_out - before)
         assert max(ref.level for ref in listed_.pages) == 1
         assert [one async for one in pages.walk(listed_)] == everything
@@ -160,13 +167,13 @@ def test_any_number_of_them_at_the_same_cost() -> None:
 
 
 def test_a_head_stays_small() -> None:
-    async def work(objects: Objects, manifests: Manifests, clock: FakeClock) -> None:
-        some = [companion("col", first, first) for first in range(1, COMPANIONS_MAX + 11)]
+    async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
+        some = [companion("col", first, first) for first in range(1, INDEX_FILES_MAX + 11)]
         await put(objects, *some)
         head, _ = await manifests.publish_companions(STREAM, some, [])
         assert (len(head.companion_pages), len(head.companions)) == (1, 10)
         assert head.companion_count == len(some)
-        assert len(encode(head)) < 100_000
+        assert len(encode_manifest(head)) < 100_000
         head, _ = await manifests.publish_companions(STREAM, [], [some[3].object])
         assert head.companion_count == len(some) - 1
         assert [one.object for one in head.retired] == [some[3].object]
@@ -175,7 +182,7 @@ def test_a_head_stays_small() -> None:
 
 
 def test_coverage_is_of_entries_not_of_files() -> None:
-    plan = PlanEntry(1, PLAN, {"col": "f1", "exact": "e1"})
+    plan = PlanRecord(1, PLAN, {"col": "f1", "exact": "e1"})
     files = [
         companion("col", 1, 20),
         companion("col", 21, 30),
@@ -187,35 +194,35 @@ def test_coverage_is_of_entries_not_of_files() -> None:
     assert not coverage.covers("col", 25, 35)
     assert coverage.missing(11, 20) == ("exact",)
     segments = run_of(1, 40, 10)
-    found, stuck = uncovered(segments, coverage, {segments[2].key})
+    found, stuck = uncovered_segments(segments, coverage, {segments[2].key})
     assert [(one.info.first, one.families) for one in found] == [(11, ("exact",)), (31, ("col", "exact"))]
     assert stuck == [segments[2]]
-    assert stale(plan, files, coverage) == []
+    assert stale_index_files(plan, files, coverage) == []
     newer = [*files, companion("col", 31, 40, text="new")]
-    assert stale(plan, newer, Coverage(plan, newer)) == [files[2].object]
-    assert stale(plan, [companion("fts", 1, 10)], coverage) == [companion("fts", 1, 10).object]
+    assert stale_index_files(plan, newer, Coverage(plan, newer)) == [files[2].object]
+    assert stale_index_files(plan, [companion("fts", 1, 10)], coverage) == [companion("fts", 1, 10).object]
 
 
 def test_the_newest_eight_come_first() -> None:
-    plan = PlanEntry(1, PLAN, {"col": "f1"})
-    found, _ = uncovered(run_of(1, 100, 10), Coverage(plan, []), set())
-    assert [one.info.first for one in in_turn(found)] == [91, 81, 71, 61, 51, 41, 31, 21, 1, 11]
-    assert [one.info.first for one in in_turn(found[:3])] == [21, 11, 1]
+    plan = PlanRecord(1, PLAN, {"col": "f1"})
+    found, _ = uncovered_segments(run_of(1, 100, 10), Coverage(plan, []), set())
+    assert [one.info.first for one in build_order(found)] == [91, 81, 71, 61, 51, 41, 31, 21, 1, 11]
+    assert [one.info.first for one in build_order(found[:3])] == [21, 11, 1]
 
 
 def test_merges_are_of_neighbours_of_one_level() -> None:
-    plan = PlanEntry(1, PLAN, {"exact": "f1", "col": "f1", "fts": "f1"})
+    plan = PlanRecord(1, PLAN, {"exact": "f1", "col": "f1", "fts": "f1"})
     first, second, third = (companion("exact", start, start + 9) for start in (1, 11, 21))
-    assert merges(plan, [first, third], RULE) == []
-    (merge,) = merges(plan, [third, second, first], RULE)
+    assert due_merges(plan, [first, third], RULE) == []
+    (merge,) = due_merges(plan, [third, second, first], RULE)
     assert (merge.family, merge.level, merge.first, merge.last) == ("exact", 1, 1, 20)
     assert merge.inputs == (first, second)
     # Several files of one range go together; columns are not merged; the last level stays.
     parts = [companion("exact", 11, 20, text=text) for text in ("a", "b")]
-    (merge,) = merges(plan, [first, *parts], RULE)
+    (merge,) = due_merges(plan, [first, *parts], RULE)
     assert list(merge.inputs) == [first, *parts]
-    assert merges(plan, [companion("col", 1, 10), companion("col", 11, 20)], RULE) == []
+    assert due_merges(plan, [companion("col", 1, 10), companion("col", 11, 20)], RULE) == []
     top = [companion("exact", 1, 20, level=2), companion("exact", 21, 40, level=2)]
-    assert merges(plan, top, RULE) == []
+    assert due_merges(plan, top, RULE) == []
     wide = [companion("fts", 1, 900_000), companion("fts", 900_001, 1_800_000)]
-    assert merges(plan, wide, RULE) == []
+    assert due_merges(plan, wide, RULE) == []

@@ -33,8 +33,8 @@ from tailrace.query.families.parquet_file import ParquetFile
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.families.shelf import Opened, Shelf
 from tailrace.query.family_format import FTS
-from tailrace.storage.object_store.object_parts import ObjectParts, Work
-from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
+from tailrace.storage.object_store.objects import open_object_store
 from tailrace.storage.segments.segments import stream_prefix
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
     def put(self, data: bytes, key: str = KEY) -> Published:
         async def create() -> None:
-            objects = open_objects(self.url)
+            objects = open_object_store(self.url)
             try:
                 await overwrite(objects, key, data)
             finally:
@@ -86,13 +86,13 @@ class Place(NamedTuple):
         asyncio.run(create())
         return Published(key, STREAM_ID, len(data), hashlib.sha256(data).hexdigest())
 
-    def run(self, work: Callable[[Shelf, ObjectParts], Awaitable[T]], whole_bytes_max: int = 512 << 10) -> T:
+    def run(self, work: Callable[[Shelf, ObjectCache], Awaitable[T]], whole_bytes_max: int = 512 << 10) -> T:
         """Do something with a shelf of its own, as a server would after a restart."""
 
         async def running() -> T:
             loop = asyncio.get_running_loop()
-            fetching, reading = Work(loop, 2), Work(loop, 2)
-            parts = ObjectParts(self.url, self.cache_dir, CACHE_BYTES, Limits(), fetching)
+            fetching, reading = LoopTasks(loop, 2), LoopTasks(loop, 2)
+            parts = ObjectCache(self.url, self.cache_dir, CACHE_BYTES, Limits(), fetching)
             try:
                 shelf = Shelf(parts, fetching, reading, whole_bytes_max=whole_bytes_max)
                 return await work(shelf, parts)
@@ -134,9 +134,9 @@ def test_lexicons_have_a_cache_of_their_own(bucket: Place) -> None:
 
     async def read_all() -> tuple[list[int], list[int]]:
         loop = asyncio.get_running_loop()
-        fetching, reading = Work(loop, 2), Work(loop, 2)
+        fetching, reading = LoopTasks(loop, 2), LoopTasks(loop, 2)
         parts, lexicons = (
-            ObjectParts(bucket.url, bucket.cache_dir.with_name(name), held, Limits(), fetching)
+            ObjectCache(bucket.url, bucket.cache_dir.with_name(name), held, Limits(), fetching)
             for name, held in (("companions", size), ("lexicons", 2 * size))
         )
         shelf = Shelf(parts, fetching, reading, lexicons=lexicons, whole_bytes_max=size)
@@ -173,7 +173,7 @@ def _whole(name: str) -> pa.ChunkedArray:
 def test_only_what_is_wanted_is_fetched(place: Place) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+    async def read(shelf: Shelf, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         group = await shelf.on_thread(file.group, 3, ("a",))
         assert group.column("a").combine_chunks() == TABLES[3].column("a").combine_chunks()
@@ -191,7 +191,7 @@ def test_only_what_is_wanted_is_fetched(place: Place) -> None:
 def test_near_row_groups_come_with_one_request(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> int:
+    async def read(shelf: Shelf, parts: ObjectCache) -> int:
         file = await _opened(shelf, published)
         before = parts.fetches
         found = await shelf.on_thread(lambda: list(file.tables(range(GROUPS), ("wide",))))
@@ -211,7 +211,7 @@ def test_near_row_groups_come_with_one_request(place: Place, monkeypatch: pytest
 def test_the_cache_is_only_a_shortcut(bucket: Place) -> None:
     published = bucket.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> int:
+    async def read(shelf: Shelf, parts: ObjectCache) -> int:
         file = await _opened(shelf, published)
         found = await shelf.on_thread(file.read, ("a", "b"))
         assert found.column("a").to_pylist() == _whole("a").to_pylist()
@@ -234,7 +234,7 @@ def test_a_damaged_part_is_never_read(place: Place) -> None:
     damaged[group.column(1).data_page_offset + 1000] ^= 1
     published = place.put(bytes(damaged))._replace(sha256=hashlib.sha256(DATA).hexdigest())
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+    async def read(shelf: Shelf, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         assert (await shelf.on_thread(file.group, 5, ("wide",))).num_rows == ROWS
         assert shelf.find(published) is file
@@ -254,7 +254,7 @@ def test_a_damaged_footer_is_never_parsed(place: Place, at: int) -> None:
     damaged[at] ^= 1
     published = place.put(bytes(damaged))
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+    async def read(shelf: Shelf, parts: ObjectCache) -> None:
         assert await shelf.open(published, ParquetFile) is None
         assert shelf.counts.unusable == 1
 
@@ -264,7 +264,7 @@ def test_a_damaged_footer_is_never_parsed(place: Place, at: int) -> None:
 def test_an_object_that_is_gone_is_left_alone(place: Place) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+    async def read(shelf: Shelf, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         objects = await parts.opened()
         await objects.delete([KEY])
@@ -284,7 +284,7 @@ def test_a_file_without_checksums_is_fetched_whole(place: Place) -> None:
     data = sink.getvalue().to_pybytes()
     published = place.put(data)
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+    async def read(shelf: Shelf, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         assert parts.fetched_bytes >= len(data)
         found = await shelf.on_thread(file.group, 1, ("a",))
@@ -297,7 +297,7 @@ def test_a_file_without_checksums_is_fetched_whole(place: Place) -> None:
 def test_a_small_file_is_fetched_whole(place: Place) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+    async def read(shelf: Shelf, parts: ObjectCache) -> None:
         await _opened(shelf, published)
         assert (parts.fetches, parts.fetched_bytes) == (1, len(DATA))
 
@@ -309,7 +309,7 @@ def test_a_long_footer_is_fetched_with_a_second_request(place: Place) -> None:
     data = _written([table, table])
     published = place.put(data)
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+    async def read(shelf: Shelf, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         assert parts.fetches == 2
         found = await shelf.on_thread(file.read, ("column 599",))
@@ -322,7 +322,7 @@ def test_an_empty_file_has_nothing_to_fetch(place: Place) -> None:
     with CompanionWriter(TABLES[0].schema, {}) as writer:
         published = place.put(writer.finish())
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+    async def read(shelf: Shelf, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         assert (await shelf.on_thread(file.read, ("a", "b"))).num_rows == 0
 
@@ -349,7 +349,7 @@ def test_a_split_is_read_by_parts(place: Place) -> None:
             found.append(split.phrase(field, ["brown", "fox"]).tolist() if text.positions else None)
         return found
 
-    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+    async def read(shelf: Shelf, parts: ObjectCache) -> None:
         split = await shelf.open(published, opened)
         assert isinstance(split, FtsFile)
         assert split.memory_bytes < whole.memory_bytes
@@ -391,7 +391,7 @@ def test_who_waits_for_bytes_goes_on_when_the_server_ends() -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        work, reading = Work(loop, 1), Work(loop, 1)
+        work, reading = LoopTasks(loop, 1), LoopTasks(loop, 1)
 
         def wait() -> str:
             try:

@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.storage.cut import part_of, portions
+from tailrace.storage.cut import slice_run, split_into_segments
 from tailrace.storage.segments.segments import SegmentRows
 
 
@@ -62,7 +62,7 @@ def test_portions_hold_every_entry_once_and_in_order(
         runs.append(run_of(first, payloads, separator, keyed))
         first += len(payloads)
     epochs = [(number, start) for number, start in enumerate([1, *sorted(epoch_starts)])]
-    cut = list(portions(runs, epochs, separator, bytes_max=bytes_max, entries_max=entries_max))
+    cut = list(split_into_segments(runs, epochs, separator, bytes_max=bytes_max, entries_max=entries_max))
     expected = [entry for run in runs for entry in entries_of(run, separator)]
     assert [
         entry for portion in cut for run in portion.runs for entry in entries_of(run, separator)
@@ -87,6 +87,6 @@ def test_a_part_is_what_it_was_in_the_whole(
     run = run_of(7, payloads, separator, keyed)
     begin = data.draw(st.integers(0, len(payloads) - 1))
     end = data.draw(st.integers(begin + 1, len(payloads)))
-    part = part_of(run, begin, end, separator)
+    part = slice_run(run, begin, end, separator)
     assert entries_of(part, separator) == entries_of(run, separator)[begin:end]
     assert len(part.body) == part.ends[-1]

@@ -16,8 +16,8 @@ from tailrace.storage.document_objects import (
 )
 from tailrace.storage.manifests.model import FencedError
 from tailrace.storage.meta_objects import MetaCorruptError, MetaObjects
-from tailrace.storage.object_store.objects import open_objects
-from tailrace.storage.object_store.request_stats import BookedObjects, ObjectBook
+from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.object_store.request_stats import CountingObjectStore, RequestStats
 
 ID = "ab" * 16
 REGISTRY = (
@@ -51,7 +51,7 @@ def test_a_segment_knows_the_versions_of_its_entries(first: int, last: int, show
 
 def test_what_was_published_is_taken_over(tmp_path: Path) -> None:
     async def main() -> None:
-        objects = BookedObjects(open_objects(tmp_path.as_uri()), ObjectBook())
+        objects = CountingObjectStore(open_object_store(tmp_path.as_uri()), RequestStats())
         first = DocumentObjects(MetaObjects(objects, 1))
         await first.publish(ID, {"schema": REGISTRY, "profile": b'{"kind": "generic"}'}, 7)
         stored = json.loads((await objects.get(document_key(ID, "schema")))[0])

@@ -17,8 +17,8 @@ from tailrace.log.decide import AppendRequest
 from tailrace.log.inspect import inspect_journal
 from tailrace.log.model import Stream
 from tailrace.log.records import Append as AppendOp
-from tailrace.log.records import Describe, decode, encode
-from tailrace.log.transaction import ignore
+from tailrace.log.records import Describe, decode_record, encode_record
+from tailrace.log.transaction import ignore_reply
 
 JSON = "application/json"
 KEYS = [b"a", None, b"b", b"a"]
@@ -53,7 +53,9 @@ def checkpoint_all(log: LogHarness) -> None:
 
 def test_operations_come_back_from_their_bytes() -> None:
     op = AppendOp(7, 3, 4, b"1,2,3,4", [1, 1, 1, 1], 5, keys=KEYS)
-    again, described, removed = decode(encode([op, Describe(7, "schema", b"{}"), Describe(7, "touch", None)]))
+    again, described, removed = decode_record(
+        encode_record([op, Describe(7, "schema", b"{}"), Describe(7, "touch", None)])
+    )
     assert isinstance(again, AppendOp)
     assert (again.keys, again.key, again.body, again.first) == (KEYS, None, b"1,2,3,4", 3)
     assert (described, removed) == (Describe(7, "schema", b"{}"), Describe(7, "touch", None))
@@ -143,7 +145,7 @@ def test_entries_of_one_append_may_have_keys_of_their_own(log: LogHarness, folde
 
     request = AppendRequest(b"1,2,3,4", JSON, [1, 1, 1, 1])
     request.check = check
-    log.call(log.log.append, stream, request, ignore, None)
+    log.call(log.log.append, stream, request, ignore_reply, None)
     log.settle()
     assert asked == [b"{}"]
     if folded:
@@ -175,7 +177,7 @@ def test_a_refused_entry_changes_nothing_and_a_retry_is_not_looked_at(log: LogHa
         request = AppendRequest(b"1", JSON, producer=("p", 0, 0))
         request.check = refuse if check else None
         try:
-            log.call(log.log.append, stream, request, ignore, None)
+            log.call(log.log.append, stream, request, ignore_reply, None)
         except TailraceError as refusal:
             return refusal.code
         log.settle()
@@ -210,6 +212,6 @@ def test_documents_in_memory_are_counted(log: LogHarness) -> None:
     log.reopen()
     found(log)
     assert log.log.streams.document_bytes == 4
-    log.call(log.log.remove, found(log), "deleted", ignore, None)
+    log.call(log.log.remove, found(log), "deleted", ignore_reply, None)
     log.settle()
     assert log.log.streams.document_bytes == 0

@@ -22,8 +22,8 @@ from tailrace.query.families.exact_file import FILTERED_ROWS_MIN, ExactFile
 from tailrace.query.families.parquet_file import ParquetFile
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.families.shelf import Shelf
-from tailrace.storage.object_store.object_parts import ObjectParts, Work
-from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
+from tailrace.storage.object_store.objects import open_object_store
 from tailrace.storage.segments.segments import stream_prefix
 
 KEY = stream_prefix(STREAM_ID) + "companions/0/exact/file"
@@ -102,12 +102,12 @@ def test_filters_of_a_file_that_is_read_by_parts_are_checked(tmp_path: Path, dam
     published = Published(KEY, STREAM_ID, len(data), hashlib.sha256(data).hexdigest())
 
     async def look() -> list[int]:
-        objects = open_objects((tmp_path / "store").as_uri())
+        objects = open_object_store((tmp_path / "store").as_uri())
         await overwrite(objects, KEY, bytes(data))
         await objects.close()
         loop = asyncio.get_running_loop()
-        fetching, reading = Work(loop, 2), Work(loop, 2)
-        parts = ObjectParts((tmp_path / "store").as_uri(), tmp_path / "cache", 1 << 20, Limits(), fetching)
+        fetching, reading = LoopTasks(loop, 2), LoopTasks(loop, 2)
+        parts = ObjectCache((tmp_path / "store").as_uri(), tmp_path / "cache", 1 << 20, Limits(), fetching)
         try:
             shelf = Shelf(parts, fetching, reading, whole_bytes_max=1024)
             exact = await shelf.open(published, lambda body: ExactFile(ParquetFile(body)))

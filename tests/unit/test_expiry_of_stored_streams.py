@@ -10,7 +10,7 @@ from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime
-from tailrace.log.transaction import ignore
+from tailrace.log.transaction import ignore_reply
 from tailrace.storage.checkpointer import checkpoint_file
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def test_a_stored_stream_expires_once(tmp_path: Path) -> None:
         clock = FakeClock()
         log = Log(tmp_path, Limits(), clock, asyncio.get_running_loop())
         log.open()
-        log.create(CreateRequest("short", "text/plain", Lifetime(ttl_s=10)), ignore, None)
+        log.create(CreateRequest("short", "text/plain", Lifetime(ttl_s=10)), ignore_reply, None)
         await _checkpoint_all(log)
         assert "short" not in log.streams.by_name, "evicted: only the hot store has it"
         clock.advance(60)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tailrace.log import journal, records
 from tailrace.log.records import Append
-from tailrace.storage.data_directory import VERSION
-from tailrace.storage.hot_store.hot import HotDb
+from tailrace.storage.data_directory import DIRECTORY_VERSION
+from tailrace.storage.hot_store.hot import HotDatabase
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 
@@ -24,11 +24,11 @@ def test_the_example_is_a_journal_file(tmp_path: Path) -> None:
     path.write_bytes(example())
     header = journal.read_header(path)
     assert header is not None
-    assert header == journal.Header(1, 0x1122334455667788, 0, 0, 1_700_000_000_000_000_000)
-    scan = journal.Scan(path, header)
+    assert header == journal.JournalHeader(1, 0x1122334455667788, 0, 0, 1_700_000_000_000_000_000)
+    scan = journal.JournalScan(path, header)
     ((position, payload),) = list(scan)
     assert (position, scan.end, scan.torn) == (64, len(example()), False)
-    (op,) = records.decode(payload)
+    (op,) = records.decode_record(payload)
     assert isinstance(op, Append)
     assert (op.stream, op.first, op.count, op.body, op.key) == (2, 1, 1, b"hi\n", b"k")
     assert op.encode() == payload
@@ -38,7 +38,7 @@ def test_the_example_is_a_journal_file(tmp_path: Path) -> None:
 def test_an_append_of_one_entry_is_written_like_any_other() -> None:
     for key in (None, b"", b"@(svc/bill)"):
         op = Append(7, 9, 1, b'{"a":1}', None, 1_767_225_600_000_000_000, key)
-        assert records.pack_one(op.stream, op.first, op.time_ns, op.body, key) == op.encode()
+        assert records.pack_single_append(op.stream, op.first, op.time_ns, op.body, key) == op.encode()
 
 
 def test_the_sizes_are_those_of_the_code() -> None:
@@ -48,7 +48,7 @@ def test_the_sizes_are_those_of_the_code() -> None:
         "bytes 0-55",
         "fixed head of 34 bytes",
         f"`{journal.MAGIC.decode()}`",
-        f"directory: `{VERSION}`",
+        f"directory: `{DIRECTORY_VERSION}`",
     ):
         assert text in PAGE
 
@@ -75,7 +75,7 @@ def test_every_kind_and_flag_is_there() -> None:
 
 
 def test_every_table_and_column_is_there(tmp_path: Path) -> None:
-    store = HotDb(tmp_path / "hot.db")
+    store = HotDatabase(tmp_path / "hot.db")
     tables = [
         str(row[0]) for row in store.connection.execute("SELECT name FROM sqlite_schema WHERE type='table'")
     ]

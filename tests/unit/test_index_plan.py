@@ -17,11 +17,11 @@ from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.routing import RoutingKey
 from tailrace.schema.search_config import parse_search
 from tailrace.storage.segments.companions import (
-    Companion,
-    companion_name,
-    is_named_well,
+    IndexFile,
+    has_valid_name,
+    index_file_name,
+    index_file_range,
     plan_name,
-    range_in,
 )
 
 SEARCH: dict[str, Any] = {
@@ -199,17 +199,17 @@ def test_a_plan_can_be_stored_and_built_from() -> None:
 
 def test_names_of_companions() -> None:
     plan_hash = "sha256:" + "ab" * 32
-    name = companion_name(plan_hash, "col", 1, 20, "cd" * 32, "parquet")
+    name = index_file_name(plan_hash, "col", 1, 20, "cd" * 32, "parquet")
     assert name == (
         "companions/abababababababab/col/00000000000000000001-00000000000000000020.cdcdcdcdcdcdcdcd.parquet"
     )
-    companion = Companion("col", 1, 20, 20, name, 5, "cd" * 32, {}, plan_hash)
-    assert is_named_well(companion)
-    assert not is_named_well(msgspec.structs.replace(companion, first=2))
-    assert range_in(name) == (1, 20)
-    assert range_in("segments/x") is None
+    companion = IndexFile("col", 1, 20, 20, name, 5, "cd" * 32, {}, plan_hash)
+    assert has_valid_name(companion)
+    assert not has_valid_name(msgspec.structs.replace(companion, first=2))
+    assert index_file_range(name) == (1, 20)
+    assert index_file_range("segments/x") is None
     assert plan_name(plan_hash) == f"plans/{'ab' * 32}.json"
-    assert msgspec.json.decode(msgspec.json.encode(companion), type=Companion) == companion
+    assert msgspec.json.decode(msgspec.json.encode(companion), type=IndexFile) == companion
     assert cast("list[object]", msgspec.json.decode(msgspec.json.encode(companion)))[4] == name
 
 

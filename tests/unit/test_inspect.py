@@ -12,8 +12,8 @@ from support.journals import append, create, flip, write_journal_file
 from tailrace.log.inspect import inspect_journal
 from tailrace.log.journal import MARK_BYTES, file_path
 from tailrace.log.records import Bind, Delete, Meta, Op, Touch
-from tailrace.storage.hot_store.hot import BlockRow, HotDb
-from tailrace.storage.hot_store.inspect import inspect_hot
+from tailrace.storage.hot_store.hot import BlockRow, HotDatabase
+from tailrace.storage.hot_store.inspect import inspect_hot_store
 
 RECORDS: list[list[Op]] = [
     [create(1, "a"), append(1, 1, b"first")],
@@ -113,15 +113,15 @@ def test_no_damage_makes_it_fail(tmp_path: Path) -> None:
 
 
 def test_the_hot_store_in_numbers(tmp_path: Path) -> None:
-    assert "problem" in inspect_hot(tmp_path)
-    writer = HotDb(tmp_path / "hot.db", writer=True)
+    assert "problem" in inspect_hot_store(tmp_path)
+    writer = HotDatabase(tmp_path / "hot.db", writer=True)
     writer.set_fact("journal_seq", 7)
     for number in range(1, 31):
         writer.put_stream(number, f"s{number:02}", False, None, b"image")
     writer.put_block(1, BlockRow(1, 3, b"", b"", None, b"abc"), 5)
     writer.put_block(1, BlockRow(4, 9, b"", b"", None, b"defghi"), 6)
     writer.put_producer(1, "p", 0, 4)
-    described = orjson.loads(orjson.dumps(inspect_hot(tmp_path)))
+    described = orjson.loads(orjson.dumps(inspect_hot_store(tmp_path)))
     assert described["facts"] == {"journal_seq": 7, "version": 1}
     assert described["rows"] == {
         "streams": 30,
@@ -154,14 +154,14 @@ def test_the_hot_store_in_numbers(tmp_path: Path) -> None:
 
 
 def test_the_hot_store_can_be_seen_while_it_is_written(tmp_path: Path) -> None:
-    writer = HotDb(tmp_path / "hot.db", writer=True)
+    writer = HotDatabase(tmp_path / "hot.db", writer=True)
     with writer.connection:
         writer.set_fact("journal_seq", 7)
-        assert inspect_hot(tmp_path)["facts"] == {"version": 1}
-    assert inspect_hot(tmp_path)["facts"] == {"journal_seq": 7, "version": 1}
+        assert inspect_hot_store(tmp_path)["facts"] == {"version": 1}
+    assert inspect_hot_store(tmp_path)["facts"] == {"journal_seq": 7, "version": 1}
     writer.close()
 
 
 def test_a_hot_store_that_is_none_is_a_problem_not_a_crash(tmp_path: Path) -> None:
     (tmp_path / "hot.db").write_bytes(b"not a database" * 100)
-    assert "cannot be read" in str(inspect_hot(tmp_path)["problem"])
+    assert "cannot be read" in str(inspect_hot_store(tmp_path)["problem"])

@@ -9,7 +9,7 @@ from support.log_model import Append
 from tailrace.common.limits import MIB, Limits
 from tailrace.log import commit_path
 from tailrace.log.decide import CreateRequest
-from tailrace.log.transaction import ignore
+from tailrace.log.transaction import ignore_reply
 
 FILE_BYTES = 48 * MIB
 TAIL_BYTES = 32 * MIB
@@ -19,7 +19,7 @@ ENTRY = b"x" * MIB
 def test_files_are_short_while_checkpoints_are_behind(tmp_path: Path) -> None:
     log = LogHarness(tmp_path, Limits(journal_file_bytes=FILE_BYTES, tail_memory_max_bytes=TAIL_BYTES))
     try:
-        log.call(log.log.create, CreateRequest("a", "text/plain"), ignore, None)
+        log.call(log.log.create, CreateRequest("a", "text/plain"), ignore_reply, None)
         log.log.checkpoint_pending = True  # a file is with the checkpointer, and it takes its time
         for _ in range(2 * TAIL_BYTES // MIB):
             assert log.append("a", Append([ENTRY], "text/plain")).code is None

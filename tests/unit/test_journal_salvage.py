@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from support.journals import ID, append, create, flip, write_journal_file
-from tailrace.log.journal import crc32c_extend, file_path, seed_of
+from tailrace.log.journal import checksum_seed, crc32c_extend, file_path
 from tailrace.log.journal_check import check_journal
-from tailrace.log.journal_salvage import files_behind, find_seed, pieces, solve_seed
-from tailrace.log.records import Append, decode
+from tailrace.log.journal_salvage import files_after, find_seed, read_pieces, solve_seed
+from tailrace.log.records import Append, decode_record
 
 COUNT = 30
 
@@ -25,9 +25,9 @@ def written(tmp_path: Path) -> list[int]:
 
 def read(directory: Path) -> tuple[list[int], int]:
     """The numbers of the entries that were read, and how many places are damaged."""
-    [file] = files_behind(directory, 0)
-    found = list(pieces(file))
-    ops = [op for piece in found if piece.payload is not None for op in decode(piece.payload)]
+    [file] = files_after(directory, 0)
+    found = list(read_pieces(file))
+    ops = [op for piece in found if piece.payload is not None for op in decode_record(piece.payload)]
     entries = [op.first for op in ops if isinstance(op, Append)]
     return entries, sum(piece.payload is None for piece in found)
 
@@ -60,7 +60,7 @@ def test_a_file_without_its_first_sector(tmp_path: Path, written: list[int]) -> 
     data = path.read_bytes()
     path.write_bytes(bytes(512) + data[512:])
     lost = sum(position < 512 for position in written) - 1
-    assert find_seed(path.read_bytes()) == seed_of(ID + 1)
+    assert find_seed(path.read_bytes()) == checksum_seed(ID + 1)
     assert read(tmp_path) == (list(range(lost + 1, COUNT)), 1)
 
 
@@ -76,8 +76,8 @@ def test_a_missing_file_and_files_that_do_not_count(tmp_path: Path) -> None:
     write_journal_file(tmp_path, 2, [[append(1, 2, b"void")]], previous=(1, first[-1]))
     third = write_journal_file(tmp_path, 3, [[append(1, 2, b"b")]], previous=(1, first[-1]))
     write_journal_file(tmp_path, 5, [[append(1, 3, b"c")]], previous=(4, 100))
-    assert [file.seq for file in files_behind(tmp_path, 0)] == [1, 3, 5]
-    assert [file.end for file in files_behind(tmp_path, 0)] == [first[-1], None, None]
+    assert [file.seq for file in files_after(tmp_path, 0)] == [1, 3, 5]
+    assert [file.end for file in files_after(tmp_path, 0)] == [first[-1], None, None]
     assert third
     check = check_journal(tmp_path, 0)
     assert ["file 4 is missing" in problem.problem for problem in check.problems] == [True]

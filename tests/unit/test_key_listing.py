@@ -13,7 +13,7 @@ from support.log_model import Append, Lifetime
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log import routing_keys
-from tailrace.log.routing_keys import KeyCache, KeyListing, Smallest
+from tailrace.log.routing_keys import KeyCache, KeyListing, SmallestKeys
 
 JSON = "application/json"
 FOREVER_S = 3600.0
@@ -138,7 +138,7 @@ def test_memory_pressure_and_many_listings_are_refused(
 
 
 def test_only_so_many_keys_are_held() -> None:
-    smallest = Smallest(b"m", 3)
+    smallest = SmallestKeys(b"m", 3)
     for number in range(50_000):
         smallest.add([b"z%06d" % number, None, b"a"])
     assert smallest.first() == [b"z000000", b"z000001", b"z000002"]

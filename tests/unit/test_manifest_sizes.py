@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 
 from support.manifests import facts, run_of, segment
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.manifest_pages import PAGES_MAX, SEGMENTS_MAX
-from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.manifest_pages import HEAD_SEGMENTS_MAX, SEGMENT_PAGES_MAX
+from tailrace.storage.object_store.objects import open_object_store
 
 
 def test_a_thousand_segments_fill_a_page() -> None:
     async def run() -> None:
-        objects = open_objects("memory://manifest-sizes-segments")
-        manifests = Manifests(objects, 1)
-        head = await manifests.publish(facts(SEGMENTS_MAX), run_of(1, SEGMENTS_MAX))
-        assert (len(head.pages), len(head.segments)) == (0, SEGMENTS_MAX)
-        head = await manifests.publish(facts(SEGMENTS_MAX + 1), [segment(SEGMENTS_MAX + 1, SEGMENTS_MAX + 1)])
+        objects = open_object_store("memory://manifest-sizes-segments")
+        manifests = ManifestStore(objects, 1)
+        head = await manifests.publish(facts(HEAD_SEGMENTS_MAX), run_of(1, HEAD_SEGMENTS_MAX))
+        assert (len(head.pages), len(head.segments)) == (0, HEAD_SEGMENTS_MAX)
+        head = await manifests.publish(
+            facts(HEAD_SEGMENTS_MAX + 1), [segment(HEAD_SEGMENTS_MAX + 1, HEAD_SEGMENTS_MAX + 1)]
+        )
         assert (len(head.pages), len(head.segments)) == (1, 1)
-        head = await manifests.publish(facts(3500), run_of(SEGMENTS_MAX + 2, 3500))
+        head = await manifests.publish(facts(3500), run_of(HEAD_SEGMENTS_MAX + 2, 3500))
         assert [(ref.first, ref.last, ref.segments) for ref in head.pages] == [
             (1, 1000, 1000),
             (1001, 2000, 1000),
@@ -34,9 +36,9 @@ def test_a_thousand_segments_fill_a_page() -> None:
 
 def test_a_thousand_pages_fill_a_page_of_pages_and_publishing_costs_the_same() -> None:
     async def run() -> None:
-        objects = open_objects("memory://manifest-sizes-pages")
-        manifests = Manifests(objects, 1, segments_max=2)
-        entries = 2 * (2 * PAGES_MAX + 3)
+        objects = open_object_store("memory://manifest-sizes-pages")
+        manifests = ManifestStore(objects, 1, segments_max=2)
+        entries = 2 * (2 * SEGMENT_PAGES_MAX + 3)
         head = await manifests.publish(facts(entries), run_of(1, entries))
         assert [ref.level for ref in head.pages] == [1, 1, 0, 0]
         assert head.segment_count == entries

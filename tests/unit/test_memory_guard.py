@@ -11,7 +11,7 @@ from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
 from tailrace.api.memory_guard import MemoryGuard, limit_of, resident_bytes
 from tailrace.common.limits import Limits
-from tailrace.log.commit_path import LARGE_BYTES
+from tailrace.log.commit_path import LARGE_CHANGE_BYTES
 
 MIB = 1 << 20
 LIMIT = 100 * MIB
@@ -48,12 +48,12 @@ def test_large_work_is_refused_first_and_then_everything(harness: LogHarness) ->
     guard = MemoryGuard(harness.log, harness.clock, harness.loop, LIMIT, process.read)
     guard.sheds.append(lambda: shed.append(process.rss))
     harness.call(guard.look)
-    assert (guard.active, shed, code(harness, LARGE_BYTES + 1)) == (False, [], None)
+    assert (guard.active, shed, code(harness, LARGE_CHANGE_BYTES + 1)) == (False, [], None)
     process.rss = LIMIT + MIB
     harness.call(guard.look)
     assert (guard.active, len(shed)) == (True, 1)
-    assert code(harness, LARGE_BYTES + 1) == "overloaded"
-    assert code(harness, LARGE_BYTES) is None
+    assert code(harness, LARGE_CHANGE_BYTES + 1) == "overloaded"
+    assert code(harness, LARGE_CHANGE_BYTES) is None
     process.rss = int(1.2 * LIMIT)
     harness.call(guard.look)
     assert code(harness, 1) == "overloaded"
@@ -87,7 +87,7 @@ def test_without_a_limit_nothing_is_refused(harness: LogHarness) -> None:
     process.rss = 1 << 50
     guard = MemoryGuard(harness.log, harness.clock, harness.loop, 0, process.read)
     harness.call(guard.look)
-    assert (guard.active, code(harness, LARGE_BYTES + 1)) == (False, None)
+    assert (guard.active, code(harness, LARGE_CHANGE_BYTES + 1)) == (False, None)
 
 
 def test_the_size_of_this_process() -> None:

@@ -9,20 +9,20 @@ import msgspec
 import pytest
 
 from tailrace.storage import meta_facts
-from tailrace.storage.hot_store.hot import HotDb
-from tailrace.storage.hot_store.meta_tables import SECRETS, MetaTables
+from tailrace.storage.hot_store.hot import HotDatabase
+from tailrace.storage.hot_store.meta_tables import SECRETS_PREFIX, MetaTables
 from tailrace.storage.manifests.model import FencedError
 from tailrace.storage.meta_objects import (
     MetaCorruptError,
     MetaObjects,
     SubscriptionLink,
     SubscriptionObject,
-    fingerprint,
-    lock_secrets,
+    decrypt_secrets,
+    encrypt_secrets,
+    key_fingerprint,
     subscription_key,
-    unlock_secrets,
 )
-from tailrace.storage.object_store.objects import check_key, open_objects
+from tailrace.storage.object_store.objects import check_key, open_object_store
 from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.model import HEAD_PREFIX, Head, Link, SetHead, SetLink, Wake, restore, saved
 
@@ -35,7 +35,7 @@ def names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 def test_the_fields_are_those_the_subscriptions_write() -> None:
     assert names(Config) == meta_facts.CONFIG_FIELDS
-    assert names(Head) == meta_facts.HEAD_FIELDS
+    assert names(Head) == meta_facts.SUBSCRIPTION_FIELDS
     assert names(Link) == meta_facts.LINK_FIELDS
 
 
@@ -68,7 +68,7 @@ def test_cursors_are_set_back_and_never_forward() -> None:
 
 
 def test_facts_are_found_by_subject(tmp_path: Path) -> None:
-    db = HotDb(tmp_path / "hot.db", writer=True)
+    db = HotDatabase(tmp_path / "hot.db", writer=True)
     tables = MetaTables(db)
     facts = {
         "subscription/a": b"1",
@@ -83,7 +83,7 @@ def test_facts_are_found_by_subject(tmp_path: Path) -> None:
     for key, value in facts.items():
         db.put_meta(key, value)
     tables.changed([], 4)  # a store of an older version: everything is new
-    assert tables.changed_since(3, "", 10) == [SECRETS, "subscription/a", "subscription/ab"]
+    assert tables.changed_since(3, "", 10) == [SECRETS_PREFIX, "subscription/a", "subscription/ab"]
     tables.changed(["subscription-link/ab/x", "recorded/meta", ""], 5)
     assert tables.newest_file() == 5
     assert tables.changed_since(4, "", 10) == ["subscription/ab"]
@@ -93,7 +93,7 @@ def test_facts_are_found_by_subject(tmp_path: Path) -> None:
         "subscription-link/a/x",
         "subscription-link/a/x/y",
     }
-    assert tables.facts_of(SECRETS) == {"secret/k": b"6"}
+    assert tables.facts_of(SECRETS_PREFIX) == {"secret/k": b"6"}
     assert tables.facts_of("subscription/none") == {}
 
 
@@ -109,7 +109,7 @@ def test_names_differ() -> None:
 
 def test_the_newest_wins_and_an_owner_of_before_is_refused() -> None:
     async def run() -> None:
-        objects = open_objects("memory://meta-objects")
+        objects = open_object_store("memory://meta-objects")
         first, second = MetaObjects(objects, 1), MetaObjects(objects, 2)
         made = SubscriptionObject(id="s", config=None, created_ms=1, as_of=5)
 
@@ -141,15 +141,15 @@ def test_the_newest_wins_and_an_owner_of_before_is_refused() -> None:
 
 def test_secrets_need_their_key() -> None:
     facts = {"secret/k": b"private"}
-    locked = lock_secrets("k" * 32, facts, 1)
+    locked = encrypt_secrets("k" * 32, facts, 1)
     assert b"private" not in msgspec.json.encode(locked)
-    assert unlock_secrets("k" * 32, locked) == facts
+    assert decrypt_secrets("k" * 32, locked) == facts
     with pytest.raises(MetaCorruptError):
-        unlock_secrets("l" * 32, locked)
+        decrypt_secrets("l" * 32, locked)
     with pytest.raises(MetaCorruptError):
-        unlock_secrets("k" * 32, msgspec.structs.replace(locked, sealed=locked.sealed[:-1]))
-    assert fingerprint("k" * 32) not in ("", fingerprint("l" * 32))
-    assert fingerprint("") == ""
+        decrypt_secrets("k" * 32, msgspec.structs.replace(locked, sealed=locked.sealed[:-1]))
+    assert key_fingerprint("k" * 32) not in ("", key_fingerprint("l" * 32))
+    assert key_fingerprint("") == ""
 
 
 def test_the_example_in_the_documentation_is_a_subscription() -> None:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.storage.object_store.disk_cache import DiskCache, Part, source_of
-from tailrace.storage.object_store.objects import ObjectMissingError, open_objects
-from tailrace.storage.object_store.request_stats import BookedObjects, ObjectBook, stream_of
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.disk_cache import DiskCache, ObjectRange, cache_source
+from tailrace.storage.object_store.objects import ObjectMissingError, open_object_store
+from tailrace.storage.object_store.request_stats import (
+    CountingObjectStore,
+    RequestStats,
+    stream_and_artifact,
+)
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 
-ONE, TWO = stream_id("one", 0), stream_id("two", 0)
+ONE, TWO = make_stream_id("one", 0), make_stream_id("two", 0)
 
 
 @pytest.mark.parametrize(
@@ -31,18 +35,18 @@ ONE, TWO = stream_id("one", 0), stream_id("two", 0)
     ],
 )
 def test_objects_by_their_keys(rest: str, artifact: str) -> None:
-    assert stream_of(stream_prefix(ONE) + rest) == (ONE, artifact)
+    assert stream_and_artifact(stream_prefix(ONE) + rest) == (ONE, artifact)
 
 
 def test_what_belongs_to_no_stream() -> None:
     for key in ("meta/owner.json", "streams/ab", stream_prefix(ONE), stream_prefix(ONE) + "other/x"):
-        assert stream_of(key) is None
+        assert stream_and_artifact(key) is None
 
 
 def test_calls_are_counted_timed_and_handed_over(tmp_path: Path) -> None:
     async def main() -> None:
-        book, all_of_it = ObjectBook(), ObjectBook()
-        objects = BookedObjects(open_objects(tmp_path.as_uri()), book)
+        book, all_of_it = RequestStats(), RequestStats()
+        objects = CountingObjectStore(open_object_store(tmp_path.as_uri()), book)
         head, segment = stream_prefix(ONE) + "manifest.json", stream_prefix(ONE) + "segments/a.parquet"
         await objects.create(segment, b"12345")
         etag = await objects.replace(head, b"{}", None)
@@ -76,28 +80,28 @@ def test_calls_are_counted_timed_and_handed_over(tmp_path: Path) -> None:
 
 
 def test_idle_streams_are_forgotten() -> None:
-    book = ObjectBook(streams_max=2)
+    book = RequestStats(streams_max=2)
     for name in ("a", "b", "a", "c"):
-        book.note(stream_prefix(stream_id(name, 0)) + "segments/x", "gets")
-    assert book.requests(stream_id("b", 0)) == {}
-    assert book.requests(stream_id("a", 0))["segment"]["gets"] == 2
+        book.note(stream_prefix(make_stream_id(name, 0)) + "segments/x", "gets")
+    assert book.requests(make_stream_id("b", 0)) == {}
+    assert book.requests(make_stream_id("a", 0))["segment"]["gets"] == 2
 
 
 def test_the_cache_knows_whose_its_parts_are(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 100)
     parts = [
-        Part(source_of(stream_prefix(owner) + f"segments/{n}.parquet"), 0, 30)
+        ObjectRange(cache_source(stream_prefix(owner) + f"segments/{n}.parquet"), 0, 30)
         for n, owner in enumerate((ONE, TWO, TWO))
     ]
     for part in parts:
         cache.add(part)
     held = [cache.bytes_of(owner, "segment") for owner in (ONE, TWO)]
     assert (held, cache.bytes) == ([30, 60], 90)
-    leaving = cache.add(Part(parts[0].source, 30, 60))
+    leaving = cache.add(ObjectRange(parts[0].source, 30, 60))
     assert leaving == [parts[0]]
     assert [cache.bytes_of(owner, "segment") for owner in (ONE, TWO)] == [30, 60]
     cache.forget(parts[1])
     cache.forget(parts[2])
     assert cache.bytes_of(TWO, "segment") == 0
-    cache.add(Part(source_of(stream_prefix(TWO) + "companions/0/exact/x.parquet"), 0, 20))
+    cache.add(ObjectRange(cache_source(stream_prefix(TWO) + "companions/0/exact/x.parquet"), 0, 20))
     assert (cache.bytes_of(TWO, "exact_index"), cache.bytes_of(TWO, "segment")) == (20, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.log.overlap import LOOK_AGAIN, Overlap
+from tailrace.log.overlap import SYNCS_PER_PROBE, SyncConcurrency
 
 
 class Disk:
@@ -17,7 +17,7 @@ class Disk:
         self._free_at = 0.0
         self._under_way: list[tuple[float, float, int]] = []  # end, begin, how many there were
 
-    def run(self, overlap: Overlap, syncs: int) -> float:
+    def run(self, overlap: SyncConcurrency, syncs: int) -> float:
         """How long so many take."""
         begun_at = self._now
         for _ in range(syncs):
@@ -31,13 +31,13 @@ class Disk:
 
 
 def test_one_is_enough_for_a_quick_disk() -> None:
-    overlap = Overlap(4)
+    overlap = SyncConcurrency(4)
     Disk(0.0003, in_turn=False).run(overlap, 200)
     assert overlap.permitted == 1
 
 
 def test_several_on_a_slow_disk_that_works_on_them_together() -> None:
-    overlap = Overlap(4)
+    overlap = SyncConcurrency(4)
     disk = Disk(0.005, in_turn=False)
     disk.run(overlap, 20)
     assert overlap.permitted == 4
@@ -45,11 +45,11 @@ def test_several_on_a_slow_disk_that_works_on_them_together() -> None:
 
 
 def test_one_on_a_slow_disk_that_does_them_in_turn() -> None:
-    overlap = Overlap(4)
+    overlap = SyncConcurrency(4)
     disk = Disk(0.005, in_turn=True)
     disk.run(overlap, 100)
     seen: list[int] = []
-    for _ in range(10 * LOOK_AGAIN):
+    for _ in range(10 * SYNCS_PER_PROBE):
         disk.run(overlap, 1)
         seen.append(overlap.permitted)
     assert seen.count(1) > 0.9 * len(seen)
@@ -57,11 +57,11 @@ def test_one_on_a_slow_disk_that_does_them_in_turn() -> None:
 
 
 def test_a_disk_that_changes_its_ways() -> None:
-    overlap = Overlap(4)
+    overlap = SyncConcurrency(4)
     disk = Disk(0.005, in_turn=True)
     disk.run(overlap, 200)
     disk.in_turn = False
-    disk.run(overlap, 40 * LOOK_AGAIN)
+    disk.run(overlap, 40 * SYNCS_PER_PROBE)
     assert overlap.permitted == 4
     disk.in_turn = True
     disk.run(overlap, 200)
@@ -72,6 +72,6 @@ def test_a_disk_that_changes_its_ways() -> None:
 
 
 def test_never_more_than_is_allowed() -> None:
-    overlap = Overlap(1)
-    Disk(0.005, in_turn=True).run(overlap, 10 * LOOK_AGAIN)
+    overlap = SyncConcurrency(1)
+    Disk(0.005, in_turn=True).run(overlap, 10 * SYNCS_PER_PROBE)
     assert overlap.permitted == 1

@@ -11,9 +11,9 @@ import pytest
 
 from tailrace.pipeline.owner import Owner, RefusedError, UnreachableError
 from tailrace.pipeline.run import PAUSE_S_DONE, Tries
-from tailrace.storage.segments.offers import Offer
+from tailrace.storage.segments.offers import PublishRequest
 
-PUBLICATION = Offer(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])
+PUBLICATION = PublishRequest(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])
 
 
 class _Script(ThreadingHTTPServer):

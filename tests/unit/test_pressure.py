@@ -11,8 +11,8 @@ from support.log_harness import LogHarness
 from support.log_model import Append
 from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
-from tailrace.log.transaction import ignore
-from tailrace.storage.pressure import Pressure
+from tailrace.log.transaction import ignore_reply
+from tailrace.storage.pressure import SealBacklog
 
 BOUND = 100_000
 ENTRY = b"x" * 1000
@@ -21,7 +21,7 @@ ENTRY = b"x" * 1000
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[LogHarness]:
     harness = LogHarness(tmp_path, Limits(spool_bytes=BOUND))
-    harness.call(harness.log.create, CreateRequest("a", "text/plain"), ignore, None)
+    harness.call(harness.log.create, CreateRequest("a", "text/plain"), ignore_reply, None)
     harness.settle()
     yield harness
     harness.close()
@@ -42,7 +42,7 @@ def fill(log: LogHarness, *, settle: bool) -> int:
 
 @pytest.mark.parametrize("settle", [False, True])
 def test_no_append_goes_beyond_the_bound_though_nobody_looks(log: LogHarness, settle: bool) -> None:
-    pressure = Pressure(log.log)
+    pressure = SealBacklog(log.log)
     pressure.start()
     taken = fill(log, settle=settle)
     assert 0.7 * BOUND < taken * len(ENTRY) <= BOUND

@@ -14,14 +14,14 @@ from tailrace.log.journal import (
     HEADER_BYTES,
     MARK_BYTES,
     JournalCorruptError,
+    checksum_seed,
+    encode_mark,
     file_path,
-    frame,
-    mark,
-    seed_of,
+    frame_record,
 )
 from tailrace.log.model import Stream
-from tailrace.log.records import Op, encode
-from tailrace.log.recovery import replay
+from tailrace.log.records import Op, encode_record
+from tailrace.log.recovery import replay_journal
 from tailrace.log.rotation import Journal
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.checkpointer import checkpoint_file
@@ -45,7 +45,7 @@ def journal(tmp_path: Path) -> Path:
 
 def tail(journal: Path, store: StoredStreams) -> int:
     """How many lines recovery brings back."""
-    stream = replay(journal, store).streams.find("a")
+    stream = replay_journal(journal, store).streams.find("a")
     return 0 if stream is None else stream.visible
 
 
@@ -98,11 +98,11 @@ def test_a_batch_that_overtook_a_torn_one_is_dropped_with_it(journal: Path, stor
     """Several syncs were under way; the later one reached the disk, the earlier one did not."""
     ends = write_journal_file(journal, 1, RECORDS[:2])
     path = file_path(journal, 1)
-    seed = seed_of(ID + 1)
-    payload = encode([append(1, 3, b"third")])
-    record = frame(payload, seed) + payload
+    seed = checksum_seed(ID + 1)
+    payload = encode_record([append(1, 3, b"third")])
+    record = frame_record(payload, seed) + payload
     torn = bytes(len(record) + MARK_BYTES)
-    path.write_bytes(path.read_bytes()[: ends[-1]] + torn + mark(ends[-1], seed) + record)
+    path.write_bytes(path.read_bytes()[: ends[-1]] + torn + encode_mark(ends[-1], seed) + record)
     assert tail(journal, store) == 2
 
 

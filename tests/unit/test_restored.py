@@ -7,23 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.decide import resolve
+from tailrace.log.decide import resolve_position
 from tailrace.log.model import Stream
 from tailrace.protocol.offsets import parse_offset
-from tailrace.storage.manifests.model import Deleted, Head, Parent, RecordedLifetime
+from tailrace.storage.manifests.model import ForkParent, HeadTombstone, ManifestHead, RecordedLifetime
 from tailrace.storage.restored import (
-    Source,
-    Sums,
-    earliest_of,
-    raised,
+    ForkSource,
+    SegmentTotals,
+    raise_epoch,
+    restored_earliest,
     restored_head,
+    restored_ranges,
     restored_stream,
-    runs_of,
 )
 from tailrace.storage.segments.segments import SegmentInfo
 
 
-def head(**more: object) -> Head:
+def head(**more: object) -> ManifestHead:
     facts = {
         "name": "s",
         "stream_id": "0" * 32,
@@ -32,15 +32,15 @@ def head(**more: object) -> Head:
         "created_ns": 5,
         "tail": 0,
     }
-    return Head(**{**facts, **more})
+    return ManifestHead(**{**facts, **more})
 
 
 def segment(first: int, last: int) -> SegmentInfo:
     return SegmentInfo("key", 0, first, last, last - first + 1, 10, 100, "", first, last)
 
 
-def sums_of(*runs: tuple[int, int], earliest: int = 0) -> Sums:
-    sums = Sums(earliest)
+def sums_of(*runs: tuple[int, int], earliest: int = 0) -> SegmentTotals:
+    sums = SegmentTotals(earliest)
     for first, last in runs:
         sums.add(segment(first, last))
     return sums
@@ -63,7 +63,7 @@ def sums_of(*runs: tuple[int, int], earliest: int = 0) -> Sums:
 def test_epochs_go_on_behind_what_is_left(
     epochs: tuple[tuple[int, int], ...], through: int, expected: tuple[tuple[int, int], ...]
 ) -> None:
-    assert raised(epochs, through) == expected
+    assert raise_epoch(epochs, through) == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6), st.integers(0, 5))
@@ -80,39 +80,39 @@ def test_an_offset_of_a_lost_entry_is_gone_for_good(lives: list[tuple[int, int]]
                 kept[stream.offset(entry)] = entry
             else:
                 lost.add(stream.offset(entry))
-        stream.epochs, stream.visible = raised(stream.epochs, through), through
+        stream.epochs, stream.visible = raise_epoch(stream.epochs, through), through
     stream.visible += more
     for offset, entry in kept.items():
-        assert resolve(stream, parse_offset(offset), 0) == entry
+        assert resolve_position(stream, parse_offset(offset), 0) == entry
     assert not lost & {stream.offset(entry) for entry in range(stream.visible + 1)}
     for offset in lost:
         with pytest.raises(TailraceError) as refused:
-            resolve(stream, parse_offset(offset), 0)
+            resolve_position(stream, parse_offset(offset), 0)
         assert refused.value.code == "offset_gone"
 
 
 def test_a_tombstone_is_raised_too() -> None:
-    found = restored_head(head(deleted=Deleted(at_ns=9, reason="deleted", epoch=3)), None)
-    assert found.deleted == Deleted(at_ns=9, reason="deleted", epoch=4)
+    found = restored_head(head(deleted=HeadTombstone(at_ns=9, reason="deleted", epoch=3)), None)
+    assert found.deleted == HeadTombstone(at_ns=9, reason="deleted", epoch=4)
 
 
 def test_a_fork_of_lost_entries_ends_where_its_source_does() -> None:
-    parent = Parent("1" * 32, "source")
+    parent = ForkParent("1" * 32, "source")
     fork = head(parent=parent, fork_entry=10, uploaded_through=10, tail=10, epochs=((0, 1), (2, 11)))
-    source = Source(7, 6, 66, ((0, 6),))
+    source = ForkSource(7, 6, 66, ((0, 6),))
     found = restored_head(fork, source)
     assert (found.fork_entry, found.uploaded_through, found.tail) == (6, 6, 6)
     assert found.epochs == ((0, 1), (3, 7))
-    stream = restored_stream(2, found, source, Sums(), 0)
+    stream = restored_stream(2, found, source, SegmentTotals(), 0)
     assert (stream.parent, stream.tail, stream.sealed, stream.earliest, stream.last_ns) == (7, 6, 6, 0, 66)
 
 
 def test_a_fork_with_entries_behind_a_gap_begins_there() -> None:
-    fork = head(parent=Parent("1" * 32, "source"), fork_entry=10, uploaded_through=12, tail=12)
-    for source in (Source(7, 6, 66, ((0, 6),)), None):
+    fork = head(parent=ForkParent("1" * 32, "source"), fork_entry=10, uploaded_through=12, tail=12)
+    for source in (ForkSource(7, 6, 66, ((0, 6),)), None):
         found = restored_head(fork, source)
         assert (found.fork_entry, found.uploaded_through) == (10, 12)
-        assert earliest_of(found, source) == 10
+        assert restored_earliest(found, source) == 10
 
 
 def test_what_is_stored_is_what_its_forks_may_show() -> None:
@@ -121,19 +121,19 @@ def test_what_is_stored_is_what_its_forks_may_show() -> None:
     sums = sums_of((21, 30), (41, 50), (51, 60), earliest=40)
     assert sums.runs == [(20, 30), (40, 60)]
     assert (sums.entries, sums.payload_bytes) == (30, 200)
-    runs = runs_of(root, None, sums)
-    source = Source(1, 60, 0, runs)
-    early = head(parent=Parent("1" * 32, "s"), fork_entry=25, uploaded_through=27, tail=27)
-    late = head(parent=Parent("1" * 32, "s"), fork_entry=55, uploaded_through=55, tail=55)
-    none = head(parent=Parent("1" * 32, "s"), fork_entry=35, uploaded_through=36, tail=36)
-    start = head(parent=Parent("1" * 32, "s"), fork_entry=0, uploaded_through=3, tail=3)
-    assert [earliest_of(one, source) for one in (early, late, none, start)] == [20, 40, 35, 0]
-    assert runs_of(early, source, sums_of((26, 27))) == ((20, 27),)
-    assert runs_of(start, source, sums_of((1, 3))) == ((0, 3),)
-    assert runs_of(late, source, Sums()) == ((20, 30), (40, 55))
+    runs = restored_ranges(root, None, sums)
+    source = ForkSource(1, 60, 0, runs)
+    early = head(parent=ForkParent("1" * 32, "s"), fork_entry=25, uploaded_through=27, tail=27)
+    late = head(parent=ForkParent("1" * 32, "s"), fork_entry=55, uploaded_through=55, tail=55)
+    none = head(parent=ForkParent("1" * 32, "s"), fork_entry=35, uploaded_through=36, tail=36)
+    start = head(parent=ForkParent("1" * 32, "s"), fork_entry=0, uploaded_through=3, tail=3)
+    assert [restored_earliest(one, source) for one in (early, late, none, start)] == [20, 40, 35, 0]
+    assert restored_ranges(early, source, sums_of((26, 27))) == ((20, 27),)
+    assert restored_ranges(start, source, sums_of((1, 3))) == ((0, 3),)
+    assert restored_ranges(late, source, SegmentTotals()) == ((20, 30), (40, 55))
 
 
 def test_a_window_begins_again() -> None:
     found = head(lifetime=RecordedLifetime(ttl_s=60), touched_ns=1)
-    stream = restored_stream(1, found, None, Sums(), 1000)
+    stream = restored_stream(1, found, None, SegmentTotals(), 1000)
     assert stream.deadline_ns() == 1000 + 60 * 10**9

@@ -12,10 +12,10 @@ from support.log_harness import LogHarness
 from support.log_model import Append
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.log.history import Missing, Segment
+from tailrace.log.history import MissingBlock, StoredSegment
 from tailrace.log.model import Block, Stream
 from tailrace.log.records import Trim
-from tailrace.log.scattered import ScatteredReader
+from tailrace.log.scattered import PointReader
 
 JSON = "application/json"
 SEGMENT_ROWS = 5
@@ -57,10 +57,10 @@ class Layered:
         while self.log.retired:
             self.log.checkpoint(tell=True)
 
-    def reader(self, bytes_max: int = 1 << 20) -> ScatteredReader:
-        return ScatteredReader(self.log.log.reader, bytes_max)
+    def reader(self, bytes_max: int = 1 << 20) -> PointReader:
+        return PointReader(self.log.log.reader, bytes_max)
 
-    def read(self, reader: ScatteredReader, entries: Sequence[int]) -> None:
+    def read(self, reader: PointReader, entries: Sequence[int]) -> None:
         found = self.log.run(reader.payloads(self.stream, entries))
         assert found == {entry: payload(entry) for entry in entries}
 
@@ -131,7 +131,7 @@ def test_readers_of_the_same_block_share_one_read_of_the_hot_store(layered: Laye
     looked: list[int] = []
     look = history.look
 
-    def counted(missing: Missing, bytes_max: int) -> list[Block] | Segment:
+    def counted(missing: MissingBlock, bytes_max: int) -> list[Block] | StoredSegment:
         looked.append(missing.entry)
         return look(missing, bytes_max)
 

@@ -12,7 +12,7 @@ from support.log_harness import LogHarness
 from support.log_model import Append
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
-from tailrace.log.records import Sealed, decode, encode
+from tailrace.log.records import Sealed, decode_record, encode_record
 from tailrace.storage.segments.segments import SegmentInfo
 
 TEXT = "text/plain"
@@ -55,7 +55,7 @@ def segments(real: LogHarness) -> list[str]:
 def test_the_record_is_read_back_as_it_was_written() -> None:
     info = SegmentInfo("segments/x", 2, 5, 9, 5, 100, 50, "ab" * 32, 7, 8)
     op = Sealed(3, 4, 6, [info], [b"\x00footer"])
-    (found,) = decode(encode([op]))
+    (found,) = decode_record(encode_record([op]))
     assert found == op
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.cli import tailrace
 from support.segments import NAME, STREAM_ID, Entry, runs_of, write
-from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.object_store.objects import open_object_store
 from tailrace.storage.segments.segment_check import check_segment, describe_segment
 from tailrace.storage.segments.segments import stream_prefix
 
@@ -87,7 +87,7 @@ def test_the_command_takes_a_file_or_a_key(tmp_path: Path) -> None:
     (data_dir / "objects").mkdir(parents=True)
 
     async def put() -> None:
-        objects = open_objects(f"file://{data_dir}/objects")
+        objects = open_object_store(f"file://{data_dir}/objects")
         await objects.create(key, path.read_bytes())
         await objects.close()
 

@@ -18,8 +18,8 @@ from tailrace.storage.segments.segment_reader import Footer, read_row_group
 from tailrace.storage.segments.segments import (
     CorruptSegmentError,
     SegmentRows,
+    make_stream_id,
     segment_name,
-    stream_id,
     stream_prefix,
 )
 from tailrace.storage.segments.writer import write_segment
@@ -35,8 +35,8 @@ def orders(count: int, keys: int = 0) -> list[Entry]:
 
 
 def test_names() -> None:
-    assert stream_id("a", 0) == xxhash.xxh3_128_hexdigest(b"a\0" + bytes(8))
-    assert stream_id("a", 1) == xxhash.xxh3_128_hexdigest(b"a\0" + bytes(7) + b"\1")
+    assert make_stream_id("a", 0) == xxhash.xxh3_128_hexdigest(b"a\0" + bytes(8))
+    assert make_stream_id("a", 1) == xxhash.xxh3_128_hexdigest(b"a\0" + bytes(7) + b"\1")
     assert stream_prefix("ab" + "0" * 30) == f"streams/ab/ab{'0' * 30}/"
     name = segment_name(3, 1, 20, "0123456789abcdef" * 4)
     assert name == ("segments/0000000003-00000000000000000001-00000000000000000020.0123456789abcdef.parquet")
@@ -156,21 +156,21 @@ def test_the_footer_is_found_from_any_length_of_the_end(tmp_path: Path) -> None:
         found: bytes | int = len(raw) - guess
         looks = 0
         while not isinstance(found, bytes):
-            found = segment_tail.tail_of(raw[found:], len(raw))
+            found = segment_tail.find_tail(raw[found:], len(raw))
             looks += 1
-        assert segment_tail.keep(found) == made.footer
+        assert segment_tail.pack_tail(found) == made.footer
         assert looks <= 3
     for wrong in (b"", b"PAR1", bytes(100), raw[:-1]):
         with pytest.raises(CorruptSegmentError):
-            segment_tail.tail_of(wrong, len(wrong))
+            segment_tail.find_tail(wrong, len(wrong))
 
 
 def _read_damaged(raw: bytes) -> list[Entry] | None:
     """The entries of a file, or None if its damage was noticed."""
     try:
-        found = segment_tail.tail_of(raw, len(raw))
+        found = segment_tail.find_tail(raw, len(raw))
         assert isinstance(found, bytes)
-        return read_all(segment_tail.keep(found), raw)
+        return read_all(segment_tail.pack_tail(found), raw)
     except CorruptSegmentError:
         return None
 
@@ -218,16 +218,16 @@ def test_a_row_group_that_is_cut_short_or_another_one_is_refused(tmp_path: Path)
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "newer.parquet"
     made = write(path, runs_of(1, orders(3), True), True)
-    tail = bytearray(segment_tail.unkeep(made.footer))
+    tail = bytearray(segment_tail.unpack_tail(made.footer))
     marker = b"tailrace.version\x18\x01"
     at = tail.index(marker) + len(marker)
     tail[at : at + 1] = b"9"
     for key in (b"tailrace.footer_xxh3", b"tailrace.index_xxh3"):
         at = tail.index(key) + len(key) + 2
         tail[at : at + 16] = b"0" * 16
-    segment_tail.stamp(tail)
+    segment_tail.stamp_checksums(tail)
     with pytest.raises(CorruptSegmentError, match="format 9"):
-        Footer(segment_tail.keep(tail))
+        Footer(segment_tail.pack_tail(tail))
 
 
 def test_every_fact_of_a_segment_is_documented(tmp_path: Path) -> None:

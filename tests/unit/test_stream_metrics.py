@@ -14,16 +14,16 @@ from tailrace.api.stream_metrics.series import DROPPED, OTHER, SeriesBook, Sourc
 from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import DAY_MS, Limits
-from tailrace.log.system import METRICS
-from tailrace.log.traffic import Share, Traffic
+from tailrace.log.system import METRICS_STREAM
+from tailrace.log.traffic import StreamTraffic, TrafficCounts
 from tailrace.profiles.metrics import normalise
 from tailrace.storage.retention import has_bounds
 
 FLUSH_MS = 10_000
 
 
-def share(entries: int, size_bytes: int) -> Share:
-    found = Share()
+def share(entries: int, size_bytes: int) -> StreamTraffic:
+    found = StreamTraffic()
     found.entries, found.bytes = entries, size_bytes
     return found
 
@@ -47,14 +47,14 @@ def test_x1_many_streams_are_few_series() -> None:
 def test_x1_no_interval_has_more_than_the_limit() -> None:
     shares = {f"stream-{number}": share(1, number) for number in range(1000)}
     counting = book(series_max=20)
-    records = counting.records(Window(0, FLUSH_MS), shares, Share())
+    records = counting.records(Window(0, FLUSH_MS), shares, StreamTraffic())
     assert len(records) == 20
     assert (records[-1]["metric"], records[-1]["sum"]) == (DROPPED, 2 * 51 - 19)
     assert counting.dropped == 2 * 51 - 19
 
 
 def test_a_million_streams_are_counted_in_little_memory(harness: LogHarness) -> None:
-    traffic = Traffic(streams_max=3)
+    traffic = TrafficCounts(streams_max=3)
     for number in range(10):
         harness.create(f"s{number}", "text/plain", Lifetime(), Append([], None), None)
         traffic.add(harness.log.existing(f"s{number}"), 1, 10)
@@ -71,7 +71,7 @@ def test_an_idle_node_writes_little() -> None:
     ]
     idle, size = book(*sources), 0
     for end_ms in range(FLUSH_MS, DAY_MS + 1, FLUSH_MS):
-        for record in idle.records(Window(end_ms - FLUSH_MS, end_ms), {}, Share()):
+        for record in idle.records(Window(end_ms - FLUSH_MS, end_ms), {}, StreamTraffic()):
             size += len(orjson.dumps(record)) + 1
     assert 0 < size < 20_000_000
 
@@ -81,12 +81,12 @@ def test_timings_are_told_by_what_was_new() -> None:
     timings = [Timing("own", lambda: spent[-1], own=True), Timing("calls", lambda: spent[-1])]
     timed = book(timings=timings)
     window = Window(0, FLUSH_MS)
-    assert timed.records(window, {}, Share()) == []
+    assert timed.records(window, {}, StreamTraffic()) == []
     spent.append((7, 2.5))
-    (record,) = timed.records(window, {}, Share())
+    (record,) = timed.records(window, {}, StreamTraffic())
     assert (record["metric"], record["unit"], record["count"], record["sum"]) == ("calls", "ms", 2, 500)
     spent.append((8, 3.0))
-    records = timed.records(window, {"s": share(1, 1)}, Share())
+    records = timed.records(window, {"s": share(1, 1)}, StreamTraffic())
     assert [record["metric"] for record in records][:2] == ["own", "calls"]
 
 
@@ -98,7 +98,7 @@ def test_gauges_are_told_when_they_change_and_counters_by_growth() -> None:
     )
 
     def at(end_ms: int) -> dict[object, object]:
-        records = told.records(Window(end_ms - FLUSH_MS, end_ms), {}, Share())
+        records = told.records(Window(end_ms - FLUSH_MS, end_ms), {}, StreamTraffic())
         return {record["metric"]: record["sum"] for record in records if record["stream"] is None}
 
     start_ms = 1_767_225_600_000
@@ -128,7 +128,7 @@ def started(harness: LogHarness, *sources: Source) -> MetricsWriter:
 
 def entries(harness: LogHarness) -> list[dict[str, object]]:
     harness.settle()
-    page = harness.run(harness.log.reader.read(harness.log.readable(METRICS), 0, 1 << 20, 1000))
+    page = harness.run(harness.log.reader.read(harness.log.readable(METRICS_STREAM), 0, 1 << 20, 1000))
     return orjson.loads(b"[" + b",".join(bytes(part) for part in page.parts) + b"]")
 
 
@@ -136,7 +136,7 @@ def test_flushes_are_canonical_records_on_a_stream_of_the_server(harness: LogHar
     writer = started(harness)
     harness.create("s", "text/plain", Lifetime(), Append([b"abcde"], "text/plain"), None)
     harness.settle()
-    assert harness.log.readable(METRICS).visible == 0, "there from the start, and empty"
+    assert harness.log.readable(METRICS_STREAM).visible == 0, "there from the start, and empty"
     harness.clock.advance(10)
     harness.call(writer.flush)
     records = entries(harness)
@@ -148,7 +148,7 @@ def test_flushes_are_canonical_records_on_a_stream_of_the_server(harness: LogHar
     ]
     assert all(normalise(record) == record for record in records)
     assert records[0]["windowEnd"] == int(str(records[0]["windowStart"])) + FLUSH_MS
-    stream = harness.log.readable(METRICS)
+    stream = harness.log.readable(METRICS_STREAM)
     assert stream.lifetime.retention_s == 7 * 86_400
     assert has_bounds(stream.lifetime)
     assert stream.visible_documents is not None

@@ -13,13 +13,13 @@ import pytest
 from support.buckets import fill, named, upload
 from support.manifests import CREATED_NS, CrashError, CrashingObjects, facts, run_of, segment
 from tailrace.common.clock import SYSTEM_CLOCK, FakeClock
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.model import Head
-from tailrace.storage.object_store.bucket import objects_under
-from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.model import ManifestHead
+from tailrace.storage.object_store.bucket import list_objects
+from tailrace.storage.object_store.objects import ObjectStore, open_object_store
 from tailrace.storage.segments.segments import stream_prefix
 from tailrace.storage.sweep import Orphan, Sweeper
-from tailrace.storage.verify import Finding, Verifier
+from tailrace.storage.verify import Verifier, VerifyFinding
 
 _NAMES = count()
 HOUR_S = 3600
@@ -28,10 +28,10 @@ STREAM = facts(0).stream_id
 PREFIX = stream_prefix(STREAM)
 
 
-def run(work: Callable[[Objects, Manifests], Awaitable[None]]) -> None:
+def run(work: Callable[[ObjectStore, ManifestStore], Awaitable[None]]) -> None:
     async def running() -> None:
-        objects = open_objects(f"memory://sweep-{next(_NAMES)}")
-        await work(objects, Manifests(objects, 1, segments_max=2, pages_max=2))
+        objects = open_object_store(f"memory://sweep-{next(_NAMES)}")
+        await work(objects, ManifestStore(objects, 1, segments_max=2, pages_max=2))
         await objects.close()
 
     asyncio.run(running())
@@ -44,7 +44,7 @@ def later(hours: float) -> FakeClock:
     return clock
 
 
-async def sweep(objects: Objects, hours: float, **options: Any) -> list[Orphan]:
+async def sweep(objects: ObjectStore, hours: float, **options: Any) -> list[Orphan]:
     found: list[Orphan] = []
     sweeper = Sweeper(objects, found.append, tombstone_ns=MONTH_NS, clock=later(hours), **options)
     seen = await sweeper.bucket()
@@ -52,17 +52,17 @@ async def sweep(objects: Objects, hours: float, **options: Any) -> list[Orphan]:
     return found
 
 
-async def keys_of(objects: Objects) -> set[str]:
-    return {info.key.removeprefix(PREFIX) async for info in objects_under(objects, PREFIX)}
+async def keys_of(objects: ObjectStore) -> set[str]:
+    return {info.key.removeprefix(PREFIX) async for info in list_objects(objects, PREFIX)}
 
 
-async def put(objects: Objects, *keys: str) -> None:
+async def put(objects: ObjectStore, *keys: str) -> None:
     for key in keys:
         await objects.create(PREFIX + key, b"left behind")
 
 
 def test_what_is_named_stays_and_what_is_over_goes() -> None:
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         for info in run_of(1, 40, 4):
             await put(objects, info.key)
             await manifests.publish(facts(info.last), [info], {"p": (0, info.last)})
@@ -95,7 +95,7 @@ def test_what_is_named_stays_and_what_is_over_goes() -> None:
 
 
 def test_a_deleted_stream_loses_what_a_crash_left_of_it() -> None:
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await manifests.publish(facts(4), [segment(1, 4)])
         now_ns = SYSTEM_CLOCK.now_ns()
         await manifests.bury(facts(4), now_ns, "deleted")
@@ -112,10 +112,10 @@ def test_a_deleted_stream_loses_what_a_crash_left_of_it() -> None:
 
 
 def test_what_anybody_may_sweep_is_for_the_first_of_several_workers_and_tombstones_stay() -> None:
-    async def owns(_head: Head) -> bool:
+    async def owns(_head: ManifestHead) -> bool:
         return False
 
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await manifests.publish(facts(2), [segment(1, 2)])
         await put(objects, segment(1, 1).key, "producers/0000000009.0123456789abcdef.json")
         options: dict[str, Any] = {"owner": manifests, "owns": owns}
@@ -135,7 +135,7 @@ def test_what_anybody_may_sweep_is_for_the_first_of_several_workers_and_tombston
 
 
 def test_another_life_in_the_folder_of_a_deleted_stream_is_left_alone() -> None:
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await manifests.bury(facts(0), CREATED_NS, "expired")
         await put(objects, segment(1, 4).key)  # long after the deletion
         assert await sweep(objects, 2) == []
@@ -144,7 +144,7 @@ def test_another_life_in_the_folder_of_a_deleted_stream_is_left_alone() -> None:
 
 
 def test_a_folder_without_a_head_is_swept_only_when_nobody_writes() -> None:
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await put(objects, segment(1, 4).key)
         assert await sweep(objects, 100) == []
         assert len(await sweep(objects, 100, offline=True)) == 1
@@ -154,7 +154,7 @@ def test_a_folder_without_a_head_is_swept_only_when_nobody_writes() -> None:
 
 
 def test_a_damaged_manifest_protects_everything() -> None:
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await put(objects, "manifest.json", segment(1, 4).key)
         assert await sweep(objects, 100, offline=True) == []
         assert len(await keys_of(objects)) == 2
@@ -166,12 +166,12 @@ def test_a_damaged_manifest_protects_everything() -> None:
 def test_a_crash_at_any_step_of_a_change_or_a_sweep_leaves_a_bucket_that_verifies(
     tmp_path: Path, after: bool
 ) -> None:
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await fill(objects, manifests, tmp_path, "orders", 12, 2)
         for calls in range(12):
             dying = CrashingObjects(objects, calls, after=after)
             through = 24 + 2 * calls
-            for attempt in (Manifests(dying, 1, segments_max=2, pages_max=2), manifests):
+            for attempt in (ManifestStore(dying, 1, segments_max=2, pages_max=2), manifests):
                 try:
                     if attempt is manifests:
                         info = await upload(objects, tmp_path, "orders", through + 1, 2)
@@ -183,7 +183,7 @@ def test_a_crash_at_any_step_of_a_change_or_a_sweep_leaves_a_bucket_that_verifie
                 await sweep(CrashingObjects(objects, calls, after=after), 2)
             except CrashError:
                 pass
-            findings: list[Finding] = []
+            findings: list[VerifyFinding] = []
             seen = await Verifier(objects, findings.append).bucket()
             assert findings == []
             assert seen.entries == through + 2 - 3 * calls + (3 * calls) % 2
@@ -191,7 +191,7 @@ def test_a_crash_at_any_step_of_a_change_or_a_sweep_leaves_a_bucket_that_verifie
         assert await sweep(objects, 2) == []
         head = await manifests.load(named("orders", 0).stream_id)
         assert head is not None
-        left = {info.key async for info in objects_under(objects, stream_prefix(head.head.stream_id))}
+        left = {info.key async for info in list_objects(objects, stream_prefix(head.head.stream_id))}
         pages = [ref async for ref in manifests.pages(head.head.stream_id).walk_pages(head.head.pages)]
         assert len(left) == 1 + 1 + len(pages) + head.head.segment_count
 

@@ -14,10 +14,10 @@ from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Sealed, Trim
-from tailrace.log.transaction import ignore
+from tailrace.log.transaction import ignore_reply
 from tailrace.storage.hot_store.trim_tables import ForkRow
 from tailrace.storage.retention import SECOND_NS
-from tailrace.storage.retention_service import LOOK_COUNT, look_at_due
+from tailrace.storage.retention_service import SCAN_COUNT, scan_due_streams
 from tailrace.storage.stored import reached_by_forks
 
 TEXT = "text/plain"
@@ -34,7 +34,7 @@ def log(tmp_path: Path) -> Iterator[LogHarness]:
 def put(log: LogHarness, name: str, lifetime: Lifetime, source: str | None = None, at: int = 0) -> Stream:
     position = None if source is None else (0, at)
     request = CreateRequest(name, TEXT, lifetime, source=source, fork_position=position)
-    log.call(log.log.create, request, ignore, None)
+    log.call(log.log.create, request, ignore_reply, None)
     log.settle()
     return found_again(log, name)
 
@@ -77,19 +77,19 @@ def test_streams_are_due_when_their_oldest_segment_is(log: LogHarness) -> None:
     # Nothing is sealed, so nothing can go; what is over a bound has to be.
     (now, first), (over_ns, second) = log.log.store.db.trims.due_after(*START, 10)
     assert (now, first, second) == (0, sized.number, aged.number)
-    found = look_at_due(log.log.store, START, [], over_ns - 1)
+    found = scan_due_streams(log.log.store, START, [], over_ns - 1)
     assert (found.wanted, found.unsealed, found.next_ns) == ([], [sized.number], over_ns)
-    found = look_at_due(log.log.store, found.seen, [], over_ns)
+    found = scan_due_streams(log.log.store, found.seen, [], over_ns)
     assert (found.wanted, found.unsealed, found.next_ns) == ([], [aged.number], None)
     for stream in (aged, sized, unbound):
         seal(log, stream, (1, 2), (3, 4), (5, 6))
     fold(log)
     over_ns = CREATED_NS + 2 + 60 * SECOND_NS
     assert log.log.store.db.trims.due_after(*START, 10) == [(0, sized.number), (over_ns, aged.number)]
-    found = look_at_due(log.log.store, START, [], over_ns - 1)
+    found = scan_due_streams(log.log.store, START, [], over_ns - 1)
     assert [(wanted.number, wanted.trim.earliest) for wanted in found.wanted] == [(sized.number, 4)]
     assert (found.seen, found.next_ns) == ((0, sized.number), over_ns)
-    found = look_at_due(log.log.store, found.seen, [], over_ns)
+    found = scan_due_streams(log.log.store, found.seen, [], over_ns)
     assert [(wanted.number, wanted.trim.earliest) for wanted in found.wanted] == [(aged.number, 2)]
     for trim in (Trim(aged.number, 2, 24), Trim(sized.number, 4, 48)):
         log.call(log.log.record, trim)
@@ -103,14 +103,14 @@ def test_streams_are_due_when_their_oldest_segment_is(log: LogHarness) -> None:
 
 
 def test_one_look_does_a_bounded_number_of_streams(log: LogHarness) -> None:
-    for number in range(LOOK_COUNT + 1):
+    for number in range(SCAN_COUNT + 1):
         stream = put(log, f"s{number}", Lifetime(retention_bytes=0))
         append(log, stream, 1)
         seal(log, stream, (1, 1))
     fold(log)
-    first = look_at_due(log.log.store, START, [], 5)
-    assert (len(first.wanted), first.next_ns) == (LOOK_COUNT, 5)
-    second = look_at_due(log.log.store, first.seen, [], 5)
+    first = scan_due_streams(log.log.store, START, [], 5)
+    assert (len(first.wanted), first.next_ns) == (SCAN_COUNT, 5)
+    second = scan_due_streams(log.log.store, first.seen, [], 5)
     assert (len(second.wanted), second.next_ns) == (1, None)
 
 
@@ -142,9 +142,9 @@ def test_a_fork_without_sealed_entries_is_looked_at_again(log: LogHarness) -> No
     fork = put(log, "fork", Lifetime(retention_bytes=0), "source", 4)
     fold(log)
     assert log.log.store.db.trims.due_after(*START, 10) == [(0, fork.number)]
-    assert look_at_due(log.log.store, START, [], 5).wanted == []
+    assert scan_due_streams(log.log.store, START, [], 5).wanted == []
     seal(log, source, (1, 2), (3, 4))
     fold(log)
-    (wanted,) = look_at_due(log.log.store, START, [], 5).wanted
+    (wanted,) = scan_due_streams(log.log.store, START, [], 5).wanted
     # Nothing of it is the fork's own, so it gets no smaller by it.
     assert (wanted.number, wanted.trim.earliest, wanted.trim.payload_bytes) == (fork.number, 4, 0)

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.storage.hot_store.hot import BlockRow, HotDb, Space
-from tailrace.storage.vacuum import SLACK_BYTES, STEP_PAGES, excess_pages, is_due, vacuum_step
+from tailrace.storage.hot_store.hot import BlockRow, FileSpace, HotDatabase
+from tailrace.storage.vacuum import SLACK_BYTES, STEP_PAGES, excess_pages, is_vacuum_due, vacuum_step
 
 PAGE = 8192
 BODY = b"x" * (256 * 1024)
 
 
 @pytest.fixture
-def db(tmp_path: Path) -> Iterator[HotDb]:
-    found = HotDb(tmp_path / "hot.db", writer=True)
+def db(tmp_path: Path) -> Iterator[HotDatabase]:
+    found = HotDatabase(tmp_path / "hot.db", writer=True)
     yield found
     found.close()
 
 
-def fill(db: HotDb, blocks: int, kept_of: int) -> list[int]:
+def fill(db: HotDatabase, blocks: int, kept_of: int) -> list[int]:
     """Writes blocks and deletes all but one of `kept_of`; the numbers of those that stay."""
     with db.write():
         for number in range(blocks):
@@ -33,15 +33,15 @@ def fill(db: HotDb, blocks: int, kept_of: int) -> list[int]:
     return kept
 
 
-def content(db: HotDb) -> list[int]:
+def content(db: HotDatabase) -> list[int]:
     return [int(str(number)) for number, body in db.rows("SELECT number, body FROM blocks") if body == BODY]
 
 
-def test_a_new_file_can_give_pages_back_one_by_one(db: HotDb) -> None:
+def test_a_new_file_can_give_pages_back_one_by_one(db: HotDatabase) -> None:
     assert db.space().incremental
 
 
-def test_steps_are_bounded_and_come_to_an_end(db: HotDb, tmp_path: Path) -> None:
+def test_steps_are_bounded_and_come_to_an_end(db: HotDatabase, tmp_path: Path) -> None:
     kept = fill(db, blocks=200, kept_of=5)
     before = db.space()
     steps: list[int] = []
@@ -57,12 +57,12 @@ def test_steps_are_bounded_and_come_to_an_end(db: HotDb, tmp_path: Path) -> None
     assert list(db.rows("PRAGMA integrity_check")) == [("ok",)]
 
 
-def test_a_file_of_an_older_version_is_rebuilt_beside_its_readers(db: HotDb, tmp_path: Path) -> None:
+def test_a_file_of_an_older_version_is_rebuilt_beside_its_readers(db: HotDatabase, tmp_path: Path) -> None:
     db.execute("PRAGMA auto_vacuum=NONE")
     db.execute("VACUUM")
     assert not db.space().incremental
     kept = fill(db, blocks=200, kept_of=5)
-    reader = HotDb(tmp_path / "hot.db")
+    reader = HotDatabase(tmp_path / "hot.db")
     with reader.connection:
         assert content(reader) == kept
         assert vacuum_step(tmp_path, db, short=True) > 0
@@ -75,21 +75,21 @@ def test_a_file_of_an_older_version_is_rebuilt_beside_its_readers(db: HotDb, tmp
     reader.close()
 
 
-def test_without_need_some_pages_stay_for_the_next_checkpoints(db: HotDb, tmp_path: Path) -> None:
+def test_without_need_some_pages_stay_for_the_next_checkpoints(db: HotDatabase, tmp_path: Path) -> None:
     fill(db, blocks=100, kept_of=5)
     assert db.space().free_bytes < SLACK_BYTES
     assert vacuum_step(tmp_path, db, short=False) == 0
 
 
 def test_a_rebuild_waits_until_it_gives_back_more_than_it_writes() -> None:
-    half = Space(pages=100_000, free_pages=50_000, page_bytes=PAGE, incremental=False)
-    assert is_due(half, short=True)
-    assert not is_due(half._replace(free_pages=49_999), short=True)
-    assert is_due(half._replace(free_pages=49_999, incremental=True), short=True)
+    half = FileSpace(pages=100_000, free_pages=50_000, page_bytes=PAGE, incremental=False)
+    assert is_vacuum_due(half, short=True)
+    assert not is_vacuum_due(half._replace(free_pages=49_999), short=True)
+    assert is_vacuum_due(half._replace(free_pages=49_999, incremental=True), short=True)
 
 
 def test_half_of_a_large_store_may_stay_free() -> None:
-    space = Space(pages=300_000, free_pages=100_000, page_bytes=PAGE, incremental=True)
+    space = FileSpace(pages=300_000, free_pages=100_000, page_bytes=PAGE, incremental=True)
     assert excess_pages(space, short=False) == 0
     assert excess_pages(space, short=True) == 100_000
     assert excess_pages(space._replace(pages=310_000, free_pages=110_000), short=False) == 10_000

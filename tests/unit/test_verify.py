@@ -12,24 +12,24 @@ import pytest
 
 from support.buckets import fill, named, overwrite, upload
 from support.manifests import CREATED_NS, segment
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.model import Head, encode
-from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.model import ManifestHead, encode_manifest
+from tailrace.storage.object_store.objects import ObjectStore, open_object_store
 from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
-from tailrace.storage.verify import Finding, Verified, Verifier
+from tailrace.storage.verify import Verifier, VerifyFinding, VerifyReport
 
 _NAMES = count()
 
-Damage = Callable[[Objects, Head], Awaitable[None]]
+Damage = Callable[[ObjectStore, ManifestHead], Awaitable[None]]
 
 
 def verify(
-    work: Callable[[Objects, Manifests], Awaitable[None]], stream: str = ""
-) -> tuple[Verified, list[Finding]]:
-    async def run() -> tuple[Verified, list[Finding]]:
-        objects = open_objects(f"memory://verify-{next(_NAMES)}")
-        findings: list[Finding] = []
-        await work(objects, Manifests(objects, 1, segments_max=2, pages_max=2))
+    work: Callable[[ObjectStore, ManifestStore], Awaitable[None]], stream: str = ""
+) -> tuple[VerifyReport, list[VerifyFinding]]:
+    async def run() -> tuple[VerifyReport, list[VerifyFinding]]:
+        objects = open_object_store(f"memory://verify-{next(_NAMES)}")
+        findings: list[VerifyFinding] = []
+        await work(objects, ManifestStore(objects, 1, segments_max=2, pages_max=2))
         verifier = Verifier(objects, findings.append, bytes_at_once=10_000)
         if stream:
             assert await verifier.named(stream)
@@ -42,7 +42,7 @@ def verify(
 
 
 def test_a_whole_bucket_is_clean(tmp_path: Path) -> None:
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await fill(objects, manifests, tmp_path, "orders", 9)
         await fill(objects, manifests, tmp_path, "empty", 0)
         await fill(objects, manifests, tmp_path, "trimmed", 7)
@@ -63,50 +63,50 @@ def test_a_whole_bucket_is_clean(tmp_path: Path) -> None:
     assert (seen.streams, seen.segments, findings) == (1, 4, [])
 
 
-async def _flip(objects: Objects, head: Head) -> None:
+async def _flip(objects: ObjectStore, head: ManifestHead) -> None:
     key = stream_prefix(head.stream_id) + head.segments[0].key
     data = bytearray((await objects.get(key))[0])
     data[len(data) // 3] ^= 1
     await overwrite(objects, key, bytes(data))
 
 
-async def _cut(objects: Objects, head: Head) -> None:
+async def _cut(objects: ObjectStore, head: ManifestHead) -> None:
     key = stream_prefix(head.stream_id) + head.segments[0].key
     await overwrite(objects, key, (await objects.get(key))[0][:-100])
 
 
-async def _remove(objects: Objects, head: Head) -> None:
+async def _remove(objects: ObjectStore, head: ManifestHead) -> None:
     await objects.delete([stream_prefix(head.stream_id) + head.segments[0].key])
 
 
-async def _remove_page(objects: Objects, head: Head) -> None:
+async def _remove_page(objects: ObjectStore, head: ManifestHead) -> None:
     await objects.delete([stream_prefix(head.stream_id) + head.pages[-1].key])
 
 
-async def _change_page(objects: Objects, head: Head) -> None:
+async def _change_page(objects: ObjectStore, head: ManifestHead) -> None:
     await overwrite(
         objects, stream_prefix(head.stream_id) + head.pages[-1].key, b'{"attempt":"","version":1}'
     )
 
 
-async def _remove_producers(objects: Objects, head: Head) -> None:
+async def _remove_producers(objects: ObjectStore, head: ManifestHead) -> None:
     await objects.delete([stream_prefix(head.stream_id) + (head.producers_key or "")])
 
 
-async def _garble_head(objects: Objects, head: Head) -> None:
+async def _garble_head(objects: ObjectStore, head: ManifestHead) -> None:
     await overwrite(objects, stream_prefix(head.stream_id) + "manifest.json", b"{")
 
 
 def _with(**changes: object) -> Damage:
-    async def damage(objects: Objects, head: Head) -> None:
+    async def damage(objects: ObjectStore, head: ManifestHead) -> None:
         changed = msgspec.structs.replace(head, **changes)
-        await overwrite(objects, stream_prefix(head.stream_id) + "manifest.json", encode(changed))
+        await overwrite(objects, stream_prefix(head.stream_id) + "manifest.json", encode_manifest(changed))
 
     return damage
 
 
 def _with_segments(change: Callable[[tuple[SegmentInfo, ...]], tuple[SegmentInfo, ...]]) -> Damage:
-    async def damage(objects: Objects, head: Head) -> None:
+    async def damage(objects: ObjectStore, head: ManifestHead) -> None:
         await _with(segments=change(head.segments))(objects, head)
 
     return damage
@@ -137,7 +137,7 @@ def _with_segments(change: Callable[[tuple[SegmentInfo, ...]], tuple[SegmentInfo
     ],
 )
 def test_damage_is_found(tmp_path: Path, damage: Damage, problem: str) -> None:
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await fill(objects, manifests, tmp_path, "whole", 4)
         await damage(objects, await fill(objects, manifests, tmp_path, "orders", 8))
 
@@ -153,7 +153,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 def test_what_forks_keep_of_trimmed_entries_is_no_finding(tmp_path: Path) -> None:
-    async def work(objects: Objects, manifests: Manifests) -> None:
+    async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await fill(objects, manifests, tmp_path, "orders", 8)
         await manifests.retain(named("orders", 0).stream_id, 55, [(10, 12), (30, 40)])
 

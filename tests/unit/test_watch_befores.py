@@ -12,7 +12,7 @@ from msgspec import Raw
 from support.watch_room import DATABASE, Room
 from tailrace.api.watch.resume import resume
 from tailrace.api.watch.subscribing import subscribe
-from tailrace.log.together import append_together
+from tailrace.log.together import append_to_streams
 from tailrace.watch.befores import ENTRY_BYTES, Befores, Bounds
 from tailrace.watch.change import NULL, BeforeUnknownError, ChangeEntry, Images, Prev, decode, encode
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_known_is_a_gap(tmp_path: Path) -> None:
     room.book.on_applied = room.gateway.on_applied
     parts = [("__changes__/default/c/0", [encode(entry)])]
     now_ns = room.harness.clock.now_ns()
-    room.harness.call(lambda: append_together(room.harness.log, parts, now_ns, lambda *_: None, None))
+    room.harness.call(lambda: append_to_streams(room.harness.log, parts, now_ns, lambda *_: None, None))
     room.harness.settle()
     told = [(one["type"], one["payload"].get("reason")) for one in wire.read(10)]
     assert told == [("resync-required", "gap")]

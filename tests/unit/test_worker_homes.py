@@ -22,7 +22,7 @@ from tailrace.http.relay import PeerClient
 from tailrace.log import stalls
 from tailrace.log.decide import CreateRequest
 from tailrace.log.log import Log
-from tailrace.log.transaction import ignore
+from tailrace.log.transaction import ignore_reply
 from tailrace.workers.circle import Circle
 from tailrace.workers.homes import Home, Homes
 from tailrace.workers.placement import Placement
@@ -71,7 +71,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", held)
-        patch.setattr(stalls, "CHECK_S", 0.001)
+        patch.setattr(stalls, "STALL_CHECK_S", 0.001)
         try:
             yield going_on
         finally:
@@ -121,7 +121,7 @@ def test_a_stream_that_is_here_is_here_whatever_is_noted(tmp_path: Path) -> None
     async def main() -> None:
         async with log_in(tmp_path) as log, homes_of(log, tmp_path) as homes:
             assert await homes.place_fork(FORK, SOURCE) == 1
-            log.create(CreateRequest(FORK, "text/plain"), ignore, None)
+            log.create(CreateRequest(FORK, "text/plain"), ignore_reply, None)
             await log.committer.drain()
         async with log_in(tmp_path) as log, homes_of(log, tmp_path) as homes:
             assert homes.noted(FORK) == 0

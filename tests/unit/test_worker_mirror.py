@@ -18,7 +18,7 @@ from tailrace.http import Exchange, HttpServer
 from tailrace.http.relay import PeerClient
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
-from tailrace.log.transaction import ignore
+from tailrace.log.transaction import ignore_reply
 from tailrace.workers.feed import FOLLOW, INTEREST, Feed
 from tailrace.workers.mirror import PAGE_COUNT, SILENCE_S_MAX, Mirror, Mirrors
 from tailrace.workers.server import between_workers
@@ -78,15 +78,15 @@ class Room:
 
     async def create(self, name: str, entries: int = 0) -> None:
         initial = AppendRequest(b"x", "text/plain") if entries else None
-        self.log.create(CreateRequest(name, "text/plain", initial=initial), ignore, None)
+        self.log.create(CreateRequest(name, "text/plain", initial=initial), ignore_reply, None)
         await self.log.committer.drain()
 
     async def append(self, name: str) -> None:
-        self.log.append(self.log.existing(name), AppendRequest(b"y", "text/plain"), ignore, None)
+        self.log.append(self.log.existing(name), AppendRequest(b"y", "text/plain"), ignore_reply, None)
         await self.log.committer.drain()
 
     async def remove(self, name: str) -> None:
-        self.log.remove(self.log.existing(name), "deleted", ignore, None)
+        self.log.remove(self.log.existing(name), "deleted", ignore_reply, None)
         await self.log.committer.drain()
 
 

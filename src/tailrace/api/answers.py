@@ -9,7 +9,7 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.http import cors
 from tailrace.http.exchange import Exchange
 from tailrace.http.request_log import failure_log
-from tailrace.log.commit import resting_on
+from tailrace.log.commit import refuse_after_commit
 from tailrace.log.model import Stream
 from tailrace.protocol import http_headers
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line
@@ -81,7 +81,7 @@ def refuse(exchange: Exchange, refusal: TailraceError) -> None:
 def deleted(stream: Stream) -> TailraceError:
     """The refusal for a stream that was deleted while a request was at work on it."""
     code = "stream_gone" if stream.gone and not stream.removed else "not_found"
-    return resting_on(TailraceError(code, "the stream was deleted"), stream.batch)
+    return refuse_after_commit(TailraceError(code, "the stream was deleted"), stream.batch)
 
 
 def base_url(exchange: Exchange, settings: Settings) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from tailrace.api.companion_files import CompanionFiles
 from tailrace.common.server_metrics import ServerMetrics
-from tailrace.storage.seal import Sealing
+from tailrace.storage.seal import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 
 
 def connect_cold(
-    telemetry: ServerMetrics, sealing: Sealing, cold: ColdReader, companions: CompanionFiles
+    telemetry: ServerMetrics, sealing: SealingService, cold: ColdReader, companions: CompanionFiles
 ) -> None:
     readers = (cold.parts, companions.parts, companions.lexicons)
 

@@ -12,7 +12,7 @@ from tailrace.log.log import Log
 from tailrace.query.families.keys import KeyLibrary
 from tailrace.query.families.library import Library
 from tailrace.query.families.shelf import Shelf
-from tailrace.storage.object_store.object_parts import ObjectParts, Work
+from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
 
 if TYPE_CHECKING:
     from tailrace.api.app import TailraceApp
@@ -28,12 +28,12 @@ class CompanionFiles:
     def __init__(
         self, log: Log, url: str, cache_dir: Path, limits: Limits, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._work = Work(loop, THREADS)
-        self._readers = Work(loop, READERS)
+        self._work = LoopTasks(loop, THREADS)
+        self._readers = LoopTasks(loop, READERS)
         cache_bytes = limits.search_companion_file_cache_max_bytes
-        self.parts = ObjectParts(url, cache_dir, cache_bytes, limits, self._work)
+        self.parts = ObjectCache(url, cache_dir, cache_bytes, limits, self._work)
         lexicon_bytes = limits.lexicon_index_cache_max_bytes
-        self.lexicons = ObjectParts(url, cache_dir.with_name(LEXICONS), lexicon_bytes, limits, self._work)
+        self.lexicons = ObjectCache(url, cache_dir.with_name(LEXICONS), lexicon_bytes, limits, self._work)
         memory_bytes = limits.search_companion_memory_max_bytes
         self.shelf = Shelf(
             self.parts, self._work, self._readers, lexicons=self.lexicons, bytes_max=memory_bytes

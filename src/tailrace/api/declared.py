@@ -21,7 +21,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Setting, SettingsError, parse_setting
 from tailrace.common.timestamps import parse_duration_s
 from tailrace.log.decide import CreateRequest
-from tailrace.log.durable import durable
+from tailrace.log.durable import await_commit
 from tailrace.log.model import Lifetime, Stream
 from tailrace.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
 from tailrace.protocol.http_headers import is_json
@@ -132,7 +132,7 @@ class DeclaredStreams:
         # That a stream was closed since is part of its life, no difference.
         closed = known is not None and known.closed
         request = CreateRequest(name, content_type, declared.lifetime(), closed)
-        await durable(lambda reply: self._log.create(request, reply, None))
+        await await_commit(lambda reply: self._log.create(request, reply, None))
         stream = self._log.existing(name)
         if declared.profile is not None:
             await self._install(stream, profile)
@@ -146,7 +146,7 @@ class DeclaredStreams:
         if current.kind != GENERIC.kind:
             raise SettingsError(f"it has a profile already ({current.kind}), and another one than this")
         changes = profile_changes(stream, wanted)
-        await durable(lambda reply: self._log.describe_all(stream, changes, reply))
+        await await_commit(lambda reply: self._log.describe_all(stream, changes, reply))
 
     async def _register(self, stream: Stream, update: dict[str, object]) -> None:
         before = document_of(stream, stream.documents)
@@ -167,7 +167,7 @@ class DeclaredStreams:
             return
         if not is_new:
             raise SettingsError("it has another routing key, or other searchable fields")
-        await durable(lambda reply: self._log.describe(stream, SCHEMA, after, reply))
+        await await_commit(lambda reply: self._log.describe(stream, SCHEMA, after, reply))
 
 
 def _window_s(value: str | int | None, what: str) -> int | None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
-from tailrace.log.history import Missing
+from tailrace.log.history import MissingBlock
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.protocol.http_headers import header_line
@@ -93,7 +93,7 @@ class FilteredReads:
         page = self._reader.try_read(
             stream, sieve.decided, INLINE_BYTES, self._limits.read_page_entries, key, apart=True
         )
-        if isinstance(page, Missing) or sum(map(len, page.parts)) > 2 * INLINE_BYTES:
+        if isinstance(page, MissingBlock) or sum(map(len, page.parts)) > 2 * INLINE_BYTES:
             return False
         self._settle(sieve, page, sieve.take(page.entries(), page.parts, 0, 2 * INLINE_BYTES))
         return sieve.done

@@ -21,19 +21,19 @@ from tailrace.api.pipeline_state import FAMILIES, Demand, Heartbeat, PipelineSta
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.log.catalogue import plans_of
+from tailrace.log.catalogue import durable_plans
 from tailrace.log.model import Stream
 from tailrace.protocol.query_params import parse_query
-from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import ManifestError
-from tailrace.storage.object_store.objects import ObjectsError
+from tailrace.storage.object_store.objects import ObjectStoreError
 from tailrace.storage.publication import OBJECTS_MAX
-from tailrace.storage.publishing import Publishing
-from tailrace.storage.seal import Sealing
+from tailrace.storage.publishing import PublicationService
+from tailrace.storage.seal import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.offers import Offer
-from tailrace.storage.segments.segments import stream_id
-from tailrace.storage.work import Work
+from tailrace.storage.segments.offers import PublishRequest
+from tailrace.storage.segments.segments import make_stream_id
+from tailrace.storage.work import IndexWork
 
 PREFIX: Final = b"/v1/pipeline/"
 PLAN, PUBLISH, HEARTBEAT = PREFIX + b"plan", PREFIX + b"publish", PREFIX + b"heartbeat"
@@ -46,12 +46,12 @@ T = TypeVar("T")
 class PipelineRoutes:
     """The owner plans and publishes; the pipeline computes, wherever it runs."""
 
-    def __init__(self, context: Context, sealing: Sealing, cold: ColdReader) -> None:
+    def __init__(self, context: Context, sealing: SealingService, cold: ColdReader) -> None:
         self._context = context
         self._log = context.log
         self._cold = cold
-        self.work = Work(context.log, plan_of, context.loop)
-        self.publishing = Publishing(context.log, sealing, context.loop)
+        self.work = IndexWork(context.log, plan_of, context.loop)
+        self.publishing = PublicationService(context.log, sealing, context.loop)
         self.plans = Plans(context, sealing, self.work)
         self.state = PipelineState(context, self.work, self.publishing)
         self.timing = SealTiming(context.telemetry)
@@ -76,7 +76,7 @@ class PipelineRoutes:
         found = self.work.known(stream)
         if found is None:
             return None
-        plans = plans_of(stream)
+        plans = durable_plans(stream)
         generation = 0 if plans.wanted is None else plans.wanted.generation
         return Indexed(found.summary, generation, plans.keyed, self._context.clock.now_ns())
 
@@ -165,7 +165,7 @@ class PipelineRoutes:
 
     # -- publish ---------------------------------------------------------------------------------------
 
-    async def _publish(self, offer: Offer) -> Json:
+    async def _publish(self, offer: PublishRequest) -> Json:
         stream = await self.find(offer.stream_id)
         outcome = await self.publishing.publish(stream, offer)
         return {"result": outcome.result, "manifest_generation": outcome.generation}
@@ -176,7 +176,7 @@ class PipelineRoutes:
         if name is None:
             name = await self.recorded_name(folder)
         stream = self._log.find(name)
-        if stream is None or stream.gone or stream_id(stream.name, stream.incarnation) != folder:
+        if stream is None or stream.gone or make_stream_id(stream.name, stream.incarnation) != folder:
             raise TailraceError("stream_gone", "the stream with this id was deleted")
         return stream
 
@@ -185,8 +185,8 @@ class PipelineRoutes:
         if len(folder) != 32 or not all(digit in "0123456789abcdef" for digit in folder):
             raise TailraceError("invalid_request", "stream_id must be 32 hex digits")
         try:
-            stored = await Manifests(await self._cold.parts.opened(), 0).load(folder)
-        except (ObjectsError, ManifestError) as error:
+            stored = await ManifestStore(await self._cold.parts.opened(), 0).load(folder)
+        except (ObjectStoreError, ManifestError) as error:
             raise TailraceError("unavailable", f"the manifest cannot be read: {error}") from error
         if stored is None:
             raise TailraceError("not_found", "there is no stream with this id")
@@ -232,8 +232,8 @@ def read_body(exchange: Exchange, kind: type[T]) -> T:
         raise TailraceError("invalid_request", f"the body cannot be understood: {error}") from None
 
 
-def read_offer(exchange: Exchange) -> Offer:
-    offer = read_body(exchange, Offer)
+def read_offer(exchange: Exchange) -> PublishRequest:
+    offer = read_body(exchange, PublishRequest)
     if max(len(offer.add), len(offer.inputs), len(offer.replace), len(offer.quarantine)) > OBJECTS_MAX:
         raise TailraceError("invalid_request", f"a publication has at most {OBJECTS_MAX} objects of a kind")
     return offer

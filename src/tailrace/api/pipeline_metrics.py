@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from tailrace.api.pipeline_state import STATES
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log.model import Stream
-from tailrace.log.outbox import is_indexed
+from tailrace.log.outbox import has_index_files
 from tailrace.log.records import Op, Published, Sealed
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class SealTiming:
         self._sealed: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
 
     def changed(self, op: Op, stream: Stream) -> None:
-        if isinstance(op, Sealed) and is_indexed(stream.name):
+        if isinstance(op, Sealed) and has_index_files(stream.name):
             for info in op.segments:
                 self._sealed[stream.number, info.first] = (info.last, op.at_ns)
                 if len(self._sealed) > REMEMBERED_MAX:

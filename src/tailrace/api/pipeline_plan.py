@@ -11,19 +11,19 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import SCHEMA
 from tailrace.api.inspection.documents import profile_kind_of
 from tailrace.common.errors import TailraceError
-from tailrace.log.catalogue import plans_in, plans_of
+from tailrace.log.catalogue import decode_plans, durable_plans
 from tailrace.log.model import Stream
-from tailrace.log.outbox import is_indexed
+from tailrace.log.outbox import has_index_files
 from tailrace.profiles.profile import read_profile
 from tailrace.query.index_plan import IndexPlan, index_plan, store_plan
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.storage.coverage import Merge, Uncovered
-from tailrace.storage.merged_care import Rewrite
-from tailrace.storage.seal import Sealing
-from tailrace.storage.seal_job import Publication
-from tailrace.storage.segments.companions import PlanEntry, plan_name
-from tailrace.storage.segments.segments import SegmentInfo, stream_id, stream_prefix
-from tailrace.storage.work import StreamWork, Work
+from tailrace.storage.coverage import IndexMerge, UncoveredSegment
+from tailrace.storage.merged_care import RollupRewrite
+from tailrace.storage.seal import SealingService
+from tailrace.storage.seal_job import ManifestPublication
+from tailrace.storage.segments.companions import PlanRecord, plan_name
+from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, stream_prefix
+from tailrace.storage.work import IndexWork, StreamIndexWork
 
 JOBS: Final = ("companions", "merge", "compact", "match", "shadow")
 LAYOUT: Final = 1
@@ -38,7 +38,7 @@ Json = dict[str, object]
 def plan_of(stream: Stream, keyed: bool) -> IndexPlan:
     """The plan that a stream's documents ask for, those included that are not durable yet."""
     documents = stream.documents or {}
-    if not is_indexed(stream.name):
+    if not has_index_files(stream.name):
         return _plan(None, None, False)
     return _plan(documents.get(SCHEMA), documents.get(PROFILE), keyed)
 
@@ -52,7 +52,7 @@ def _plan(schema: bytes | None, profile: bytes | None, keyed: bool) -> IndexPlan
 class Plans:
     """Puts answers together. A plan is in the bucket before anybody is told of it."""
 
-    def __init__(self, context: Context, sealing: Sealing, work: Work) -> None:
+    def __init__(self, context: Context, sealing: SealingService, work: IndexWork) -> None:
         self._context = context
         self._log = context.log
         self._sealing = sealing
@@ -97,11 +97,11 @@ class Plans:
         store = self._context.settings.object_store_url
         return {"layout": LAYOUT, "store": store, "streams": streams, "next_after": next_after}
 
-    async def _show(self, stream: Stream, work: StreamWork, jobs: Sequence[str]) -> Json | None:
+    async def _show(self, stream: Stream, work: StreamIndexWork, jobs: Sequence[str]) -> Json | None:
         """None if another plan is wanted by now, which is told as soon as it is written down."""
-        folder = stream_id(stream.name, stream.incarnation)
+        folder = make_stream_id(stream.name, stream.incarnation)
         prefix = stream_prefix(folder)
-        entry = plans_of(stream).wanted
+        entry = durable_plans(stream).wanted
         if entry is not None and (
             entry.hash != work.plan.hash or not await self._store(stream, folder, entry)
         ):
@@ -122,7 +122,7 @@ class Plans:
             "work": _work(work, prefix, jobs),
         }
 
-    def _plan(self, stream: Stream, entry: PlanEntry | None, prefix: str) -> Json:
+    def _plan(self, stream: Stream, entry: PlanRecord | None, prefix: str) -> Json:
         if entry is None:
             wanted = plan_of(stream, False)
             return {"generation": 0, "hash": wanted.hash, "object": None, "families": list(wanted.families)}
@@ -133,18 +133,18 @@ class Plans:
             "families": list(entry.families),
         }
 
-    async def _store(self, stream: Stream, folder: str, entry: PlanEntry) -> bool:
+    async def _store(self, stream: Stream, folder: str, entry: PlanRecord) -> bool:
         if self._stored.get(folder) == (entry.hash, entry.generation):
             self._stored.move_to_end(folder)
             return True
-        plan = plan_of(stream, plans_in(stream.documents).keyed)
+        plan = plan_of(stream, decode_plans(stream.documents).keyed)
         if plan.hash != entry.hash:
             return False
         documents = stream.documents or {}
         schema = documents.get(SCHEMA)
         registry = Registry(name=stream.name) if schema is None else read_registry(schema)
         data = store_plan(plan, registry, documents.get(PROFILE))
-        publication = Publication(stream_id=folder, objects={plan_name(plan.hash): data})
+        publication = ManifestPublication(stream_id=folder, objects={plan_name(plan.hash): data})
         report = await self._sealing.ask("plan", [stream.number], publication=publication)
         if report.error:
             raise TailraceError("unavailable", f"the plan cannot be stored: {report.error}")
@@ -165,7 +165,7 @@ def _place(after: str) -> tuple[int, int]:
     return int(oldest), int(number)
 
 
-def _work(work: StreamWork, prefix: str, jobs: Sequence[str]) -> list[Json]:
+def _work(work: StreamIndexWork, prefix: str, jobs: Sequence[str]) -> list[Json]:
     found: list[Json] = []
     if "companions" in jobs:
         if work.offered:
@@ -179,7 +179,7 @@ def _work(work: StreamWork, prefix: str, jobs: Sequence[str]) -> list[Json]:
     return found
 
 
-def _rewrite(rewrite: Rewrite, prefix: str) -> Json:
+def _rewrite(rewrite: RollupRewrite, prefix: str) -> Json:
     """All of it is published at once, and takes the place of the merged file."""
     families = [rewrite.merged.family]
     return {
@@ -190,7 +190,7 @@ def _rewrite(rewrite: Rewrite, prefix: str) -> Json:
     }
 
 
-def _segment(one: Uncovered, prefix: str) -> Json:
+def _segment(one: UncoveredSegment, prefix: str) -> Json:
     return {**_described(one.info, prefix), "families": list(one.families)}
 
 
@@ -216,7 +216,7 @@ def _described(info: SegmentInfo, prefix: str) -> Json:
     }
 
 
-def _merge(merge: Merge, prefix: str) -> Json:
+def _merge(merge: IndexMerge, prefix: str) -> Json:
     return {
         "job": "merge",
         "family": merge.family,

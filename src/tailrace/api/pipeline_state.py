@@ -9,8 +9,8 @@ import msgspec
 
 from tailrace.api.context import Context
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.storage.publishing import Publishing
-from tailrace.storage.work import Work
+from tailrace.storage.publishing import PublicationService
+from tailrace.storage.work import IndexWork
 
 FRESH_S: Final = 60.0  # a heartbeat that is older counts for nothing
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")
@@ -65,7 +65,7 @@ class Demand(msgspec.Struct, frozen=True):
 class PipelineState:
     """The pipeline as everybody is shown it. A supervised one adds what its supervisor knows."""
 
-    def __init__(self, context: Context, work: Work, publishing: Publishing) -> None:
+    def __init__(self, context: Context, work: IndexWork, publishing: PublicationService) -> None:
         self._context = context
         self._work = work
         self._publishing = publishing

@@ -12,7 +12,7 @@ from tailrace.api import answers
 from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.log.commit_path import NoRoomError
+from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME
 from tailrace.log.transaction import Transaction
@@ -78,7 +78,7 @@ class PlainAppend:
                 log.append_plain(stream, joined, lengths, _acknowledge, exchange)
             else:
                 self._general(exchange)
-        except NoRoomError as lack:
+        except LogBackpressureError as lack:
             self._waiting.add(exchange, self._general, lack)
 
 

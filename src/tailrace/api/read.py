@@ -18,8 +18,8 @@ from tailrace.auth import Action, Identity, authorise, invalid_token_error, is_h
 from tailrace.common import timestamps
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.log.decide import gone, resolve
-from tailrace.log.history import Missing, NotAtHandError
+from tailrace.log.decide import offset_gone, resolve_position
+from tailrace.log.history import MissingBlock, NotLocalError
 from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import Page
 from tailrace.protocol import offsets
@@ -63,7 +63,7 @@ class ReadRoutes:
             self.by_spark += 1
         try:
             request = self._request(exchange, name, key)
-        except NotAtHandError:
+        except NotLocalError:
             self._later(self._read_since(exchange, identity, name, key))
             return
         self._serve(exchange, identity, request)
@@ -147,7 +147,7 @@ class ReadRoutes:
             return 0, False
         if offset == "now":
             return stream.visible, True
-        return resolve(stream, offsets.parse_offset(offset), stream.earliest), False
+        return resolve_position(stream, offsets.parse_offset(offset), stream.earliest), False
 
     def _wait_ms(self, query: dict[str, str]) -> int:
         limits = self._limits
@@ -159,7 +159,7 @@ class ReadRoutes:
         """Answers with the page after `start`: at once if memory has it, else when the store has given it."""
         stream = request.stream
         if request.start < stream.earliest:  # retention has overtaken somebody who waited
-            answers.refuse(exchange, gone(stream, stream.earliest))
+            answers.refuse(exchange, offset_gone(stream, stream.earliest))
             return
         if request.filter_text:
             self._answer_filtered(exchange, request)
@@ -170,7 +170,7 @@ class ReadRoutes:
             return
         bytes_max, entries_max, apart = self._page_of(request)
         found = self._log.reader.try_read(stream, request.start, bytes_max, entries_max, key, apart=apart)
-        if not isinstance(found, Missing):
+        if not isinstance(found, MissingBlock):
             self._answer_read(exchange, request, found)
             return
         self._later(self._answer_later(exchange, request, self._read(request, key)))
@@ -458,7 +458,7 @@ class ReadRoutes:
     def later(self, wait_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
         return self._context.loop.call_later(wait_ms / 1000, callback)
 
-    def next_match(self, request: ReadRequest, position: int) -> Page | Missing | None:
+    def next_match(self, request: ReadRequest, position: int) -> Page | MissingBlock | None:
         """What a waiting reader waits for, or a page of nothing; None if that cannot be said at once."""
         if request.filter_text:
             return self._next_filtered(request, position)

@@ -11,10 +11,12 @@ from tailrace.common.settings import Settings
 from tailrace.storage.data_directory import DataDirectory
 
 if TYPE_CHECKING:
-    from tailrace.storage.bootstrap_report import Restored
+    from tailrace.storage.bootstrap_report import BootstrapReport
 
 
-async def restore(settings: Settings, directory: DataDirectory, stop: asyncio.Event) -> Restored | None:
+async def restore(
+    settings: Settings, directory: DataDirectory, stop: asyncio.Event
+) -> BootstrapReport | None:
     """What was restored; None if nobody asked, or if the process is to stop before it is done."""
     if not settings.bootstrap:
         return None
@@ -33,7 +35,7 @@ async def restore(settings: Settings, directory: DataDirectory, stop: asyncio.Ev
     return None
 
 
-def count(restored: Restored, telemetry: ServerMetrics) -> None:
+def count(restored: BootstrapReport, telemetry: ServerMetrics) -> None:
     telemetry.bootstraps.value += 1
     telemetry.bootstrap_seconds.value = restored.seconds
     telemetry.bootstrap_problems.value = restored.problems_count

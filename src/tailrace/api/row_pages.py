@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tailrace.log.model import ReadPart, Stream
-from tailrace.log.reader import Labels
+from tailrace.log.reader import EntryLabels
 
 ROWS_TYPE = b"Content-Type: application/vnd.apache.arrow.stream\r\n"
 ROWS_BYTES_MAX = 4 * 1024 * 1024
@@ -26,7 +26,7 @@ class RowPages:
         self._threads = ThreadPoolExecutor(THREADS, "rows")
 
     async def encode(
-        self, stream: Stream, numbers: Sequence[int], labels: Labels, payloads: list[ReadPart]
+        self, stream: Stream, numbers: Sequence[int], labels: EntryLabels, payloads: list[ReadPart]
     ) -> ReadPart:
         """The rows as bytes. Labels beyond the last number are passed over."""
         epochs, json = stream.epochs, stream.json
@@ -39,14 +39,14 @@ def _encode(
     epochs: Sequence[tuple[int, int]],
     json: bool,
     numbers: Sequence[int],
-    labels: Labels,
+    labels: EntryLabels,
     payloads: list[ReadPart],
 ) -> ReadPart:
-    from tailrace.storage.segments.arrow import encode_rows
+    from tailrace.storage.segments.arrow import encode_entries
 
     count = len(numbers)
     assert count == len(payloads) <= len(labels.times)
-    return encode_rows(
+    return encode_entries(
         numbers, labels.times[:count], labels.keys[:count], payloads, _epochs_of(epochs, numbers), json=json
     )
 

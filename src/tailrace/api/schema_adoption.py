@@ -20,7 +20,7 @@ from tailrace.api.contracts import cut
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.log.decide import AppendRequest
-from tailrace.log.durable import durable
+from tailrace.log.durable import await_commit
 from tailrace.log.model import Stream
 from tailrace.profiles.profile import Profile
 from tailrace.protocol.query_params import parse_query
@@ -220,7 +220,7 @@ class Adoptions:
         stream.live += 1
         try:
             async with asyncio.timeout(limit_ms / 1000):
-                await durable(lambda reply: self._log.settled(stream, reply))
+                await await_commit(lambda reply: self._log.settled(stream, reply))
                 await self._read(candidate, answer)
             candidate.verify()
             decide()

@@ -12,7 +12,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
-from tailrace.storage.seal import Sealing
+from tailrace.storage.seal import SealingService
 
 PATH = b"/v1/server/_seal"
 
@@ -20,7 +20,7 @@ PATH = b"/v1/server/_seal"
 class SealRoute:
     """200 when it is done; 202 when it takes longer than a request may, so that the client asks again."""
 
-    def __init__(self, context: Context, sealing: Sealing) -> None:
+    def __init__(self, context: Context, sealing: SealingService) -> None:
         self._context = context
         self._sealing = sealing
         self._tasks: set[asyncio.Task[None]] = set()

@@ -21,7 +21,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
-from tailrace.log.scattered import ScatteredReader
+from tailrace.log.scattered import PointReader
 from tailrace.log.segment_list import read_segments
 from tailrace.protocol.http_headers import SEARCH_HEADERS, expose_headers_line, header_line
 from tailrace.query.chunk_process import ChunkProcess
@@ -83,7 +83,7 @@ class SearchRoutes:
         self.searcher = Searcher(
             context.log.reader, self.tail, self._threads, self._segments_of, limits.search_total_exact_limit
         )
-        self.records = ScatteredReader(context.log.reader)
+        self.records = PointReader(context.log.reader)
         self.counts = SearchCounts()
         self._sealed_early: dict[int, float] = {}  # by stream, when that was last asked for
         self._tasks: set[asyncio.Task[None]] = set()

@@ -55,9 +55,9 @@ from tailrace.http.tls import Certificate
 from tailrace.log import registry_snapshot
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
-from tailrace.storage.checkpoint import Checkpoints
+from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.data_directory import DataDirectory
-from tailrace.storage.seal import Sealing
+from tailrace.storage.seal import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.subscriptions.service import SubscriptionService
 
@@ -155,8 +155,8 @@ class Server:
         self.hub = self.app.hub = HubService(context, self._verifier)
         if settings.hub_root:
             self.app.health.more = self.hub.routes.health
-        self._checkpoints = Checkpoints(self.log)
-        self.sealing = Sealing(self.log, settings, directory.deployment, loop)
+        self._checkpoints = CheckpointService(self.log)
+        self.sealing = SealingService(self.log, settings, directory.deployment, loop)
         self.watch.care.connect(self.sealing)
         self.hub.connect(self.sealing)
         limits = settings.limits
@@ -202,7 +202,7 @@ class Server:
         self._memory.start()
         self._stream_metrics.start()
         self._checkpoints.start()
-        await registry_snapshot.tell_again(self.log)
+        await registry_snapshot.republish_registry(self.log)
         if self._declared is not None and self.log.refusal is None:
             logger.info("%d declared streams are there", await self._declared.make())
         self.sealing.start()

@@ -19,9 +19,9 @@ from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise, is_allowed
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.log.commit_path import NoRoomError
+from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.decide import AppendRequest, CreateRequest
-from tailrace.log.history import NotAtHandError, Pinned
+from tailrace.log.history import FetchedBlock, NotLocalError
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.records import Append
 from tailrace.log.transaction import Transaction
@@ -63,13 +63,13 @@ class StreamRoutes:
     def append(self, exchange: Exchange, identity: Identity, name: str) -> None:
         try:
             self._append(exchange, identity, name)
-        except NoRoomError as lack:
+        except LogBackpressureError as lack:
             self._waiting.add(exchange, lambda again: self._append(again, identity, name), lack)
 
     def _append(self, exchange: Exchange, identity: Identity, name: str) -> None:
         authorise(identity, Action.WRITE_STREAM, stream=name)
         if self._waiting.holds_back:
-            raise NoRoomError("other appends wait for room")
+            raise LogBackpressureError("other appends wait for room")
         log = self._log
         stream = log.streams.by_name.get(name)
         if stream is None or stream.lifetime is not NO_LIFETIME or stream.gone:
@@ -152,7 +152,7 @@ class StreamRoutes:
     def create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
         try:
             self._create(exchange, identity, raw_name)
-        except NoRoomError as lack:
+        except LogBackpressureError as lack:
             self._waiting.add(exchange, lambda again: self._create(again, identity, raw_name), lack)
 
     def _create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
@@ -194,7 +194,7 @@ class StreamRoutes:
         # Whether it is new decides the status; the answer waits until that is durable.
         try:
             self._log.create(request, self._answer_create, exchange)
-        except NotAtHandError as needed:
+        except NotLocalError as needed:
             task = self._context.loop.create_task(self._create_later(exchange, request, needed))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -215,10 +215,10 @@ class StreamRoutes:
         return inherited
 
     async def _create_later(
-        self, exchange: Exchange, request: CreateRequest, needed: NotAtHandError | None
+        self, exchange: Exchange, request: CreateRequest, needed: NotLocalError | None
     ) -> None:
         """A fork at a place that is on the object store: what it needs is fetched, then all is as ever."""
-        at_hand: list[Pinned] = []
+        at_hand: list[FetchedBlock] = []
         try:
             async with asyncio.timeout(self._limits.request_ms / 1000):
                 while needed is not None:
@@ -226,7 +226,7 @@ class StreamRoutes:
                     needed = None
                     try:
                         self._log.create(request, self._answer_create, exchange, at_hand)
-                    except NotAtHandError as more:
+                    except NotLocalError as more:
                         needed = more
         except TimeoutError:
             answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tailrace.api import answers
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.log.commit_path import NoRoomError
+from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.log import Log
 
 # How often requests are looked for that have waited too long.
@@ -31,7 +31,7 @@ class WaitingAppends:
         self._log = log
         self._loop = loop
         self._wait_s = log.limits.append_wait_ms / 1000
-        self._queue: deque[tuple[float, Exchange, Handle, NoRoomError]] = deque()
+        self._queue: deque[tuple[float, Exchange, Handle, LogBackpressureError]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._turn_scheduled = False
         self._letting_in = False
@@ -47,7 +47,7 @@ class WaitingAppends:
         """Whether a request that has just come has others before it."""
         return bool(self._queue) and not self._letting_in
 
-    def add(self, exchange: Exchange, handle: Handle, lack: NoRoomError) -> None:
+    def add(self, exchange: Exchange, handle: Handle, lack: LogBackpressureError) -> None:
         """Has `handle` called when there is room, or raises `lack` if this one cannot wait."""
         if not self._wait_s or not exchange.hold_body():
             raise lack
@@ -82,14 +82,14 @@ class WaitingAppends:
         if self._queue:
             self._schedule_turn()
 
-    def _let_in(self, exchange: Exchange, handle: Handle) -> NoRoomError | None:
+    def _let_in(self, exchange: Exchange, handle: Handle) -> LogBackpressureError | None:
         """The answer is what there is still no room in: the stream, which is not known before."""
-        found: list[NoRoomError] = []
+        found: list[LogBackpressureError] = []
 
         def attempt(exchange: Exchange) -> None:
             try:
                 handle(exchange)
-            except NoRoomError as lack:
+            except LogBackpressureError as lack:
                 found.append(lack)
 
         self._letting_in = True
@@ -107,7 +107,9 @@ class WaitingAppends:
             self._log.on_room = None
         return exchange
 
-    def _put_back(self, deadline: float, exchange: Exchange, handle: Handle, lack: NoRoomError) -> None:
+    def _put_back(
+        self, deadline: float, exchange: Exchange, handle: Handle, lack: LogBackpressureError
+    ) -> None:
         if not exchange.hold_body():
             answers.refuse(exchange, lack)
             return

@@ -16,7 +16,7 @@ from tailrace.cli.failures import UnreadableError, UsageError
 
 if TYPE_CHECKING:
     from tailrace.common.settings import Settings
-    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.object_store.objects import ObjectStore
 
 _GROUP: Final = Group("Object store and output", sort_key=9)
 _REDRAW_S: Final = 0.2
@@ -58,19 +58,19 @@ DEFAULT: Final = Bucket()
 
 
 @asynccontextmanager
-async def opened(settings: Settings) -> AsyncGenerator[Objects]:
+async def opened(settings: Settings) -> AsyncGenerator[ObjectStore]:
     """The store; what goes wrong with it becomes one kind of failure."""
-    from tailrace.storage.object_store.objects import ObjectsError, open_objects
+    from tailrace.storage.object_store.objects import ObjectStoreError, open_object_store
 
     url = settings.object_store_url
     _check_directory(url, settings)
     try:
-        objects = open_objects(url, limits=settings.limits)
+        objects = open_object_store(url, limits=settings.limits)
     except ValueError as error:
         raise UsageError(str(error)) from None
     try:
         yield objects
-    except ObjectsError as error:
+    except ObjectStoreError as error:
         raise UnreadableError(f"{url} cannot be read: {error}") from None
     finally:
         await objects.close()

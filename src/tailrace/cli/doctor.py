@@ -286,13 +286,13 @@ def _sources(settings: Settings) -> Finding:
 
     from tailrace.api.watch.source_progress import read_facts
     from tailrace.log.journal import JournalCorruptError
-    from tailrace.log.records import UNREADABLE
+    from tailrace.log.records import UNREADABLE_ERRORS
 
     if not (settings.data_dir / "journal").is_dir():
         return Finding("sources", "ok", "none")
     try:
         found = read_facts(settings.data_dir)
-    except (apsw.Error, OSError, JournalCorruptError, *UNREADABLE) as error:
+    except (apsw.Error, OSError, JournalCorruptError, *UNREADABLE_ERRORS) as error:
         return Finding("sources", "warn", f"the data directory cannot be read: {error}")
     shown = [
         f"{name} {one.phase}" + (f" ({one.reason})" if one.reason else "") for name, one in found.items()

@@ -12,7 +12,7 @@ from tailrace.cli.quantities import span_ms
 from tailrace.cli.session import flush, put, put_json
 
 if TYPE_CHECKING:
-    from tailrace.storage.sweep import Orphan, Swept
+    from tailrace.storage.sweep import Orphan, SweepReport
 
 _HELP: Final = """Delete objects that no manifest names any more, or list them with `--dry-run`.
 
@@ -88,7 +88,7 @@ async def _sweep(bucket: Bucket, grace: str, *, dry_run: bool, offline: bool) ->
     flush()
 
 
-def _counted(seen: Swept, dry_run: bool) -> str:
+def _counted(seen: SweepReport, dry_run: bool) -> str:
     verb = "would delete" if dry_run else "deleted"
     return (
         f"looked at {seen.objects:,} objects of {seen.streams:,} streams, "

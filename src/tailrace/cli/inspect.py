@@ -71,17 +71,17 @@ def hot(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
 
     The exit code is 1 if it cannot be read. `tailrace verify` looks at all of its pages.
     """
-    from tailrace.storage.directory_check import check_hot
-    from tailrace.storage.hot_store.inspect import inspect_hot
+    from tailrace.storage.directory_check import check_hot_store
+    from tailrace.storage.hot_store.inspect import inspect_hot_store
 
     damage: list[str] = []
     for worker, path in _workers(data_dir):
-        described = worker | inspect_hot(path)
+        described = worker | inspect_hot_store(path)
         if json:
             put_json(described)
         else:
             _put_table(described)
-        damage += [problem for _, problem in check_hot(path / "hot.db", deep=False).problems]
+        damage += [problem for _, problem in check_hot_store(path / "hot.db", deep=False).problems]
     flush()
     if damage:
         raise RefusedError("the hot store cannot be read: " + "; ".join(damage))
@@ -98,7 +98,7 @@ def segment(
     json: AsJson = False,
 ) -> None:
     """Print what a segment says about itself and where its row groups are, and check all of its checksums."""
-    from tailrace.storage.segments.segment_check import describe_segment, entries_of
+    from tailrace.storage.segments.segment_check import describe_entries, describe_segment
 
     raw = _segment_bytes(where, object_store or (data_dir.absolute() / "objects").as_uri())
     described = describe_segment(raw, where)
@@ -110,7 +110,7 @@ def segment(
         for number, group in enumerate(groups):
             put(f"row group {number}  {_pairs(group)}\n".encode())
     if entries and "problem" not in described:
-        for entry in entries_of(raw):
+        for entry in describe_entries(raw):
             if json:
                 put_json(entry)
             else:
@@ -135,12 +135,12 @@ def manifest(
 async def _manifest(stream: str, bucket: Bucket, with_segments: bool) -> None:
     from msgspec.structs import asdict
 
-    from tailrace.storage.manifests.manifest import Manifests
+    from tailrace.storage.manifests.manifest import ManifestStore
     from tailrace.storage.manifests.manifest_lookup import describe_head, find_heads
     from tailrace.storage.manifests.model import ManifestError
 
     async with opened(bucket.settings()) as objects:
-        manifests = Manifests(objects, 0)
+        manifests = ManifestStore(objects, 0)
         try:
             heads = await find_heads(objects, stream)
             if not heads:
@@ -187,10 +187,10 @@ def token(
 def _segment_bytes(where: str, url: str) -> bytes:
     if Path(where).is_file():
         return Path(where).read_bytes()
-    from tailrace.storage.object_store.objects import ObjectMissingError, ObjectsError, open_objects
+    from tailrace.storage.object_store.objects import ObjectMissingError, ObjectStoreError, open_object_store
 
     async def fetch() -> bytes:
-        objects = open_objects(url)
+        objects = open_object_store(url)
         try:
             return (await objects.get(where))[0]
         finally:
@@ -200,7 +200,7 @@ def _segment_bytes(where: str, url: str) -> bytes:
         return asyncio.run(fetch())
     except (ObjectMissingError, ValueError):
         raise RefusedError(f"there is no file {where} and no object of that name in {url}") from None
-    except ObjectsError as error:
+    except ObjectStoreError as error:
         raise RefusedError(f"{url} cannot be read: {error}") from None
 
 

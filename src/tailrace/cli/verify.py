@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.common.settings import Settings
-    from tailrace.storage.verify import Finding, Verified
+    from tailrace.storage.verify import VerifyFinding, VerifyReport
 
 _HELP: Final = """Read a data directory and its object store again, and print what is wrong.
 
@@ -51,7 +51,7 @@ async def _verify(stream: str, bucket: Bucket) -> int:
 
     from tailrace.storage.verify import Verifier
 
-    def report(finding: Finding) -> None:
+    def report(finding: VerifyFinding) -> None:
         if bucket.json:
             put_json(msgspec.structs.asdict(finding))
         else:
@@ -100,7 +100,7 @@ def _directories(settings: Settings, stream: str, not_checked: list[str]) -> lis
     return paths
 
 
-def _counted(seen: Verified) -> str:
+def _counted(seen: VerifyReport) -> str:
     return (
         f"{seen.streams:,} streams, {seen.segments:,} segments, {seen.entries:,} entries, "
         f"{seen.companions:,} companions, "

@@ -24,17 +24,17 @@ from tailrace.log.journal import (
     JournalFile,
     crc32c_extend,
     encode_header,
-    mark,
+    encode_mark,
     write_all,
 )
-from tailrace.log.overlap import Overlap
+from tailrace.log.overlap import SyncConcurrency
 
 logger = logging.getLogger("tailrace.log")
 
-Settled = Callable[[TailraceError | None], None]
+CommitCallback = Callable[[TailraceError | None], None]
 
 
-class Batch:
+class CommitBatch:
     """Records that share one sync, and what is to be called when it is done."""
 
     __slots__ = (
@@ -56,7 +56,7 @@ class Batch:
         self.opened = 0.0  # loop time of its first record
         self.payloads: list[bytes] = []
         self.items: list[object] = []  # transactions, in log order
-        self.waiting: list[Settled] = []  # answers that depend on this batch being durable
+        self.waiting: list[CommitCallback] = []  # answers that depend on this batch being durable
         self.data = b""
         self.size = 0
         self.file: JournalFile | None = None
@@ -67,7 +67,7 @@ class Batch:
         self.under_way = 0  # syncs when its own began, that one included
 
 
-def resting_on(refusal: TailraceError, batch: Batch | None) -> TailraceError:
+def refuse_after_commit(refusal: TailraceError, batch: CommitBatch | None) -> TailraceError:
     """The refusal, which no client gets before the batch is durable or has failed."""
     if batch is not None:
         refusal.unsettled = batch.waiting.append
@@ -81,8 +81,8 @@ class Committer:
         self,
         loop: asyncio.AbstractEventLoop,
         reserve: Callable[[int, bool], JournalFile | None],
-        acknowledge: Callable[[Batch], None],
-        fail: Callable[[list[Batch], OSError, bool], None],
+        acknowledge: Callable[[CommitBatch], None],
+        fail: Callable[[list[CommitBatch], OSError, bool], None],
         syncs_in_flight: int,
     ) -> None:
         self._loop = loop
@@ -90,11 +90,11 @@ class Committer:
         self._acknowledge = acknowledge
         self._fail = fail  # told whether it is certain that a restart does not bring the batches back
         self._cutting = False  # a failed file is being cut after its last acknowledged record
-        self.overlap = Overlap(syncs_in_flight)
-        self._open = Batch()
+        self.overlap = SyncConcurrency(syncs_in_flight)
+        self._open = CommitBatch()
         self._flush_scheduled = False
-        self._in_flight: deque[Batch] = deque()
-        self._jobs: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._in_flight: deque[CommitBatch] = deque()
+        self._jobs: queue.SimpleQueue[CommitBatch | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
@@ -102,7 +102,7 @@ class Committer:
         self.syncs = 0
         self.observe_sync: Callable[[float, int], None] | None = None
 
-    def submit(self, payload: bytes, item: object) -> Batch:
+    def submit(self, payload: bytes, item: object) -> CommitBatch:
         """Adds one record to the open batch."""
         batch = self._open
         if not batch.payloads:
@@ -119,13 +119,13 @@ class Committer:
             self._loop.call_soon(self._flush)
         return batch
 
-    def older_than(self, seconds: float) -> list[Batch]:
+    def older_than(self, seconds: float) -> list[CommitBatch]:
         """Batches that wait too long for their sync."""
         limit = self._loop.time() - seconds
         return [batch for batch in (*self._in_flight, self._open) if batch.items and batch.opened <= limit]
 
     @property
-    def newest(self) -> Batch | None:
+    def newest(self) -> CommitBatch | None:
         """The last batch that is not settled: whoever waits for it waits for all of them."""
         if self._open.items:
             return self._open
@@ -180,7 +180,7 @@ class Committer:
         try:
             file = self._reserve(batch.size, not self._in_flight)
         except OSError as error:
-            self._open = Batch()
+            self._open = CommitBatch()
             batch.error = error
             batch.synced = True
             self._in_flight.append(batch)
@@ -190,11 +190,11 @@ class Committer:
             return  # a new file is due: it begins when it is prepared and everything in the old one durable
         if file.failed is not None:
             return  # fails with the batches that are in flight
-        self._open = Batch()
+        self._open = CommitBatch()
         batch.file = file
         batch.position = file.end
-        head = mark(file.durable, file.seed) if file.end else encode_header(file.header)
-        batch.data = head + framed(batch.payloads, file.seed)
+        head = encode_mark(file.durable, file.seed) if file.end else encode_header(file.header)
+        batch.data = head + frame_records(batch.payloads, file.seed)
         assert len(batch.data) == batch.size + len(head)
         file.end += len(batch.data)
         self._in_flight.append(batch)
@@ -266,14 +266,14 @@ class Committer:
         batches = [*self._in_flight, self._open]
         error = next(batch.error for batch in batches if batch.error is not None)
         self._in_flight.clear()
-        self._open = Batch()
+        self._open = CommitBatch()
         self.queued_bytes = 0
         self._fail(batches, error, certain)
         if not self._open.payloads:
             self._idle.set()
 
 
-def framed(payloads: list[bytes], seed: int) -> bytes:
+def frame_records(payloads: list[bytes], seed: int) -> bytes:
     """The records of a batch as they stand in the file. `frame` written out: this runs for every append."""
     pack, checksum = FRAME.pack, crc32c_extend
     pieces: list[bytes] = []
@@ -283,7 +283,7 @@ def framed(payloads: list[bytes], seed: int) -> bytes:
     return b"".join(pieces)
 
 
-def sync_batch(batch: Batch, thread: int) -> None:
+def sync_batch(batch: CommitBatch, thread: int) -> None:
     """Makes a batch durable, or notes why it is not."""
     begun = time.perf_counter()
     file = batch.file
@@ -296,7 +296,7 @@ def sync_batch(batch: Batch, thread: int) -> None:
     batch.synced = True
 
 
-def write_batch(batch: Batch, fd: int) -> None:
+def write_batch(batch: CommitBatch, fd: int) -> None:
     """One write and one `fdatasync`, on a commit thread and its own descriptor.
 
     The first batch of a file begins with the header, which is synced before the records: otherwise a crash

@@ -13,28 +13,28 @@ from pathlib import Path
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.log.commit import Batch, Committer
-from tailrace.log.eviction import evict_idle, let_go
+from tailrace.log.commit import CommitBatch, Committer
+from tailrace.log.eviction import evict_idle, release_checkpointed
 from tailrace.log.model import Stream
-from tailrace.log.publish import Publisher, answer
-from tailrace.log.records import Meta, encode
-from tailrace.log.recovery import Replayed, replay, sync_tail
-from tailrace.log.rollback import Undoing, cannot_write, outcome_unknown
+from tailrace.log.publish import Publisher, send_reply
+from tailrace.log.records import Meta, encode_record
+from tailrace.log.recovery import ReplayResult, replay_journal, sync_tail
+from tailrace.log.rollback import Rollback, journal_unwritable, outcome_unknown
 from tailrace.log.rotation import Journal
-from tailrace.log.stalls import Stalls
+from tailrace.log.stalls import StalledCommits
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.log.transaction import Reply, Transaction, ignore
+from tailrace.log.transaction import Reply, Transaction, ignore_reply
 from tailrace.storage.data_directory import make_directory
 
 logger = logging.getLogger("tailrace.log")
 
-LARGE_BYTES = 64 * 1024  # of one append, when memory is short
+LARGE_CHANGE_BYTES = 64 * 1024  # of one append, when memory is short
 # A journal file is checkpointed whole, and appends that have no room wait for that: files are short then.
 BUSY_FILE_BYTES = 16 * 1024 * 1024
-NO_BOUND = 2**62
+UNBOUNDED = 2**62
 
 
-class NoRoomError(TailraceError):
+class LogBackpressureError(TailraceError):
     """A change that the log has no room for now, and will have when it has written what it holds."""
 
     def __init__(self, message: str, stream: Stream | None = None) -> None:
@@ -56,7 +56,7 @@ class CommitPath:
         journal_directory = directory / "journal"
         make_directory(journal_directory)
         self.store = StoredStreams(directory / "hot.db")
-        self.recovered: Replayed = replay(journal_directory, self.store)
+        self.recovered: ReplayResult = replay_journal(journal_directory, self.store)
         sync_tail(journal_directory, self.recovered)
         if self.recovered.torn:
             where = (self.recovered.seq, self.recovered.end)
@@ -79,7 +79,9 @@ class CommitPath:
         self.shortage: TailraceError | None = None  # why nothing new is taken in; deletes still are
         self.pressure: TailraceError | None = None  # why nothing large is taken on
         self._shortages: dict[str, TailraceError] = {}
-        self.room_bytes = NO_BOUND  # for entries that are in the queue or in memory, not in the hot store yet
+        self.room_bytes = (
+            UNBOUNDED  # for entries that are in the queue or in memory, not in the hot store yet
+        )
         self.on_room: Callable[[], None] | None = None  # there may be room for what was refused before
         self.on_no_room: Callable[[], None] | None = None  # it is used up; the next look finds a shortage
         self.on_file_retired: Callable[[int, int], None] | None = None
@@ -87,8 +89,8 @@ class CommitPath:
         # Told which streams had records in the files that the hot store now has.
         self.on_checkpointed: Callable[[int, list[Stream]], None] | None = None
         self.checkpoint_pending = False
-        self._stalls = Stalls(self.committer, limits.append_ms / 1000, loop)
-        self._undoing = Undoing(self.streams, self.store, self.journal)
+        self._stalls = StalledCommits(self.committer, limits.append_ms / 1000, loop)
+        self._undoing = Rollback(self.streams, self.store, self.journal)
         self.failures = 0
 
     def open(self) -> None:
@@ -97,7 +99,7 @@ class CommitPath:
             self.journal.open_first()
         except OSError as error:
             logger.error("the journal cannot be written: %s; serving reads only", error)
-            self.refusal = cannot_write(error)
+            self.refusal = journal_unwritable(error)
 
     async def close(self) -> None:
         """Everything submitted is settled; nothing more is accepted."""
@@ -112,7 +114,7 @@ class CommitPath:
         """Refuses what the queues have no room for, before anything is assigned."""
         if self.refusal is not None or self.shortage is not None:
             raise self.refusal or self.shortage or AssertionError
-        if self.pressure is not None and size > LARGE_BYTES:
+        if self.pressure is not None and size > LARGE_CHANGE_BYTES:
             raise self.pressure
         limits = self.limits
         queued_bytes, memory_bytes = self.committer.queued_bytes, self.streams.memory_bytes
@@ -125,16 +127,16 @@ class CommitPath:
         ):
             raise self._lack(stream, size) or AssertionError
 
-    def _lack(self, stream: Stream | None, size: int) -> NoRoomError | None:
+    def _lack(self, stream: Stream | None, size: int) -> LogBackpressureError | None:
         """What there is no room in for a change of this size."""
         limits = self.limits
         if self.committer.queued_bytes + size > limits.append_queue_max_bytes:
-            return NoRoomError("the server's append queue is full")
+            return LogBackpressureError("the server's append queue is full")
         if stream is not None and stream.queued_bytes + size > limits.append_queue_stream_bytes:
-            return NoRoomError("the stream's append queue is full", stream)
+            return LogBackpressureError("the stream's append queue is full", stream)
         if self.streams.memory_bytes > 2 * limits.tail_memory_max_bytes:
             self._make_room()
-            return NoRoomError("checkpoints are behind; memory for new entries is used up")
+            return LogBackpressureError("checkpoints are behind; memory for new entries is used up")
         return None
 
     def has_room(self, stream: Stream | None, size: int) -> bool:
@@ -169,7 +171,7 @@ class CommitPath:
 
     def commit(self, transaction: Transaction) -> None:
         """Makes durable what was added to a transaction."""
-        payload = encode(transaction.ops)
+        payload = encode_record(transaction.ops)
         size = transaction.size = len(payload)
         batch = self.committer.submit(payload, transaction)
         for stream in transaction.streams:
@@ -200,7 +202,7 @@ class CommitPath:
 
     # -- journal files ---------------------------------------------------------------------------------
 
-    def _acknowledge(self, batch: Batch) -> None:
+    def _acknowledge(self, batch: CommitBatch) -> None:
         """A batch is durable: it is published and answered, and may have filled the memory for entries."""
         file = batch.file
         assert file is not None
@@ -234,7 +236,7 @@ class CommitPath:
 
     def checkpointed(self, seq: int) -> None:
         """The hot store has every record up to and including this file: memory and journal may let go."""
-        touched = let_go(self.streams, seq)
+        touched = release_checkpointed(self.streams, seq)
         self.journal.remove_through(seq)
         if self.on_checkpointed is not None:
             self.on_checkpointed(seq, touched)
@@ -253,7 +255,7 @@ class CommitPath:
         self.retire_active_file()
         if self.refusal is not None:
             raise self.refusal
-        transaction = Transaction(None, ignore, None)
+        transaction = Transaction(None, ignore_reply, None)
         transaction.add(self.streams, Meta("", None))  # a record that changes nothing
         self.commit(transaction)
 
@@ -266,7 +268,7 @@ class CommitPath:
 
     # -- failure ---------------------------------------------------------------------------------------
 
-    def _fail(self, batches: list[Batch], error: OSError, certain: bool) -> None:
+    def _fail(self, batches: list[CommitBatch], error: OSError, certain: bool) -> None:
         """The journal could not take a batch. None of it happened: back to the last acknowledged state.
 
         It is `certain` if the journal file was cut durably. If not, a power cut may bring the batch back
@@ -274,7 +276,7 @@ class CommitPath:
         """
         logger.error("journal write failed: %s; rolling back to the last durable record", error)
         self.failures += 1
-        self.refusal = refusal = cannot_write(error)
+        self.refusal = refusal = journal_unwritable(error)
         self.journal.abandon()
         self._undoing.begin(batches)
         self._undoing.roll_back()
@@ -283,7 +285,7 @@ class CommitPath:
             failure = refusal if certain or batch.file is None else unknown
             for item in batch.items:
                 assert isinstance(item, Transaction)
-                answer(item, failure)
+                send_reply(item, failure)
             for settled in batch.waiting:
                 settled(failure)
         if self.on_failure is not None:

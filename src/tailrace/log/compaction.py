@@ -18,10 +18,10 @@ from tailrace.storage.segments.segments import SegmentInfo
 if TYPE_CHECKING:
     from tailrace.log.streams import Streams
 
-PREFIX: Final = "compact/"  # of the facts, which go on with the number of the stream
+COMPACTION_FACT_PREFIX: Final = "compact/"  # of the facts, which go on with the number of the stream
 
 
-class Intent(msgspec.Struct, frozen=True, array_like=True):
+class CompactionIntent(msgspec.Struct, frozen=True, array_like=True):
     """One segment, and those in whose place it is put."""
 
     segment: SegmentInfo
@@ -33,27 +33,27 @@ class Intent(msgspec.Struct, frozen=True, array_like=True):
         return Compacted(number, generation, self.segment, footer, ranges, size, at_ns)
 
 
-def fact_of(number: int) -> str:
+def compaction_fact_key(number: int) -> str:
     """The key of the fact about a stream: one compaction at a time."""
-    return f"{PREFIX}{number}"
+    return f"{COMPACTION_FACT_PREFIX}{number}"
 
 
-def encode(intent: Intent) -> bytes:
+def encode_intent(intent: CompactionIntent) -> bytes:
     return msgspec.msgpack.encode(intent)
 
 
-def decode(raw: bytes) -> Intent:
-    return msgspec.msgpack.decode(raw, type=Intent)
+def decode_intent(raw: bytes) -> CompactionIntent:
+    return msgspec.msgpack.decode(raw, type=CompactionIntent)
 
 
-def intents(streams: Streams) -> Iterator[tuple[int, Intent]]:
+def pending_compactions(streams: Streams) -> Iterator[tuple[int, CompactionIntent]]:
     """Everything that was begun, with the number of its stream."""
     for key, raw in list(streams.meta.items()):
-        if key.startswith(PREFIX):
-            yield int(key.removeprefix(PREFIX)), decode(raw)
+        if key.startswith(COMPACTION_FACT_PREFIX):
+            yield int(key.removeprefix(COMPACTION_FACT_PREFIX)), decode_intent(raw)
 
 
-def standing_for(streams: Streams, number: int, entry: int) -> Compacted | None:
+def replacement_segment(streams: Streams, number: int, entry: int) -> Compacted | None:
     """What stands for the segment of an entry since the last checkpoint. Also asked on other threads."""
     for _, op in reversed(tuple(streams.unfolded.get(number, ()))):
         if isinstance(op, Compacted) and op.segment.first <= entry <= op.segment.last:
@@ -61,12 +61,12 @@ def standing_for(streams: Streams, number: int, entry: int) -> Compacted | None:
     return None
 
 
-def is_behind(streams: Streams, number: int, earliest: int) -> bool:
+def has_uncheckpointed_compaction(streams: Streams, number: int, earliest: int) -> bool:
     """Whether the hot store does not know some of the segments that begin up to an entry.
 
     Retention is decided by what it knows, and takes whole segments.
     """
-    raw = streams.meta.get(fact_of(number))
-    begun: Sequence[SegmentInfo] = () if raw is None else (decode(raw).segment,)
+    raw = streams.meta.get(compaction_fact_key(number))
+    begun: Sequence[SegmentInfo] = () if raw is None else (decode_intent(raw).segment,)
     fresh = (op.segment for _, op in streams.unfolded.get(number, ()) if isinstance(op, Compacted))
     return any(info.first <= earliest for info in (*begun, *fresh))

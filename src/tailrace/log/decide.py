@@ -14,7 +14,7 @@ from tailrace.log.model import NO_LIFETIME, Lifetime, Stream, Tombstone
 from tailrace.log.records import Append, Bind, Create, Delete
 from tailrace.protocol.http_headers import media_type
 
-Check = Callable[["AppendRequest", Stream], Sequence[bytes | None] | None]
+AppendCheck = Callable[["AppendRequest", Stream], Sequence[bytes | None] | None]
 
 
 class AppendRequest:
@@ -44,7 +44,7 @@ class AppendRequest:
         # Looks at the entries by the stream's documents, when all else is in order: refuses by raising, or
         # gives each its key (None: they have the one of the request). It is handed the request and must not
         # hold it: a request that holds itself, and a megabyte with it, would wait for the collector.
-        self.check: Check | None = None
+        self.check: AppendCheck | None = None
 
     @property
     def count(self) -> int:
@@ -206,7 +206,7 @@ def decide_existing(stream: Stream, request: CreateRequest, source: Stream | Non
             raise _differs("fork position")
         if request.fork_position is not None:
             anchor = stream.fork_entry - (stream.fork_sub if stream.json else 0)
-            if resolve(source, request.fork_position, 0) != anchor:
+            if resolve_position(source, request.fork_position, 0) != anchor:
                 raise _differs("fork position")
     if wanted is not None and stream.content_type is None:
         return Bind(stream.number, wanted)
@@ -292,7 +292,7 @@ def _inherited(asked: Lifetime, source: Lifetime) -> Lifetime:
     return Lifetime(ends.ttl_s, ends.expires_ns, keeps.retention_s, keeps.retention_bytes)
 
 
-def resolve(stream: Stream, position: tuple[int, int], earliest: int) -> int:
+def resolve_position(stream: Stream, position: tuple[int, int], earliest: int) -> int:
     """The entry number a position stands for, if the stream has (or had) it."""
     epoch, entry = position
     tail = stream.visible
@@ -304,13 +304,13 @@ def resolve(stream: Stream, position: tuple[int, int], earliest: int) -> int:
         later = [first for number, first in stream.epochs if number > epoch]
         written = any(number <= epoch for number, _ in stream.epochs)
         if not written or entry > min(later[0] - 1, tail):
-            raise gone(stream, earliest)
+            raise offset_gone(stream, earliest)
     if entry < earliest:
-        raise gone(stream, earliest)
+        raise offset_gone(stream, earliest)
     return entry
 
 
-def gone(stream: Stream, earliest: int) -> TailraceError:
+def offset_gone(stream: Stream, earliest: int) -> TailraceError:
     offset = stream.offset(earliest)
     return TailraceError(
         "offset_gone",

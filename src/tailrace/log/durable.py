@@ -9,7 +9,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.transaction import Reply, Transaction
 
 
-async def durable(change: Callable[[Reply], object]) -> None:
+async def await_commit(change: Callable[[Reply], object]) -> None:
     """Returns when the change is durable; raises what it was refused or failed with.
 
     `change` asks something of the log and hands it the reply: `partial(log.put_meta, key, value)`.

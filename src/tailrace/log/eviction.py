@@ -6,10 +6,13 @@ from tailrace.log import outbox, registry
 from tailrace.log.model import Stream
 from tailrace.log.streams import Streams
 
-KEPT = (registry.NAME, outbox.NAME)  # their bounds are settings, which the hot store does not have
+NEVER_EVICTED = (
+    registry.REGISTRY_STREAM,
+    outbox.SEGMENTS_STREAM,
+)  # their bounds are settings, which the hot store does not have
 
 
-def let_go(streams: Streams, seq: int) -> list[Stream]:
+def release_checkpointed(streams: Streams, seq: int) -> list[Stream]:
     """Frees what was published up to this journal file; the answer is which streams had records in it."""
     touched: list[Stream] = []
     for file in [file for file in streams.touched if file <= seq]:
@@ -32,5 +35,10 @@ def evict_idle(streams: Streams, seq: int) -> None:
         in_use = stream.readers is not None or stream.batch is not None or stream.live
         in_use = in_use or stream.forks or stream.leaving
         saved = stream.recent_file <= seq and stream.touched_ns == stream.touched_saved_ns
-        if saved and not in_use and stream.visible == stream.stored and not stream.name.startswith(KEPT):
+        if (
+            saved
+            and not in_use
+            and stream.visible == stream.stored
+            and not stream.name.startswith(NEVER_EVICTED)
+        ):
             streams.forget(stream)

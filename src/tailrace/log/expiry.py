@@ -7,13 +7,13 @@ import heapq
 from typing import TYPE_CHECKING
 
 from tailrace.log.model import Stream
-from tailrace.log.transaction import ignore
+from tailrace.log.transaction import ignore_reply
 
 if TYPE_CHECKING:
     from tailrace.log.log import Log
 
 # Deadlines are exact on access; removal of what nobody asks for may lag by this much.
-LAG_S = 0.25
+EXPIRY_LAG_S = 0.25
 STORE_SWEEP_S = 60.0
 SWEEP_COUNT_MAX = 500
 
@@ -53,7 +53,7 @@ class Expiry:
             if self._timer_ns <= deadline_ns:
                 return
             self._timer.cancel()
-        delay_s = max(0.0, (deadline_ns - self._log.clock.now_ns()) / 1e9) + LAG_S
+        delay_s = max(0.0, (deadline_ns - self._log.clock.now_ns()) / 1e9) + EXPIRY_LAG_S
         self._timer_ns = deadline_ns
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(min(delay_s, 3600.0), self.sweep)
@@ -70,7 +70,7 @@ class Expiry:
             if stream is None or stream.removed or stream.gone:
                 continue
             if log.refusal is None and stream.expired(now_ns):
-                log.remove(stream, "expired", ignore, None)
+                log.remove(stream, "expired", ignore_reply, None)
                 continue
             deadline_ns = stream.deadline_ns()
             if deadline_ns is not None:
@@ -90,16 +90,16 @@ class Expiry:
         )
         for deadline_ns, number in found:
             if deadline_ns > now_ns:
-                delay_s = min(delay_s, (deadline_ns - now_ns) / 1e9 + LAG_S)
+                delay_s = min(delay_s, (deadline_ns - now_ns) / 1e9 + EXPIRY_LAG_S)
                 break
             self._stored_seen = (deadline_ns, number)
             # If it has not expired after all, loading it put its present deadline on the heap.
             stream = log.streams.get(number)
             if stream is not None and not stream.gone and stream.expired(now_ns):
-                log.remove(stream, "expired", ignore, None)
+                log.remove(stream, "expired", ignore_reply, None)
         else:
             if found:
-                delay_s = LAG_S
+                delay_s = EXPIRY_LAG_S
         if self._stored_timer is not None:
             self._stored_timer.cancel()
         self._stored_timer = asyncio.get_running_loop().call_later(delay_s, self.sweep_stored)

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.commit import resting_on
-from tailrace.log.decide import CreateRequest, ForkPoint, gone, resolve
-from tailrace.log.history import Pinned
+from tailrace.log.commit import refuse_after_commit
+from tailrace.log.decide import CreateRequest, ForkPoint, offset_gone, resolve_position
+from tailrace.log.history import FetchedBlock
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
 
 
 def fork_point(
-    reader: Reader, source: Stream, request: CreateRequest, at_hand: Sequence[Pinned]
+    reader: Reader, source: Stream, request: CreateRequest, at_hand: Sequence[FetchedBlock]
 ) -> ForkPoint:
     """Resolves the fork headers against the source, or refuses.
 
     Raises NotAtHandError if it needs an entry from the object store that is not among those at hand.
     """
     if source.gone:
-        raise resting_on(TailraceError("source_deleted", "the source was deleted"), source.batch)
+        raise refuse_after_commit(TailraceError("source_deleted", "the source was deleted"), source.batch)
     if request.fork_position is None:
         entry = source.visible
     else:
         # The start is "nothing of it", which is to be had from every source.
         earliest = source.earliest if request.fork_position != (0, 0) else 0
-        entry = resolve(source, request.fork_position, earliest)
+        entry = resolve_position(source, request.fork_position, earliest)
     sub = request.fork_sub
     if sub == 0:
         return ForkPoint(source, entry, b"", reader.time_of(source, entry, at_hand))
@@ -36,10 +36,10 @@ def fork_point(
         if entry + sub > source.visible:
             raise TailraceError("invalid_fork", "the sub-offset is past the end of the source")
         if entry + sub < source.earliest:
-            raise gone(source, source.earliest)
+            raise offset_gone(source, source.earliest)
         return ForkPoint(source, entry + sub, b"", reader.time_of(source, entry + sub, at_hand))
     if entry < source.earliest:
-        raise gone(source, source.earliest)
+        raise offset_gone(source, source.earliest)
     following = reader.entry_now(source, entry + 1, at_hand)
     if sub > len(following):
         raise TailraceError("invalid_fork", "the sub-offset is longer than the next entry")

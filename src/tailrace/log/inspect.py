@@ -16,16 +16,16 @@ from tailrace.log.journal import (
     FRAME_BYTES,
     HEADER_BYTES,
     MARK,
-    Header,
     JournalCorruptError,
+    JournalHeader,
+    checksum_seed,
     crc32c_extend,
     last_mark,
     list_files,
     read_header,
-    seed_of,
 )
 from tailrace.log.records import (
-    UNREADABLE,
+    UNREADABLE_ERRORS,
     Append,
     Bind,
     Compacted,
@@ -39,7 +39,7 @@ from tailrace.log.records import (
     Sealed,
     Touch,
     Trim,
-    decode,
+    decode_record,
 )
 
 _KINDS: dict[type, str] = {
@@ -64,7 +64,7 @@ def inspect_journal(data_dir: Path) -> Iterator[dict[str, object]]:
     except OSError as error:
         yield {"problem": f"the journal directory cannot be read: {error.strerror}"}
         return
-    headers: dict[int, Header] = {}
+    headers: dict[int, JournalHeader] = {}
     others: dict[int, dict[str, object]] = {}
     for seq, path in files:
         try:
@@ -76,16 +76,16 @@ def inspect_journal(data_dir: Path) -> Iterator[dict[str, object]]:
             others[seq] = {"file": path.name, "state": "prepared, not used yet"}
         else:
             headers[seq] = header
-    ends = _ends(headers)
+    ends = _file_ends(headers)
     for seq, path in files:
         header = headers.get(seq)
         if header is None:
             yield others[seq]
         else:
-            yield from _file(path, header, ends.get(seq), last=seq == max(headers))
+            yield from _inspect_file(path, header, ends.get(seq), last=seq == max(headers))
 
 
-def _ends(headers: dict[int, Header]) -> dict[int, int]:
+def _file_ends(headers: dict[int, JournalHeader]) -> dict[int, int]:
     """Where each file ends according to the files after it; 0 for those that are passed over."""
     ends: dict[int, int] = {}
     for seq in sorted(headers):
@@ -96,7 +96,9 @@ def _ends(headers: dict[int, Header]) -> dict[int, int]:
     return ends
 
 
-def _file(path: Path, header: Header, end: int | None, *, last: bool) -> Iterator[dict[str, object]]:
+def _inspect_file(
+    path: Path, header: JournalHeader, end: int | None, *, last: bool
+) -> Iterator[dict[str, object]]:
     described: dict[str, object] = {
         "file": path.name,
         "seq": header.seq,
@@ -119,13 +121,13 @@ def _file(path: Path, header: Header, end: int | None, *, last: bool) -> Iterato
     if end == 0:
         yield {"file": path.name, "state": "void: a later file continues an older one"}
         return
-    yield from _records(path.name, data, header, end, last=last)
+    yield from _inspect_records(path.name, data, header, end, last=last)
 
 
-def _records(
-    name: str, data: bytes, header: Header, end: int | None, *, last: bool
+def _inspect_records(
+    name: str, data: bytes, header: JournalHeader, end: int | None, *, last: bool
 ) -> Iterator[dict[str, object]]:
-    seed = seed_of(header.id)
+    seed = checksum_seed(header.id)
     limit = len(data) if end is None else min(end, len(data))
     position = HEADER_BYTES
     count = 0
@@ -146,7 +148,7 @@ def _records(
             yield {"file": name, "position": position, "acknowledged": MARK.unpack(payload)[1]}
         else:
             count += 1
-            yield {"file": name, "position": position, "bytes": length, "ops": _ops(payload)}
+            yield {"file": name, "position": position, "bytes": length, "ops": _inspect_ops(payload)}
         position = start + length
     ended: dict[str, object] = {"file": name, "records": count, "ends_at": position}
     bad = position if damaged is None else damaged
@@ -166,16 +168,16 @@ def _is_record(data: bytes, position: int, limit: int, seed: int) -> bool:
     return 0 < length <= limit - start and crc32c_extend(seed, data[start : start + length]) == crc
 
 
-def _ops(payload: bytes) -> list[dict[str, object]]:
+def _inspect_ops(payload: bytes) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     try:
-        found.extend(_describe(op) for op in decode(payload))
-    except UNREADABLE as error:
+        found.extend(_describe_op(op) for op in decode_record(payload))
+    except UNREADABLE_ERRORS as error:
         found.append({"problem": f"cannot be decoded: {type(error).__name__}: {error}"})
     return found
 
 
-def _describe(op: Op) -> dict[str, object]:
+def _describe_op(op: Op) -> dict[str, object]:
     if isinstance(op, Append):
         shown: dict[str, object] = {
             "kind": "append",

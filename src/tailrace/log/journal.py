@@ -39,7 +39,7 @@ FRAME = struct.Struct("<II")
 FRAME_BYTES = FRAME.size
 MARK = struct.Struct("<BQ")  # 0, which is no kind of operation, and where the acknowledged part ends
 MARK_BYTES = FRAME_BYTES + MARK.size
-VERSION = 1
+JOURNAL_VERSION = 1
 FIRST_FILE_BYTES = 8 * 1024 * 1024
 # The library is not annotated.
 crc32c = cast("Callable[[bytes], int]", google_crc32c.value)  # pyright: ignore[reportUnknownMemberType]
@@ -47,7 +47,7 @@ crc32c_extend = cast("Callable[[int, bytes], int]", google_crc32c.extend)  # pyr
 _NAME = re.compile(r"([0-9]{16})\.jnl")
 _ZEROS = bytes(256 * 1024)
 IDLE_SHARE = 4.0  # while a file is prepared in advance: time the disk is left alone for each time it is used
-LOOK = (
+SALVAGE_HINT = (
     "look at it with 'tailrace inspect journal', "
     "copy everything readable into a new directory with 'tailrace salvage'"
 )
@@ -57,7 +57,7 @@ class JournalCorruptError(Exception):
     """A record that was once acknowledged cannot be read back."""
 
 
-class Header(NamedTuple):
+class JournalHeader(NamedTuple):
     seq: int
     id: int
     previous_seq: int
@@ -75,7 +75,7 @@ class JournalFile:
 
     __slots__ = ("durable", "end", "failed", "fds", "header", "path", "seed", "size")
 
-    def __init__(self, path: Path, fds: Sequence[int], header: Header, size: int) -> None:
+    def __init__(self, path: Path, fds: Sequence[int], header: JournalHeader, size: int) -> None:
         self.path = path
         self.fds = fds  # by number of the commit thread
         self.header = header
@@ -83,7 +83,7 @@ class JournalFile:
         self.end = 0
         self.durable = 0  # the part of it that is acknowledged
         self.failed: OSError | None = None  # set by commit threads; nothing is acknowledged from then on
-        self.seed = seed_of(header.id)
+        self.seed = checksum_seed(header.id)
 
     @property
     def seq(self) -> int:
@@ -123,19 +123,19 @@ def list_files(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def seed_of(file_id: int) -> int:
+def checksum_seed(file_id: int) -> int:
     return crc32c(file_id.to_bytes(8, "little"))
 
 
-def frame(payload: bytes, seed: int) -> bytes:
+def frame_record(payload: bytes, seed: int) -> bytes:
     """Length and checksum in front of a payload."""
     return FRAME.pack(len(payload), crc32c_extend(seed, payload))
 
 
-def mark(acknowledged: int, seed: int) -> bytes:
+def encode_mark(acknowledged: int, seed: int) -> bytes:
     """What a batch begins with: up to here the file was acknowledged before the batch was written."""
     payload = MARK.pack(0, acknowledged)
-    return frame(payload, seed) + payload
+    return frame_record(payload, seed) + payload
 
 
 def prepare_file(
@@ -169,7 +169,7 @@ def prepare_file(
     return path
 
 
-def open_file(path: Path, header: Header, descriptors: int) -> JournalFile:
+def open_file(path: Path, header: JournalHeader, descriptors: int) -> JournalFile:
     """Opens a prepared file once for each commit thread."""
     file = JournalFile(path, fds := list[int](), header, path.stat().st_size)
     for _ in range(descriptors):
@@ -187,13 +187,13 @@ def write_all(fd: int, data: bytes, position: int) -> None:
         written += more
 
 
-def encode_header(header: Header) -> bytes:
+def encode_header(header: JournalHeader) -> bytes:
     fields = (header.seq, header.id, header.previous_seq, header.previous_end, header.created_ns)
-    crc = crc32c(HEADER.pack(MAGIC, VERSION, 0, *fields))
-    return HEADER.pack(MAGIC, VERSION, crc, *fields).ljust(HEADER_BYTES, b"\0")
+    crc = crc32c(HEADER.pack(MAGIC, JOURNAL_VERSION, 0, *fields))
+    return HEADER.pack(MAGIC, JOURNAL_VERSION, crc, *fields).ljust(HEADER_BYTES, b"\0")
 
 
-def read_header(path: Path) -> Header | None:
+def read_header(path: Path) -> JournalHeader | None:
     """The header, or None if it was never completely written: then nothing in the file was acknowledged.
 
     A header is durable before anything is written behind it. So a file without one holds nothing but zeros;
@@ -208,7 +208,7 @@ def read_header(path: Path) -> Header | None:
         header = _parse_header(path, file.read(HEADER_BYTES))
     if header is None:
         raise JournalCorruptError(
-            f"{path.name}: the header is damaged, but there is data from byte {found} on; {LOOK}"
+            f"{path.name}: the header is damaged, but there is data from byte {found} on; {SALVAGE_HINT}"
         )
     return header
 
@@ -223,24 +223,24 @@ def _first_nonzero(file: BinaryIO) -> int | None:
     return None
 
 
-def _parse_header(path: Path, raw: bytes) -> Header | None:
+def _parse_header(path: Path, raw: bytes) -> JournalHeader | None:
     if len(raw) < HEADER_BYTES:
         return None
     magic, version, crc, *fields = HEADER.unpack_from(raw)
     if magic != MAGIC or crc != crc32c(HEADER.pack(MAGIC, version, 0, *fields)):
         return None
-    if version > VERSION:
+    if version > JOURNAL_VERSION:
         raise TailraceError(
             "unavailable",
             f"{path.name} was written by a newer version of Tailrace (journal format {version})",
         )
-    return Header(*fields)
+    return JournalHeader(*fields)
 
 
-class Scan:
+class JournalScan:
     """Reads one file's records in order; afterwards `end` and `torn` say how it ended."""
 
-    def __init__(self, path: Path, header: Header, end: int | None = None) -> None:
+    def __init__(self, path: Path, header: JournalHeader, end: int | None = None) -> None:
         self.path = path
         self.header = header
         self.end = HEADER_BYTES
@@ -250,7 +250,7 @@ class Scan:
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Pairs of position and payload, up to the known end or the first bytes that are not a record."""
-        seed = seed_of(self.header.id)
+        seed = checksum_seed(self.header.id)
         data = self.path.read_bytes()
         limit = len(data) if self._known_end is None else self._known_end
         position = HEADER_BYTES
@@ -275,7 +275,7 @@ class Scan:
         if self.end < acknowledged or (self._known_end is not None and self.end != acknowledged):
             raise JournalCorruptError(
                 f"{self.path.name}: record at byte {self.end} is damaged, but records up to byte "
-                f"{acknowledged} were acknowledged; {LOOK}"
+                f"{acknowledged} were acknowledged; {SALVAGE_HINT}"
             )
 
 
@@ -288,16 +288,18 @@ def last_mark(data: bytes, start: int, seed: int) -> int:
     while position >= 0:
         if data[position + 1 : position + 4] == b"\0\0\0":
             payload = data[position + FRAME_BYTES : position + MARK_BYTES]
-            if len(payload) == MARK.size and data[position : position + FRAME_BYTES] == frame(payload, seed):
+            if len(payload) == MARK.size and data[position : position + FRAME_BYTES] == frame_record(
+                payload, seed
+            ):
                 kind, acknowledged = MARK.unpack(payload)
                 found = max(found, 0 if kind else acknowledged)
         position = data.find(length, position + 1)
     return found
 
 
-def chain(
+def files_to_replay(
     directory: Path, checkpoint_seq: int = 0, last_seq: int | None = None
-) -> list[tuple[Path, Header, int | None]]:
+) -> list[tuple[Path, JournalHeader, int | None]]:
     """The files to replay, oldest first, each with the end its successor recorded (None for the last).
 
     Files after `last_seq` are not looked at.
@@ -305,20 +307,20 @@ def chain(
     Files whose header was never completed, and files a successor passes over, hold nothing that was
     acknowledged. A gap between what the checkpoint covers and the first file, or between files, is a loss.
     """
-    found: list[tuple[Path, Header]] = []
+    found: list[tuple[Path, JournalHeader]] = []
     for seq, path in list_files(directory):
         if seq <= checkpoint_seq or (last_seq is not None and seq > last_seq):
             continue
         if (header := read_header(path)) is None:
             continue
         if header.seq != seq:
-            raise JournalCorruptError(f"{path.name}: the header says it is file {header.seq}; {LOOK}")
+            raise JournalCorruptError(f"{path.name}: the header says it is file {header.seq}; {SALVAGE_HINT}")
         while found and found[-1][1].seq > header.previous_seq:
             found.pop()
         before = found[-1][1].seq if found else checkpoint_seq
         if header.previous_seq > before:
             raise JournalCorruptError(
-                f"journal file {header.previous_seq} is missing or damaged before {path.name}; {LOOK}"
+                f"journal file {header.previous_seq} is missing or damaged before {path.name}; {SALVAGE_HINT}"
             )
         found.append((path, header))
     ends: list[int | None] = [header.previous_end for _, header in found[1:]]

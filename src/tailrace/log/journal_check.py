@@ -12,8 +12,15 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.journal import Header, JournalCorruptError, Scan, chain, list_files, read_header
-from tailrace.log.records import UNREADABLE, decode
+from tailrace.log.journal import (
+    JournalCorruptError,
+    JournalHeader,
+    JournalScan,
+    files_to_replay,
+    list_files,
+    read_header,
+)
+from tailrace.log.records import UNREADABLE_ERRORS, decode_record
 
 
 class JournalProblem(NamedTuple):
@@ -45,29 +52,31 @@ def check_journal(directory: Path, checkpoint_seq: int | None) -> JournalCheck:
         except FileNotFoundError:
             continue  # checkpointed and deleted meanwhile
         except JournalCorruptError as error:
-            _add(found.problems, path.name, str(error))
+            _add_problem(found.problems, path.name, str(error))
         except OSError as error:
-            _add(found.problems, path.name, f"cannot be read: {error.strerror}")
+            _add_problem(found.problems, path.name, f"cannot be read: {error.strerror}")
     return found
 
 
 def readable_files(
     directory: Path, checkpoint_seq: int | None, problems: list[JournalProblem]
-) -> list[tuple[Path, Header, int | None]]:
+) -> list[tuple[Path, JournalHeader, int | None]]:
     """The files that a start would replay, or where these do not form a chain, all that have a header."""
     if checkpoint_seq is None:
         checkpoint_seq = _first_previous(directory)
     try:
-        return chain(directory, checkpoint_seq)
+        return files_to_replay(directory, checkpoint_seq)
     except (JournalCorruptError, TailraceError) as error:
         text = str(error)
-        _add(problems, text.partition(":")[0] if text.partition(":")[0].endswith(".jnl") else "journal", text)
-    headers: dict[int, tuple[Path, Header]] = {}
+        _add_problem(
+            problems, text.partition(":")[0] if text.partition(":")[0].endswith(".jnl") else "journal", text
+        )
+    headers: dict[int, tuple[Path, JournalHeader]] = {}
     for seq, path in list_files(directory):
         try:
             header = read_header(path)
         except (OSError, JournalCorruptError, TailraceError) as error:
-            _add(problems, path.name, str(error))
+            _add_problem(problems, path.name, str(error))
             continue
         if header is not None and header.seq == seq > checkpoint_seq:
             headers[seq] = (path, header)
@@ -89,23 +98,23 @@ def _first_previous(directory: Path) -> int:
     return 0
 
 
-def _check_file(found: JournalCheck, path: Path, header: Header, end: int | None) -> None:
+def _check_file(found: JournalCheck, path: Path, header: JournalHeader, end: int | None) -> None:
     found.files += 1
-    scan = Scan(path, header, end)
+    scan = JournalScan(path, header, end)
     for position, payload in scan:
         found.records += 1
         found.bytes += len(payload)
         try:
-            for _ in decode(payload):
+            for _ in decode_record(payload):
                 pass
-        except UNREADABLE as error:
+        except UNREADABLE_ERRORS as error:
             why = str(error).partition("\n")[0] or type(error).__name__
-            _add(found.problems, path.name, f"the record at byte {position} cannot be decoded: {why}")
+            _add_problem(found.problems, path.name, f"the record at byte {position} cannot be decoded: {why}")
     if scan.torn:
         found.torn = path.name
 
 
-def _add(problems: list[JournalProblem], file: str, text: str) -> None:
+def _add_problem(problems: list[JournalProblem], file: str, text: str) -> None:
     problem = JournalProblem(file, text.removeprefix(f"{file}: "))
     if problem not in problems:
         problems.append(problem)

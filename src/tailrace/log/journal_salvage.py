@@ -19,13 +19,13 @@ from tailrace.log.journal import (
     FRAME_BYTES,
     HEADER_BYTES,
     MARK,
-    Header,
     JournalCorruptError,
+    JournalHeader,
+    checksum_seed,
     crc32c_extend,
     last_mark,
     list_files,
     read_header,
-    seed_of,
 )
 
 READ_BYTES: Final = 1 << 20
@@ -33,7 +33,7 @@ BLOCK_BYTES: Final = 4096
 _NOT_ZERO: Final = re.compile(rb"[^\0]")
 
 
-class Piece(NamedTuple):
+class SalvagedPiece(NamedTuple):
     """A record, or a damaged place if there is no payload."""
 
     position: int
@@ -44,16 +44,16 @@ class Piece(NamedTuple):
 class SalvagedFile(NamedTuple):
     seq: int
     path: Path
-    header: Header | None  # None: it is damaged
+    header: JournalHeader | None  # None: it is damaged
     end: int | None  # as the next file has recorded it
 
 
-def files_behind(directory: Path, seq: int) -> list[SalvagedFile]:
+def files_after(directory: Path, seq: int) -> list[SalvagedFile]:
     """The files that a start would replay, also those without a header that can be read.
 
     Left out are those that were never used, and those that a later file passes over.
     """
-    found: list[tuple[int, Path, Header | None]] = []
+    found: list[tuple[int, Path, JournalHeader | None]] = []
     for number, path in list_files(directory):
         if number <= seq:
             continue
@@ -109,12 +109,12 @@ def _read_at(fd: int, length: int, at: int) -> bytes | None:
     return found if len(found) == length else None
 
 
-def pieces(file: SalvagedFile) -> Iterator[Piece]:
+def read_pieces(file: SalvagedFile) -> Iterator[SalvagedPiece]:
     """Every record that can be read, and the damaged places between and before them."""
     data, _ = read_readable(file.path)
-    seed = find_seed(data) if file.header is None else seed_of(file.header.id)
+    seed = find_seed(data) if file.header is None else checksum_seed(file.header.id)
     if seed is None:
-        yield Piece(0, len(data.rstrip(b"\0")), None)
+        yield SalvagedPiece(0, len(data.rstrip(b"\0")), None)
         return
     # Behind the last record that was acknowledged there may be the beginning of one that was not.
     limit = len(data) if file.end is None else min(file.end, len(data))
@@ -126,10 +126,10 @@ def pieces(file: SalvagedFile) -> Iterator[Piece]:
             if position >= acknowledged:
                 return  # never finished, as after any crash; recovery drops it as well
             position, damaged = next_record(data, position + 1, limit, seed) or acknowledged, position
-            yield Piece(damaged, position - damaged, None)
+            yield SalvagedPiece(damaged, position - damaged, None)
             continue
         if payload[0] or len(payload) != MARK.size:
-            yield Piece(position, len(payload), payload)
+            yield SalvagedPiece(position, len(payload), payload)
         position += FRAME_BYTES + len(payload)
 
 

@@ -15,8 +15,8 @@ from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log import compaction, outbox, outbox_events
-from tailrace.log.catalogue import DOCUMENT, Catalogue, encode_plans, plans_in
-from tailrace.log.commit import resting_on
+from tailrace.log.catalogue import INDEX_DOCUMENT, IndexFileCatalogue, decode_plans, encode_plans
+from tailrace.log.commit import refuse_after_commit
 from tailrace.log.commit_path import CommitPath
 from tailrace.log.decide import (
     AppendRequest,
@@ -28,9 +28,9 @@ from tailrace.log.decide import (
 )
 from tailrace.log.expiry import Expiry
 from tailrace.log.forks import fork_point
-from tailrace.log.history import Pinned
+from tailrace.log.history import FetchedBlock
 from tailrace.log.model import NO_LIFETIME, Stream
-from tailrace.log.own_streams import OwnStreams
+from tailrace.log.own_streams import SystemStreams
 from tailrace.log.reader import Reader
 from tailrace.log.records import (
     Append,
@@ -42,11 +42,11 @@ from tailrace.log.records import (
     Sealed,
     Touch,
     Trim,
-    pack_one,
+    pack_single_append,
 )
 from tailrace.log.streams import UNPUBLISHED
-from tailrace.log.transaction import Reply, Transaction, ignore
-from tailrace.storage.segments.companions import PlanBook
+from tailrace.log.transaction import Reply, Transaction, ignore_reply
+from tailrace.storage.segments.companions import PlanHistory
 
 
 class Log(CommitPath):
@@ -64,11 +64,11 @@ class Log(CommitPath):
         # Logs that share an object store must not use the same names: all but one have a suffix for those of
         # the server's own streams that each of them writes.
         self.own_suffix = own_suffix
-        self.own = OwnStreams(self.streams, limits, clock, own_suffix)
+        self.own = SystemStreams(self.streams, limits, clock, own_suffix)
         self.is_elsewhere: Callable[[str], bool] = lambda _: False  # whether another log may have a stream
         self._ahead_ns = limits.timestamp_ahead_ms * 1_000_000
         self.reader = Reader(self.streams, self.store, limits.block_cache_bytes)
-        self.catalogue = Catalogue(self.streams, self.store, loop)
+        self.catalogue = IndexFileCatalogue(self.streams, self.store, loop)
         self.publisher.on_change.append(self.catalogue.changed)
         self.expiry = Expiry(self)
         self.streams.on_loaded = self.expiry.loaded
@@ -87,7 +87,7 @@ class Log(CommitPath):
     def _open_own_streams(self) -> None:
         if self.refusal is not None:
             return
-        transaction = Transaction(None, ignore, None)
+        transaction = Transaction(None, ignore_reply, None)
         self.own.open(transaction)
         if transaction.ops:
             self.commit(transaction)
@@ -110,7 +110,7 @@ class Log(CommitPath):
             return stream
         if self.refusal is not None:
             return None  # cannot be written down now; it is gone for everybody all the same
-        self.remove(stream, "expired", ignore, None)
+        self.remove(stream, "expired", ignore_reply, None)
         return self.streams.find(name)
 
     def existing(self, name: str) -> Stream:
@@ -120,7 +120,7 @@ class Log(CommitPath):
             raise self.absent(name)
         if stream.gone:
             refusal = TailraceError("stream_gone", "the stream was deleted; its forks live on")
-            raise resting_on(refusal, stream.batch)
+            raise refuse_after_commit(refusal, stream.batch)
         return stream
 
     def readable(self, name: str) -> Stream:
@@ -137,7 +137,7 @@ class Log(CommitPath):
         """
         refusal = TailraceError("not_found", f"there is no stream {name!r}")
         if self.streams.changed_names.get(name) == UNPUBLISHED and (stream is None or stream.incarnation):
-            return resting_on(refusal, self.committer.newest)
+            return refuse_after_commit(refusal, self.committer.newest)
         return refusal
 
     def count_streams(self) -> int:
@@ -155,7 +155,7 @@ class Log(CommitPath):
         now_ns = self.clock.now_ns()
         stream.touched_ns = max(stream.touched_ns, now_ns)
         if now_ns - stream.touched_saved_ns > ttl_s * 100_000_000 and self.refusal is None:
-            transaction = Transaction(stream, ignore, None)
+            transaction = Transaction(stream, ignore_reply, None)
             transaction.add(self.streams, Touch(stream.number, now_ns))
             self.commit(transaction)
 
@@ -213,7 +213,7 @@ class Log(CommitPath):
             stream.tail = first
             stream.last_ns = now_ns
             stream.size_bytes += body_bytes
-            payload = pack_one(stream.number, first, now_ns, body, key)
+            payload = pack_single_append(stream.number, first, now_ns, body, key)
         else:
             op = Append(stream.number, first, len(lengths), body, lengths, now_ns, key)
             self.streams.assign_append(op, stream)
@@ -242,7 +242,7 @@ class Log(CommitPath):
     # -- streams ---------------------------------------------------------------------------------------
 
     def create(
-        self, request: CreateRequest, reply: Reply, context: object, at_hand: Sequence[Pinned] = ()
+        self, request: CreateRequest, reply: Reply, context: object, at_hand: Sequence[FetchedBlock] = ()
     ) -> bool:
         """Creates or confirms a stream; True if it is new. `reply` comes when that is durable.
 
@@ -334,7 +334,7 @@ class Log(CommitPath):
             assert removed is not None
             if removed is stream:
                 self.own.tell_deleted(transaction, removed, reason, now_ns)
-            events = outbox_events.of_removal(self.store, self.streams, removed, reason, now_ns)
+            events = outbox_events.events_of_removal(self.store, self.streams, removed, reason, now_ns)
             self.own.tell(transaction, events, now_ns)
 
     def confirm_deleted(self, name: str, reply: Reply, context: object) -> bool:
@@ -354,7 +354,12 @@ class Log(CommitPath):
     # -- documents and facts ---------------------------------------------------------------------------
 
     def describe(
-        self, stream: Stream, key: str, value: bytes | None, reply: Reply = ignore, context: object = None
+        self,
+        stream: Stream,
+        key: str,
+        value: bytes | None,
+        reply: Reply = ignore_reply,
+        context: object = None,
     ) -> None:
         """Sets or removes one document of a stream; the next append is decided by it."""
         self.describe_all(stream, [(key, value)], reply, context)
@@ -363,7 +368,7 @@ class Log(CommitPath):
         self,
         stream: Stream,
         documents: Sequence[tuple[str, bytes | None]],
-        reply: Reply = ignore,
+        reply: Reply = ignore_reply,
         context: object = None,
     ) -> None:
         """Sets or removes several documents of a stream: all of them, or none."""
@@ -373,12 +378,14 @@ class Log(CommitPath):
             transaction.add(self.streams, Describe(stream.number, key, value))
         self.commit(transaction)
 
-    def put_meta(self, key: str, value: bytes | None, reply: Reply = ignore, context: object = None) -> None:
+    def put_meta(
+        self, key: str, value: bytes | None, reply: Reply = ignore_reply, context: object = None
+    ) -> None:
         """Sets or removes one durable fact of the server itself."""
         self.put_metas([(key, value)], reply, context)
 
     def put_metas(
-        self, facts: Sequence[tuple[str, bytes | None]], reply: Reply = ignore, context: object = None
+        self, facts: Sequence[tuple[str, bytes | None]], reply: Reply = ignore_reply, context: object = None
     ) -> None:
         """Sets or removes several facts: all of them, or none."""
         if self.refusal is not None:
@@ -390,43 +397,47 @@ class Log(CommitPath):
 
     # -- the object store ------------------------------------------------------------------------------
 
-    def record(self, op: Sealed | Trim | Recorded | Published | Compacted, reply: Reply = ignore) -> None:
+    def record(
+        self, op: Sealed | Trim | Recorded | Published | Compacted, reply: Reply = ignore_reply
+    ) -> None:
         """Writes down what was done on the object store, and tells of it in the same record."""
         if self.refusal is not None:
             raise self.refusal
         transaction = Transaction(None, reply, None)
         now_ns = self.clock.now_ns()
-        events = outbox_events.of(op, self.store, self.streams, now_ns)
+        events = outbox_events.events_of_op(op, self.store, self.streams, now_ns)
         stream = transaction.add(self.streams, op)
         if stream is not None and isinstance(op, Sealed) and op.keyed:
             self._note_keys(transaction, stream)
         if isinstance(op, Compacted):
-            transaction.add(self.streams, Meta(compaction.fact_of(op.stream), None))  # what was begun is done
+            transaction.add(
+                self.streams, Meta(compaction.compaction_fact_key(op.stream), None)
+            )  # what was begun is done
         self.own.tell(transaction, events, now_ns)
         self.commit(transaction)
 
     def _note_keys(self, transaction: Transaction, stream: Stream) -> None:
         """The first keyed entry of a stream that is sealed: from now on its keys are indexed."""
-        plans = plans_in(stream.documents)
-        if not plans.keyed and outbox.is_indexed(stream.name):
+        plans = decode_plans(stream.documents)
+        if not plans.keyed and outbox.has_index_files(stream.name):
             noted = encode_plans(msgspec.structs.replace(plans, keyed=True))
-            transaction.add(self.streams, Describe(stream.number, DOCUMENT, noted))
+            transaction.add(self.streams, Describe(stream.number, INDEX_DOCUMENT, noted))
 
-    def plan(self, stream: Stream, plans: PlanBook, reply: Reply = ignore) -> None:
+    def plan(self, stream: Stream, plans: PlanHistory, reply: Reply = ignore_reply) -> None:
         """Sets the stream's index plans; a new one is told of in the same record."""
         if self.refusal is not None:
             raise self.refusal
         transaction = Transaction(stream, reply, None)
-        known = plans_in(stream.documents).wanted
-        transaction.add(self.streams, Describe(stream.number, DOCUMENT, encode_plans(plans)))
+        known = decode_plans(stream.documents).wanted
+        transaction.add(self.streams, Describe(stream.number, INDEX_DOCUMENT, encode_plans(plans)))
         if plans.wanted is not None and plans.wanted != known:
             now_ns = self.clock.now_ns()
-            self.own.tell(transaction, [outbox.planned(stream, plans.wanted, now_ns)], now_ns)
+            self.own.tell(transaction, [outbox.plan_insert_event(stream, plans.wanted, now_ns)], now_ns)
         self.commit(transaction)
 
     def open_outbox(self) -> None:
         """Makes `__segments__` present, for those who want to follow it before anything happened."""
         if self.refusal is None and self.streams.find(self.own.outbox_name) is None:
-            transaction = Transaction(None, ignore, None)
+            transaction = Transaction(None, ignore_reply, None)
             self.own.outbox(transaction)
             self.commit(transaction)

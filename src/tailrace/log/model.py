@@ -19,7 +19,7 @@ from tailrace.protocol import offsets
 from tailrace.protocol.http_headers import is_json
 
 if TYPE_CHECKING:
-    from tailrace.log.commit import Batch
+    from tailrace.log.commit import CommitBatch
 
 FIRST_EPOCH: tuple[tuple[int, int], ...] = ((0, 1),)  # shared by nearly every stream
 
@@ -88,7 +88,7 @@ class Lifetime(msgspec.Struct, frozen=True, array_like=True):
 NO_LIFETIME = Lifetime()
 
 
-class ColdSums(msgspec.Struct, frozen=True, array_like=True):
+class ColdTotals(msgspec.Struct, frozen=True, array_like=True):
     """What a stream shows of the object store, summed up so that nobody has to count it."""
 
     segments: int = 0
@@ -97,7 +97,7 @@ class ColdSums(msgspec.Struct, frozen=True, array_like=True):
     recorded_ns: int = 0  # when the last segment was recorded in it
 
 
-NO_COLD = ColdSums()
+NO_COLD_TOTALS = ColdTotals()
 
 
 class LiveReader(Protocol):
@@ -196,13 +196,13 @@ class Stream:
         self.stored = 0
         self.sealed = 0  # of the stream's own entries: a fork's begins where it leaves its source
         self.sealed_bytes = 0  # payload in recorded segments
-        self.cold = NO_COLD
+        self.cold = NO_COLD_TOTALS
         self.earliest = 0
         self.blocks: list[Block] | None = None
         self.recent: list[AppendRecord] | None = None
         self.recent_bytes = 0
         self.recent_file = 0
-        self.batch: Batch | None = None
+        self.batch: CommitBatch | None = None
         self.queued_bytes = 0
         self.readers: list[LiveReader] | None = None
         self.live = 0
@@ -265,7 +265,7 @@ class AppendRecord(Protocol):
     keys: Sequence[bytes | None] | None
 
 
-def fold(records: Sequence[AppendRecord], separator: int, file: int) -> Block:
+def fold_records(records: Sequence[AppendRecord], separator: int, file: int) -> Block:
     """Makes one block of consecutive appends."""
     ends: array[int] = array("I")
     times: array[int] = array("q")

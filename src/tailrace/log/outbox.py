@@ -16,35 +16,39 @@ from tailrace.common.limits import Limits
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.records import Published
-from tailrace.storage.segments.companions import PlanEntry
-from tailrace.storage.segments.segments import SegmentInfo, stream_id, stream_prefix
+from tailrace.storage.segments.companions import PlanRecord
+from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, stream_prefix
 
-NAME: Final = "__segments__"
-EVENTS_MAX: Final = 1000  # about one deletion; whoever follows drops what it knows of a deleted stream
+SEGMENTS_STREAM: Final = "__segments__"
+SEGMENT_EVENTS_MAX: Final = (
+    1000  # about one deletion; whoever follows drops what it knows of a deleted stream
+)
 
 
-def is_reported(name: str) -> bool:
+def has_segment_events(name: str) -> bool:
     """Segments of every stream are, the server's own included, but for those that hold the reports."""
-    return not name.startswith(NAME)
+    return not name.startswith(SEGMENTS_STREAM)
 
 
-def is_indexed(name: str) -> bool:
+def has_index_files(name: str) -> bool:
     """Streams of the server itself have no companions."""
     return not name.startswith("__") and not name.startswith("hub/")
 
 
-def lifetime(limits: Limits) -> Lifetime:
+def segments_stream_lifetime(limits: Limits) -> Lifetime:
     """Its bounds are a setting of the server, and may be others after a restart."""
     age_ms = limits.segments_retention_ms
     return Lifetime(retention_s=-(-age_ms // 1000)) if age_ms else NO_LIFETIME
 
 
-def inserted(stream: Stream, segments: Sequence[SegmentInfo], generation: int, now_ns: int) -> list[bytes]:
+def segment_insert_events(
+    stream: Stream, segments: Sequence[SegmentInfo], generation: int, now_ns: int
+) -> list[bytes]:
     """Segments that are in the manifest now: whoever hears of one can read it."""
-    folder = stream_id(stream.name, stream.incarnation)
+    folder = make_stream_id(stream.name, stream.incarnation)
     prefix = stream_prefix(folder)
     return [
-        _message(
+        _segments_message(
             "segment",
             f"{folder}/{info.epoch:010}-{info.first:020}-{info.last:020}",
             {"operation": "insert", "timestamp": format_rfc3339(now_ns)},
@@ -66,40 +70,45 @@ def inserted(stream: Stream, segments: Sequence[SegmentInfo], generation: int, n
     ]
 
 
-def dropped(stream: Stream, segments: Iterable[SegmentInfo], reason: str, now_ns: int) -> list[bytes]:
+def segment_delete_events(
+    stream: Stream, segments: Iterable[SegmentInfo], reason: str, now_ns: int
+) -> list[bytes]:
     """Segments that the stream shows no more: `retention` or `deleted`."""
-    folder = stream_id(stream.name, stream.incarnation)
+    folder = make_stream_id(stream.name, stream.incarnation)
     headers = {"operation": "delete", "timestamp": format_rfc3339(now_ns), "reason": reason}
     return [
-        _message("segment", f"{folder}/{info.epoch:010}-{info.first:020}-{info.last:020}", headers)
+        _segments_message("segment", f"{folder}/{info.epoch:010}-{info.first:020}-{info.last:020}", headers)
         for info in segments
     ]
 
 
-def compacted(stream: Stream, epoch: int, ranges: Iterable[tuple[int, int]], now_ns: int) -> list[bytes]:
+def segment_compacted_events(
+    stream: Stream, epoch: int, ranges: Iterable[tuple[int, int]], now_ns: int
+) -> list[bytes]:
     """Segments that have become part of a larger one."""
-    folder = stream_id(stream.name, stream.incarnation)
+    folder = make_stream_id(stream.name, stream.incarnation)
     headers = {"operation": "delete", "timestamp": format_rfc3339(now_ns), "reason": "compacted"}
     return [
-        _message("segment", f"{folder}/{epoch:010}-{first:020}-{last:020}", headers) for first, last in ranges
+        _segments_message("segment", f"{folder}/{epoch:010}-{first:020}-{last:020}", headers)
+        for first, last in ranges
     ]
 
 
-def planned(stream: Stream, plan: PlanEntry, now_ns: int) -> bytes:
+def plan_insert_event(stream: Stream, plan: PlanRecord, now_ns: int) -> bytes:
     value = {"stream": stream.name, "generation": plan.generation, "hash": plan.hash}
     headers = {"operation": "update", "timestamp": format_rfc3339(now_ns)}
-    return _message("plan", stream_id(stream.name, stream.incarnation), headers, value)
+    return _segments_message("plan", make_stream_id(stream.name, stream.incarnation), headers, value)
 
 
-def unplanned(stream: Stream, reason: str, now_ns: int) -> bytes:
+def plan_delete_event(stream: Stream, reason: str, now_ns: int) -> bytes:
     """The stream is gone, and with it everything that was said about it."""
     headers = {"operation": "delete", "timestamp": format_rfc3339(now_ns), "reason": reason}
-    return _message("plan", stream_id(stream.name, stream.incarnation), headers)
+    return _segments_message("plan", make_stream_id(stream.name, stream.incarnation), headers)
 
 
-def published(stream: Stream, op: Published) -> list[bytes]:
+def index_published_events(stream: Stream, op: Published) -> list[bytes]:
     """One event for each range that got companions."""
-    folder = stream_id(stream.name, stream.incarnation)
+    folder = make_stream_id(stream.name, stream.incarnation)
     headers = {"operation": "insert", "timestamp": format_rfc3339(op.at_ns)}
     ranges: dict[tuple[int, int, str], list[str]] = {}
     for one in op.added:
@@ -107,7 +116,7 @@ def published(stream: Stream, op: Published) -> list[bytes]:
         if one.family not in families:
             families.append(one.family)
     return [
-        _message(
+        _segments_message(
             "companion",
             f"{folder}/{first:020}-{last:020}",
             headers,
@@ -117,7 +126,7 @@ def published(stream: Stream, op: Published) -> list[bytes]:
     ]
 
 
-def _message(
+def _segments_message(
     kind: str, key: str, headers: Mapping[str, str], value: Mapping[str, object] | None = None
 ) -> bytes:
     message: dict[str, object] = {"type": kind, "key": key}

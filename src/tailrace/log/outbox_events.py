@@ -7,17 +7,17 @@ from collections.abc import Iterable
 import msgspec
 
 from tailrace.log import outbox
-from tailrace.log.catalogue import plans_in
+from tailrace.log.catalogue import decode_plans
 from tailrace.log.model import Stream
 from tailrace.log.records import Compacted, Published, Recorded, Sealed, Trim
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
 from tailrace.storage.segments.segments import SegmentInfo
 
-_DECODE = msgspec.msgpack.Decoder(SegmentInfo).decode
+_decode_segment_info = msgspec.msgpack.Decoder(SegmentInfo).decode
 
 
-def of(
+def events_of_op(
     op: Sealed | Trim | Recorded | Published | Compacted,
     store: StoredStreams,
     streams: Streams,
@@ -28,40 +28,48 @@ def of(
         return []
     stream = streams.get(op.stream)
     assert stream is not None
-    if not outbox.is_reported(stream.name):
+    if not outbox.has_segment_events(stream.name):
         return []
     if isinstance(op, Sealed):
-        wanted = plans_in(stream.documents).wanted
-        return outbox.inserted(stream, op.segments, 0 if wanted is None else wanted.generation, now_ns)
+        wanted = decode_plans(stream.documents).wanted
+        return outbox.segment_insert_events(
+            stream, op.segments, 0 if wanted is None else wanted.generation, now_ns
+        )
     if isinstance(op, Published):
-        return outbox.published(stream, op)
+        return outbox.index_published_events(stream, op)
     if isinstance(op, Compacted):
-        wanted = plans_in(stream.documents).wanted
-        events = outbox.inserted(stream, [op.segment], 0 if wanted is None else wanted.generation, now_ns)
-        return [*outbox.compacted(stream, op.segment.epoch, op.replaced, now_ns), *events]
-    found = store.db.cold.infos_within(stream.number, stream.earliest, op.earliest, outbox.EVENTS_MAX)
-    shown = _as_of_now(map(_DECODE, found), streams, stream, op.earliest)
-    return outbox.dropped(stream, shown, "retention", now_ns)
+        wanted = decode_plans(stream.documents).wanted
+        events = outbox.segment_insert_events(
+            stream, [op.segment], 0 if wanted is None else wanted.generation, now_ns
+        )
+        return [*outbox.segment_compacted_events(stream, op.segment.epoch, op.replaced, now_ns), *events]
+    found = store.db.cold.infos_within(stream.number, stream.earliest, op.earliest, outbox.SEGMENT_EVENTS_MAX)
+    shown = _current_segments(map(_decode_segment_info, found), streams, stream, op.earliest)
+    return outbox.segment_delete_events(stream, shown, "retention", now_ns)
 
 
-def of_removal(
+def events_of_removal(
     store: StoredStreams, streams: Streams, stream: Stream, reason: str, now_ns: int
 ) -> list[bytes]:
     """A stream that is gone for good, if anybody was told of it. One that forks still need is not."""
-    if not stream.removed or not outbox.is_reported(stream.name):
+    if not stream.removed or not outbox.has_segment_events(stream.name):
         return []
-    told = bool(stream.cold.segments) or bool(plans_in(stream.documents).plans)
+    told = bool(stream.cold.segments) or bool(decode_plans(stream.documents).plans)
     if not told:
         return []
-    found = store.db.cold.infos_within(stream.number, stream.earliest, stream.sealed, outbox.EVENTS_MAX)
-    shown = _as_of_now(map(_DECODE, found), streams, stream, stream.sealed)[: outbox.EVENTS_MAX]
+    found = store.db.cold.infos_within(
+        stream.number, stream.earliest, stream.sealed, outbox.SEGMENT_EVENTS_MAX
+    )
+    shown = _current_segments(map(_decode_segment_info, found), streams, stream, stream.sealed)[
+        : outbox.SEGMENT_EVENTS_MAX
+    ]
     return [
-        *outbox.dropped(stream, shown, reason, now_ns),
-        outbox.unplanned(stream, reason, now_ns),
+        *outbox.segment_delete_events(stream, shown, reason, now_ns),
+        outbox.plan_delete_event(stream, reason, now_ns),
     ]
 
 
-def _as_of_now(
+def _current_segments(
     stored: Iterable[SegmentInfo], streams: Streams, stream: Stream, upto: int
 ) -> list[SegmentInfo]:
     """Segments of the hot store with what the journal says beyond it, as far as they end by an entry."""

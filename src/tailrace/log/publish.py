@@ -8,18 +8,18 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.commit import Batch
+from tailrace.log.commit import CommitBatch
 from tailrace.log.model import Stream
 from tailrace.log.records import Append, Create, Delete, Op, Recorded
 from tailrace.log.streams import Streams
-from tailrace.log.traffic import Traffic
+from tailrace.log.traffic import TrafficCounts
 from tailrace.log.transaction import Transaction
 from tailrace.log.wake import Waker
 
 logger = logging.getLogger("tailrace.log")
 
 
-class Observer(Protocol):
+class StreamObserver(Protocol):
     """Somebody who follows all streams: subscriptions."""
 
     def on_created(self, stream: Stream) -> None: ...
@@ -33,15 +33,15 @@ class Publisher:
     def __init__(self, streams: Streams, loop: asyncio.AbstractEventLoop) -> None:
         self._streams = streams
         self.waker = Waker(loop)
-        self.observers: list[Observer] = []
+        self.observers: list[StreamObserver] = []
         # Told when one of the server's own streams has news. Following those costs other appends nothing.
         self.on_own_streams: list[Callable[[Stream], None]] = []
         self.on_change: list[Callable[[Op, Stream], None]] = []  # of anything but entries, when it is durable
-        self.traffic: Traffic | None = None
+        self.traffic: TrafficCounts | None = None
         self.entries = 0
         self.bytes = 0
 
-    def publish(self, batch: Batch) -> None:
+    def publish(self, batch: CommitBatch) -> None:
         """Shows a durable batch, answers, then wakes the readers of every stream it changed."""
         publish_append, traffic = self._streams.publish_append, self.traffic
         woken: dict[Stream, None] = {}
@@ -82,12 +82,12 @@ class Publisher:
                 logger.exception("an observer failed")  # what is durable is published, whoever follows it
         for stream in own:
             for tell in self.on_own_streams:
-                _guarded(tell, stream)
+                _notify_safely(tell, stream)
         for stream in woken:
             self.waker.wake(stream)
 
     def _publish_steps(
-        self, item: Transaction, batch: Batch, woken: dict[Stream, None], own: dict[Stream, None]
+        self, item: Transaction, batch: CommitBatch, woken: dict[Stream, None], own: dict[Stream, None]
     ) -> None:
         for op, stream in item.steps():
             self._streams.publish(op, stream)
@@ -117,7 +117,7 @@ class Publisher:
             if stream is not None and stream.readers is not None:
                 woken[stream] = None
 
-    def _tell_observers(self, batch: Batch) -> None:
+    def _tell_observers(self, batch: CommitBatch) -> None:
         changed: dict[Stream, None] = {}
         for item in batch.items:
             assert isinstance(item, Transaction)
@@ -137,14 +137,14 @@ class Publisher:
                 observer.on_published(stream)
 
 
-def _guarded(tell: Callable[[Stream], None], stream: Stream) -> None:
+def _notify_safely(tell: Callable[[Stream], None], stream: Stream) -> None:
     try:
         tell(stream)
     except Exception:
         logger.exception("a follower of %s failed", stream.name)  # it is durable and published all the same
 
 
-def answer(transaction: Transaction, error: TailraceError | None) -> None:
+def send_reply(transaction: Transaction, error: TailraceError | None) -> None:
     """One requester's trouble must not swallow the answers of those behind it in the batch."""
     try:
         transaction.reply(transaction, error)

@@ -13,15 +13,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.decide import gone
-from tailrace.log.history import History, Missing, NotAtHandError, Pinned, Segment, Skipped
-from tailrace.log.model import AppendRecord, Block, ReadPart, Stream, fold
+from tailrace.log.decide import offset_gone
+from tailrace.log.history import (
+    FetchedBlock,
+    History,
+    MissingBlock,
+    NotLocalError,
+    SkippedRange,
+    StoredSegment,
+)
+from tailrace.log.model import AppendRecord, Block, ReadPart, Stream, fold_records
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
-from tailrace.log.traffic import Traffic
+from tailrace.log.traffic import TrafficCounts
 
 
-class Labels:
+class EntryLabels:
     """What is known of each entry of a page beside its bytes: when it was appended, and with which key."""
 
     __slots__ = ("keys", "times")
@@ -53,7 +60,7 @@ class Page:
         next_entry: int,
         count: int,
         numbers: list[int] | None = None,
-        labels: Labels | None = None,
+        labels: EntryLabels | None = None,
     ) -> None:
         self.parts = parts
         self.next_entry = next_entry
@@ -68,7 +75,7 @@ class Page:
         return range(self.next_entry - self.count + 1, self.next_entry + 1)
 
 
-class Budget:
+class PageBudget:
     """What is left of a page, and what is in it so far."""
 
     __slots__ = (
@@ -83,7 +90,7 @@ class Budget:
         key: bytes | None,
         *,
         apart: bool = False,
-        labels: Labels | None = None,
+        labels: EntryLabels | None = None,
     ) -> None:
         self.parts: list[ReadPart] = []
         self.count = 0
@@ -159,7 +166,9 @@ class Reader:
         self._streams = streams
         self.history = History(store, streams)
         self.cache = BlockCache(cache_bytes)
-        self.served: Traffic | None = None  # what pages had that were read for clients, if that is counted
+        self.served: TrafficCounts | None = (
+            None  # what pages had that were read for clients, if that is counted
+        )
 
     def close(self) -> None:
         self.history.close()
@@ -173,9 +182,9 @@ class Reader:
         key: bytes | None = None,
         *,
         apart: bool = False,
-    ) -> Page | Missing:
+    ) -> Page | MissingBlock:
         """The page if memory has it all."""
-        budget = Budget(after, bytes_max, entries_max, key, apart=apart)
+        budget = PageBudget(after, bytes_max, entries_max, key, apart=apart)
         missing = self._gather(stream, budget, None)
         return budget.page() if missing is None else missing
 
@@ -190,13 +199,13 @@ class Reader:
         apart: bool = False,
     ) -> Page:
         """The page, from wherever its entries are."""
-        return await self._fill(stream, Budget(after, bytes_max, entries_max, key, apart=apart))
+        return await self._fill(stream, PageBudget(after, bytes_max, entries_max, key, apart=apart))
 
     def try_read_labelled(
         self, stream: Stream, after: int, bytes_max: int, entries_max: int
-    ) -> Page | Missing:
+    ) -> Page | MissingBlock:
         """As `try_read`, each entry apart and with its labels."""
-        budget = Budget(after, bytes_max, entries_max, None, apart=True, labels=Labels())
+        budget = PageBudget(after, bytes_max, entries_max, None, apart=True, labels=EntryLabels())
         missing = self._gather(stream, budget, None)
         return budget.page() if missing is None else missing
 
@@ -204,42 +213,42 @@ class Reader:
         self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None = None
     ) -> Page:
         """As `read`, each entry apart and with its labels."""
-        budget = Budget(after, bytes_max, entries_max, key, apart=True, labels=Labels())
+        budget = PageBudget(after, bytes_max, entries_max, key, apart=True, labels=EntryLabels())
         return await self._fill(stream, budget)
 
-    async def _fill(self, stream: Stream, budget: Budget) -> Page:
-        pinned: Pinned | Skipped | None = None
+    async def _fill(self, stream: Stream, budget: PageBudget) -> Page:
+        pinned: FetchedBlock | SkippedRange | None = None
         while (missing := self._gather(stream, budget, pinned)) is not None:
             # One look-ahead's worth at a time; pinned so that a tiny cache cannot make us fetch it again.
             try:
                 found = await self.history.fetch(missing, budget.bytes_left, budget.key)
             except TailraceError:
                 if budget.next_entry < stream.earliest:  # taken away while we were reading
-                    raise gone(stream, stream.earliest) from None
+                    raise offset_gone(stream, stream.earliest) from None
                 raise
-            pinned = found if isinstance(found, Skipped) else self._keep(missing, found)
+            pinned = found if isinstance(found, SkippedRange) else self._keep(missing, found)
         return budget.page()
 
-    async def bring(self, missing: Missing) -> Pinned:
+    async def bring(self, missing: MissingBlock) -> FetchedBlock:
         """The block that was not at hand (`NotAtHandError`), to be handed over at the next try."""
         found = await self.history.fetch(missing, 1)
         assert isinstance(found, list)
         return self._keep(missing, found)
 
-    def _keep(self, missing: Missing, found: list[Block]) -> Pinned:
+    def _keep(self, missing: MissingBlock, found: list[Block]) -> FetchedBlock:
         for block in found:
             self.cache.put(missing.number, block)
-        return Pinned(missing.number, found[0])
+        return FetchedBlock(missing.number, found[0])
 
-    def entry_now(self, stream: Stream, entry: int, at_hand: Sequence[Pinned]) -> bytes:
+    def entry_now(self, stream: Stream, entry: int, at_hand: Sequence[FetchedBlock]) -> bytes:
         """One entry on the spot, for rare steps that must not be interleaved with others."""
-        budget = Budget(entry - 1, 1, 1, None)
-        pinned: Pinned | None = None
+        budget = PageBudget(entry - 1, 1, 1, None)
+        pinned: FetchedBlock | None = None
         while (missing := self._gather(stream, budget, pinned)) is not None:
-            pinned = Pinned(missing.number, self._block_now(missing, at_hand))
+            pinned = FetchedBlock(missing.number, self._block_now(missing, at_hand))
         return b"".join(budget.parts)
 
-    def time_of(self, stream: Stream, entry: int, at_hand: Sequence[Pinned] = ()) -> int:
+    def time_of(self, stream: Stream, entry: int, at_hand: Sequence[FetchedBlock] = ()) -> int:
         """When an entry was appended, to the stream itself or to the ancestor it is from; 0 for the start."""
         if entry <= stream.earliest:
             return 0  # nothing before it is shown
@@ -249,7 +258,7 @@ class Reader:
         if entry == owner.tail:
             return owner.last_ns
         if entry <= owner.stored:
-            block = self._block_now(Missing(owner, entry), at_hand)
+            block = self._block_now(MissingBlock(owner, entry), at_hand)
             return block.times[entry - block.first]
         for block in owner.blocks or ():
             if entry <= block.last:
@@ -257,14 +266,14 @@ class Reader:
         recent = owner.recent or []
         return recent[bisect_left(recent, entry, key=_last_of_record)].time_ns
 
-    def _block_now(self, missing: Missing, at_hand: Sequence[Pinned]) -> Block:
+    def _block_now(self, missing: MissingBlock, at_hand: Sequence[FetchedBlock]) -> Block:
         """A block from the disk of this machine, or one that was brought for this purpose."""
         for pinned in at_hand:
             if pinned.holds(missing.number, missing.entry):
                 return pinned.block
         found = self.history.look(missing, 1)
-        if isinstance(found, Segment):
-            raise NotAtHandError(missing)
+        if isinstance(found, StoredSegment):
+            raise NotLocalError(missing)
         return found[0]
 
     def entry_before(self, stream: Stream, since_ns: int) -> int:
@@ -274,8 +283,8 @@ class Reader:
         """
         for owner, upto in self.levels(stream):
             found = self._own_entry_since(owner, since_ns)
-            if isinstance(found, Segment):
-                raise NotAtHandError(Missing(owner, found.info.first))
+            if isinstance(found, StoredSegment):
+                raise NotLocalError(MissingBlock(owner, found.info.first))
             if found is not None and found <= upto:
                 return found - 1
         return stream.visible
@@ -284,7 +293,7 @@ class Reader:
         """As `entry_before`, from wherever the entries are."""
         for owner, upto in self.levels(stream):
             found = self._own_entry_since(owner, since_ns)
-            if isinstance(found, Segment):
+            if isinstance(found, StoredSegment):
                 found = await self.history.since_in(found, since_ns)
             if found is not None and found <= upto:
                 return found - 1
@@ -297,7 +306,7 @@ class Reader:
             levels.append((self._streams.parent_of(owner), min(owner.fork_entry, levels[-1][1])))
         return levels[::-1]
 
-    def _own_entry_since(self, stream: Stream, since_ns: int) -> int | Segment | None:
+    def _own_entry_since(self, stream: Stream, since_ns: int) -> int | StoredSegment | None:
         if stream.last_ns < since_ns:
             return None
         found = self.history.since(stream, since_ns)
@@ -311,7 +320,9 @@ class Reader:
                 return record.first
         return None
 
-    def _gather(self, stream: Stream, budget: Budget, pinned: Pinned | Skipped | None) -> Missing | None:
+    def _gather(
+        self, stream: Stream, budget: PageBudget, pinned: FetchedBlock | SkippedRange | None
+    ) -> MissingBlock | None:
         # A fork shows its ancestors' entries up to where it left them: oldest ancestor first.
         levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
         owner = stream
@@ -325,31 +336,31 @@ class Reader:
                 if entry <= owner.stored:
                     block = self.cache.find(owner.number, entry)
                     if block is None and pinned is not None and pinned.holds(owner.number, entry):
-                        if isinstance(pinned, Skipped):
+                        if isinstance(pinned, SkippedRange):
                             budget.next_entry = min(upto, pinned.last)
                             continue
                         block = pinned.block
                     if block is None:
-                        return Missing(owner, entry)
-                    take_block(block, budget, min(upto, owner.stored), owner.separator)
+                        return MissingBlock(owner, entry)
+                    read_block(block, budget, min(upto, owner.stored), owner.separator)
                 else:
-                    take_memory(owner, budget, upto)
+                    read_memory_tail(owner, budget, upto)
         return None
 
 
-def take_memory(stream: Stream, budget: Budget, upto: int) -> None:
+def read_memory_tail(stream: Stream, budget: PageBudget, upto: int) -> None:
     """Takes from the memory tail: whole blocks first, then single appends."""
     blocks = stream.blocks
     if blocks and budget.next_entry < blocks[-1].last:
         index = bisect_left(blocks, budget.next_entry + 1, key=_last_of_block)
-        take_block(blocks[index], budget, upto, stream.separator)
+        read_block(blocks[index], budget, upto, stream.separator)
         return
     recent = stream.recent
     assert recent, f"entry {budget.next_entry + 1} of {stream.name} is not in memory"
     assert recent[0].first <= budget.next_entry + 1
     index = bisect_left(recent, budget.next_entry + 1, key=_last_of_record)
     while index < len(recent) and budget.next_entry < upto and not budget.full:
-        take_record(recent[index], budget, upto, stream.separator)
+        read_record(recent[index], budget, upto, stream.separator)
         index += 1
 
 
@@ -361,13 +372,13 @@ def _last_of_record(record: AppendRecord) -> int:
     return record.first + record.count - 1
 
 
-def take_block(block: Block, budget: Budget, upto: int, separator: int) -> None:
+def read_block(block: Block, budget: PageBudget, upto: int, separator: int) -> None:
     """Cuts as many entries out of a block as the budget allows, but at least one if the page is empty."""
     begin = budget.next_entry + 1 - block.first
     end = min(upto, block.last) - block.first + 1
     assert 0 <= begin < end <= len(block.ends)
     if budget.key is not None:
-        _take_keyed(block, budget, begin, end, separator)
+        _read_keyed(block, budget, begin, end, separator)
         return
     ends = block.ends
     start = ends[begin - 1] + separator if begin else 0
@@ -396,7 +407,7 @@ def take_block(block: Block, budget: Budget, upto: int, separator: int) -> None:
     budget.next_entry += taken
 
 
-def _take_keyed(block: Block, budget: Budget, begin: int, end: int, separator: int) -> None:
+def _read_keyed(block: Block, budget: PageBudget, begin: int, end: int, separator: int) -> None:
     keys, ends = block.keys, block.ends
     if keys is None:
         budget.next_entry = block.first + end - 1
@@ -419,12 +430,12 @@ def _take_keyed(block: Block, budget: Budget, begin: int, end: int, separator: i
         budget.next_entry = block.first + index
 
 
-def take_record(record: AppendRecord, budget: Budget, upto: int, separator: int) -> None:
+def read_record(record: AppendRecord, budget: PageBudget, upto: int, separator: int) -> None:
     """Takes one append, or the part of a batch that is wanted."""
     last = record.first + record.count - 1
     if budget.key is not None and record.key != budget.key:
         if record.keys is not None:
-            take_block(fold([record], separator, 0), budget, upto, separator)
+            read_block(fold_records([record], separator, 0), budget, upto, separator)
         else:
             budget.next_entry = min(last, upto)
         return
@@ -435,7 +446,7 @@ def take_record(record: AppendRecord, budget: Budget, upto: int, separator: int)
         if len(record.body) <= budget.bytes_left or (not budget.count and record.count == 1):
             if budget.labels is not None:
                 budget.labels.of_record(record, 0, record.count)
-            _add(budget, record.body, record.count, lengths, separator)
+            _add_part(budget, record.body, record.count, lengths, separator)
             return
         if record.count == 1:
             budget.bytes_left = 0
@@ -455,12 +466,14 @@ def take_record(record: AppendRecord, budget: Budget, upto: int, separator: int)
         return
     if budget.labels is not None:
         budget.labels.of_record(record, begin, begin + taken)
-    _add(budget, memoryview(record.body)[start:stop], taken, lengths[begin : begin + taken], separator)
+    _add_part(budget, memoryview(record.body)[start:stop], taken, lengths[begin : begin + taken], separator)
     if begin + taken < end:
         budget.bytes_left = 0  # the page ends inside this batch
 
 
-def _add(budget: Budget, part: ReadPart, taken: int, lengths: Sequence[int] | None, separator: int) -> None:
+def _add_part(
+    budget: PageBudget, part: ReadPart, taken: int, lengths: Sequence[int] | None, separator: int
+) -> None:
     if budget.apart and lengths is not None:
         view = memoryview(part)
         position = 0

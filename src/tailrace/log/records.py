@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tailrace.log.model import Lifetime
-from tailrace.storage.segments.companions import Companion, Quarantine
+from tailrace.storage.segments.companions import IndexFile, QuarantinedSegment
 from tailrace.storage.segments.segments import SegmentInfo
 
 APPEND, CREATE, DELETE, TOUCH, META, BIND, SEALED, TRIM, RECORDED, DESCRIBE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
@@ -31,7 +31,7 @@ pack_append_head = _APPEND_HEAD.pack
 
 
 # What decoding and applying a payload may raise if it is not a record of ours.
-UNREADABLE = (AssertionError, LookupError, UnicodeDecodeError, struct.error, msgspec.MsgspecError)
+UNREADABLE_ERRORS = (AssertionError, LookupError, UnicodeDecodeError, struct.error, msgspec.MsgspecError)
 
 
 class Append(msgspec.Struct, eq=False, gc=False):
@@ -85,7 +85,7 @@ class Append(msgspec.Struct, eq=False, gc=False):
         return b"".join((head, *parts, body))
 
 
-def pack_one(stream: int, first: int, time_ns: int, body: bytes, key: bytes | None) -> bytes:
+def pack_single_append(stream: int, first: int, time_ns: int, body: bytes, key: bytes | None) -> bytes:
     """`Append.encode` for one entry and nothing else but its key: the case is common enough."""
     if key is None:
         return pack_append_head(APPEND, 0, stream, first, time_ns, 1, len(body)) + body
@@ -183,9 +183,9 @@ class Published(msgspec.Struct, array_like=True):
 
     stream: int
     generation: int
-    added: list[Companion]
+    added: list[IndexFile]
     removed: list[str]
-    quarantined: list[Quarantine] = []
+    quarantined: list[QuarantinedSegment] = []
     at_ns: int = 0
 
 
@@ -201,8 +201,8 @@ class Compacted(msgspec.Struct, array_like=True):
     at_ns: int = 0
 
 
-Small = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded | Describe | Published | Compacted
-Op = Append | Small
+SmallOp = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded | Describe | Published | Compacted
+Op = Append | SmallOp
 
 _KIND: dict[type, int] = {
     Create: CREATE,
@@ -217,14 +217,14 @@ _KIND: dict[type, int] = {
     Published: PUBLISHED,
     Compacted: COMPACTED,
 }
-_DECODERS: dict[int, msgspec.msgpack.Decoder[Small]] = {
+_DECODERS: dict[int, msgspec.msgpack.Decoder[SmallOp]] = {
     kind: msgspec.msgpack.Decoder(cls) for cls, kind in _KIND.items()
 }
 _ENCODER = msgspec.msgpack.Encoder()
 _KEYS = msgspec.msgpack.Decoder(list[bytes | None])
 
 
-def encode(ops: Sequence[Op]) -> bytes:
+def encode_record(ops: Sequence[Op]) -> bytes:
     """One record's payload."""
     parts: list[bytes] = []
     for op in ops:
@@ -236,7 +236,7 @@ def encode(ops: Sequence[Op]) -> bytes:
     return b"".join(parts)
 
 
-def decode(payload: bytes) -> Iterator[Op]:
+def decode_record(payload: bytes) -> Iterator[Op]:
     """The operations of one record. Its checksum was right: anything odd here is a bug, not a disk."""
     position = 0
     while position < len(payload):
@@ -275,9 +275,9 @@ def _decode_append(payload: bytes, position: int) -> tuple[Append, int]:
         position += _PRODUCER.size
         producer = (payload[position : position + id_bytes].decode(), epoch, number)
         position += id_bytes
-    seq, position = _short(payload, position, flags & HAS_SEQ)
-    key, position = _short(payload, position, flags & HAS_KEY)
-    binds, position = _short(payload, position, flags & BINDS)
+    seq, position = _decode_short(payload, position, flags & HAS_SEQ)
+    key, position = _decode_short(payload, position, flags & HAS_KEY)
+    binds, position = _decode_short(payload, position, flags & BINDS)
     keys: list[bytes | None] | None = None
     if flags & HAS_KEYS:
         (length,) = _LONG.unpack_from(payload, position)
@@ -302,7 +302,7 @@ def _decode_append(payload: bytes, position: int) -> tuple[Append, int]:
     ), position + body_bytes
 
 
-def _short(payload: bytes, position: int, present: int) -> tuple[bytes | None, int]:
+def _decode_short(payload: bytes, position: int, present: int) -> tuple[bytes | None, int]:
     if not present:
         return None, position
     (length,) = _SHORT.unpack_from(payload, position)

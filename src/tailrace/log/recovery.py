@@ -7,15 +7,23 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.log.journal import HEADER_BYTES, LOOK, JournalCorruptError, Scan, chain, file_path, write_all
-from tailrace.log.records import UNREADABLE, decode, decode_plain_append
+from tailrace.log.journal import (
+    HEADER_BYTES,
+    SALVAGE_HINT,
+    JournalCorruptError,
+    JournalScan,
+    file_path,
+    files_to_replay,
+    write_all,
+)
+from tailrace.log.records import UNREADABLE_ERRORS, decode_plain_append, decode_record
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
 
 logger = logging.getLogger("tailrace.log")
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     streams: Streams
     seq: int  # last file and where its acknowledged part ends
     end: int
@@ -25,42 +33,46 @@ class Replayed(NamedTuple):
     acknowledged: int  # the part of the last file that is known to have been acknowledged
 
 
-def replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None = None) -> Replayed:
+def replay_journal(
+    directory: Path, store: StoredStreams, upto: tuple[int, int] | None = None
+) -> ReplayResult:
     """Rebuilds all state. With `upto`, what lies behind that position of the journal never happened.
 
     The hot store is seen as of one moment: the checkpointer of a killed server may still be at work on it.
     """
     with store.snapshot():
-        return _replay(directory, store, upto)
+        return _replay_files(directory, store, upto)
 
 
-def _replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None) -> Replayed:
+def _replay_files(directory: Path, store: StoredStreams, upto: tuple[int, int] | None) -> ReplayResult:
     checkpoint_seq = store.db.journal_seq
     streams = Streams(store)
     streams.next_number = int(str(store.db.fact("next_number", 1)))
     streams.meta = store.db.meta()
     seq, end, records, torn, acknowledged = checkpoint_seq, HEADER_BYTES, 0, False, 0
     files: list[tuple[int, int]] = []
-    for path, header, known_end in chain(directory, checkpoint_seq, None if upto is None else upto[0]):
+    for path, header, known_end in files_to_replay(
+        directory, checkpoint_seq, None if upto is None else upto[0]
+    ):
         if upto is not None and header.seq == upto[0]:
             known_end = upto[1]
-        scan = Scan(path, header, known_end)
+        scan = JournalScan(path, header, known_end)
         for position, payload in scan:
             records += 1
             streams.file = header.seq
             try:
                 apply_record(streams, payload)
-            except UNREADABLE as error:
+            except UNREADABLE_ERRORS as error:
                 why = str(error).partition("\n")[0] or type(error).__name__
                 raise JournalCorruptError(
-                    f"{path.name}: the record at byte {position} does not fit ({why}); {LOOK}"
+                    f"{path.name}: the record at byte {position} does not fit ({why}); {SALVAGE_HINT}"
                 ) from error
         seq, end, torn, acknowledged = header.seq, scan.end, scan.torn, scan.acknowledged
         files.append((seq, end))
-    return Replayed(streams, seq, end, files, records, torn, acknowledged)
+    return ReplayResult(streams, seq, end, files, records, torn, acknowledged)
 
 
-def sync_tail(directory: Path, replayed: Replayed) -> None:
+def sync_tail(directory: Path, replayed: ReplayResult) -> None:
     """What a killed server wrote may be in the page cache only; from now on it counts as acknowledged.
 
     A sync is not enough. If write-back failed and the error was reported to the killed server, the pages are
@@ -85,7 +97,7 @@ def sync_tail(directory: Path, replayed: Replayed) -> None:
 def apply_record(streams: Streams, payload: bytes) -> None:
     """Both halves of `apply`, one after the other: what is in the journal is durable."""
     if not apply_plain_append(streams, payload):
-        for op in decode(payload):
+        for op in decode_record(payload):
             streams.publish(op, streams.assign(op))
 
 

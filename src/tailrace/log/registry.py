@@ -9,15 +9,15 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE
 
-NAME = "__registry__"
+REGISTRY_STREAM = "__registry__"
 
 
-def is_listed(name: str) -> bool:
+def is_registered(name: str) -> bool:
     """Streams of the server itself do not appear in the registry."""
     return not name.startswith("__") and not name.startswith("hub/")
 
 
-def lifetime(limits: Limits) -> Lifetime:
+def registry_lifetime(limits: Limits) -> Lifetime:
     """Its bounds are a setting of the server, and may be others after a restart."""
     age_ms, size_bytes = limits.registry_retention_ms, limits.registry_retention_bytes
     if not age_ms and not size_bytes:
@@ -25,24 +25,24 @@ def lifetime(limits: Limits) -> Lifetime:
     return Lifetime(retention_s=-(-age_ms // 1000) or None, retention_bytes=size_bytes or None)
 
 
-def inserted(stream: Stream) -> bytes:
-    return _message(stream.name, "insert", stream.created_ns, _value(stream, stream.closed))
+def registry_insert(stream: Stream) -> bytes:
+    return _registry_message(stream.name, "insert", stream.created_ns, _registry_value(stream, stream.closed))
 
 
-def updated(stream: Stream, now_ns: int) -> bytes:
-    return _message(stream.name, "update", now_ns, _value(stream, stream.closed))
+def registry_update(stream: Stream, now_ns: int) -> bytes:
+    return _registry_message(stream.name, "update", now_ns, _registry_value(stream, stream.closed))
 
 
-def deleted(name: str, reason: str, now_ns: int) -> bytes:
-    return _message(name, "delete", now_ns, reason=reason)
+def registry_delete(name: str, reason: str, now_ns: int) -> bytes:
+    return _registry_message(name, "delete", now_ns, reason=reason)
 
 
-def present(stream: Stream, now_ns: int) -> bytes:
+def registry_snapshot_entry(stream: Stream, now_ns: int) -> bytes:
     """For a stream that exists, as a snapshot has it."""
-    return _message(stream.name, "insert", now_ns, _value(stream, stream.visible_closed))
+    return _registry_message(stream.name, "insert", now_ns, _registry_value(stream, stream.visible_closed))
 
 
-def _value(stream: Stream, closed: bool) -> dict[str, object]:
+def _registry_value(stream: Stream, closed: bool) -> dict[str, object]:
     return {
         "path": stream.name,
         "contentType": stream.content_type or DEFAULT_CONTENT_TYPE,
@@ -51,7 +51,7 @@ def _value(stream: Stream, closed: bool) -> dict[str, object]:
     }
 
 
-def _message(
+def _registry_message(
     name: str, operation: str, now_ns: int, value: dict[str, object] | None = None, reason: str | None = None
 ) -> bytes:
     headers = {"operation": operation, "timestamp": format_rfc3339(now_ns)}

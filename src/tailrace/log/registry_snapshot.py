@@ -17,45 +17,45 @@ from tailrace.log import registry
 from tailrace.log.decide import AppendRequest
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
-from tailrace.log.transaction import ignore
+from tailrace.log.transaction import ignore_reply
 
-DUE: Final = "registry/snapshot-due"
-PAGE_COUNT: Final = 500
-RETRY_S: Final = 0.2
+REGISTRY_SNAPSHOT_DUE: Final = "registry/snapshot-due"
+SNAPSHOT_PAGE_COUNT: Final = 500
+SNAPSHOT_RETRY_S: Final = 0.2
 
 
-async def tell_again(log: Log) -> None:
+async def republish_registry(log: Log) -> None:
     """Returns when it is durable. Does nothing unless it is due."""
-    if DUE not in log.streams.meta or log.refusal is not None:
+    if REGISTRY_SNAPSHOT_DUE not in log.streams.meta or log.refusal is not None:
         return
     is_whole = not log.own_suffix
     if is_whole:
-        await _append(log, [_control("reset"), _control("snapshot-start")])
+        await _append_messages(log, [_control_message("reset"), _control_message("snapshot-start")])
     after = ""
-    while page := list_streams(log, after, "", PAGE_COUNT, system=False):
+    while page := list_streams(log, after, "", SNAPSHOT_PAGE_COUNT, system=False):
         now_ns = log.clock.now_ns()
         # Nothing comes between the look and the append: a stream deleted later is told so later.
-        await _append(log, [registry.present(stream, now_ns) for stream in page])
+        await _append_messages(log, [registry.registry_snapshot_entry(stream, now_ns) for stream in page])
         after = page[-1].name
     if is_whole:
-        await _append(log, [_control("snapshot-end")])
-    log.put_meta(DUE, None)
+        await _append_messages(log, [_control_message("snapshot-end")])
+    log.put_meta(REGISTRY_SNAPSHOT_DUE, None)
     await log.committer.drain()
 
 
-def _control(kind: str) -> bytes:
+def _control_message(kind: str) -> bytes:
     return orjson.dumps({"headers": {"control": kind}})
 
 
-async def _append(log: Log, messages: list[bytes]) -> None:
+async def _append_messages(log: Log, messages: list[bytes]) -> None:
     request = AppendRequest(b",".join(messages), "application/json", lengths=[len(one) for one in messages])
     while True:
         try:
-            log.append(log.existing(log.own.registry_name), request, ignore, None)
+            log.append(log.existing(log.own.registry_name), request, ignore_reply, None)
         except TailraceError as refusal:
             if refusal.retry_after_s is None:
                 raise
-            await asyncio.sleep(RETRY_S)  # memory is full until a checkpoint has come through
+            await asyncio.sleep(SNAPSHOT_RETRY_S)  # memory is full until a checkpoint has come through
         else:
             await log.committer.drain()
             return

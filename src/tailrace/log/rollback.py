@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.commit import Batch
+from tailrace.log.commit import CommitBatch
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.model import Stream
-from tailrace.log.recovery import replay
+from tailrace.log.recovery import replay_journal
 from tailrace.log.rotation import Journal
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
@@ -18,10 +18,10 @@ from tailrace.log.transaction import Transaction
 
 logger = logging.getLogger("tailrace.log")
 
-_KEPT = frozenset({"readers", "live"})
+_PRESERVED_FIELDS = frozenset({"readers", "live"})
 
 
-class Undoing:
+class Rollback:
     """Takes back what failed commits had assigned, as soon as the disk can be read."""
 
     def __init__(self, streams: Streams, store: StoredStreams, journal: Journal) -> None:
@@ -30,7 +30,7 @@ class Undoing:
         self._journal = journal
         self._undone: dict[int, Stream] | None = None  # streams of a failure that is not rolled back yet
 
-    def begin(self, batches: Sequence[Batch]) -> None:
+    def begin(self, batches: Sequence[CommitBatch]) -> None:
         """None of these happened."""
         self._undone = {}
         for batch in batches:
@@ -46,7 +46,9 @@ class Undoing:
         try:
             # One view of the hot store, whatever the checkpointer does to it meanwhile.
             with self._store.snapshot():
-                durable = replay(journal.directory, self._store, (journal.durable_seq, journal.durable_end))
+                durable = replay_journal(
+                    journal.directory, self._store, (journal.durable_seq, journal.durable_end)
+                )
                 durable.streams.on_loaded = self._streams.on_loaded
                 roll_back(self._streams, durable.streams, self._undone)
         except (OSError, TailraceError, JournalCorruptError):
@@ -56,7 +58,7 @@ class Undoing:
         return True
 
 
-def cannot_write(error: OSError) -> TailraceError:
+def journal_unwritable(error: OSError) -> TailraceError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return TailraceError("insufficient_storage", "the disk is full")
     return TailraceError("unavailable", "the journal cannot be written; the server is trying to recover")
@@ -82,7 +84,7 @@ def roll_back(streams: Streams, durable: Streams, known: Mapping[int, Stream]) -
         if fresh is None:
             stream.removed = True  # its creation failed, or its deletion was durable
             continue
-        restore(stream, fresh)
+        restore_stream(stream, fresh)
         durable.by_number[number] = stream
         durable.by_name[stream.name] = stream
     for file, touched in durable.touched.items():
@@ -91,11 +93,11 @@ def roll_back(streams: Streams, durable: Streams, known: Mapping[int, Stream]) -
     vars(streams).update(vars(durable))
 
 
-def restore(stream: Stream, fresh: Stream) -> None:
+def restore_stream(stream: Stream, fresh: Stream) -> None:
     """Gives a stream its durable state back, keeping its identity and whoever waits on it."""
     # Renewals by readers are written down late; they did happen.
     touched_ns = max(stream.touched_ns, fresh.touched_ns)
     for slot in Stream.__slots__:
-        if slot not in _KEPT:
+        if slot not in _PRESERVED_FIELDS:
             setattr(stream, slot, getattr(fresh, slot))
     stream.touched_ns = touched_ns

@@ -14,8 +14,8 @@ from tailrace.log.journal import (
     FIRST_FILE_BYTES,
     HEADER_BYTES,
     MARK_BYTES,
-    Header,
     JournalFile,
+    JournalHeader,
     list_files,
     open_file,
     prepare_file,
@@ -133,7 +133,7 @@ class Journal:
         path = self._next
         assert path is not None
         file_id = int.from_bytes(os.urandom(8), "little")
-        header = Header(self.seq + 1, file_id, self.durable_seq, self.durable_end, time.time_ns())
+        header = JournalHeader(self.seq + 1, file_id, self.durable_seq, self.durable_end, time.time_ns())
         self.active = open_file(path, header, self._descriptors)
         self._next = None
         self.seq += 1

@@ -16,17 +16,17 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.history import Segment
+from tailrace.log.history import StoredSegment
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.hot_store.cold_tables import SegmentRow
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 
 CACHE_BYTES_MAX = 16 << 20
 SEGMENT_KEY_BYTES_MAX = 4 << 20  # of one segment, to be kept
-READ_BYTES = 4 << 20  # of a segment, at once
+SCAN_BYTES = 4 << 20  # of a segment, at once
 KEY_OVERHEAD_BYTES = 50
 SCANS_AT_ONCE = 2
 SCANS_WAITING_MAX = 32
@@ -34,7 +34,7 @@ SCANS_WAITING_MAX = 32
 _KEYS = msgspec.msgpack.Decoder(list[bytes | None])
 
 
-class Level(NamedTuple):
+class AncestorLevel(NamedTuple):
     """A stream or an ancestor of it, and what is shown of it: the entries behind `after` up to `upto`."""
 
     owner: Stream
@@ -54,7 +54,7 @@ class LexiconTimes:
         self.merge_s = 0.0  # with the keys from elsewhere
 
 
-class Lexical(NamedTuple):
+class LexiconKeys(NamedTuple):
     """Keys from lexicons, and the ranges of entries that these speak for."""
 
     covered: list[tuple[int, int]]
@@ -70,12 +70,12 @@ class Lexical(NamedTuple):
         return False
 
 
-class Lexicons(Protocol):
+class LexiconReader(Protocol):
     """Built indexes of the keys of a stream."""
 
     async def first_keys(
         self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int, times: LexiconTimes
-    ) -> Lexical: ...
+    ) -> LexiconKeys: ...
 
 
 class KeyPage(NamedTuple):
@@ -92,7 +92,7 @@ class KeyPage(NamedTuple):
     lexicon_times: LexiconTimes
 
 
-class Smallest:
+class SmallestKeys:
     """The smallest keys behind `after`, or of all; a few more than are wanted, whatever is put in."""
 
     def __init__(self, after: bytes | None, wanted: int) -> None:
@@ -144,7 +144,7 @@ class KeyListing:
         self._gate = asyncio.Semaphore(SCANS_AT_ONCE)
         self._waiting = 0
         self.cache = KeyCache()
-        self.lexicons: Lexicons | None = None
+        self.lexicons: LexiconReader | None = None
 
     async def page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
         """Up to `limit` keys behind `after`. Segments that do not fit into the time are counted instead."""
@@ -164,16 +164,16 @@ class KeyListing:
         begun_s = time.monotonic()
         levels = list(self._levels(stream))
         # Memory first: what leaves it meanwhile is in the hot store by then.
-        recent = [run for level in levels for run in _in_memory(level)]
-        smallest = Smallest(after, limit + 1)
+        recent = [run for level in levels for run in _memory_keys(level)]
+        smallest = SmallestKeys(after, limit + 1)
         segment_of = self._log.reader.history.segment_of
         segments = await loop.run_in_executor(
-            None, _gather, self._log.store, levels, recent, smallest, segment_of
+            None, _collect_local_keys, self._log.store, levels, recent, smallest, segment_of
         )
         gathered_s = time.monotonic()
         times = LexiconTimes()
         lexicals = await self._from_lexicons(levels, smallest, times)
-        left = [one for one in segments if not _is_spoken_for(one, lexicals)]
+        left = [one for one in segments if not _is_covered(one, lexicals)]
         indexed, segments = len(segments) - len(left), left
         listed_s = time.monotonic()
         missing = 0
@@ -197,10 +197,10 @@ class KeyListing:
         )
 
     async def _from_lexicons(
-        self, levels: list[Level], smallest: Smallest, times: LexiconTimes
-    ) -> dict[str, Lexical]:
+        self, levels: list[AncestorLevel], smallest: SmallestKeys, times: LexiconTimes
+    ) -> dict[str, LexiconKeys]:
         """What lexicons know, by the folder of the stream whose segments they stand for."""
-        found: dict[str, Lexical] = {}
+        found: dict[str, LexiconKeys] = {}
         for owner, after, upto in levels if self.lexicons is not None else ():
             assert self.lexicons is not None
             lexical = await self.lexicons.first_keys(
@@ -209,22 +209,24 @@ class KeyListing:
             found_s = time.monotonic()
             smallest.add(lexical.keys)
             times.merge_s += time.monotonic() - found_s
-            found[stream_prefix(stream_id(owner.name, owner.incarnation))] = lexical
+            found[stream_prefix(make_stream_id(owner.name, owner.incarnation))] = lexical
         return found
 
-    def _levels(self, stream: Stream) -> Iterator[Level]:
+    def _levels(self, stream: Stream) -> Iterator[AncestorLevel]:
         """The stream itself, then those it inherits entries from."""
         owner, upto = stream, stream.visible
         while True:
             below = max(stream.earliest, owner.fork_entry if owner.parent else 0)
             if upto > below:
-                yield Level(owner, below, upto)
+                yield AncestorLevel(owner, below, upto)
             if not owner.parent or stream.earliest >= owner.fork_entry:
                 return
             upto = min(upto, owner.fork_entry)
             owner = self._log.streams.parent_of(owner)
 
-    async def _scan(self, segment: Segment, low: int, high: int, smallest: Smallest, until_s: float) -> bool:
+    async def _scan(
+        self, segment: StoredSegment, low: int, high: int, smallest: SmallestKeys, until_s: float
+    ) -> bool:
         """Looks at the keys of entries behind `low` up to `high`; False if there is no time left."""
         prefix, info, _ = segment
         whole = low < info.first and info.last <= high
@@ -238,7 +240,7 @@ class KeyListing:
             raise TailraceError("unavailable", "this server has no object store to read from")
         kept: set[bytes] | None = set() if whole else None
         size = 0
-        async for keys in _keys_of(cold, segment, max(low + 1, info.first), min(high, info.last)):
+        async for keys in _segment_keys(cold, segment, max(low + 1, info.first), min(high, info.last)):
             found = {key for key in keys if key is not None}
             smallest.add(found)
             if kept is not None:
@@ -253,14 +255,14 @@ class KeyListing:
         return True
 
 
-def _is_spoken_for(found: tuple[Segment, int, int], lexicals: dict[str, Lexical]) -> bool:
+def _is_covered(found: tuple[StoredSegment, int, int], lexicals: dict[str, LexiconKeys]) -> bool:
     segment, low, high = found
     lexical = lexicals.get(segment.prefix)
     first, last = max(segment.info.first, low + 1), min(segment.info.last, high)
     return lexical is not None and lexical.speaks_for(first, last)
 
 
-def _in_memory(level: Level) -> Iterator[Sequence[bytes | None]]:
+def _memory_keys(level: AncestorLevel) -> Iterator[Sequence[bytes | None]]:
     """Keys of the memory tail: a look at lists that nobody changes in place, or at copies of them."""
     owner = level.owner
     for block in tuple(owner.blocks or ()):
@@ -278,17 +280,17 @@ def _in_memory(level: Level) -> Iterator[Sequence[bytes | None]]:
             yield keys
 
 
-def _gather(
+def _collect_local_keys(
     store: StoredStreams,
-    levels: list[Level],
+    levels: list[AncestorLevel],
     recent: list[Sequence[bytes | None]],
-    smallest: Smallest,
-    segment_of: Callable[[Stream, SegmentRow], Segment],
-) -> list[tuple[Segment, int, int]]:
+    smallest: SmallestKeys,
+    segment_of: Callable[[Stream, SegmentRow], StoredSegment],
+) -> list[tuple[StoredSegment, int, int]]:
     """On a thread: memory and hot store into `smallest`; the segments that are left to be looked at."""
     for keys in recent:
         smallest.add(keys)
-    segments: list[tuple[Segment, int, int]] = []
+    segments: list[tuple[StoredSegment, int, int]] = []
     with store.snapshot():
         for owner, after, upto in levels:
             through = after
@@ -304,12 +306,12 @@ def _gather(
     return segments
 
 
-async def _keys_of(
-    cold: ColdReader, segment: Segment, first: int, last: int
+async def _segment_keys(
+    cold: ColdReader, segment: StoredSegment, first: int, last: int
 ) -> AsyncIterator[list[bytes | None]]:
     entry = first
     while entry <= last:
-        for rows in await cold.rows(*segment, entry, READ_BYTES):
+        for rows in await cold.rows(*segment, entry, SCAN_BYTES):
             keys, begin = rows.keys, max(0, entry - rows.first)
             if keys is not None:
                 yield keys[begin : last + 1 - rows.first]

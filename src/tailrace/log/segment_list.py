@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.log.catalogue import Unfolded
+from tailrace.log.catalogue import UncheckpointedOps
 from tailrace.log.records import Compacted, Sealed
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.segments.segments import SegmentInfo
 
-_INFO = msgspec.msgpack.Decoder(SegmentInfo).decode
+_decode_segment_info = msgspec.msgpack.Decoder(SegmentInfo).decode
 
 
-def read_segments(store: StoredStreams, number: int, earliest: int, unfolded: Unfolded) -> list[SegmentInfo]:
+def read_segments(
+    store: StoredStreams, number: int, earliest: int, unfolded: UncheckpointedOps
+) -> list[SegmentInfo]:
     """On a thread. The segments with entries behind `earliest`, oldest first.
 
     Journal files that the hot store has by now are not counted twice.
     """
     with store.snapshot():
         seq = store.db.journal_seq
-        found = {info.first: info for info in map(_INFO, store.db.cold.infos_from(number, earliest + 1))}
+        found = {
+            info.first: info
+            for info in map(_decode_segment_info, store.db.cold.infos_from(number, earliest + 1))
+        }
     for file, op in unfolded:
         if file <= seq:
             continue

@@ -6,16 +6,16 @@ import asyncio
 
 from tailrace.common.errors import TailraceError
 from tailrace.log.commit import Committer
-from tailrace.log.transaction import Transaction, ignore
+from tailrace.log.transaction import Transaction, ignore_reply
 
-CHECK_S = 0.5
-STALLED = TailraceError(
+STALL_CHECK_S = 0.5
+APPEND_TIMED_OUT = TailraceError(
     "append_timeout",
     "append timed out; append outcome is unknown, check Stream-Next-Offset before retrying",
 )
 
 
-class Stalls:
+class StalledCommits:
     """Looks at the batches on their way now and then, and only while there are any."""
 
     def __init__(self, committer: Committer, patience_s: float, loop: asyncio.AbstractEventLoop) -> None:
@@ -25,7 +25,7 @@ class Stalls:
         self.timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        self.timer = self._loop.call_later(CHECK_S, self._check)
+        self.timer = self._loop.call_later(STALL_CHECK_S, self._check)
 
     def stop(self) -> None:
         if self.timer is not None:
@@ -37,9 +37,9 @@ class Stalls:
             waiting, batch.waiting = batch.waiting, []
             for item in batch.items:
                 assert type(item) is Transaction
-                reply, item.reply = item.reply, ignore
-                reply(item, STALLED)
+                reply, item.reply = item.reply, ignore_reply
+                reply(item, APPEND_TIMED_OUT)
             for settled in waiting:
-                settled(STALLED)
+                settled(APPEND_TIMED_OUT)
         if not self._committer.idle:
             self.watch()

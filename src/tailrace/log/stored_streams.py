@@ -12,16 +12,16 @@ import msgspec
 
 from tailrace.log.model import (
     FIRST_EPOCH,
-    NO_COLD,
+    NO_COLD_TOTALS,
     NO_LIFETIME,
     Block,
-    ColdSums,
+    ColdTotals,
     Lifetime,
     Producer,
     Stream,
     Tombstone,
 )
-from tailrace.storage.hot_store.hot import BlockRow, HotDb
+from tailrace.storage.hot_store.hot import BlockRow, HotDatabase
 
 
 class StreamImage(msgspec.Struct, array_like=True):
@@ -52,7 +52,7 @@ class StreamImage(msgspec.Struct, array_like=True):
     sealed: int = 0
     sealed_bytes: int = 0
     earliest: int = 0
-    cold: ColdSums = NO_COLD
+    cold: ColdTotals = NO_COLD_TOTALS
     has_documents: bool = False
 
 
@@ -158,10 +158,10 @@ class StoredStreams:
         self.db.count_streams()
 
     @property
-    def db(self) -> HotDb:
-        found: HotDb | None = getattr(self._local, "db", None)
+    def db(self) -> HotDatabase:
+        found: HotDatabase | None = getattr(self._local, "db", None)
         if found is None:
-            found = self._local.db = HotDb(self._path, writer=self._writer)
+            found = self._local.db = HotDatabase(self._path, writer=self._writer)
         return found
 
     @contextmanager

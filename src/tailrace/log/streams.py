@@ -12,7 +12,15 @@ from typing import Protocol
 import msgspec
 from sortedcontainers import SortedDict
 
-from tailrace.log.model import NO_LIFETIME, AppendRecord, ColdSums, Producer, Stream, Tombstone, fold
+from tailrace.log.model import (
+    NO_LIFETIME,
+    AppendRecord,
+    ColdTotals,
+    Producer,
+    Stream,
+    Tombstone,
+    fold_records,
+)
 from tailrace.log.records import (
     Append,
     Bind,
@@ -27,7 +35,7 @@ from tailrace.log.records import (
     Sealed,
     Touch,
 )
-from tailrace.storage.hot_store.meta_tables import subject_of
+from tailrace.storage.hot_store.meta_tables import meta_subject
 
 # Appends kept one by one at the very tail before they are folded into a block.
 RECENT_COUNT_MAX = 256
@@ -35,7 +43,7 @@ RECENT_BYTES_MAX = 64 * 1024
 UNPUBLISHED = 2**62  # a journal file number no checkpoint reaches
 
 
-class HotStore(Protocol):
+class StreamStore(Protocol):
     """What the log needs from the checkpoint below it. Every method is a point look-up by an index."""
 
     def stream_by_name(self, name: str) -> Stream | None: ...
@@ -47,7 +55,7 @@ class HotStore(Protocol):
 class Streams:
     """The streams in memory, backed by the hot store for those that are not."""
 
-    def __init__(self, store: HotStore | None) -> None:
+    def __init__(self, store: StreamStore | None) -> None:
         self.store = store
         self.by_name: dict[str, Stream] = {}
         self.by_number: dict[int, Stream] = {}
@@ -114,7 +122,7 @@ class Streams:
             return known
         self.by_number[stream.number] = stream
         self.by_name[stream.name] = stream
-        self.document_bytes += size_of(stream.visible_documents)
+        self.document_bytes += documents_bytes(stream.visible_documents)
         if self.on_loaded is not None:
             self.on_loaded(stream)
         return stream
@@ -122,7 +130,7 @@ class Streams:
     def forget(self, stream: Stream) -> None:
         """Evicts a stream; the hot store has all of it."""
         if self.by_number.pop(stream.number, None) is not None:
-            self.document_bytes -= size_of(stream.visible_documents)
+            self.document_bytes -= documents_bytes(stream.visible_documents)
         if self.by_name.get(stream.name) is stream:
             del self.by_name[stream.name]
 
@@ -158,7 +166,7 @@ class Streams:
         elif isinstance(op, Bind):
             stream.bind(op.content_type)
         elif isinstance(op, Describe):
-            stream.documents = described(stream.documents, op)
+            stream.documents = with_document(stream.documents, op)
         elif isinstance(op, Sealed):
             _assign_sealed(op, stream)
         elif isinstance(op, Compacted):
@@ -253,7 +261,7 @@ class Streams:
     # -- apply, second half: when it is durable ---------------------------------------------------------
 
     def publish(self, op: Op, stream: Stream | None) -> None:
-        if stream is None and isinstance(op, Meta) and subject_of(op.key) is not None:
+        if stream is None and isinstance(op, Meta) and meta_subject(op.key) is not None:
             self.meta_file = self.file
         if stream is None or (stream.removed and not isinstance(op, Delete)):
             return  # nothing to show, or deleted by a later operation; if that fails, disk brings this back
@@ -279,9 +287,9 @@ class Streams:
             self._release(stream)
             return
         elif isinstance(op, Describe):
-            self.document_bytes -= size_of(stream.visible_documents)
-            stream.visible_documents = described(stream.visible_documents, op)
-            self.document_bytes += size_of(stream.visible_documents)
+            self.document_bytes -= documents_bytes(stream.visible_documents)
+            stream.visible_documents = with_document(stream.visible_documents, op)
+            self.document_bytes += documents_bytes(stream.visible_documents)
         elif isinstance(op, Sealed | Published | Compacted):
             self.unfolded.setdefault(stream.number, []).append((self.file, op))
         self.touch_file(stream)
@@ -334,7 +342,7 @@ class Streams:
         recent = stream.recent
         if not recent:
             return
-        block = fold(recent, stream.separator, stream.recent_file)
+        block = fold_records(recent, stream.separator, stream.recent_file)
         self.memory_bytes += block.memory_bytes - stream.recent_bytes - 100 * len(recent)
         if stream.blocks is None:
             stream.blocks = [block]
@@ -364,7 +372,7 @@ def _assign_sealed(op: Sealed, stream: Stream) -> None:
         stream.sealed = segment.last
         stream.sealed_bytes += segment.payload_bytes
         size_bytes += segment.bytes
-    stream.cold = ColdSums(
+    stream.cold = ColdTotals(
         cold.segments + len(op.segments),
         cold.segment_bytes + size_bytes,
         max(cold.generation, op.generation),
@@ -382,11 +390,11 @@ def _assign_compacted(op: Compacted, stream: Stream) -> None:
     )
 
 
-def size_of(documents: dict[str, bytes] | None) -> int:
+def documents_bytes(documents: dict[str, bytes] | None) -> int:
     return 0 if documents is None else sum(map(len, documents.values()))
 
 
-def described(documents: dict[str, bytes] | None, op: Describe) -> dict[str, bytes] | None:
+def with_document(documents: dict[str, bytes] | None, op: Describe) -> dict[str, bytes] | None:
     """The documents with one of them set or removed; whoever holds the old ones keeps them as they were."""
     changed: dict[str, bytes] = {} if documents is None else dict(documents)
     if op.value is None:

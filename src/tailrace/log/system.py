@@ -6,6 +6,6 @@ from typing import Final
 
 from tailrace.log import outbox, registry
 
-METRICS: Final = "__stream_metrics__"
-AUDIT: Final = "__audit__"
-BOUNDED: Final = (registry.NAME, outbox.NAME, METRICS, AUDIT)
+METRICS_STREAM: Final = "__stream_metrics__"
+AUDIT_STREAM: Final = "__audit__"
+BOUNDED_STREAMS: Final = (registry.REGISTRY_STREAM, outbox.SEGMENTS_STREAM, METRICS_STREAM, AUDIT_STREAM)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.log.own_streams import create_own
+from tailrace.log.own_streams import create_system_stream
 from tailrace.log.records import Meta
 from tailrace.log.transaction import Reply
 
 
-def append_together(
+def append_to_streams(
     log: Log,
     parts: Sequence[tuple[str, Sequence[bytes]]],
     now_ns: int,
@@ -28,7 +28,7 @@ def append_together(
     found = [log.find(name) for name, _ in parts]  # one that has expired goes before, in a record of its own
     transaction = log.begin(sum(len(entry) for _, entries in parts for entry in entries), reply, context)
     for (name, entries), stream in zip(parts, found, strict=True):
-        stream = stream or create_own(log.streams, transaction, name, now_ns)
+        stream = stream or create_system_stream(log.streams, transaction, name, now_ns)
         transaction.add_entries(log.streams, stream, entries, now_ns)
     for key, value in facts:
         transaction.add(log.streams, Meta(key, value))

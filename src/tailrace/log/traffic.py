@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tailrace.log.model import Stream
 
-STREAMS_MAX = 4096  # counted one by one; all further streams are one
+TRAFFIC_STREAMS_MAX = 4096  # counted one by one; all further streams are one
 
 
-class Share:
+class StreamTraffic:
     """What one stream got."""
 
     __slots__ = ("bytes", "entries")
@@ -17,30 +17,30 @@ class Share:
         self.bytes = 0
 
 
-class Traffic:
+class TrafficCounts:
     """Counted when entries are published. The server's own streams do not count."""
 
-    def __init__(self, streams_max: int = STREAMS_MAX) -> None:
+    def __init__(self, streams_max: int = TRAFFIC_STREAMS_MAX) -> None:
         self._streams_max = streams_max
-        self.shares: dict[Stream, Share] = {}
-        self._others = Share()
+        self.shares: dict[Stream, StreamTraffic] = {}
+        self._others = StreamTraffic()
 
     def add(self, stream: Stream, entries: int, size_bytes: int) -> None:
         share = self.shares.get(stream) or self.begin(stream)
         share.entries += entries
         share.bytes += size_bytes
 
-    def begin(self, stream: Stream) -> Share:
+    def begin(self, stream: Stream) -> StreamTraffic:
         """The share of a stream that has none yet."""
         if stream.name.startswith("__"):
-            return Share()
+            return StreamTraffic()
         if len(self.shares) >= self._streams_max:
             return self._others
-        share = self.shares[stream] = Share()
+        share = self.shares[stream] = StreamTraffic()
         return share
 
-    def take(self) -> tuple[dict[str, Share], Share]:
+    def take(self) -> tuple[dict[str, StreamTraffic], StreamTraffic]:
         """Shares by name, and that of all further streams; the next ones begin at nothing."""
         shares, others = self.shares, self._others
-        self.shares, self._others = {}, Share()
+        self.shares, self._others = {}, StreamTraffic()
         return {stream.name: share for stream, share in shares.items()}, others

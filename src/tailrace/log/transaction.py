@@ -54,5 +54,5 @@ class Transaction(msgspec.Struct, eq=False):
 Reply = Callable[[Transaction, TailraceError | None], None]
 
 
-def ignore(transaction: Transaction, error: TailraceError | None) -> None:
+def ignore_reply(transaction: Transaction, error: TailraceError | None) -> None:
     """For changes nobody waits for. Losing one is harmless: it is decided again when it matters."""

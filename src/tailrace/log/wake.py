@@ -14,10 +14,10 @@ from tailrace.log.model import LiveReader, Stream
 
 logger = logging.getLogger("tailrace.log")
 
-TOLD_PER_TURN = 32
+READERS_PER_TURN = 32
 
 
-class Round:
+class WakeRound:
     """One walk over the readers that a stream had when it began."""
 
     __slots__ = ("_listed", "_readers", "_told", "again")
@@ -34,8 +34,8 @@ class Round:
 
     def next_to_tell(self, stream: Stream) -> list[LiveReader]:
         """The next few who are still there."""
-        found = self._readers[self._told : self._told + TOLD_PER_TURN]
-        self._told += TOLD_PER_TURN
+        found = self._readers[self._told : self._told + READERS_PER_TURN]
+        self._told += READERS_PER_TURN
         if stream.readers is self._listed:
             return found
         present = set(map(id, stream.readers or ()))
@@ -47,7 +47,7 @@ class Waker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._rounds: dict[Stream, Round] = {}
+        self._rounds: dict[Stream, WakeRound] = {}
 
     def wake(self, stream: Stream) -> None:
         """Tells everybody who waits. They may leave or come back while being told."""
@@ -57,15 +57,15 @@ class Waker:
         under_way = self._rounds.get(stream)
         if under_way is not None:
             under_way.again = True
-        elif len(readers) <= TOLD_PER_TURN:
-            tell(stream, readers.copy())
+        elif len(readers) <= READERS_PER_TURN:
+            notify_readers(stream, readers.copy())
         else:
-            self._rounds[stream] = Round(readers)
+            self._rounds[stream] = WakeRound(readers)
             self._go_on(stream)
 
     def _go_on(self, stream: Stream) -> None:
         found = self._rounds[stream]
-        tell(stream, found.next_to_tell(stream))
+        notify_readers(stream, found.next_to_tell(stream))
         if not found.over:
             self._loop.call_soon(self._go_on, stream)
             return
@@ -75,7 +75,7 @@ class Waker:
             self._loop.call_soon(self.wake, stream)
 
 
-def tell(stream: Stream, readers: list[LiveReader]) -> None:
+def notify_readers(stream: Stream, readers: list[LiveReader]) -> None:
     for reader in readers:
         try:
             reader.on_published(stream)

@@ -17,9 +17,9 @@ from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.model import CompactWork, StreamPlan
 from tailrace.pipeline.worker import BUILT, UNDECODABLE, stores
 from tailrace.storage.segments.arrow import pa
-from tailrace.storage.segments.companions import SEGMENT
-from tailrace.storage.segments.offers import AddedObject, GivenUp, InputObject, Offer
-from tailrace.storage.segments.segment_check import footer_of, rows_of
+from tailrace.storage.segments.companions import SEGMENT_FAMILY
+from tailrace.storage.segments.offers import PublishedObject, PublishInput, PublishRequest, UnbuildableInput
+from tailrace.storage.segments.segment_check import file_footer, read_all_rows
 from tailrace.storage.segments.segments import CorruptSegmentError, stream_prefix
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _fetched(store: str, key: str, sha256: str) -> bytes:
     if hashlib.sha256(raw).hexdigest() != sha256:
         raise _BadInputError(key, "the segment does not have its SHA-256")
     try:
-        for _ in rows_of(raw, footer_of(raw)):
+        for _ in read_all_rows(raw, file_footer(raw)):
             pass  # every page has its checksum
     except CorruptSegmentError as error:
         raise _BadInputError(key, str(error)) from None
@@ -128,7 +128,7 @@ class CompactJob:
         self._spark: Any = spark
         self._store = store
 
-    def run(self, stream: StreamPlan, work: CompactWork) -> Offer:
+    def run(self, stream: StreamPlan, work: CompactWork) -> PublishRequest:
         """Joins the segments; the result is in the store, and not yet listed."""
         inputs = tuple((one.object, one.sha256) for one in work.segments)
         order = CompactOrder(self._store, stream.stream_id, inputs)
@@ -137,24 +137,26 @@ class CompactJob:
         return publication_of(stream, work, row)
 
 
-def publication_of(stream: StreamPlan, work: CompactWork, row: Any) -> Offer:
+def publication_of(stream: StreamPlan, work: CompactWork, row: Any) -> PublishRequest:
     """The joined segment in the place of the others; or which of them cannot be joined."""
-    added: list[AddedObject] = []
-    given_up: list[GivenUp] = []
+    added: list[PublishedObject] = []
+    given_up: list[UnbuildableInput] = []
     if row["status"] == BUILT:
         stats = msgspec.json.decode(row["stats"], type=dict[str, int])
         sha256, size = row["sha256"], row["bytes"]
         added.append(
-            AddedObject(SEGMENT, work.first, work.last, row["rows"], row["object"], size, sha256, stats)
+            PublishedObject(
+                SEGMENT_FAMILY, work.first, work.last, row["rows"], row["object"], size, sha256, stats
+            )
         )
     else:
-        given_up.append(GivenUp(row["object"], row["status"], row["error"]))
-    return Offer(
+        given_up.append(UnbuildableInput(row["object"], row["status"], row["error"]))
+    return PublishRequest(
         stream_id=stream.stream_id,
         job="compact",
         plan_hash=stream.plan.hash,
         writer=WRITER,
-        inputs=[InputObject(one.object, one.sha256) for one in work.segments],
+        inputs=[PublishInput(one.object, one.sha256) for one in work.segments],
         add=added,
         replace=[one.object for one in work.segments] if added else [],
         quarantine=given_up,

@@ -10,7 +10,7 @@ from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.merge_worker import FILE_DDL, MergeOrder, MergeRuns, MergeSplits
 from tailrace.pipeline.model import MergeWork, StreamPlan
 from tailrace.query.family_format import AGG, EXACT, FTS, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
-from tailrace.storage.segments.offers import AddedObject, InputObject, Offer
+from tailrace.storage.segments.offers import PublishedObject, PublishInput, PublishRequest
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -30,7 +30,7 @@ class MergeJob:
         self._spark: Any = spark
         self._store = store
 
-    def run(self, stream: StreamPlan, work: MergeWork) -> Offer:
+    def run(self, stream: StreamPlan, work: MergeWork) -> PublishRequest:
         """Builds the merged companion; it is in the store, and not yet listed."""
         if work.family not in _KERNELS:
             raise ValueError(f"companions of {work.family} are never merged")
@@ -45,17 +45,17 @@ class MergeJob:
         return one.mapInArrow(_KERNELS[order.family](order), FILE_DDL)
 
 
-def publication_of(stream: StreamPlan, work: MergeWork, row: Any) -> Offer:
+def publication_of(stream: StreamPlan, work: MergeWork, row: Any) -> PublishRequest:
     stats = msgspec.json.decode(row["stats"], type=dict[str, int])
-    added = AddedObject(
+    added = PublishedObject(
         work.family, work.first, work.last, row["rows"], row["object"], row["bytes"], row["sha256"], stats
     )
-    return Offer(
+    return PublishRequest(
         stream_id=stream.stream_id,
         job="merge",
         plan_hash=stream.plan.hash,
         writer=WRITER,
-        inputs=[InputObject(*pair) for pair in zip(work.inputs, work.input_sha256, strict=True)],
+        inputs=[PublishInput(*pair) for pair in zip(work.inputs, work.input_sha256, strict=True)],
         add=[added],
         replace=list(work.inputs),
     )

@@ -16,7 +16,7 @@ import httpx2
 import msgspec
 
 from tailrace.pipeline.model import Heartbeat, HeartbeatAnswer, PlanAnswer
-from tailrace.storage.segments.offers import Offer
+from tailrace.storage.segments.offers import PublishRequest
 
 logger = logging.getLogger("tailrace.pipeline")
 
@@ -83,7 +83,7 @@ class Owner:
             parameters["live"] = "long-poll"
         return self._ask("GET", "/v1/pipeline/plan", PlanAnswer, parameters)
 
-    def publish(self, publication: Offer) -> str:
+    def publish(self, publication: PublishRequest) -> str:
         """`published` or `already_published`."""
         return self._ask("POST", "/v1/pipeline/publish", _Published, {}, publication).result
 

@@ -12,7 +12,7 @@ from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.owner import Owner, RefusedError
 from tailrace.pipeline.status import Status
 from tailrace.pipeline.worker import BUILT, FAILED, UNDECODABLE
-from tailrace.storage.segments.offers import AddedObject, GivenUp, InputObject, Offer
+from tailrace.storage.segments.offers import PublishedObject, PublishInput, PublishRequest, UnbuildableInput
 
 logger = logging.getLogger("tailrace.pipeline")
 
@@ -60,7 +60,7 @@ class Publisher:
             self._status.built(outcome)
 
 
-def send(owner: Owner, status: Status, publication: Offer) -> str | None:
+def send(owner: Owner, status: Status, publication: PublishRequest) -> str | None:
     """The result; None if what was built is not wanted any more."""
     reached("before_publish", "driver")
     try:
@@ -76,28 +76,30 @@ def send(owner: Owner, status: Status, publication: Offer) -> str | None:
     return result
 
 
-def publication_of(outcomes: Sequence[Outcome]) -> Offer:
+def publication_of(outcomes: Sequence[Outcome]) -> PublishRequest:
     """Segments of one stream and plan. The same outcomes give the same bytes."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.work.segment.first)
     work = ordered[0].work
-    return Offer(
+    return PublishRequest(
         stream_id=work.stream_id,
         job="companions",
         plan_hash=work.plan.hash,
         writer=WRITER,
-        inputs=[InputObject(one.work.segment.object, one.work.segment.sha256) for one in ordered],
+        inputs=[PublishInput(one.work.segment.object, one.work.segment.sha256) for one in ordered],
         add=[added for outcome in ordered for added in _added(outcome)],
         replace=list(work.replace),
         quarantine=[
-            GivenUp(one.work.segment.object, one.status, one.error) for one in ordered if one.status != BUILT
+            UnbuildableInput(one.work.segment.object, one.status, one.error)
+            for one in ordered
+            if one.status != BUILT
         ],
     )
 
 
-def _added(outcome: Outcome) -> list[AddedObject]:
+def _added(outcome: Outcome) -> list[PublishedObject]:
     segment = outcome.work.segment
     return [
-        AddedObject(
+        PublishedObject(
             file.family,
             segment.first,
             segment.last,

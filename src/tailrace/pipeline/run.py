@@ -24,7 +24,7 @@ from tailrace.pipeline.owner import Owner
 from tailrace.pipeline.publisher import Publisher, send
 from tailrace.pipeline.session import HEAP_BYTES, cores_of, master_of, open_session
 from tailrace.pipeline.status import Heartbeats, Status, now
-from tailrace.storage.segments.offers import Offer
+from tailrace.storage.segments.offers import PublishRequest
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -211,13 +211,13 @@ class Pipeline:
         self.status.to("running", [_merging(*one) for one in merges])
         merge, compact = MergeJob(spark, store), CompactJob(spark, store)
 
-        def build(stream: StreamPlan, work: Merging) -> Offer | None:
+        def build(stream: StreamPlan, work: Merging) -> PublishRequest | None:
             if self._stopping.is_set():
                 return None
             return merge.run(stream, work) if isinstance(work, MergeWork) else compact.run(stream, work)
 
         with ThreadPoolExecutor(min(self._cores, len(merges)), "merge") as pool:
-            futures: dict[Future[Offer | None], tuple[StreamPlan, Merging]] = {}
+            futures: dict[Future[PublishRequest | None], tuple[StreamPlan, Merging]] = {}
             for stream, work in merges:
                 self._tries.tried(_named(stream, work), stream.plan.hash)
                 futures[pool.submit(build, stream, work)] = stream, work
@@ -226,7 +226,7 @@ class Pipeline:
                 self._progress.advance("merge", self.status)
 
     def _publish_merge(
-        self, spark: SparkSession, stream: StreamPlan, work: Merging, future: Future[Offer | None]
+        self, spark: SparkSession, stream: StreamPlan, work: Merging, future: Future[PublishRequest | None]
     ) -> None:
         name = _named(stream, work)
         try:

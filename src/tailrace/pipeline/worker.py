@@ -24,13 +24,13 @@ from tailrace.pipeline.kernels.parquet import WRITER, Built
 from tailrace.pipeline.kernels.segment import BuildRequest, UnusablePlanError, build_segment, check_built
 from tailrace.query.family_format import companion_name
 from tailrace.query.index_plan import BuildPlan, load_plan
-from tailrace.storage.object_store.blocking import Steps
+from tailrace.storage.object_store.blocking import BlockingRunner
 from tailrace.storage.object_store.objects import (
     ObjectExistsError,
     ObjectMissingError,
-    Objects,
-    ObjectsError,
-    open_objects,
+    ObjectStore,
+    ObjectStoreError,
+    open_object_store,
 )
 from tailrace.storage.segments.arrow import pa
 from tailrace.storage.segments.segments import CorruptSegmentError, stream_prefix
@@ -88,14 +88,14 @@ class Stores:
     """Object stores and plans of this process; a worker serves many tasks."""
 
     def __init__(self) -> None:
-        self._steps = Steps()
-        self._opened: dict[str, Objects] = {}
+        self._steps = BlockingRunner()
+        self._opened: dict[str, ObjectStore] = {}
         self._plans: OrderedDict[str, BuildPlan] = OrderedDict()
 
-    def at(self, url: str) -> Objects:
+    def at(self, url: str) -> ObjectStore:
         store = self._opened.get(url)
         if store is None:
-            store = self._opened[url] = open_objects(url)
+            store = self._opened[url] = open_object_store(url)
         return store
 
     def get(self, url: str, key: str) -> bytes:
@@ -196,7 +196,7 @@ def build_one(row: Row) -> list[Row]:
         return [_failure(row, UNDECODABLE, error, started)]
     except ObjectMissingError as error:
         return [_failure(row, MISSING, error, started)]
-    except ObjectsError as error:
+    except ObjectStoreError as error:
         return [_failure(row, UNAVAILABLE, error, started)]
     except Exception as error:  # noqa: BLE001 - one segment must not take the others along
         return [_failure(row, FAILED, error, started)]
@@ -254,7 +254,7 @@ def _row(row: Row, built: Built, key: str, sha256: str, started: float) -> Row:
 
 def _failure(row: Row, status: str, error: Exception, started: float) -> Row:
     # A message may quote data; only our own errors are known not to.
-    ours = isinstance(error, CorruptSegmentError | ObjectsError | UnusablePlanError)
+    ours = isinstance(error, CorruptSegmentError | ObjectStoreError | UnusablePlanError)
     return _ended(row, status, str(error) if ours else type(error).__name__, started)
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar, TypeVarTuple, Unpack
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.history import NotAtHandError
+from tailrace.log.history import NotLocalError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
 from tailrace.query.bind import Anywhere, Clause
@@ -535,7 +535,7 @@ class _Run:
                 return info.first_ns  # at the latest: the entry itself is on the object store
         try:
             return self._searcher.reader.time_of(self._stream, entry)
-        except (NotAtHandError, TailraceError):
+        except (NotLocalError, TailraceError):
             return None
 
 

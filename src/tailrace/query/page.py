@@ -10,7 +10,7 @@ import orjson
 
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
-from tailrace.log.scattered import ScatteredReader
+from tailrace.log.scattered import PointReader
 from tailrace.query.collect import Hit
 from tailrace.query.execute import Outcome
 from tailrace.query.search_request import SearchRequest
@@ -25,7 +25,7 @@ async def body_of(
     request: SearchRequest,
     stream: Stream,
     view: View,
-    reader: ScatteredReader,
+    reader: PointReader,
     took_ms: int,
 ) -> dict[str, object]:
     """The whole body. Records are read for the hits of the page only."""

@@ -19,9 +19,9 @@ from tailrace.protocol import offsets
 from tailrace.protocol.stream_names import NamePattern
 from tailrace.spark.options import STREAMS_MAX, OptionError, ReadOptions
 from tailrace.spark.server import Server, server_of
-from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import ManifestError
-from tailrace.storage.object_store.objects import ObjectsError, open_objects
+from tailrace.storage.object_store.objects import ObjectStoreError, open_object_store
 from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 logger = logging.getLogger("tailrace.spark")
@@ -159,7 +159,7 @@ class Catalogue:
         url = self._options.store or url
         try:
             segments = asyncio.run(_segments_of(url, planned.stream_id))
-        except (ObjectsError, ManifestError, ValueError) as error:
+        except (ObjectStoreError, ManifestError, ValueError) as error:
             logger.warning("the segments of %s are read through the server: %s", name, error)
             return _Sealed("", "", (), 0, now_s)
         reach = segments[-1].last if segments else 0
@@ -185,9 +185,9 @@ class _Registry(msgspec.Struct):
 
 async def _segments_of(url: str, stream_id: str) -> tuple[SegmentInfo, ...]:
     """The segments that the stream's manifest names."""
-    objects = open_objects(url)
+    objects = open_object_store(url)
     try:
-        manifests = Manifests(objects, 0)
+        manifests = ManifestStore(objects, 0)
         stored = await manifests.load(stream_id)
         if stored is None or stored.head.deleted is not None:
             return ()

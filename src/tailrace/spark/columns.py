@@ -34,7 +34,7 @@ from tailrace.storage.segments.arrow import (
     integer_scalar,
     pa,
     pc,
-    text_scalar,
+    string_scalar,
 )
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Projection:
         count: int = rows.num_rows
         match name:
             case "stream":
-                return pa.repeat(text_scalar(self._about.stream), count)
+                return pa.repeat(string_scalar(self._about.stream), count)
             case "key":
                 return _plain(rows.column("key"), BINARY)
             case "value":

@@ -16,7 +16,7 @@ from pyspark.sql.datasource import InputPartition
 from tailrace.spark.catalogue import Catalogue, SealedSegment, StreamState, Versions
 from tailrace.spark.columns import About
 from tailrace.spark.segment_objects import row_group_ends
-from tailrace.storage.object_store.objects import ObjectsError, open_objects
+from tailrace.storage.object_store.objects import ObjectStoreError, open_object_store
 from tailrace.storage.segments.segments import CorruptSegmentError
 
 PARTITION_BYTES = 16 << 20  # of payload, up to which small segments share a task
@@ -179,7 +179,7 @@ def _group_cuts(piece: Piece, parts: int) -> list[int]:
     """The last entries of row groups at which a segment falls into about so many parts."""
 
     async def fetch() -> list[int]:
-        objects = open_objects(piece.store)
+        objects = open_object_store(piece.store)
         try:
             return await row_group_ends(objects, piece.object, piece.object_bytes)
         finally:
@@ -187,7 +187,7 @@ def _group_cuts(piece: Piece, parts: int) -> list[int]:
 
     try:
         ends = [end for end in asyncio.run(fetch()) if piece.after < end < piece.upto]
-    except (ObjectsError, CorruptSegmentError):
+    except (ObjectStoreError, CorruptSegmentError):
         return []  # whoever reads it will find out, and has the server to ask
     step = max(1, -(-(len(ends) + 1) // parts))
     return ends[step - 1 :: step]

@@ -15,7 +15,7 @@ from tailrace.spark.options import ReadOptions
 from tailrace.spark.partitions import Piece, StreamPartition
 from tailrace.spark.segment_objects import BATCH_ROWS, batches_of, segment_objects
 from tailrace.spark.server import Server, is_gone, server_of
-from tailrace.storage.object_store.objects import ObjectsError
+from tailrace.storage.object_store.objects import ObjectStoreError
 from tailrace.storage.segments.arrow import STRING, pa, pc
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class PartitionReader:
             for rows in self._from_object(piece):
                 yield rows
                 at = rows.column("entry")[-1].as_py()
-        except (ObjectsError, OSError) as error:
+        except (ObjectStoreError, OSError) as error:
             logger.warning("%s is read through the server: %s", piece.object, error)
             yield from self._served(at, piece.upto)
 

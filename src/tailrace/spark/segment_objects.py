@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tailrace.spark.process_cache import ProcessCache
-from tailrace.storage.object_store.blocking import Steps
-from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.object_store.blocking import BlockingRunner
+from tailrace.storage.object_store.objects import ObjectStore, open_object_store
 from tailrace.storage.segments.arrow import BINARY, INT64, integer_scalar, pa
 from tailrace.storage.segments.segment_reader import Footer, read_tables
-from tailrace.storage.segments.segment_tail import keep, tail_of
+from tailrace.storage.segments.segment_tail import find_tail, pack_tail
 from tailrace.storage.segments.segments import FOOTER_GUESS_BYTES
 
 STORES_KEPT = 4
@@ -21,8 +21,8 @@ class SegmentObjects:
     """The objects of one store, as blocking reads. One per process; never pickled."""
 
     def __init__(self, url: str) -> None:
-        self._steps = Steps()
-        self._objects = open_objects(url)
+        self._steps = BlockingRunner()
+        self._objects = open_object_store(url)
 
     def close(self) -> None:
         self._steps.run(self._objects.close())
@@ -53,17 +53,17 @@ def segment_objects(url: str) -> SegmentObjects:
     return STORES.get(url)
 
 
-async def row_group_ends(objects: Objects, key: str, size: int) -> list[int]:
+async def row_group_ends(objects: ObjectStore, key: str, size: int) -> list[int]:
     """The last entry of each row group of a segment."""
     return [group.last for group in (await _footer(objects, key, size)).row_groups]
 
 
-async def _footer(objects: Objects, key: str, size: int) -> Footer:
+async def _footer(objects: ObjectStore, key: str, size: int) -> Footer:
     start = max(0, size - FOOTER_GUESS_BYTES)
     while True:
-        found = tail_of(await objects.get_range(key, start, size), size)
+        found = find_tail(await objects.get_range(key, start, size), size)
         if isinstance(found, bytes):
-            return Footer(keep(found))
+            return Footer(pack_tail(found))
         start = found
 
 

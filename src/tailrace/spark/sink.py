@@ -25,7 +25,7 @@ from tailrace.spark.sink_appends import appends_of
 from tailrace.spark.sink_options import WriteOptions
 from tailrace.spark.sink_rows import SinkError, check_columns, rows_of
 from tailrace.spark.staging import INLINE_BYTES_MAX, Commit, Part, Staging, decode_part, encode_parts, part_of
-from tailrace.storage.object_store.objects import ObjectsError
+from tailrace.storage.object_store.objects import ObjectStoreError
 
 logger = logging.getLogger("tailrace.spark")
 
@@ -132,7 +132,7 @@ class Committer:
             )
         try:
             staging.sweep(commit.query, commit.batch)
-        except ObjectsError as error:
+        except ObjectStoreError as error:
             logger.warning("staging of an old batch stays: %s", error)
 
     def _send(self, commit: Commit, rows: Callable[[Part], bytes]) -> None:
@@ -171,7 +171,7 @@ class Committer:
         staging = Staging(self._options.staging)
         try:
             staging.discard(written[0].query, batch, names)
-        except ObjectsError as error:
+        except ObjectStoreError as error:
             logger.warning("staging of an aborted batch stays: %s", error)
         finally:
             staging.close()

@@ -15,7 +15,16 @@ from pyspark.sql.types import BinaryType, DataType, StringType, StructType
 
 from tailrace.spark.options import OptionError
 from tailrace.spark.sink_options import WriteOptions
-from tailrace.storage.segments.arrow import BINARY, INT32, INT64, STRING, integer_scalar, integers, pa, pc
+from tailrace.storage.segments.arrow import (
+    BINARY,
+    INT32,
+    INT64,
+    STRING,
+    integer_array,
+    integer_scalar,
+    pa,
+    pc,
+)
 
 _TEXT = (StringType(), BinaryType())
 
@@ -97,7 +106,7 @@ def grouped(names: Sequence[str | None], codes: Any) -> Iterator[tuple[str | Non
     order = np.argsort(numbers, kind="stable")
     start = 0
     for name, count in zip(distinct, np.bincount(numbers, minlength=len(distinct)).tolist(), strict=True):
-        yield name, integers(INT64, order[start : start + count], count)
+        yield name, integer_array(INT64, order[start : start + count], count)
         start += count
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.spark.options import Options, connection_of
 from tailrace.spark.server import Server
-from tailrace.storage.manifests.companion_pages import CompanionPages, ListedCompanions
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.manifests.companion_pages import IndexFilePages, ListedIndexFiles
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.object_store.objects import open_object_store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from tailrace.storage.segments.companions import Companion
+    from tailrace.storage.segments.companions import IndexFile
     from tailrace.storage.segments.segments import SegmentInfo
 
 CATALOGUE = {
@@ -84,16 +84,16 @@ def _objects(server: Server, name: str) -> Iterator[tuple[Any, ...]]:
                 )  # fmt: skip
 
 
-async def _listed(store: str, stream_id: str) -> tuple[list[SegmentInfo], list[Companion]]:
-    objects = open_objects(store)
+async def _listed(store: str, stream_id: str) -> tuple[list[SegmentInfo], list[IndexFile]]:
+    objects = open_object_store(store)
     try:
-        manifests = Manifests(objects, 0)
+        manifests = ManifestStore(objects, 0)
         stored = await manifests.load(stream_id)
         if stored is None or stored.head.deleted is not None:
             return [], []
         head = stored.head
-        pages = CompanionPages(objects, stream_id)
-        listed = ListedCompanions(head.companion_pages, head.companions)
+        pages = IndexFilePages(objects, stream_id)
+        listed = ListedIndexFiles(head.companion_pages, head.companions)
         return (
             [info async for info in manifests.segments(head)],
             [companion async for companion in pages.walk(listed)],

@@ -18,9 +18,9 @@ import numpy as np
 
 from tailrace.spark.sink_appends import Append, value_ends
 from tailrace.spark.sink_rows import SinkError
-from tailrace.storage.object_store.blocking import Steps
-from tailrace.storage.object_store.objects import ObjectExistsError, Objects, open_objects
-from tailrace.storage.segments.arrow import BINARY, INT32, STRING, integers, pa, pq
+from tailrace.storage.object_store.blocking import BlockingRunner
+from tailrace.storage.object_store.objects import ObjectExistsError, ObjectStore, open_object_store
+from tailrace.storage.segments.arrow import BINARY, INT32, STRING, integer_array, pa, pq
 
 FILE_BYTES_MAX = 32 << 20  # of rows in one file of a partition
 INLINE_BYTES_MAX = 256 << 10  # of rows that a task hands over without a file
@@ -65,7 +65,7 @@ def encode_parts(appends: Iterable[Append]) -> Iterator[tuple[int, bytes]]:
 def _encode(appends: list[Append]) -> tuple[int, bytes]:
     counts = [len(append.values) for append in appends]
     numbers = np.repeat(np.arange(len(appends), dtype=np.int32), counts)
-    places = integers(INT32, numbers, len(numbers))
+    places = integer_array(INT32, numbers, len(numbers))
     columns = [
         places,
         pa.array([append.stream for append in appends], STRING).take(places),
@@ -102,8 +102,8 @@ class Staging:
     """One staging location, as blocking calls. Made where it is needed; never pickled."""
 
     def __init__(self, url: str) -> None:
-        self._steps = Steps()
-        self._objects: Objects = open_objects(url)
+        self._steps = BlockingRunner()
+        self._objects: ObjectStore = open_object_store(url)
         self._lock = Lock()
 
     def close(self) -> None:

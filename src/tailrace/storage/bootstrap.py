@@ -24,47 +24,57 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.log.journal import list_files
 from tailrace.log.model import Tombstone
-from tailrace.storage.bootstrap_place import already_done
-from tailrace.storage.bootstrap_report import Restored, shown
+from tailrace.storage.bootstrap_place import is_bootstrapped
+from tailrace.storage.bootstrap_report import BootstrapReport, show_progress
 from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
 from tailrace.storage.document_objects import DocumentObjects
-from tailrace.storage.manifests.manifest import Stored
-from tailrace.storage.manifests.manifest_takeover import RestoringManifests
-from tailrace.storage.manifests.model import HEAD_KEY, Head, ManifestError, decode
+from tailrace.storage.manifests.manifest import StoredHead
+from tailrace.storage.manifests.manifest_takeover import TakeoverManifestStore
+from tailrace.storage.manifests.model import HEAD_KEY, ManifestError, ManifestHead, decode_manifest
 from tailrace.storage.meta_objects import MetaCorruptError, MetaObjects, SubscriptionObject
-from tailrace.storage.object_store.bucket import STREAMS, stream_ids
-from tailrace.storage.object_store.objects import ObjectMissingError, Objects, ObjectsError, open_objects
-from tailrace.storage.ownership import Ownership
-from tailrace.storage.restore_meta import put_facts, tails_of, take_secrets, take_subscription
-from tailrace.storage.restore_store import FoundHead, Outcome, RestoreStore, Waiting
-from tailrace.storage.restored import Sums, restored_head, restored_stream, runs_of
-from tailrace.storage.segments.companions import Companion
+from tailrace.storage.object_store.bucket import STREAMS_PREFIX, list_stream_ids
+from tailrace.storage.object_store.objects import (
+    ObjectMissingError,
+    ObjectStore,
+    ObjectStoreError,
+    open_object_store,
+)
+from tailrace.storage.ownership import BucketOwnership
+from tailrace.storage.restore_meta import (
+    put_server_facts,
+    restore_secrets,
+    restore_subscription,
+    stream_tails,
+)
+from tailrace.storage.restore_store import FoundHead, RestoreOutcome, RestoreStore, WaitingHead
+from tailrace.storage.restored import SegmentTotals, restored_head, restored_ranges, restored_stream
+from tailrace.storage.segments.companions import IndexFile
 from tailrace.storage.segments.segments import SegmentInfo
 
 logger = logging.getLogger("tailrace.bootstrap")
 
-WORK = "bootstrap"  # what is being built, in the data directory
-LISTS_AT_ONCE = 16
-BATCH = 1000
+WORK_DIRECTORY = "bootstrap"  # what is being built, in the data directory
+LISTS_IN_PARALLEL = 16
+RESTORE_BATCH = 1000
 SEGMENTS_HELD = 20_000
 EPOCHS_PER_OWNER = 1024  # more than one owner can use up on a name without any manifest that says so
 T = TypeVar("T")
 
 
-async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) -> Restored:
+async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) -> BootstrapReport:
     """Fills an empty data directory from the object store, or raises TailraceError and changes nothing."""
-    restored = Restored()
-    if already_done(directory.path):
+    restored = BootstrapReport()
+    if is_bootstrapped(directory.path):
         logger.warning("the bootstrap was finished before; starting from what it restored")
-        shutil.rmtree(directory.path / WORK, ignore_errors=True)
+        shutil.rmtree(directory.path / WORK_DIRECTORY, ignore_errors=True)
         return restored
     try:
-        objects = open_objects(settings.object_store_url, limits=settings.limits)
-    except (ValueError, ObjectsError) as error:
+        objects = open_object_store(settings.object_store_url, limits=settings.limits)
+    except (ValueError, ObjectStoreError) as error:
         raise TailraceError("unavailable", str(error)) from error
     try:
         await Bootstrap(settings, directory, clock, objects, restored).run()
-    except ObjectsError as error:
+    except ObjectStoreError as error:
         raise TailraceError(
             "unavailable", f"the bootstrap stopped and can be started again: {error}"
         ) from error
@@ -78,7 +88,12 @@ class Bootstrap:
     """One run. Requests to the object store are made on the loop, everything with SQLite on one thread."""
 
     def __init__(
-        self, settings: Settings, directory: DataDirectory, clock: Clock, objects: Objects, restored: Restored
+        self,
+        settings: Settings,
+        directory: DataDirectory,
+        clock: Clock,
+        objects: ObjectStore,
+        restored: BootstrapReport,
     ) -> None:
         self._settings = settings
         self._at_once = settings.limits.bootstrap_requests
@@ -89,14 +104,14 @@ class Bootstrap:
         self._thread = ThreadPoolExecutor(1, "bootstrap")
         self._writing = asyncio.Lock()
         self._damaged: set[str] = set()
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RestoreOutcome] = []
         self._segments: list[tuple[int, SegmentInfo]] = []
-        self._companions: list[tuple[int, Companion]] = []
+        self._companions: list[tuple[int, IndexFile]] = []
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with shown(self.restored):
+            async with show_progress(self.restored):
                 work = await self._on_thread(self._clear)
                 taken_over = await self._claim()
                 claimed_s = loop.time()
@@ -120,7 +135,7 @@ class Bootstrap:
             old.unlink(missing_ok=True)
         for _, file in list_files(path / "journal"):
             file.unlink()
-        work = path / WORK
+        work = path / WORK_DIRECTORY
         shutil.rmtree(work, ignore_errors=True)
         make_directory(work)
         self._directory.become_new()
@@ -128,10 +143,10 @@ class Bootstrap:
 
     async def _claim(self) -> bool:
         """Whether somebody else had the bucket."""
-        ownership = Ownership(self._objects, self._clock)
+        ownership = BucketOwnership(self._objects, self._clock)
         before = await ownership.current()
         fence = await ownership.claim(self._directory.deployment, take_over=True)
-        self._manifests = RestoringManifests(self._objects, fence, clock=self._clock)
+        self._manifests = TakeoverManifestStore(self._objects, fence, clock=self._clock)
         logger.warning("bootstrap: restoring from %s with fence %d", self._objects.url, fence)
         return before is not None
 
@@ -139,8 +154,8 @@ class Bootstrap:
         """Everything that is in the bucket and was not found before."""
         await self._find()
         failpoints.reached("bootstrap.after_list")
-        while waiting := await self._on_thread(lambda: self._store.next_waiting(BATCH)):
-            await self._each(_several(waiting), self._restore)
+        while waiting := await self._on_thread(lambda: self._store.next_waiting(RESTORE_BATCH)):
+            await self._each(_in_batches(waiting), self._restore)
             await self._flush()
             failpoints.reached("bootstrap.after_batch")
 
@@ -154,22 +169,22 @@ class Bootstrap:
             if head is not None:
                 heads.append(head)
                 self.restored.found += 1
-            if len(heads) >= BATCH:
+            if len(heads) >= RESTORE_BATCH:
                 batch, heads[:] = heads[:], []
                 await self._on_thread(lambda: self._store.add_found(batch))
 
         async def shard(prefix: str) -> None:
-            await self._each(self._unknown(prefix), load, max(1, self._at_once // LISTS_AT_ONCE))
+            await self._each(self._unknown(prefix), load, max(1, self._at_once // LISTS_IN_PARALLEL))
 
-        prefixes = (f"{STREAMS}{number:02x}/" for number in range(256))
-        await self._each(_several(prefixes), shard, LISTS_AT_ONCE)
+        prefixes = (f"{STREAMS_PREFIX}{number:02x}/" for number in range(256))
+        await self._each(_in_batches(prefixes), shard, LISTS_IN_PARALLEL)
         await self._on_thread(lambda: self._store.add_found(heads))
 
     async def _unknown(self, prefix: str) -> AsyncIterator[str]:
         page: list[str] = []
-        async for found_id in stream_ids(self._objects, prefix):
+        async for found_id in list_stream_ids(self._objects, prefix):
             page.append(found_id)
-            if len(page) == BATCH:
+            if len(page) == RESTORE_BATCH:
                 for unknown in await self._on_thread(partial(self._store.unknown, page)):
                     yield unknown
                 page = []
@@ -193,20 +208,22 @@ class Bootstrap:
 
     # -- restoring -------------------------------------------------------------------------------------
 
-    async def _restore(self, waiting: Waiting) -> None:
+    async def _restore(self, waiting: WaitingHead) -> None:
         try:
             await self._restore_one(waiting)
         except (ManifestError, ObjectMissingError) as error:
-            found = decode(waiting.head, Head, waiting.stream_id, HEAD_KEY)
+            found = decode_manifest(waiting.head, ManifestHead, waiting.stream_id, HEAD_KEY)
             self.restored.problem(f"{found.name}: {error}")
             # As a stream of no kind: nobody may wait for it.
-            stream = restored_stream(waiting.number, found, None, Sums(), 0)
-            self._outcomes.append(Outcome("passed", stream))
+            stream = restored_stream(waiting.number, found, None, SegmentTotals(), 0)
+            self._outcomes.append(RestoreOutcome("passed", stream))
         self.restored.done += 1
 
-    async def _restore_one(self, waiting: Waiting) -> None:
+    async def _restore_one(self, waiting: WaitingHead) -> None:
         source = waiting.source
-        known = Stored(decode(waiting.head, Head, waiting.stream_id, HEAD_KEY), waiting.etag)
+        known = StoredHead(
+            decode_manifest(waiting.head, ManifestHead, waiting.stream_id, HEAD_KEY), waiting.etag
+        )
         # Recorded before anything is served: the entries that come next are of another epoch.
         head = await self._manifests.take(
             waiting.stream_id, lambda current: restored_head(current, source), known=known
@@ -220,8 +237,8 @@ class Bootstrap:
         await self._take_companions(waiting.number, head)
         stream = restored_stream(waiting.number, head, source, sums, self._clock.now_ns())
         stream.documents = await self._take_documents(head, stream.tail)
-        runs = runs_of(head, source, sums)
-        self._outcomes.append(Outcome("stream", stream, head.generation, producers, runs=runs))
+        runs = restored_ranges(head, source, sums)
+        self._outcomes.append(RestoreOutcome("stream", stream, head.generation, producers, runs=runs))
         restored = self.restored
         restored.streams += 1
         restored.entries += sums.entries
@@ -239,19 +256,19 @@ class Bootstrap:
                 )
                 restored.problem(f"{head.name}: {lost}")
 
-    def _bury(self, waiting: Waiting, head: Head) -> None:
-        stream = restored_stream(waiting.number, head, None, Sums(), 0)
+    def _bury(self, waiting: WaitingHead, head: ManifestHead) -> None:
+        stream = restored_stream(waiting.number, head, None, SegmentTotals(), 0)
         deleted = head.deleted
         if deleted is None:
-            self._outcomes.append(Outcome("grave", stream))
+            self._outcomes.append(RestoreOutcome("grave", stream))
         elif waiting.newest:
             tombstone = Tombstone(deleted.epoch, head.incarnation, deleted.at_ns, deleted.reason)
-            self._outcomes.append(Outcome("tombstone", stream, tombstone=tombstone))
+            self._outcomes.append(RestoreOutcome("tombstone", stream, tombstone=tombstone))
             self.restored.tombstones += 1
         else:
-            self._outcomes.append(Outcome("passed", stream))
+            self._outcomes.append(RestoreOutcome("passed", stream))
 
-    async def _take_documents(self, head: Head, tail: int) -> dict[str, bytes] | None:
+    async def _take_documents(self, head: ManifestHead, tail: int) -> dict[str, bytes] | None:
         """A registry that cannot be read is told of; the entries are there without it."""
         documents: dict[str, bytes] = {}
         for key in head.meta_keys:
@@ -262,8 +279,8 @@ class Bootstrap:
                 self.restored.problem(f"{head.name}: {error}")
         return documents or None
 
-    async def _take_segments(self, number: int, head: Head) -> Sums:
-        sums = Sums(head.earliest)
+    async def _take_segments(self, number: int, head: ManifestHead) -> SegmentTotals:
+        sums = SegmentTotals(head.earliest)
         async for info in self._manifests.segments(head):
             self._segments.append((number, info))
             sums.add(info)
@@ -272,7 +289,7 @@ class Bootstrap:
                 await self._flush()
         return sums
 
-    async def _take_companions(self, number: int, head: Head) -> None:
+    async def _take_companions(self, number: int, head: ManifestHead) -> None:
         """Of segments that are recorded, so they are as good as before."""
         async for companion in self._manifests.companions(head):
             self._companions.append((number, companion))
@@ -299,21 +316,21 @@ class Bootstrap:
                 if loaded is None:
                     return
                 names = [link.stream for link in loaded[0].links]
-                tails = await self._on_thread(lambda: tails_of(db, names))
-                facts = await take_subscription(objects, key, loaded[0], tails)
+                tails = await self._on_thread(lambda: stream_tails(db, names))
+                facts = await restore_subscription(objects, key, loaded[0], tails)
             except MetaCorruptError as error:
                 self.restored.problem(str(error))
                 return
-            await self._on_thread(lambda: put_facts(db, facts))
+            await self._on_thread(lambda: put_server_facts(db, facts))
             self.restored.subscriptions += loaded[0].config is not None
 
         await self._each(objects.subscription_keys(), subscription)
         try:
-            secrets = await take_secrets(objects, self._settings.recovery_key)
+            secrets = await restore_secrets(objects, self._settings.recovery_key)
         except MetaCorruptError as error:
             self.restored.problem(f"{error}; webhooks are signed with new keys")
             return
-        await self._on_thread(lambda: put_facts(db, secrets))
+        await self._on_thread(lambda: put_server_facts(db, secrets))
 
     # -- the end ---------------------------------------------------------------------------------------
 
@@ -327,11 +344,11 @@ class Bootstrap:
         self._store.close()
         path = self._directory.path
         failpoints.reached("bootstrap.before_rename")
-        sync_directory(path / WORK)
-        (path / WORK / "hot.db").rename(path / "hot.db")
+        sync_directory(path / WORK_DIRECTORY)
+        (path / WORK_DIRECTORY / "hot.db").rename(path / "hot.db")
         sync_directory(path)
         failpoints.reached("bootstrap.after_rename")
-        shutil.rmtree(path / WORK, ignore_errors=True)
+        shutil.rmtree(path / WORK_DIRECTORY, ignore_errors=True)
 
     # -- in parallel -----------------------------------------------------------------------------------
 
@@ -356,15 +373,15 @@ class Bootstrap:
                     await gate.acquire()
                     tasks.create_task(one(item))
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise _first_error(errors) from None
 
 
-def _first(error: BaseException) -> BaseException:
+def _first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = cast("BaseException", error.exceptions[0])
     return error
 
 
-async def _several(items: Iterable[T]) -> AsyncIterator[T]:
+async def _in_batches(items: Iterable[T]) -> AsyncIterator[T]:
     for item in items:
         yield item

@@ -7,13 +7,13 @@ from pathlib import Path
 from tailrace.common.errors import TailraceError
 from tailrace.log import registry, system
 from tailrace.log.journal import JournalCorruptError, list_files
-from tailrace.log.recovery import Replayed, replay
+from tailrace.log.recovery import ReplayResult, replay_journal
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.data_directory import make_directory
-from tailrace.storage.hot_store.meta_tables import SUBSCRIPTION
+from tailrace.storage.hot_store.meta_tables import SUBSCRIPTION_PREFIX
 
 
-def already_done(path: Path) -> bool:
+def is_bootstrapped(path: Path) -> bool:
     """Whether a bootstrap got as far as its last step here. Raises if the directory is in use."""
     hot = path / "hot.db"
     make_directory(path / "journal")
@@ -21,9 +21,9 @@ def already_done(path: Path) -> bool:
         return False
     try:
         store = StoredStreams(hot)
-        found = replay(path / "journal", store)
+        found = replay_journal(path / "journal", store)
         count = _count_streams(store, found)
-        subscriptions = sum(key.startswith(SUBSCRIPTION) for key in found.streams.meta)
+        subscriptions = sum(key.startswith(SUBSCRIPTION_PREFIX) for key in found.streams.meta)
         finished = store.db.fact("bootstrapped_ns", None) is not None and not found.records
         store.db.close()
     except JournalCorruptError as error:
@@ -35,11 +35,11 @@ def already_done(path: Path) -> bool:
     return False
 
 
-def _count_streams(store: StoredStreams, found: Replayed) -> int:
+def _count_streams(store: StoredStreams, found: ReplayResult) -> int:
     """Apart from the server's own as long as the registry is empty: one started by mistake makes them."""
     names = {name for name, _ in store.db.images_after("", "", 3)} | found.streams.by_name.keys()
-    own = found.streams.find(registry.NAME)
-    if names <= set(system.BOUNDED) and (own is None or own.tail == 0):
+    own = found.streams.find(registry.REGISTRY_STREAM)
+    if names <= set(system.BOUNDED_STREAMS) and (own is None or own.tail == 0):
         return 0
     return max(store.db.count_streams(), len(names))
 

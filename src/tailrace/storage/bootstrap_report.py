@@ -12,12 +12,12 @@ import msgspec
 
 logger = logging.getLogger("tailrace.bootstrap")
 
-PROBLEMS_KEPT = 100
+PROBLEMS_MAX = 100
 LINE_S = 5.0
 BAR_S = 0.2
 
 
-class Restored(msgspec.Struct):
+class BootstrapReport(msgspec.Struct):
     """Counts, and what could not be restored as it was."""
 
     found: int = 0  # manifests, those of deleted streams included
@@ -36,7 +36,7 @@ class Restored(msgspec.Struct):
 
     def problem(self, text: str) -> None:
         self.problems_count += 1
-        if len(self.problems) < PROBLEMS_KEPT:
+        if len(self.problems) < PROBLEMS_MAX:
             self.problems.append(text)
             logger.warning("bootstrap: %s", text)
 
@@ -50,11 +50,11 @@ class Restored(msgspec.Struct):
 
 
 @asynccontextmanager
-async def shown(restored: Restored) -> AsyncGenerator[None]:
+async def show_progress(restored: BootstrapReport) -> AsyncGenerator[None]:
     """Shows the counts while they grow."""
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
-    work = _bar(restored) if sys.stderr.isatty() else _lines(restored)
+    work = _draw_progress_bar(restored) if sys.stderr.isatty() else _log_progress(restored)
     task = loop.create_task(work)
     try:
         yield
@@ -64,7 +64,7 @@ async def shown(restored: Restored) -> AsyncGenerator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _lines(restored: Restored) -> None:
+async def _log_progress(restored: BootstrapReport) -> None:
     while True:
         await asyncio.sleep(LINE_S)
         logger.info(
@@ -76,7 +76,7 @@ async def _lines(restored: Restored) -> None:
         )
 
 
-async def _bar(restored: Restored) -> None:
+async def _draw_progress_bar(restored: BootstrapReport) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -9,21 +9,21 @@ from collections.abc import Callable
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.owner import Owner
-from tailrace.storage.seal_job import Kind, Report
+from tailrace.storage.owner import BucketOwner
+from tailrace.storage.seal_job import JobKind, SealerReport
 
 logger = logging.getLogger("tailrace.seal")
 
-PAUSE_S_MIN = 0.5
+BUCKET_PAUSE_S_MIN = 0.5
 CONFIRM_S_MIN = 1.0
-TELL_AGAIN_S = 3600.0
-TOLD_MAX = 1000
+LOG_AGAIN_S = 3600.0
+LOGGED_ERRORS_MAX = 1000
 
 
-class Standing:
+class BucketHealth:
     """Learns from the sealer's reports and from the owner's mark in the bucket."""
 
-    def __init__(self, owner: Owner, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, owner: BucketOwner, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
         self.owner = owner
         self._loop = loop
         self.failure = ""  # why the object store cannot be used just now
@@ -36,7 +36,7 @@ class Standing:
         self._confirmed_s = loop.time()
         self._confirm_s = max(limits.seal_interval_ms / 1000, CONFIRM_S_MIN)
         self._paused_until_s = 0.0
-        self._pause_s = PAUSE_S_MIN
+        self._pause_s = BUCKET_PAUSE_S_MIN
         self.pause_s_max = limits.seal_pause_ms / 1000
         self._told_s: dict[str, float] = {}  # errors of single streams and when they were logged
 
@@ -98,7 +98,7 @@ class Standing:
 
     # -- reports ---------------------------------------------------------------------------------------
 
-    def learn(self, kind: Kind, numbers: list[int], report: Report) -> None:
+    def learn(self, kind: JobKind, numbers: list[int], report: SealerReport) -> None:
         """From the outcome of a job. A failure is logged, counted and followed by a pause."""
         if not report.error:
             self._went_well()
@@ -122,7 +122,7 @@ class Standing:
             )
 
     def _went_well(self) -> None:
-        self._pause_s = PAUSE_S_MIN
+        self._pause_s = BUCKET_PAUSE_S_MIN
         if self.failure:
             logger.warning("the object store can be used again")
             self.failure = ""
@@ -139,9 +139,9 @@ class Standing:
     def _is_news(self, error: str) -> bool:
         """What is wrong with one stream stays wrong: it is told once an hour, not once a minute."""
         now_s = self._loop.time()
-        if now_s - self._told_s.get(error, -TELL_AGAIN_S) < TELL_AGAIN_S:
+        if now_s - self._told_s.get(error, -LOG_AGAIN_S) < LOG_AGAIN_S:
             return False
-        if len(self._told_s) >= TOLD_MAX:
+        if len(self._told_s) >= LOGGED_ERRORS_MAX:
             self._told_s.clear()
         self._told_s[error] = now_s
         return True

@@ -9,17 +9,17 @@ from collections import deque
 
 from tailrace.common.errors import TailraceError
 from tailrace.log.log import Log
-from tailrace.storage.vacuum import is_due
+from tailrace.storage.vacuum import is_vacuum_due
 
 logger = logging.getLogger("tailrace.checkpoint")
 
 RETRY_S = 1.0
 VACUUM_RETRY_S = 60.0  # after a vacuum that could not give anything back
 # A restart need not fold a journal that replays in a blink.
-FOLD_AT_START_BYTES = 4 * 1024 * 1024
+CHECKPOINT_AT_START_BYTES = 4 * 1024 * 1024
 
 
-class Checkpoints:
+class CheckpointService:
     """One file at a time, oldest first. The child is started when there is work, and kept while there is."""
 
     def __init__(self, log: Log) -> None:
@@ -49,7 +49,7 @@ class Checkpoints:
     def start(self) -> None:
         self._log.on_file_retired = self.retired
         replayed = self._log.recovered.files
-        if sum(end for _, end in replayed) >= FOLD_AT_START_BYTES or len(replayed) > 4:
+        if sum(end for _, end in replayed) >= CHECKPOINT_AT_START_BYTES or len(replayed) > 4:
             for seq, end in replayed:
                 self.retired(seq, end)
         else:
@@ -130,7 +130,7 @@ class Checkpoints:
             space = self._log.store.db.space()
         except TailraceError:
             return False  # logged where it was found; reads say so as well
-        due = is_due(space, short=self._disk_short)
+        due = is_vacuum_due(space, short=self._disk_short)
         self._rebuilding = due and not space.incremental
         return due
 

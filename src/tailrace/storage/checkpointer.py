@@ -25,9 +25,9 @@ from pathlib import Path
 import apsw
 
 from tailrace.common import failpoints, process
-from tailrace.log.journal import Scan, file_path, read_header
+from tailrace.log.journal import JournalScan, file_path, read_header
 from tailrace.log.model import Block, Stream
-from tailrace.log.records import Describe, Op, decode
+from tailrace.log.records import Describe, Op, decode_record
 from tailrace.log.recovery import apply_plain_append
 from tailrace.log.stored_streams import (
     StoredStreams,
@@ -37,8 +37,8 @@ from tailrace.log.stored_streams import (
     encode_tombstone,
 )
 from tailrace.log.streams import Streams
-from tailrace.storage.cold_changes import ColdChanges
-from tailrace.storage.hot_store.hot import HotDb
+from tailrace.storage.cold_changes import ObjectStoreChanges
+from tailrace.storage.hot_store.hot import HotDatabase
 from tailrace.storage.hot_store.meta_tables import MetaTables
 from tailrace.storage.stored import put_due, put_stream
 from tailrace.storage.vacuum import vacuum_step
@@ -63,8 +63,8 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
         header = read_header(path)
         if header is None or header.previous_seq > done:
             raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
-        folding = Folding(store, seq)
-        for _, payload in Scan(path, header, end):
+        folding = FileCheckpoint(store, seq)
+        for _, payload in JournalScan(path, header, end):
             folding.take(payload)
         folding.write(tombstone_ns)
     if folding.cold.trims:
@@ -72,7 +72,7 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
     db.connection.wal_checkpoint(mode=0)
 
 
-class Folding:
+class FileCheckpoint:
     """The records of one journal file on their way into the hot store, within one transaction."""
 
     def __init__(self, store: StoredStreams, seq: int) -> None:
@@ -83,19 +83,19 @@ class Folding:
         db.documents.create()
         db.companions.create()
         if db.trims.create():
-            write_book_of_forks(db)
+            write_fork_rows(db)
         self.streams = streams = Streams(store)
         streams.next_number = int(str(db.fact("next_number", 1)))
         self._before = db.meta()
         streams.meta = dict(self._before)
         streams.file = seq
-        self.cold = ColdChanges(seq)
+        self.cold = ObjectStoreChanges(seq)
         self._documents: dict[tuple[int, str], bytes | None] = {}
 
     def take(self, payload: bytes) -> None:
         if apply_plain_append(self.streams, payload):
             return  # says nothing about objects or documents
-        for op in decode(payload):
+        for op in decode_record(payload):
             self.apply(op)
 
     def apply(self, op: Op) -> None:
@@ -124,7 +124,7 @@ class Folding:
         db.set_fact("journal_seq", self._seq)
 
 
-def write_streams(store: StoredStreams, streams: Streams, cold: ColdChanges) -> None:
+def write_streams(store: StoredStreams, streams: Streams, cold: ObjectStoreChanges) -> None:
     db = store.db
     for number in streams.removed:
         db.delete_stream(number)
@@ -149,7 +149,7 @@ def write_streams(store: StoredStreams, streams: Streams, cold: ColdChanges) -> 
             put_due(db, stream)
 
 
-def write_book_of_forks(db: HotDb) -> None:
+def write_fork_rows(db: HotDatabase) -> None:
     """Once, in a store that was made before there was such a book."""
     name = ""
     while found := db.images_after(name, "", IMAGES_AT_ONCE):
@@ -175,21 +175,21 @@ def write_blocks(store: StoredStreams, stream: Stream) -> None:
     size = 0
     for block in pending:
         if group and size + len(block.body) > BLOCK_BYTES:
-            added += _put(store, stream, group)
+            added += _put_blocks(store, stream, group)
             group, size = [], 0
         group.append(block)
         size += len(block.body)
-    added += _put(store, stream, group)
+    added += _put_blocks(store, stream, group)
     store.db.cold.add_hot_bytes(added)
 
 
-def _put(store: StoredStreams, stream: Stream, group: list[Block]) -> int:
-    block = group[0] if len(group) == 1 else merge(group, stream.separator)
+def _put_blocks(store: StoredStreams, stream: Stream, group: list[Block]) -> int:
+    block = group[0] if len(group) == 1 else merge_blocks(group, stream.separator)
     store.db.put_block(stream.number, encode_block(block), block.times[-1])
     return len(block.body)
 
 
-def merge(blocks: list[Block], separator: int) -> Block:
+def merge_blocks(blocks: list[Block], separator: int) -> Block:
     """One block out of consecutive ones."""
     ends: array[int] = array("I")
     times: array[int] = array("q")
@@ -207,13 +207,13 @@ def merge(blocks: list[Block], separator: int) -> Block:
     return Block(blocks[0].first, body, ends, times, keys if keyed else None)
 
 
-class Orders:
+class CommandReader:
     """Lines of the server, read on a thread of their own."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._ready = threading.Condition()
-        self._interruptible: HotDb | None = None  # vacuums
+        self._interruptible: HotDatabase | None = None  # vacuums
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -234,7 +234,7 @@ class Orders:
             return self._lines.pop(0).split()
 
     @contextmanager
-    def may_interrupt(self, db: HotDb) -> Generator[None]:
+    def may_interrupt(self, db: HotDatabase) -> Generator[None]:
         with self._ready:
             self._interruptible = db
         try:
@@ -244,7 +244,7 @@ class Orders:
                 self._interruptible = None
 
 
-def say(line: str) -> None:
+def write_answer(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -255,7 +255,7 @@ def main() -> None:
     process.lower_cpu_priority()
     failpoints.mark_child_process()
     store: StoredStreams | None = None
-    orders = Orders()
+    orders = CommandReader()
     while True:
         name, argument = orders.next()
         try:
@@ -263,14 +263,14 @@ def main() -> None:
             if name == "vacuum":
                 with orders.may_interrupt(store.db):
                     given_back = vacuum_step(data_dir, store.db, short=argument == "1")
-                say(f"vacuumed {given_back}")
+                write_answer(f"vacuumed {given_back}")
             else:
                 checkpoint_file(data_dir, store, int(name), int(argument), tombstone_ns)
-                say(f"done {name}")
+                write_answer(f"done {name}")
         except apsw.InterruptError:
-            say("vacuumed 0")
+            write_answer("vacuumed 0")
         except Exception as error:  # noqa: BLE001 - reported to the server, which tries again
-            say(f"failed {name} {type(error).__name__}: {error}".replace("\n", " "))
+            write_answer(f"failed {name} {type(error).__name__}: {error}".replace("\n", " "))
 
 
 if __name__ == "__main__":

@@ -19,17 +19,17 @@ from tailrace.log.records import (
     Trim,
 )
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.facts import encode_buried
-from tailrace.storage.hot_store.cold_tables import Grave, SegmentRow
-from tailrace.storage.hot_store.hot import HotDb
-from tailrace.storage.segments.kept import Kept
-from tailrace.storage.segments.segments import stream_id
+from tailrace.storage.facts import encode_deleted
+from tailrace.storage.hot_store.cold_tables import DeletedStreamRow, SegmentRow
+from tailrace.storage.hot_store.hot import HotDatabase
+from tailrace.storage.segments.kept import RetainedRanges
+from tailrace.storage.segments.segments import make_stream_id
 from tailrace.storage.stored import reached_by_forks, stored_stream
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class ColdChanges:
+class ObjectStoreChanges:
     """The operations of one journal file that concern segments and manifests."""
 
     def __init__(self, file: int) -> None:
@@ -79,9 +79,9 @@ class ColdChanges:
         for op, stream in self._removed:
             if store.db.image_by_number(stream.number) is None:
                 continue  # made and removed within this file: nothing of it ever left the journal
-            folder = stream_id(stream.name, stream.incarnation)
-            image = encode_buried(stream, op.at_ns, op.reason)
-            store.db.cold.put_grave(Grave(stream.number, stream.name, folder, image))
+            folder = make_stream_id(stream.name, stream.incarnation)
+            image = encode_deleted(stream, op.at_ns, op.reason)
+            store.db.cold.put_grave(DeletedStreamRow(stream.number, stream.name, folder, image))
 
     @property
     def trims(self) -> bool:
@@ -115,14 +115,14 @@ class ColdChanges:
             if number not in removed:
                 cold.head_changed(number, self._file)
 
-    def _join_segments(self, db: HotDb, removed: set[int]) -> None:
+    def _join_segments(self, db: HotDatabase, removed: set[int]) -> None:
         for op in self._compacted:
             if op.stream not in removed:
                 row = SegmentRow(op.segment.first, op.segment.last, _ENCODER.encode(op.segment), op.footer)
                 db.cold.join_segments(op.stream, row, op.segment.last_ns)
                 db.cold.head_recorded(op.stream, 0, op.generation)
 
-    def _write_companions(self, db: HotDb, removed: set[int]) -> None:
+    def _write_companions(self, db: HotDatabase, removed: set[int]) -> None:
         for op in self._published:
             if op.stream in removed:
                 continue
@@ -134,7 +134,7 @@ class ColdChanges:
                 db.companions.put_quarantine(op.stream, found)
             db.cold.head_recorded(op.stream, 0, op.generation)
 
-    def trim(self, db: HotDb) -> None:
+    def trim(self, db: HotDatabase) -> None:
         """Segments out that no stream shows any more. After the streams are written."""
         affected = [*self._trimmed, *self._left]
         seen: set[int] = set()
@@ -149,7 +149,7 @@ class ColdChanges:
             if not stream.earliest:
                 continue
             db.companions.trim(number, stream.earliest)
-            kept = Kept(stream.earliest, reached_by_forks(db, stream))
+            kept = RetainedRanges(stream.earliest, reached_by_forks(db, stream))
             dropped = sum(db.cold.drop_segments(number, behind, upto) for behind, upto in kept.gaps())
             if dropped or number in self._trimmed:
                 db.trims.put_pending(number, self._file)

@@ -14,26 +14,26 @@ from typing import Final
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.log import compaction
-from tailrace.log.compaction import Intent
-from tailrace.log.durable import durable
+from tailrace.log.compaction import CompactionIntent
+from tailrace.log.durable import await_commit
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.storage.manifests.stream_locks import StreamLocks
-from tailrace.storage.seal import Sealing
-from tailrace.storage.seal_job import Publication
-from tailrace.storage.segments.segments import stream_id
+from tailrace.storage.seal import SealingService
+from tailrace.storage.seal_job import ManifestPublication
+from tailrace.storage.segments.segments import make_stream_id
 
 logger = logging.getLogger("tailrace.pipeline")
 
-PAUSE_S: Final = 10.0
-_REFUSALS: Final = {"missing": "object_missing", "changed": "inputs_changed", "buried": "stream_gone"}
+COMPACTION_RETRY_S: Final = 10.0
+_REFUSAL_CODES: Final = {"missing": "object_missing", "changed": "inputs_changed", "buried": "stream_gone"}
 
 
-class Compacting:
+class CompactionService:
     """Owned by the loop thread. Whoever calls holds the lock of the stream."""
 
     def __init__(
-        self, log: Log, sealing: Sealing, locks: StreamLocks, loop: asyncio.AbstractEventLoop
+        self, log: Log, sealing: SealingService, locks: StreamLocks, loop: asyncio.AbstractEventLoop
     ) -> None:
         self._log = log
         self._sealing = sealing
@@ -51,7 +51,7 @@ class Compacting:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def begin(self, stream: Stream, intent: Intent) -> int:
+    async def begin(self, stream: Stream, intent: CompactionIntent) -> int:
         """The generation of the manifest that lists the new segment. TailraceError if it is not listed."""
         await self._note(stream.number, intent)
         failpoints.reached("compact.after_intent")
@@ -67,18 +67,18 @@ class Compacting:
 
     async def finish(self, stream: Stream) -> None:
         """What was begun before and is not known to be done."""
-        raw = self._log.streams.meta.get(compaction.fact_of(stream.number))
+        raw = self._log.streams.meta.get(compaction.compaction_fact_key(stream.number))
         if raw is not None:
             try:
-                await self._carry_out(stream, compaction.decode(raw))
+                await self._carry_out(stream, compaction.decode_intent(raw))
             except TailraceError as error:
-                if compaction.fact_of(stream.number) in self._log.streams.meta:
+                if compaction.compaction_fact_key(stream.number) in self._log.streams.meta:
                     raise
                 logger.info("a compaction of %s was given up: %s", stream.name, error)
 
-    async def _carry_out(self, stream: Stream, intent: Intent) -> int:
-        publication = Publication(
-            stream_id=stream_id(stream.name, stream.incarnation),
+    async def _carry_out(self, stream: Stream, intent: CompactionIntent) -> int:
+        publication = ManifestPublication(
+            stream_id=make_stream_id(stream.name, stream.incarnation),
             segment=intent.segment,
             replaced=list(intent.replaced),
         )
@@ -90,7 +90,7 @@ class Compacting:
         if report.refused or stream.removed:
             await self._note(stream.number, None)
             raise TailraceError(
-                _REFUSALS.get(report.refused, "stream_gone"), report.detail or "it was deleted"
+                _REFUSAL_CODES.get(report.refused, "stream_gone"), report.detail or "it was deleted"
             )
         now_ns = self._log.clock.now_ns()
         await self._sealing.journal(intent.done(stream.number, report.generation, report.footers[0], now_ns))
@@ -99,10 +99,10 @@ class Compacting:
         self.rows += intent.segment.rows
         return report.generation
 
-    async def _note(self, number: int, intent: Intent | None) -> None:
+    async def _note(self, number: int, intent: CompactionIntent | None) -> None:
         """Returns when it is durable."""
-        value = None if intent is None else compaction.encode(intent)
-        await durable(partial(self._log.put_meta, compaction.fact_of(number), value))
+        value = None if intent is None else compaction.encode_intent(intent)
+        await await_commit(partial(self._log.put_meta, compaction.compaction_fact_key(number), value))
 
     # -- what was not finished -----------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Compacting:
 
     async def _finish_all(self) -> None:
         """Until nothing is left that was begun."""
-        while numbers := [number for number, _ in compaction.intents(self._log.streams)]:
+        while numbers := [number for number, _ in compaction.pending_compactions(self._log.streams)]:
             for number in numbers:
                 try:
                     await self._finish_one(number)
@@ -120,13 +120,13 @@ class Compacting:
                     logger.warning("a compaction of stream %d is not finished yet: %s", number, error)
                 except Exception:
                     logger.exception("a compaction of stream %d cannot be finished", number)
-            if any(True for _ in compaction.intents(self._log.streams)):
-                await asyncio.sleep(PAUSE_S)
+            if any(True for _ in compaction.pending_compactions(self._log.streams)):
+                await asyncio.sleep(COMPACTION_RETRY_S)
 
     async def _finish_one(self, number: int) -> None:
         stream = self._log.streams.get(number)
         if stream is None or stream.removed:
             await self._note(number, None)
             return
-        async with self._locks.hold(stream_id(stream.name, stream.incarnation)):
+        async with self._locks.hold(make_stream_id(stream.name, stream.incarnation)):
             await self.finish(stream)

@@ -10,22 +10,22 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.compaction import Intent
+from tailrace.log.compaction import CompactionIntent
 from tailrace.log.model import Lifetime
 from tailrace.storage.coverage import Coverage
-from tailrace.storage.segments.companions import SEGMENT, Companion, PlanEntry
-from tailrace.storage.segments.offers import AddedObject, Offer
+from tailrace.storage.segments.companions import SEGMENT_FAMILY, IndexFile, PlanRecord
+from tailrace.storage.segments.offers import PublishedObject, PublishRequest
 from tailrace.storage.segments.segments import SegmentInfo, segment_name, stream_prefix
 
 HOUR_NS: Final = 3600 * 10**9
 BYTES_MAX: Final = 64 << 20  # payload of a joined segment, with something for each entry
 ENTRY_BYTES: Final = 32
 INPUTS_MAX: Final = 512
-OFFERED_MAX: Final = 4  # of one stream in one answer
-SHARE: Final = 10  # so many parts of what a stream retains are trimmed one by one
+COMPACTIONS_OFFERED_MAX: Final = 4  # of one stream in one answer
+RETENTION_SHARE: Final = 10  # so many parts of what a stream retains are trimmed one by one
 
 
-class CompactRule(NamedTuple):
+class CompactionRule(NamedTuple):
     """From how many adjacent segments on, up to which size of each, and from which age on."""
 
     segments_min: int
@@ -33,7 +33,7 @@ class CompactRule(NamedTuple):
     age_ns: int
 
 
-class Borders(NamedTuple):
+class CompactionBorders(NamedTuple):
     """What no segment may reach across."""
 
     cuts: Sequence[int]  # entries, in order: none of them shares a segment with the one behind it
@@ -53,30 +53,30 @@ class Borders(NamedTuple):
         return first if first == last else None
 
 
-class Due(NamedTuple):
+class DueCompactions(NamedTuple):
     """Runs of segments to be joined, oldest first; and when there will be more without anything new."""
 
     runs: tuple[tuple[SegmentInfo, ...], ...] = ()
     next_ns: int | None = None
 
 
-def borders_of(lifetime: Lifetime, cuts: Collection[int]) -> Borders:
+def borders_of(lifetime: Lifetime, cuts: Collection[int]) -> CompactionBorders:
     """Retention trims whole segments: what it keeps too long is a tenth of its bound, or an hour."""
     bucket_ns, bytes_max = 0, BYTES_MAX
     if lifetime.retention_s is not None:
-        bucket_ns = max(lifetime.retention_s * 10**9 // SHARE, HOUR_NS)
+        bucket_ns = max(lifetime.retention_s * 10**9 // RETENTION_SHARE, HOUR_NS)
     if lifetime.retention_bytes is not None:
-        bytes_max = min(bytes_max, lifetime.retention_bytes // SHARE)
-    return Borders(sorted(cuts), bucket_ns, bytes_max)
+        bytes_max = min(bytes_max, lifetime.retention_bytes // RETENTION_SHARE)
+    return CompactionBorders(sorted(cuts), bucket_ns, bytes_max)
 
 
-def due(
+def due_compactions(
     segments: Sequence[SegmentInfo],
-    rule: CompactRule,
-    borders: Borders,
+    rule: CompactionRule,
+    borders: CompactionBorders,
     is_settled: Callable[[SegmentInfo], bool],
     now_ns: int,
-) -> Due:
+) -> DueCompactions:
     """`is_settled` tells whether anything is still to be built of a segment: then it is left alone."""
     found: list[tuple[SegmentInfo, ...]] = []
     next_ns: int | None = None
@@ -87,13 +87,13 @@ def due(
         elif len(run) >= rule.segments_min:
             at_ns = run[rule.segments_min - 1].last_ns + rule.age_ns
             next_ns = at_ns if next_ns is None else min(next_ns, at_ns)
-    return Due(tuple(found[:OFFERED_MAX]), next_ns)
+    return DueCompactions(tuple(found[:COMPACTIONS_OFFERED_MAX]), next_ns)
 
 
 def _runs(
     segments: Sequence[SegmentInfo],
-    rule: CompactRule,
-    borders: Borders,
+    rule: CompactionRule,
+    borders: CompactionBorders,
     is_settled: Callable[[SegmentInfo], bool],
 ) -> Iterator[list[SegmentInfo]]:
     """Small segments that follow each other and may be one, whatever their age."""
@@ -117,7 +117,7 @@ def _runs(
         yield run
 
 
-def _continues(run: list[SegmentInfo], info: SegmentInfo, borders: Borders) -> bool:
+def _continues(run: list[SegmentInfo], info: SegmentInfo, borders: CompactionBorders) -> bool:
     last = run[-1]
     return (
         len(run) < INPUTS_MAX
@@ -132,19 +132,22 @@ def _continues(run: list[SegmentInfo], info: SegmentInfo, borders: Borders) -> b
 
 
 def decide_compaction(
-    offer: Offer, plan: PlanEntry | None, companions: Sequence[Companion], segments: Mapping[str, SegmentInfo]
-) -> Intent | None:
+    offer: PublishRequest,
+    plan: PlanRecord | None,
+    companions: Sequence[IndexFile],
+    segments: Mapping[str, SegmentInfo],
+) -> CompactionIntent | None:
     """What takes the place of what; None if that has happened already.
 
     `segments` are all that the stream shows, by key.
     """
-    if len(offer.add) != 1 or offer.add[0].family != SEGMENT:
+    if len(offer.add) != 1 or offer.add[0].family != SEGMENT_FAMILY:
         raise TailraceError("invalid_request", "a compaction has one output, which is a segment")
     prefix = stream_prefix(offer.stream_id)
     named = {one.object.removeprefix(prefix): one.sha256 for one in offer.inputs}
     if named.keys() != {key.removeprefix(prefix) for key in offer.replace} or len(named) < 2:
         raise TailraceError("invalid_request", "a compaction replaces exactly its inputs, two at least")
-    joined = segment_of(offer.add[0], prefix)
+    joined = offered_segment(offer.add[0], prefix)
     listed = [info for info in segments.values() if info.first <= joined.last and joined.first <= info.last]
     if len(listed) == 1 and (listed[0].first, listed[0].last) == (joined.first, joined.last):
         return None
@@ -155,10 +158,10 @@ def decide_compaction(
         raise TailraceError("inputs_changed", "one of the segments is another object")
     _check_sums(joined, inputs)
     _check_companions(joined, plan, companions)
-    return Intent(joined, tuple(inputs))
+    return CompactionIntent(joined, tuple(inputs))
 
 
-def segment_of(one: AddedObject, prefix: str) -> SegmentInfo:
+def offered_segment(one: PublishedObject, prefix: str) -> SegmentInfo:
     """What is recorded about an offered segment, taken at its word."""
     values = [one.stats.get(name) for name in ("epoch", "raw_bytes", "first_ns", "last_ns")]
     numbers = [value for value in values if isinstance(value, int)]
@@ -196,7 +199,7 @@ def _check_sums(joined: SegmentInfo, inputs: Sequence[SegmentInfo]) -> None:
         raise TailraceError("range_conflict", "the joined segment has other bytes or times than its inputs")
 
 
-def _check_companions(joined: SegmentInfo, plan: PlanEntry | None, companions: Sequence[Companion]) -> None:
+def _check_companions(joined: SegmentInfo, plan: PlanRecord | None, companions: Sequence[IndexFile]) -> None:
     """Either everything that is wanted of the inputs is built, or nothing: a half could never be completed.
 
     Companions are built for whole segments, and none may overlap another.

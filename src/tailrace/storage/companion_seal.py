@@ -10,26 +10,26 @@ from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.limits import Limits
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.facts import stored_facts
-from tailrace.storage.manifests.companion_change import CompanionMissingError
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.model import BuriedError, Facts
+from tailrace.storage.facts import stored_manifest_facts
+from tailrace.storage.manifests.companion_change import IndexFileMissingError
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.model import StreamDeletedError, StreamFacts
 from tailrace.storage.object_store.objects import ObjectExistsError
-from tailrace.storage.seal_job import Job, Report
+from tailrace.storage.seal_job import SealerJob, SealerReport
 from tailrace.storage.segments.segments import stream_prefix
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.object_store.objects import ObjectStore
 
 MS_NS: Final = 1_000_000
 
 
-class CompanionSealing:
+class IndexFileSealer:
     def __init__(
         self,
         store: StoredStreams,
-        objects: Objects,
-        manifests: Manifests,
+        objects: ObjectStore,
+        manifests: ManifestStore,
         threads: Executor,
         limits: Limits,
         clock: Clock = SYSTEM_CLOCK,
@@ -42,13 +42,13 @@ class CompanionSealing:
         # A sweep may be about to take what is older than its age: half of that is surely safe.
         self._age_ns_max = limits.gc_orphan_age * MS_NS // 2
 
-    async def do(self, job: Job, report: Report) -> None:
+    async def do(self, job: SealerJob, report: SealerReport) -> None:
         assert job.publication is not None
         if job.kind == "plan":
             await self._create(job.publication.stream_id, job.publication.objects)
             return
         facts = await asyncio.get_running_loop().run_in_executor(
-            self._threads, stored_facts, self._store, job.numbers[0]
+            self._threads, stored_manifest_facts, self._store, job.numbers[0]
         )
         if facts is None:
             report.refused, report.detail = "buried", "the stream was deleted"
@@ -71,7 +71,7 @@ class CompanionSealing:
             data, etag = await self._objects.get(key)
             await self._objects.replace(key, data, etag)
 
-    async def _publish(self, facts: Facts, job: Job, report: Report) -> None:
+    async def _publish(self, facts: StreamFacts, job: SealerJob, report: SealerReport) -> None:
         assert job.publication is not None
         failpoints.reached("publish.before_manifest")
         try:
@@ -81,10 +81,10 @@ class CompanionSealing:
             head, added = await self._manifests.publish_companions(
                 facts.stream_id, job.publication.added, job.publication.removed
             )
-        except BuriedError as error:
+        except StreamDeletedError as error:
             report.refused, report.detail = "buried", str(error)
             return
-        except CompanionMissingError as error:
+        except IndexFileMissingError as error:
             report.refused, report.detail = "missing", str(error)
             return
         failpoints.reached("publish.after_manifest")

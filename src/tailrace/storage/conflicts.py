@@ -10,13 +10,13 @@ from tailrace.log.model import Stream
 
 logger = logging.getLogger("tailrace.seal")
 
-ADVICE = (
+CONFLICT_ADVICE = (
     "The data directory is older than the bucket, or another server runs on a copy of it: see 'Backup, "
     "restore, upgrade' in docs/operations.md"
 )
 
 
-class Conflicts:
+class SealConflicts:
     """Told once for each stream; afterwards metrics, /readyz and the stream's details show it."""
 
     def __init__(self, find: Callable[[int], Stream | None]) -> None:
@@ -34,7 +34,7 @@ class Conflicts:
         self.resting.add(stream.number)
         if stream.number not in self._names:
             self._names[stream.number] = stream.name
-            logger.error("stream %r is not sealed any more: %s. %s", stream.name, why, ADVICE)
+            logger.error("stream %r is not sealed any more: %s. %s", stream.name, why, CONFLICT_ADVICE)
 
     def over(self, number: int) -> None:
         """The stream was sealed or removed, or somebody wants to know anew."""
@@ -46,7 +46,7 @@ class Conflicts:
         found: Stream | None = stream
         while found is not None and self._names:
             if found.number in self._names:
-                message = f"the object store has other entries of {found.name!r} than this server. {ADVICE}"
+                message = f"the object store has other entries of {found.name!r} than this server. {CONFLICT_ADVICE}"
                 return TailraceError("conflict", message)
             found = self._find(found.parent) if found.parent else None
         return None

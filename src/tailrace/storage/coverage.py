@@ -6,30 +6,30 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from tailrace.storage.segments.companions import Companion, PlanEntry
+from tailrace.storage.segments.companions import IndexFile, PlanRecord
 from tailrace.storage.segments.segments import SegmentInfo
 
 NEWEST_FIRST: Final = 8  # so many of the newest segments come before the old ones
-MERGED: Final = ("routing_key_index", "routing_key_lexicon", "exact", "agg", "fts")
+MERGED_FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "agg", "fts")
 FTS_ROWS_MAX: Final = 1_000_000
-SUMS: Final = "agg"
+AGGREGATE_FAMILY: Final = "agg"
 
 Range = tuple[int, int]
 
 
-class Uncovered(NamedTuple):
+class UncoveredSegment(NamedTuple):
     """A segment and the families it has no companion of."""
 
     info: SegmentInfo
     families: tuple[str, ...]
 
 
-class Merge(NamedTuple):
+class IndexMerge(NamedTuple):
     """Adjacent companions that are to become one of the next level."""
 
     family: str
     level: int
-    inputs: tuple[Companion, ...]
+    inputs: tuple[IndexFile, ...]
 
     @property
     def first(self) -> int:
@@ -51,12 +51,12 @@ class MergeRule(NamedTuple):
 class Coverage:
     """The entries for which a stream has companions of each family of a plan."""
 
-    def __init__(self, plan: PlanEntry, companions: Iterable[Companion]) -> None:
+    def __init__(self, plan: PlanRecord, companions: Iterable[IndexFile]) -> None:
         ranges: dict[str, list[Range]] = {family: [] for family in plan.families}
         for one in companions:
             if plan.families.get(one.family) == one.fingerprint:
                 ranges[one.family].append((one.first, one.last))
-        self._runs = {family: joined(found) for family, found in ranges.items()}
+        self._runs = {family: merge_ranges(found) for family, found in ranges.items()}
 
     def covers(self, family: str, first: int, last: int) -> bool:
         runs = self._runs.get(family, [])
@@ -68,7 +68,7 @@ class Coverage:
         return tuple(family for family in self._runs if not self.covers(family, first, last))
 
 
-def joined(ranges: Iterable[Range]) -> list[Range]:
+def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     """Ranges that touch or overlap as one, in order."""
     runs: list[Range] = []
     for first, last in sorted(ranges):
@@ -79,28 +79,28 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return runs
 
 
-def uncovered(
+def uncovered_segments(
     segments: Sequence[SegmentInfo], coverage: Coverage, given_up: set[str]
-) -> tuple[list[Uncovered], list[SegmentInfo]]:
+) -> tuple[list[UncoveredSegment], list[SegmentInfo]]:
     """Segments without all of their companions, oldest first, and those of them that were given up."""
-    found: list[Uncovered] = []
+    found: list[UncoveredSegment] = []
     stuck: list[SegmentInfo] = []
     for info in segments:
         families = coverage.missing(info.first, info.last)
         if families and info.key in given_up:
             stuck.append(info)
         elif families:
-            found.append(Uncovered(info, families))
+            found.append(UncoveredSegment(info, families))
     return found, stuck
 
 
-def in_turn(found: list[Uncovered]) -> list[Uncovered]:
+def build_order(found: list[UncoveredSegment]) -> list[UncoveredSegment]:
     """The newest few first, since recent entries are asked for most; then from the oldest on."""
     newest = found[-NEWEST_FIRST:]
     return [*reversed(newest), *found[: len(found) - len(newest)]]
 
 
-def stale(plan: PlanEntry, companions: Iterable[Companion], coverage: Coverage) -> list[str]:
+def stale_index_files(plan: PlanRecord, companions: Iterable[IndexFile], coverage: Coverage) -> list[str]:
     """Objects of older plans that nothing is answered from any more: a newer one covers all they say."""
     return [
         one.object
@@ -110,21 +110,21 @@ def stale(plan: PlanEntry, companions: Iterable[Companion], coverage: Coverage) 
     ]
 
 
-def merges(
-    plan: PlanEntry,
-    companions: Iterable[Companion],
+def due_merges(
+    plan: PlanRecord,
+    companions: Iterable[IndexFile],
     rule: MergeRule,
-    part_of: Callable[[Companion], int | None] = lambda _: 0,
-) -> list[Merge]:
+    part_of: Callable[[IndexFile], int | None] = lambda _: 0,
+) -> list[IndexMerge]:
     """At most one merge of each family and level: the oldest that is due.
 
     Sums are merged only with those of the same `part_of` time; None: with nobody.
     """
-    found: list[Merge] = []
-    groups: dict[tuple[str, int, int], dict[Range, list[Companion]]] = {}
+    found: list[IndexMerge] = []
+    groups: dict[tuple[str, int, int], dict[Range, list[IndexFile]]] = {}
     for one in companions:
-        if one.family in MERGED and plan.families.get(one.family) == one.fingerprint:
-            part = part_of(one) if one.family == SUMS else 0
+        if one.family in MERGED_FAMILIES and plan.families.get(one.family) == one.fingerprint:
+            part = part_of(one) if one.family == AGGREGATE_FAMILY else 0
             if part is None:
                 continue
             group = groups.setdefault((one.family, one.level, part), {})
@@ -135,13 +135,13 @@ def merges(
         wanted = rule.span if level == 0 else rule.fan_out
         inputs = _adjacent(by_range, wanted, FTS_ROWS_MAX if family == "fts" else None)
         if inputs:
-            found.append(Merge(family, level + 1, inputs))
+            found.append(IndexMerge(family, level + 1, inputs))
     return found
 
 
 def _adjacent(
-    by_range: dict[Range, list[Companion]], wanted: int, rows_max: int | None
-) -> tuple[Companion, ...]:
+    by_range: dict[Range, list[IndexFile]], wanted: int, rows_max: int | None
+) -> tuple[IndexFile, ...]:
     """The first so many ranges that follow each other, with all files of each; nothing if there are fewer."""
     run: list[Range] = []
     rows = 0

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from tailrace.storage.segments.segments import SegmentRows
 
 
-class Portion(NamedTuple):
+class SegmentPortion(NamedTuple):
     """The rows of one segment: consecutive, of one epoch."""
 
     epoch: int
     runs: list[SegmentRows]
 
 
-def part_of(run: SegmentRows, begin: int, end: int, separator: int) -> SegmentRows:
+def slice_run(run: SegmentRows, begin: int, end: int, separator: int) -> SegmentRows:
     """Rows `begin` to `end` (not included) of a run, counted from 0."""
     if begin == 0 and end == len(run.ends):
         return run
@@ -30,14 +30,14 @@ def part_of(run: SegmentRows, begin: int, end: int, separator: int) -> SegmentRo
     return SegmentRows(run.first + begin, body, ends, run.times[begin:end], keys)
 
 
-def portions(
+def split_into_segments(
     runs: Iterable[SegmentRows],
     epochs: Sequence[tuple[int, int]],
     separator: int,
     *,
     bytes_max: int,
     entries_max: int,
-) -> Iterator[Portion]:
+) -> Iterator[SegmentPortion]:
     """What goes into each segment: at most so many bytes and entries, one larger entry alone excepted."""
     held: list[SegmentRows] = []
     held_bytes = held_entries = 0
@@ -47,7 +47,7 @@ def portions(
         while at < count:
             entry_epoch, epoch_last = _epoch_at(epochs, run.first + at)
             if held and (held_bytes >= bytes_max or held_entries >= entries_max or entry_epoch != epoch):
-                yield Portion(epoch, held)
+                yield SegmentPortion(epoch, held)
                 held, held_bytes, held_entries = [], 0, 0
             epoch = entry_epoch
             start = run.ends[at - 1] + separator if at else 0
@@ -58,12 +58,12 @@ def portions(
                     held_bytes = bytes_max  # the next entry does not fit any more
                     continue
                 stop = at + 1
-            held.append(part_of(run, at, stop, separator))
+            held.append(slice_run(run, at, stop, separator))
             held_bytes += run.ends[stop - 1] - start
             held_entries += stop - at
             at = stop
     if held:
-        yield Portion(epoch, held)
+        yield SegmentPortion(epoch, held)
 
 
 def _epoch_at(epochs: Sequence[tuple[int, int]], entry: int) -> tuple[int, int]:

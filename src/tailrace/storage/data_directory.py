@@ -11,9 +11,9 @@ from pathlib import Path
 from tailrace.common import private_files
 from tailrace.common.errors import TailraceError
 
-VERSION = 1
+DIRECTORY_VERSION = 1
 # The streams are in the directories of several workers, where an older server would not look for them.
-VERSION_SHARED = 2
+DIRECTORY_VERSION_SHARED = 2
 LOCK_WAIT_S = 5.0
 # What lies in the directory. Older versions left these open to other users.
 SUBDIRECTORIES = ("cache", "journal", "spool")
@@ -60,32 +60,32 @@ class DataDirectory:
     def _check_version(self) -> None:
         file = self.path / "VERSION"
         if not file.exists():
-            write_durably(file, f"{VERSION}\n")
+            write_file_durably(file, f"{DIRECTORY_VERSION}\n")
             return
         found = file.read_text().strip()
-        if not found.isdigit() or int(found) > VERSION_SHARED:
+        if not found.isdigit() or int(found) > DIRECTORY_VERSION_SHARED:
             raise TailraceError(
                 "unavailable",
-                f"the data directory has format {found!r}; this version knows {VERSION_SHARED} and older",
+                f"the data directory has format {found!r}; this version knows {DIRECTORY_VERSION_SHARED} and older",
             )
 
     def become_shared(self) -> None:
         """From now on only servers that know of workers may use the directory."""
-        write_durably(self.path / "VERSION", f"{VERSION_SHARED}\n")
+        write_file_durably(self.path / "VERSION", f"{DIRECTORY_VERSION_SHARED}\n")
 
     def become_new(self) -> None:
         """A new identity: what holds the old one, be it a server that still runs, is somebody else."""
-        write_durably(self.path / "deployment", secrets.token_hex(8) + "\n")
+        write_file_durably(self.path / "deployment", secrets.token_hex(8) + "\n")
         self.deployment = self._deployment()
 
     def _deployment(self) -> str:
         file = self.path / "deployment"
         if not file.exists():
-            write_durably(file, secrets.token_hex(8) + "\n")
+            write_file_durably(file, secrets.token_hex(8) + "\n")
         return file.read_text().strip()
 
 
-def write_durably(file: Path, text: str) -> None:
+def write_file_durably(file: Path, text: str) -> None:
     """A file that is there completely or not at all, whatever happens meanwhile."""
     temporary = file.with_name(file.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as opened:

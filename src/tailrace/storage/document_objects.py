@@ -16,7 +16,7 @@ import msgspec
 from tailrace.storage.meta_objects import MetaCorruptError, MetaObject, MetaObjects
 from tailrace.storage.segments.segments import stream_prefix
 
-REMEMBERED_MAX: Final = 10_000
+REMEMBERED_DOCUMENTS_MAX: Final = 10_000
 
 
 class DocumentObject(MetaObject, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class DocumentObjects:
             await self._objects.put(name, DocumentObject(as_of=as_of, document=msgspec.Raw(document)))
             self._written[name] = digest
             self._written.move_to_end(name)
-            if len(self._written) > REMEMBERED_MAX:
+            if len(self._written) > REMEMBERED_DOCUMENTS_MAX:
                 self._written.popitem(last=False)
 
     async def take(self, stream_id: str, key: str, tail: int) -> bytes:

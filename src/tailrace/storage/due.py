@@ -10,7 +10,7 @@ from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 
 
-class Aging:
+class AgingStreams:
     """Streams that got entries in one journal file and are due at the same time: two numbers for each."""
 
     __slots__ = ("due_s", "lasts", "numbers", "position")
@@ -34,7 +34,7 @@ class DueStreams:
         self._entries_max = limits.seal_entries
         self._age_s = limits.seal_age_ms / 1000
         self._queue: dict[int, None] = {}
-        self._aging: deque[Aging] = deque()
+        self._aging: deque[AgingStreams] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -54,7 +54,7 @@ class DueStreams:
 
     def checkpointed(self, touched: Iterable[Stream], begun_s: float) -> None:
         """Streams of which the hot store has more now; their new entries came after `begun_s`."""
-        group = Aging(begun_s + self._age_s)
+        group = AgingStreams(begun_s + self._age_s)
         for stream in touched:
             if stream.removed or stream.stored <= stream.sealed:
                 continue
@@ -64,7 +64,7 @@ class DueStreams:
                 group.add(stream.number, stream.stored)
         self.wait(group)
 
-    def wait(self, group: Aging) -> None:
+    def wait(self, group: AgingStreams) -> None:
         """Groups come in the order of their time, or a little late."""
         if group.numbers:
             self._aging.append(group)

@@ -10,21 +10,21 @@ from collections.abc import Callable
 
 from tailrace.log.log import Log
 from tailrace.storage.due import DueStreams
-from tailrace.storage.pressure import Pressure
-from tailrace.storage.retention import is_over
+from tailrace.storage.pressure import SealBacklog
+from tailrace.storage.retention import is_over_bounds
 
-HURRY_S_MAX = 1.0
+EARLY_ROTATION_S_MAX = 1.0
 LARGE_PER_TURN = 1000
 
 
-class FileTurns:
+class EarlyRotation:
     """Looks into the file now and then, and ends it if need be, but not too often. Times are the loop's."""
 
     def __init__(
         self,
         log: Log,
         due: DueStreams,
-        pressure: Pressure,
+        pressure: SealBacklog,
         others_wait: Callable[[float], bool],
         now_s: float,
     ) -> None:
@@ -61,7 +61,7 @@ class FileTurns:
             self._large = (
                 self._large
                 or self._due.is_enough(entries, size_bytes, closed=False)
-                or (entries > 0 and is_over(stream.lifetime, size_bytes, held_s))
+                or (entries > 0 and is_over_bounds(stream.lifetime, size_bytes, held_s))
             )
         self._looked_at += LARGE_PER_TURN
 
@@ -71,7 +71,9 @@ class FileTurns:
         for file in pending:
             self._begun_s.setdefault(file, now_s)
         hurry = self._pressure.hurry and streams.memory_bytes > 0
-        if now_s - self._turned_s < (min(HURRY_S_MAX, self._interval_s) if hurry else self._interval_s):
+        if now_s - self._turned_s < (
+            min(EARLY_ROTATION_S_MAX, self._interval_s) if hurry else self._interval_s
+        ):
             return
         if self._log.checkpoint_pending or self._log.refusal is not None:
             return

@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
 from tailrace.log.records import Recorded
-from tailrace.storage.hot_store.cold_tables import ColdTables, Grave
+from tailrace.storage.hot_store.cold_tables import ColdTables, DeletedStreamRow
 
 if TYPE_CHECKING:
-    from tailrace.storage.seal import Sealing
+    from tailrace.storage.seal import SealingService
 
-PAGE_COUNT = 64
-PAUSE_S_MIN = 2.0
-PAUSE_S_MAX = 300.0
+HEADS_PAGE_COUNT = 64
+RECORD_PAUSE_S_MIN = 2.0
+RECORD_PAUSE_S_MAX = 300.0
 # Recorded in the journal and not yet in the hot store; more have to wait for a checkpoint.
 REMEMBERED_MAX = 65_536
 
 
-class Heads:
+class ManifestRecorder:
     """One round at a time through what the hot store lists. A checkpoint asks for the next round."""
 
-    def __init__(self, sealing: Sealing) -> None:
+    def __init__(self, sealing: SealingService) -> None:
         self._sealing = sealing
         self._wanted = True
         self._running = False
         self.rounds = 0  # that have ended, well or not
-        self._pause_s = PAUSE_S_MIN
+        self._pause_s = RECORD_PAUSE_S_MIN
         self._recorded: dict[int, int] = {}  # stream to the journal file its manifest speaks for
         self._buried: set[int] = set()
         self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
@@ -67,10 +67,10 @@ class Heads:
             self._running = False
             self.rounds += 1
         if done:
-            self._pause_s = PAUSE_S_MIN
+            self._pause_s = RECORD_PAUSE_S_MIN
         else:
             self._sealing.call_later(self._pause_s, self._want)
-            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+            self._pause_s = min(2 * self._pause_s, RECORD_PAUSE_S_MAX)
 
     def _want(self) -> None:
         self._wanted = True
@@ -101,7 +101,7 @@ class Heads:
                 clean = clean and not report.error
                 if report.trouble in ("unavailable", "fenced", "ended"):
                     return False
-            if len(rows) < PAGE_COUNT:
+            if len(rows) < HEADS_PAGE_COUNT:
                 break
             after = rows[-1][0]
         return clean
@@ -116,7 +116,7 @@ class Heads:
         cold = self._sealing.stored
         after = 0
         while len(self._buried) < REMEMBERED_MAX:
-            rows = await self._sealing.on_thread(partial(_graves, cold, after))
+            rows = await self._sealing.on_thread(partial(_deleted_streams, cold, after))
             open_graves = [
                 row.number
                 for row in rows
@@ -133,7 +133,7 @@ class Heads:
                 clean = clean and not report.error
                 if report.trouble in ("unavailable", "fenced", "ended"):
                     return False
-            if len(rows) < PAGE_COUNT:
+            if len(rows) < HEADS_PAGE_COUNT:
                 break
             after = rows[-1].number
         return clean
@@ -143,8 +143,8 @@ class Heads:
 
 
 def _stale_heads(cold: Callable[[], ColdTables], after: int) -> list[tuple[int, int]]:
-    return cold().stale_heads(after, PAGE_COUNT)
+    return cold().stale_heads(after, HEADS_PAGE_COUNT)
 
 
-def _graves(cold: Callable[[], ColdTables], after: int) -> list[Grave]:
-    return cold().graves(after, PAGE_COUNT)
+def _deleted_streams(cold: Callable[[], ColdTables], after: int) -> list[DeletedStreamRow]:
+    return cold().graves(after, HEADS_PAGE_COUNT)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tailrace.log.catalogue import CompanionSet
+from tailrace.log.catalogue import IndexFileSet
 from tailrace.storage.coverage import Coverage
-from tailrace.storage.segments.companions import PlanEntry, Quarantine
+from tailrace.storage.segments.companions import PlanRecord, QuarantinedSegment
 from tailrace.storage.segments.segments import SegmentInfo
 
 
@@ -30,26 +30,28 @@ class IndexSummary(msgspec.Struct, frozen=True):
     whole: int = 0  # segments with every family
     families: dict[str, FamilySummary] = {}
     stale_fields: frozenset[str] = frozenset()  # exact fields with data of another making
-    quarantined: tuple[Quarantine, ...] = ()
+    quarantined: tuple[QuarantinedSegment, ...] = ()
 
 
-NOTHING = IndexSummary()
+EMPTY_SUMMARY = IndexSummary()
 
 
-def summarise(
-    plan: PlanEntry, segments: Sequence[SegmentInfo], known: CompanionSet, coverage: Coverage
+def summarise_index(
+    plan: PlanRecord, segments: Sequence[SegmentInfo], known: IndexFileSet, coverage: Coverage
 ) -> IndexSummary:
-    families = {family: _family(family, plan, segments, known, coverage) for family in plan.families}
+    families = {
+        family: _summarise_family(family, plan, segments, known, coverage) for family in plan.families
+    }
     whole = sum(not coverage.missing(info.first, info.last) for info in segments)
     quarantined = tuple(one for one in known.quarantined if one.plan_hash == plan.hash)
     return IndexSummary(len(segments), whole, families, _stale_fields(plan, known), quarantined)
 
 
-def _family(
+def _summarise_family(
     family: str,
-    plan: PlanEntry,
+    plan: PlanRecord,
     segments: Sequence[SegmentInfo],
-    known: CompanionSet,
+    known: IndexFileSet,
     coverage: Coverage,
 ) -> FamilySummary:
     covered = contiguous = oldest_ns = stale_segments = 0
@@ -70,7 +72,7 @@ def _family(
     )
 
 
-def _stale_fields(plan: PlanEntry, known: CompanionSet) -> frozenset[str]:
+def _stale_fields(plan: PlanRecord, known: IndexFileSet) -> frozenset[str]:
     """Fields whose exact data was built otherwise in some listed file, as far as its plan is remembered."""
     found: set[str] = set()
     hashes = {

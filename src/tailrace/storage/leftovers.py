@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from tailrace.log.stored_streams import StoredStreams
 
-PAGE_COUNT = 200
+UNSEALED_PAGE_COUNT = 200
 
 
-class Leftover(NamedTuple):
+class UnsealedStream(NamedTuple):
     number: int
     last: int
     sealed: int
@@ -22,13 +22,13 @@ class Leftover(NamedTuple):
         return self.last - self.sealed
 
 
-def leftovers_after(store: StoredStreams, number: int) -> list[Leftover]:
+def unsealed_streams_after(store: StoredStreams, number: int) -> list[UnsealedStream]:
     """The next streams that have entries in the hot store; fewer than a page mean that these are all."""
-    found: list[Leftover] = []
+    found: list[UnsealedStream] = []
     with store.snapshot():
-        for row in store.db.cold.hot_ranges(number, PAGE_COUNT):
+        for row in store.db.cold.hot_ranges(number, UNSEALED_PAGE_COUNT):
             stream = store.stream_by_number(row.number)
             sealed = row.last if stream is None else stream.sealed
             closed = stream is not None and stream.closed
-            found.append(Leftover(row.number, row.last, sealed, row.body_bytes, closed, row.oldest_ns))
+            found.append(UnsealedStream(row.number, row.last, sealed, row.body_bytes, closed, row.oldest_ns))
     return found

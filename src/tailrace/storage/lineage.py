@@ -11,10 +11,10 @@ from collections.abc import Callable
 from tailrace.log.model import Stream
 from tailrace.storage.due import DueStreams
 
-Find = Callable[[int], Stream | None]
+FindStream = Callable[[int], Stream | None]
 
 
-def unsealed_source(stream: Stream, find: Find) -> Stream | None:
+def unsealed_source(stream: Stream, find: FindStream) -> Stream | None:
     """The nearest ancestor with entries that the stream shows and that are not sealed yet."""
     earliest, upto = stream.earliest, stream.fork_entry
     while stream.parent and earliest < upto:
@@ -27,10 +27,10 @@ def unsealed_source(stream: Stream, find: Find) -> Stream | None:
     return None
 
 
-class Lineage:
+class ForkDependencies:
     """Which forks wait for which sources. A source that somebody waits for is due."""
 
-    def __init__(self, due: DueStreams, find: Find) -> None:
+    def __init__(self, due: DueStreams, find: FindStream) -> None:
         self._due = due
         self._find = find
         self._waiting: dict[int, set[int]] = {}

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from tailrace.storage.hot_store.meta_tables import LINK, SUBSCRIPTION
+from tailrace.storage.hot_store.meta_tables import LINK_PREFIX, SUBSCRIPTION_PREFIX
 from tailrace.storage.meta_objects import SubscriptionLink, SubscriptionObject
 
 CONFIG_FIELDS: Final = (
@@ -23,7 +23,7 @@ CONFIG_FIELDS: Final = (
     "lease_ttl_ms",
     "description",
 )
-HEAD_FIELDS: Final = ("config", "created_ms", "generation", "wake", "deleted_ms", "base_url")
+SUBSCRIPTION_FIELDS: Final = ("config", "created_ms", "generation", "wake", "deleted_ms", "base_url")
 LINK_FIELDS: Final = ("acked", "explicit", "glob")
 # Generations handed out and not recorded before a loss must never be handed out again.
 GENERATIONS_LOST_MAX: Final = 1_000_000
@@ -31,14 +31,14 @@ GENERATIONS_LOST_MAX: Final = 1_000_000
 
 def subscription_object(subject: str, facts: Mapping[str, bytes], as_of: int) -> SubscriptionObject:
     """The object of a subscription that has facts."""
-    subscription_id = subject[len(SUBSCRIPTION) :]
-    head = _named(HEAD_FIELDS, facts[subject])
+    subscription_id = subject[len(SUBSCRIPTION_PREFIX) :]
+    head = _by_field_name(SUBSCRIPTION_FIELDS, facts[subject])
     config = head["config"]
     links: list[SubscriptionLink] = []
-    prefix = f"{LINK}{subscription_id}/"
+    prefix = f"{LINK_PREFIX}{subscription_id}/"
     for key, value in facts.items():
         if key.startswith(prefix) and config is not None:
-            links.append(SubscriptionLink(stream=key[len(prefix) :], **_named(LINK_FIELDS, value)))
+            links.append(SubscriptionLink(stream=key[len(prefix) :], **_by_field_name(LINK_FIELDS, value)))
     return SubscriptionObject(
         as_of=as_of,
         id=subscription_id,
@@ -69,14 +69,14 @@ def subscription_facts(found: SubscriptionObject) -> dict[str, bytes]:
     """The facts of a subscription without a wake under way."""
     config = None if found.config is None else [found.config[name] for name in CONFIG_FIELDS]
     head = [config, found.created_ms, found.wake_generation, None, found.deleted_ms, found.base_url]
-    facts = {SUBSCRIPTION + found.id: msgspec.msgpack.encode(head)}
+    facts = {SUBSCRIPTION_PREFIX + found.id: msgspec.msgpack.encode(head)}
     for link in found.links:
         value = [link.acked, link.explicit, link.glob]
-        facts[f"{LINK}{found.id}/{link.stream}"] = msgspec.msgpack.encode(value)
+        facts[f"{LINK_PREFIX}{found.id}/{link.stream}"] = msgspec.msgpack.encode(value)
     return facts
 
 
-def _named(fields: tuple[str, ...], raw: bytes) -> dict[str, Any]:
+def _by_field_name(fields: tuple[str, ...], raw: bytes) -> dict[str, Any]:
     """Fields by name. An older version may have written fewer."""
     values = cast("list[Any]", msgspec.msgpack.decode(raw))
     return {**dict.fromkeys(fields), **dict(zip(fields, values, strict=False))}

@@ -16,23 +16,23 @@ import msgspec
 import xxhash
 
 from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.object_store.bucket import objects_under
+from tailrace.storage.object_store.bucket import list_objects
 from tailrace.storage.object_store.objects import ObjectConflictError, ObjectMissingError
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.object_store.objects import ObjectStore
 
-VERSION: Final = 1
-SUBSCRIPTIONS: Final = "meta/subscriptions/"
-WEBHOOK_KEYS: Final = "meta/webhook-keys.json"
-ATTEMPTS_MAX: Final = 16
+META_VERSION: Final = 1
+SUBSCRIPTIONS_KEY_PREFIX: Final = "meta/subscriptions/"
+WEBHOOK_KEYS_OBJECT: Final = "meta/webhook-keys.json"
+META_ATTEMPTS_MAX: Final = 16
 NAME_BYTES_MAX: Final = 200
 _NONCE_BYTES: Final = 12
-_CONTEXT: Final = b"tailrace webhook keys 1"
+_KEY_CONTEXT: Final = b"tailrace webhook keys 1"
 
 
 class MetaObject(msgspec.Struct, frozen=True, kw_only=True):
-    version: int = VERSION
+    version: int = META_VERSION
     fence: int = 0
     generation: int = 0
     as_of: int = 0
@@ -76,13 +76,13 @@ def subscription_key(subscription_id: str) -> str:
     name = quote(subscription_id, safe="").replace("%", "=")
     if len(name) > NAME_BYTES_MAX:
         name = f"{name[:100]}={xxhash.xxh3_128_hexdigest(subscription_id.encode())}"
-    return f"{SUBSCRIPTIONS}{name}.json"
+    return f"{SUBSCRIPTIONS_KEY_PREFIX}{name}.json"
 
 
 class MetaObjects:
     """The `meta/` objects of a bucket, as one owner with one fence sees and changes them."""
 
-    def __init__(self, objects: Objects, fence: int) -> None:
+    def __init__(self, objects: ObjectStore, fence: int) -> None:
         self._objects = objects
         self._fence = fence
 
@@ -95,7 +95,7 @@ class MetaObjects:
             found = msgspec.json.decode(data, type=kind)
         except msgspec.DecodeError as error:
             raise MetaCorruptError(f"{key} cannot be read: {error}") from None
-        if found.version > VERSION:
+        if found.version > META_VERSION:
             raise MetaCorruptError(f"{key} was written by a newer version of Tailrace")
         return found, etag
 
@@ -105,7 +105,7 @@ class MetaObjects:
 
     async def change(self, key: str, kind: type[M], become: Callable[[M | None], M]) -> M:
         """Replace an object by what it becomes; `become` is asked again if it changed meanwhile."""
-        for _attempt in range(ATTEMPTS_MAX):
+        for _attempt in range(META_ATTEMPTS_MAX):
             try:
                 found = await self.load(key, kind)
             except MetaCorruptError:
@@ -126,42 +126,42 @@ class MetaObjects:
             except ObjectConflictError:
                 continue
             return value
-        raise MetaCorruptError(f"{key} changed {ATTEMPTS_MAX} times while it was written")
+        raise MetaCorruptError(f"{key} changed {META_ATTEMPTS_MAX} times while it was written")
 
     async def delete(self, key: str) -> None:
         await self._objects.delete([key])
 
     async def subscription_keys(self) -> AsyncIterator[str]:
-        async for info in objects_under(self._objects, SUBSCRIPTIONS):
+        async for info in list_objects(self._objects, SUBSCRIPTIONS_KEY_PREFIX):
             yield info.key
 
 
 # -- secrets ------------------------------------------------------------------------------------------------
 
 
-def fingerprint(recovery_key: str) -> str:
+def key_fingerprint(recovery_key: str) -> str:
     """Tells two keys apart and says nothing about either."""
-    return hashlib.sha256(b"fingerprint" + _derived(recovery_key)).hexdigest()[:16] if recovery_key else ""
+    return hashlib.sha256(b"fingerprint" + _derive_key(recovery_key)).hexdigest()[:16] if recovery_key else ""
 
 
-def lock_secrets(recovery_key: str, facts: dict[str, bytes], as_of: int) -> SecretsObject:
+def encrypt_secrets(recovery_key: str, facts: dict[str, bytes], as_of: int) -> SecretsObject:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    sealed = AESGCM(_derived(recovery_key)).encrypt(nonce, msgspec.msgpack.encode(facts), _CONTEXT)
+    sealed = AESGCM(_derive_key(recovery_key)).encrypt(nonce, msgspec.msgpack.encode(facts), _KEY_CONTEXT)
     return SecretsObject(as_of=as_of, nonce=nonce, sealed=sealed)
 
 
-def unlock_secrets(recovery_key: str, found: SecretsObject) -> dict[str, bytes]:
+def decrypt_secrets(recovery_key: str, found: SecretsObject) -> dict[str, bytes]:
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     try:
-        plain = AESGCM(_derived(recovery_key)).decrypt(found.nonce, found.sealed, _CONTEXT)
+        plain = AESGCM(_derive_key(recovery_key)).decrypt(found.nonce, found.sealed, _KEY_CONTEXT)
     except (InvalidTag, ValueError):
-        raise MetaCorruptError(f"{WEBHOOK_KEYS} was not encrypted with this recovery_key") from None
+        raise MetaCorruptError(f"{WEBHOOK_KEYS_OBJECT} was not encrypted with this recovery_key") from None
     return msgspec.msgpack.decode(plain, type=dict[str, bytes])
 
 
-def _derived(recovery_key: str) -> bytes:
+def _derive_key(recovery_key: str) -> bytes:
     return hashlib.blake2b(recovery_key.encode(), digest_size=32, person=b"tailrace meta 1").digest()

@@ -8,22 +8,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from tailrace.log.durable import durable
+from tailrace.log.durable import await_commit
 from tailrace.log.log import Log
 from tailrace.storage.hot_store.meta_tables import MetaTables
-from tailrace.storage.meta_objects import fingerprint
+from tailrace.storage.meta_objects import key_fingerprint
 
 if TYPE_CHECKING:
-    from tailrace.storage.seal import Sealing
+    from tailrace.storage.seal import SealingService
 
-RECORDED: Final = "recorded/meta"
+META_RECORDED_FACT: Final = "recorded/meta"
 
 
-class MetaRecording:
-    def __init__(self, sealing: Sealing, log: Log, recovery_key: str) -> None:
+class MetaRecorder:
+    def __init__(self, sealing: SealingService, log: Log, recovery_key: str) -> None:
         self._sealing = sealing
         self._log = log
-        self._fingerprint = fingerprint(recovery_key)
+        self._fingerprint = key_fingerprint(recovery_key)
         self._age_s = log.limits.seal_age_ms / 1000
         self._waits_since_s: float | None = None
 
@@ -42,7 +42,7 @@ class MetaRecording:
 
     async def record(self) -> bool:
         """True if the bucket has what the hot store has."""
-        file, _, key = self._log.streams.meta.get(RECORDED, b"-1").decode().partition(" ")
+        file, _, key = self._log.streams.meta.get(META_RECORDED_FACT, b"-1").decode().partition(" ")
         newest = await self._sealing.on_thread(lambda: MetaTables(self._log.store.db).newest_file())
         if newest < 0 or (newest <= int(file) and key == self._fingerprint):
             return True
@@ -50,5 +50,5 @@ class MetaRecording:
         if report.error:
             return False
         value = f"{report.as_of} {self._fingerprint}".encode()
-        await durable(partial(self._log.put_meta, RECORDED, value))
+        await await_commit(partial(self._log.put_meta, META_RECORDED_FACT, value))
         return True

@@ -9,20 +9,20 @@ from functools import partial
 from typing import TypeVar
 
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.hot_store.meta_tables import SECRETS, SUBSCRIPTION, MetaTables
+from tailrace.storage.hot_store.meta_tables import SECRETS_PREFIX, SUBSCRIPTION_PREFIX, MetaTables
 from tailrace.storage.meta_facts import subscription_object
-from tailrace.storage.meta_objects import WEBHOOK_KEYS, MetaObjects, lock_secrets, subscription_key
-from tailrace.storage.object_store.objects import Objects
+from tailrace.storage.meta_objects import WEBHOOK_KEYS_OBJECT, MetaObjects, encrypt_secrets, subscription_key
+from tailrace.storage.object_store.objects import ObjectStore
 
-PAGE_COUNT = 100
+META_PAGE_COUNT = 100
 T = TypeVar("T")
 
 
-class MetaSealing:
+class MetaObjectSealer:
     """Writes one object for each subject that changed. Doing it again does no harm."""
 
     def __init__(
-        self, store: StoredStreams, objects: Objects, fence: int, recovery_key: str, threads: Executor
+        self, store: StoredStreams, objects: ObjectStore, fence: int, recovery_key: str, threads: Executor
     ) -> None:
         self._store = store
         self._objects = MetaObjects(objects, fence)
@@ -34,7 +34,7 @@ class MetaSealing:
         """Everything that changed in later journal files; the one that the bucket now speaks for."""
         as_of = await self._on_thread(lambda: self._store.db.journal_seq)
         if self._secrets_due:
-            await self._write(SECRETS, as_of)
+            await self._write(SECRETS_PREFIX, as_of)
             self._secrets_due = False
         after = ""
         while subjects := await self._on_thread(partial(self._changed_since, since_file, after)):
@@ -46,17 +46,19 @@ class MetaSealing:
     async def _write(self, subject: str, as_of: int) -> None:
         """What a subject is by now. If that is more than it was at `as_of`, it is written once more."""
         facts = await self._on_thread(lambda: self._facts(subject))
-        if subject == SECRETS:
+        if subject == SECRETS_PREFIX:
             if self._recovery_key and facts:
-                await self._objects.put(WEBHOOK_KEYS, lock_secrets(self._recovery_key, facts, as_of))
+                await self._objects.put(
+                    WEBHOOK_KEYS_OBJECT, encrypt_secrets(self._recovery_key, facts, as_of)
+                )
         elif facts:
             found = subscription_object(subject, facts, as_of)
             await self._objects.put(subscription_key(found.id), found)
         else:
-            await self._objects.delete(subscription_key(subject[len(SUBSCRIPTION) :]))
+            await self._objects.delete(subscription_key(subject[len(SUBSCRIPTION_PREFIX) :]))
 
     def _changed_since(self, file: int, after: str) -> list[str]:
-        return MetaTables(self._store.db).changed_since(file, after, PAGE_COUNT)
+        return MetaTables(self._store.db).changed_since(file, after, META_PAGE_COUNT)
 
     def _facts(self, subject: str) -> dict[str, bytes]:
         with self._store.snapshot():

@@ -10,10 +10,10 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.log import Log
 from tailrace.log.records import Sealed
 from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.object_store.objects import ObjectsError, open_objects
-from tailrace.storage.ownership import OwnedElsewhereError, Ownership
+from tailrace.storage.object_store.objects import ObjectStoreError, open_object_store
+from tailrace.storage.ownership import BucketOwnership, OwnedElsewhereError
 from tailrace.storage.rolled_back import RolledBackError, refuse_rolled_back
-from tailrace.storage.strangers import StrangersError, refuse_strangers
+from tailrace.storage.strangers import ForeignStreamsError, refuse_foreign_streams
 
 logger = logging.getLogger("tailrace.seal")
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("tailrace.seal")
 START_S_MAX = 5.0
 
 
-class HistoryElsewhereError(TailraceError):
+class SealedElsewhereError(TailraceError):
     """Streams are sealed, but not to this object store: serving them would be serving holes."""
 
     def __init__(self, url: str) -> None:
@@ -39,15 +39,15 @@ def has_sealed(log: Log) -> bool:
     return in_journal or log.store.db.cold.any_segments()
 
 
-class Owner:
+class BucketOwner:
     """The fence we write with, 0 while we have none."""
 
     def __init__(self, url: str, deployment: str, take_over: bool, log: Log) -> None:
         try:
-            self._objects = open_objects(url, limits=log.limits)
-        except (ValueError, ObjectsError) as error:
+            self._objects = open_object_store(url, limits=log.limits)
+        except (ValueError, ObjectStoreError) as error:
             raise TailraceError("unavailable", str(error)) from error
-        self._ownership = Ownership(self._objects)
+        self._ownership = BucketOwnership(self._objects)
         self._url = url
         self.deployment = deployment
         self._take_over = take_over
@@ -74,7 +74,7 @@ class Owner:
                 "--bootstrap to get its streams back; else stop the other one and start this one with "
                 "--take-over",
             ) from error
-        except (TimeoutError, ObjectsError, OSError) as error:
+        except (TimeoutError, ObjectStoreError, OSError) as error:
             self.failure = str(error) or "no answer"
             logger.error("the object store %s cannot be used yet: %s", self._url, self.failure)
 
@@ -82,9 +82,9 @@ class Owner:
         """Before the bucket becomes ours, everything in it must be; found again later, it is not asked."""
         owner = await self._ownership.current()
         if owner is None and self._sealed and not self._take_over:
-            raise HistoryElsewhereError(self._url)
+            raise SealedElsewhereError(self._url)
         if owner is None or (owner.deployment != self.deployment and self._take_over):
-            await refuse_strangers(self._objects, [self._log.store])
+            await refuse_foreign_streams(self._objects, [self._log.store])
         if owner is not None and owner.deployment == self.deployment and not self._take_over:
             await refuse_rolled_back(self._objects, self._log, owner.fence)
         self.fence = await self._ownership.claim(self.deployment, self._take_over)
@@ -98,9 +98,9 @@ class Owner:
             else:
                 await self._ownership.confirm(self.deployment, self.fence)
             self.failure = ""
-        except (OwnedElsewhereError, HistoryElsewhereError, RolledBackError, StrangersError) as error:
+        except (OwnedElsewhereError, SealedElsewhereError, RolledBackError, ForeignStreamsError) as error:
             raise FencedError(error.message) from error
-        except (ObjectsError, OSError) as error:
+        except (ObjectStoreError, OSError) as error:
             if not self.failure:
                 logger.warning("the owner of %s cannot be confirmed: %s", self._url, error)
             self.failure = str(error)

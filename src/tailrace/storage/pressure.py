@@ -11,10 +11,10 @@ logger = logging.getLogger("tailrace.seal")
 
 # Refused from the bound on, until there is some room again: not once for every entry.
 RESUME_SHARE = 0.9
-HURRY_SHARE = 0.5
+URGENT_SHARE = 0.5
 
 
-class Pressure:
+class SealBacklog:
     """Counts the entries that are only here.
 
     What is in the hot store changes with checkpoints and reports of the sealer; the rest of the bound is what
@@ -66,7 +66,7 @@ class Pressure:
     @property
     def hurry(self) -> bool:
         """Half of the room is used: nothing waits for its age any more."""
-        return self.waiting_bytes > HURRY_SHARE * self._bound
+        return self.waiting_bytes > URGENT_SHARE * self._bound
 
     def look(self, failure: str) -> None:
         """Closes or opens the gate. The log closes it as well, when an append would not fit."""

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 import msgspec
 
 from tailrace.log.stored_streams import decode_stream
-from tailrace.storage.hot_store.hot import HotDb
+from tailrace.storage.hot_store.hot import HotDatabase
 from tailrace.storage.meta_facts import restored_subscription, subscription_facts
 from tailrace.storage.meta_objects import (
-    WEBHOOK_KEYS,
+    WEBHOOK_KEYS_OBJECT,
     MetaObjects,
     SecretsObject,
     SubscriptionObject,
-    unlock_secrets,
+    decrypt_secrets,
 )
 
 
-def tails_of(db: HotDb, names: list[str]) -> dict[str, str]:
+def stream_tails(db: HotDatabase, names: list[str]) -> dict[str, str]:
     """The offsets at which restored streams end."""
     tails: dict[str, str] = {}
     for name in names:
@@ -29,13 +29,13 @@ def tails_of(db: HotDb, names: list[str]) -> dict[str, str]:
     return tails
 
 
-def put_facts(db: HotDb, facts: Mapping[str, bytes]) -> None:
+def put_server_facts(db: HotDatabase, facts: Mapping[str, bytes]) -> None:
     with db.write():
         for key, value in facts.items():
             db.put_meta(key, value)
 
 
-async def take_subscription(
+async def restore_subscription(
     objects: MetaObjects, key: str, found: SubscriptionObject, tails: Mapping[str, str]
 ) -> dict[str, bytes]:
     """The facts to go on with. The object says so first: its generations must not be used twice."""
@@ -46,12 +46,12 @@ async def take_subscription(
     return subscription_facts(await objects.change(key, SubscriptionObject, become))
 
 
-async def take_secrets(objects: MetaObjects, recovery_key: str) -> dict[str, bytes]:
+async def restore_secrets(objects: MetaObjects, recovery_key: str) -> dict[str, bytes]:
     """The webhook keys, or nothing if there are none to be had: then the server makes new ones."""
-    loaded = await objects.load(WEBHOOK_KEYS, SecretsObject) if recovery_key else None
+    loaded = await objects.load(WEBHOOK_KEYS_OBJECT, SecretsObject) if recovery_key else None
     if loaded is None:
         return {}
-    facts = unlock_secrets(recovery_key, loaded[0])
+    facts = decrypt_secrets(recovery_key, loaded[0])
     kept = msgspec.structs.replace(loaded[0], as_of=0)
-    await objects.put(WEBHOOK_KEYS, kept)
+    await objects.put(WEBHOOK_KEYS_OBJECT, kept)
     return facts

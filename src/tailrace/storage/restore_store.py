@@ -16,12 +16,12 @@ import msgspec
 from tailrace.log import registry_snapshot
 from tailrace.log.model import Stream, Tombstone
 from tailrace.log.stored_streams import decode_stream, encode_tombstone
-from tailrace.storage.facts import encode_buried
-from tailrace.storage.hot_store.cold_tables import Grave, SegmentRow
-from tailrace.storage.hot_store.hot import Execute, HotDb
-from tailrace.storage.restored import Run, Source
-from tailrace.storage.segments.companions import Companion
-from tailrace.storage.segments.segments import SegmentInfo, stream_id
+from tailrace.storage.facts import encode_deleted
+from tailrace.storage.hot_store.cold_tables import DeletedStreamRow, SegmentRow
+from tailrace.storage.hot_store.hot import Execute, HotDatabase
+from tailrace.storage.restored import ForkSource, RestoredRange
+from tailrace.storage.segments.companions import IndexFile
+from tailrace.storage.segments.segments import SegmentInfo, make_stream_id
 from tailrace.storage.stored import put_due, put_stream
 
 WAITING, RESTORED, DROPPED = 0, 1, 2
@@ -50,7 +50,7 @@ class FoundHead(NamedTuple):
     head: bytes
 
 
-class Waiting(NamedTuple):
+class WaitingHead(NamedTuple):
     """A head that was found and has yet to be restored. Only the newest use of a name becomes a stream."""
 
     number: int
@@ -58,10 +58,10 @@ class Waiting(NamedTuple):
     etag: str
     head: bytes
     newest: bool
-    source: Source | None
+    source: ForkSource | None
 
 
-class Outcome(NamedTuple):
+class RestoreOutcome(NamedTuple):
     """What a head became: a stream, a tombstone, or a grave for what should have been deleted before.
 
     The tombstone of an earlier use of a name is `passed` over.
@@ -72,13 +72,13 @@ class Outcome(NamedTuple):
     generation: int = 0
     producers: Mapping[str, tuple[int, int]] = {}
     tombstone: Tombstone | None = None
-    runs: tuple[Run, ...] = ()
+    runs: tuple[RestoredRange, ...] = ()
 
 
 class RestoreStore:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "hot.db"
-        self.db = HotDb(self.path, writer=True)
+        self.db = HotDatabase(self.path, writer=True)
         connection = apsw.Connection(str(directory / "found.db"))
         self._found = cast("Execute", connection.execute)  # pyright: ignore[reportUnknownMemberType]
         self._close_found = connection.close
@@ -112,31 +112,31 @@ class RestoreStore:
             )
         self._found("COMMIT")
 
-    def next_waiting(self, limit: int) -> list[Waiting]:
+    def next_waiting(self, limit: int) -> list[WaitingHead]:
         """Streams that are no forks first, then forks of what is restored; at last those without a source."""
         rows = self._found(
             f"SELECT {_ROW} FROM found f WHERE state=0 AND source IS NULL ORDER BY number LIMIT ?",  # noqa: S608
             (limit,),
         )
-        if found := [_waiting(row) for row in rows]:
+        if found := [_decode_waiting(row) for row in rows]:
             return found
         rows = self._found(
             f"SELECT {_ROW}, s.number, s.tail, s.last_ns, s.runs FROM found f "  # noqa: S608
             "JOIN found s ON s.id=f.source AND s.state=1 WHERE f.state=0 ORDER BY f.number LIMIT ?",
             (limit,),
         )
-        if found := [_waiting(row) for row in rows]:
+        if found := [_decode_waiting(row) for row in rows]:
             return found
         rows = self._found(f"SELECT {_ROW} FROM found f WHERE state=0 ORDER BY number LIMIT ?", (limit,))  # noqa: S608
-        return [_waiting(row) for row in rows]
+        return [_decode_waiting(row) for row in rows]
 
     # -- what is restored ------------------------------------------------------------------------------
 
     def put(
         self,
-        outcomes: Sequence[Outcome],
+        outcomes: Sequence[RestoreOutcome],
         segments: Sequence[tuple[int, SegmentInfo]],
-        companions: Sequence[tuple[int, Companion]] = (),
+        companions: Sequence[tuple[int, IndexFile]] = (),
     ) -> None:
         db, cold = self.db, self.db.cold
         with db.write():
@@ -160,7 +160,7 @@ class RestoreStore:
             )
         self._found("COMMIT")
 
-    def _put(self, outcome: Outcome) -> None:
+    def _put(self, outcome: RestoreOutcome) -> None:
         db, stream = self.db, outcome.stream
         if outcome.kind == "grave":
             self._dig(stream, stream.created_ns, "deleted")
@@ -193,8 +193,8 @@ class RestoreStore:
         put_due(self.db, stream)
 
     def _dig(self, stream: Stream, at_ns: int, reason: str) -> None:
-        folder = stream_id(stream.name, stream.incarnation)
-        grave = Grave(stream.number, stream.name, folder, encode_buried(stream, at_ns, reason))
+        folder = make_stream_id(stream.name, stream.incarnation)
+        grave = DeletedStreamRow(stream.number, stream.name, folder, encode_deleted(stream, at_ns, reason))
         self.db.cold.put_grave(grave)
 
     # -- the end ---------------------------------------------------------------------------------------
@@ -246,13 +246,15 @@ class RestoreStore:
             self.db.set_fact("first_epoch", first_epoch)
             self.db.set_fact("bootstrapped_ns", at_ns)
             if self.db.count_streams():
-                self.db.put_meta(registry_snapshot.DUE, b"")
+                self.db.put_meta(registry_snapshot.REGISTRY_SNAPSHOT_DUE, b"")
 
 
-def _waiting(row: tuple[object, ...]) -> Waiting:
+def _decode_waiting(row: tuple[object, ...]) -> WaitingHead:
     number, found_id, etag, head, newest, *more = cast("tuple[int, str, str, bytes, int, int]", row)
-    source: Source | None = None
+    source: ForkSource | None = None
     if more:
         source_number, tail, last_ns, runs = cast("tuple[int, int, int, bytes]", more)
-        source = Source(source_number, tail, last_ns, msgspec.msgpack.decode(runs, type=tuple[Run, ...]))
-    return Waiting(number, found_id, etag, head, bool(newest), source)
+        source = ForkSource(
+            source_number, tail, last_ns, msgspec.msgpack.decode(runs, type=tuple[RestoredRange, ...])
+        )
+    return WaitingHead(number, found_id, etag, head, bool(newest), source)

@@ -10,32 +10,32 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace.log.model import NO_LIFETIME, ColdSums, Lifetime, Stream
-from tailrace.storage.manifests.model import Head, RecordedLifetime
+from tailrace.log.model import NO_LIFETIME, ColdTotals, Lifetime, Stream
+from tailrace.storage.manifests.model import ManifestHead, RecordedLifetime
 from tailrace.storage.segments.segments import SegmentInfo
 
 Epochs = tuple[tuple[int, int], ...]
 # Consecutive entries: those behind the first number, up to and including the second.
-Run = tuple[int, int]
+RestoredRange = tuple[int, int]
 
 
-class Source(NamedTuple):
+class ForkSource(NamedTuple):
     """What a fork has to know about the restored stream it comes from."""
 
     number: int
     tail: int
     last_ns: int
-    runs: tuple[Run, ...]
+    runs: tuple[RestoredRange, ...]
 
 
-class Sums:
+class SegmentTotals:
     """What the segments of a stream say together, oldest first."""
 
     def __init__(self, earliest: int = 0) -> None:
         self._earliest = earliest
         self.entries = self.payload_bytes = self.last_ns = 0
         self.segments = self.segment_bytes = 0
-        self.runs: list[Run] = []
+        self.runs: list[RestoredRange] = []
 
     def add(self, info: SegmentInfo) -> None:
         self.entries += info.rows
@@ -50,13 +50,13 @@ class Sums:
             self.runs.append((info.first - 1, info.last))
 
 
-def raised(epochs: Epochs, through: int) -> Epochs:
+def raise_epoch(epochs: Epochs, through: int) -> Epochs:
     """The epochs of a stream that goes on behind entry `through`. Epochs without entries are passed over."""
     kept = tuple(pair for pair in epochs if pair[1] <= through) or epochs[:1]
     return (*kept, (epochs[-1][0] + 1, through + 1))
 
 
-def restored_head(head: Head, source: Source | None) -> Head:
+def restored_head(head: ManifestHead, source: ForkSource | None) -> ManifestHead:
     """What the manifest says from now on. It is recorded first: the next loss must know of this one."""
     if head.deleted is not None:
         # A later use of the name may be lost that nothing tells of.
@@ -66,10 +66,12 @@ def restored_head(head: Head, source: Source | None) -> Head:
         # Some of what it inherits was never recorded: it ends where its source does.
         through = source.tail
         head = msgspec.structs.replace(head, fork_entry=through, uploaded_through=through, tail=through)
-    return msgspec.structs.replace(head, epochs=raised(head.epochs, head.uploaded_through))
+    return msgspec.structs.replace(head, epochs=raise_epoch(head.epochs, head.uploaded_through))
 
 
-def runs_of(head: Head, source: Source | None, sums: Sums) -> tuple[Run, ...]:
+def restored_ranges(
+    head: ManifestHead, source: ForkSource | None, sums: SegmentTotals
+) -> tuple[RestoredRange, ...]:
     """What is stored of all that a stream and its forks may show: its own entries and what it inherits."""
     if source is None:
         return tuple(sums.runs)
@@ -82,21 +84,23 @@ def runs_of(head: Head, source: Source | None, sums: Sums) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def earliest_of(head: Head, source: Source | None) -> int:
+def restored_earliest(head: ManifestHead, source: ForkSource | None) -> int:
     """The entry behind which a restored stream can be read: retention, or a loss, took those before."""
     inherits = () if source is None else source.runs
     stored = (after for after, last in inherits if after < head.fork_entry <= last)
     return max(head.earliest, min(stored, default=head.fork_entry))
 
 
-def restored_stream(number: int, head: Head, source: Source | None, sums: Sums, now_ns: int) -> Stream:
+def restored_stream(
+    number: int, head: ManifestHead, source: ForkSource | None, sums: SegmentTotals, now_ns: int
+) -> Stream:
     """The stream as the hot store gets it. All its entries are in segments."""
     stream = Stream(number, head.name, head.created_ns)
     stream.incarnation = head.incarnation
     stream.epochs = head.epochs
     stream.bind(head.content_type)
-    stream.lifetime = _lifetime(head.lifetime)
-    stream.asked = _lifetime(head.asked)
+    stream.lifetime = _restored_lifetime(head.lifetime)
+    stream.asked = _restored_lifetime(head.asked)
     # When it was last used is not known, so its window begins again.
     stream.touched_ns = stream.touched_saved_ns = (
         now_ns if head.lifetime.ttl_s is not None else head.touched_ns
@@ -105,7 +109,7 @@ def restored_stream(number: int, head: Head, source: Source | None, sums: Sums, 
     stream.closed_by = head.closed_by
     stream.tail = stream.visible = stream.stored = stream.sealed = head.uploaded_through
     stream.size_bytes = stream.sealed_bytes = sums.payload_bytes
-    stream.cold = ColdSums(sums.segments, sums.segment_bytes, head.generation)
+    stream.cold = ColdTotals(sums.segments, sums.segment_bytes, head.generation)
     stream.last_ns = max(head.tail_ns, sums.last_ns)
     if source is not None and not stream.last_ns:
         stream.last_ns = source.last_ns
@@ -115,10 +119,10 @@ def restored_stream(number: int, head: Head, source: Source | None, sums: Sums, 
     stream.fork_sub = head.fork_sub
     stream.gone = head.gone
     stream.gone_reason = head.gone_reason
-    stream.earliest = earliest_of(head, source)
+    stream.earliest = restored_earliest(head, source)
     return stream
 
 
-def _lifetime(recorded: RecordedLifetime) -> Lifetime:
+def _restored_lifetime(recorded: RecordedLifetime) -> Lifetime:
     found = Lifetime(recorded.ttl_s, recorded.expires_ns, recorded.retention_s, recorded.retention_bytes)
     return NO_LIFETIME if found == NO_LIFETIME else found

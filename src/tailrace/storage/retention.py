@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from tailrace.log.model import Lifetime
 from tailrace.storage.hot_store.trim_tables import ForkRow
-from tailrace.storage.segments.kept import FOREVER, Run
+from tailrace.storage.segments.kept import FOREVER, EntryRange
 
 SECOND_NS = 1_000_000_000
 
 
-class Shown(NamedTuple):
+class ShownSegment(NamedTuple):
     """A segment as far as the stream shows it. Of one that it shows in part, no bytes are counted."""
 
     last: int
@@ -27,7 +27,7 @@ class Shown(NamedTuple):
     file_bytes: int = 0
 
 
-class Decision(NamedTuple):
+class RetentionDecision(NamedTuple):
     """Entries up to `earliest` go; look again at `next_ns`, or never if only new entries can matter."""
 
     earliest: int
@@ -42,18 +42,18 @@ def has_bounds(lifetime: Lifetime) -> bool:
     return lifetime.retention_s is not None or lifetime.retention_bytes is not None
 
 
-def decide(
-    earliest: int, shown: Iterable[Shown], lifetime: Lifetime, shown_bytes: int, now_ns: int
-) -> Decision:
+def decide_retention(
+    earliest: int, shown: Iterable[ShownSegment], lifetime: Lifetime, shown_bytes: int, now_ns: int
+) -> RetentionDecision:
     """Whole segments from the oldest, as long as all their entries are over one of the bounds.
 
     `shown` begins behind `earliest`, oldest first, and is read only as far as it is needed. `shown_bytes` is
     the payload of everything the stream shows, that which is not sealed included.
     """
-    decided = Decision(earliest, 0, None)
+    decided = RetentionDecision(earliest, 0, None)
     for segment in shown:
         newer_bytes = shown_bytes - segment.payload_bytes
-        over_ns = over_at_ns(segment, lifetime, newer_bytes)
+        over_ns = over_bounds_at_ns(segment, lifetime, newer_bytes)
         if over_ns is None or over_ns > now_ns:
             return decided._replace(next_ns=over_ns)
         decided, shown_bytes = decided._replace(earliest=segment.last), newer_bytes
@@ -66,7 +66,7 @@ def decide(
     return decided._replace(to_the_end=True)
 
 
-def over_at_ns(segment: Shown, lifetime: Lifetime, newer_bytes: int) -> int | None:
+def over_bounds_at_ns(segment: ShownSegment, lifetime: Lifetime, newer_bytes: int) -> int | None:
     """When every entry of the segment is over a bound: 0 if by size, None if only newer entries can do it."""
     if lifetime.retention_bytes is not None and newer_bytes >= lifetime.retention_bytes:
         return 0
@@ -75,18 +75,20 @@ def over_at_ns(segment: Shown, lifetime: Lifetime, newer_bytes: int) -> int | No
     return None
 
 
-def is_over(lifetime: Lifetime, size_bytes: int, age_s: float) -> bool:
+def is_over_bounds(lifetime: Lifetime, size_bytes: int, age_s: float) -> bool:
     """Whether the oldest of so many bytes, that old, is over a bound."""
     by_size = lifetime.retention_bytes is not None and size_bytes > lifetime.retention_bytes
     return by_size or (lifetime.retention_s is not None and age_s >= lifetime.retention_s)
 
 
-def reached(source: int, forks: int, forks_of: Callable[[int], Sequence[ForkRow]]) -> list[Run]:
+def ranges_reached_by_forks(
+    source: int, forks: int, forks_of: Callable[[int], Sequence[ForkRow]]
+) -> list[EntryRange]:
     """The entries below their fork points that the forks of a stream show, and the forks of those, and so on.
 
     Runs may overlap. If the book of forks does not have as many as there are, everything counts as shown.
     """
-    runs: list[Run] = []
+    runs: list[EntryRange] = []
     open_streams = [(source, forks, FOREVER)]
     while open_streams:
         number, count, upto = open_streams.pop()

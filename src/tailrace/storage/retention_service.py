@@ -16,27 +16,27 @@ from typing import TYPE_CHECKING, NamedTuple
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.log import system
-from tailrace.log.compaction import is_behind
+from tailrace.log.compaction import has_uncheckpointed_compaction
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime
 from tailrace.log.records import Recorded, Trim
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.retention import has_bounds
-from tailrace.storage.stored import decide_stored, stored_stream, unsealed_over_ns
+from tailrace.storage.stored import decide_stored_retention, stored_stream, unsealed_over_bounds_ns
 
 if TYPE_CHECKING:
-    from tailrace.storage.seal import Sealing
+    from tailrace.storage.seal import SealingService
 
-LOOK_COUNT = 100  # streams in one look
-PAGE_COUNT = 64  # streams in one job of the sealer
+SCAN_COUNT = 100  # streams in one look
+TRIM_PAGE_COUNT = 64  # streams in one job of the sealer
 REMEMBERED_MAX = 65_536  # deletions in the journal and not in the hot store; more wait for a checkpoint
-PAUSE_S = 5.0
-LOOK_S_MAX = 60.0
+TRIM_PAUSE_S = 5.0
+SCAN_S_MAX = 60.0
 _START = (-(2**63), 0)
 NO_END = 2**62
 
 
-class Wanted(NamedTuple):
+class TrimCandidate(NamedTuple):
     """What the hot store says should be trimmed, as long as the stream is still as it was there."""
 
     number: int
@@ -44,7 +44,7 @@ class Wanted(NamedTuple):
     trim: Trim
 
 
-class Bound(NamedTuple):
+class RetentionBound(NamedTuple):
     """A stream whose bounds are not its own: nothing behind `upto` may go, whatever the lifetime says."""
 
     number: int
@@ -52,27 +52,29 @@ class Bound(NamedTuple):
     upto: int = NO_END
 
 
-class Look(NamedTuple):
+class RetentionScan(NamedTuple):
     """What one look at the hot store found, how far it got, and when the next stream is due."""
 
-    wanted: list[Wanted]
+    wanted: list[TrimCandidate]
     unsealed: list[int]  # streams that have to be sealed before anything more of them can go
     seen: tuple[int, int]
     next_ns: int | None
 
 
-def look_at_due(store: StoredStreams, seen: tuple[int, int], bounds: Sequence[Bound], now_ns: int) -> Look:
+def scan_due_streams(
+    store: StoredStreams, seen: tuple[int, int], bounds: Sequence[RetentionBound], now_ns: int
+) -> RetentionScan:
     """On a thread: some of the streams that are due, behind those seen, and all with bounds of others."""
     db = store.db
     next_ns: int | None = None
-    wanted: list[Wanted] = []
+    wanted: list[TrimCandidate] = []
     unsealed: list[int] = []
 
     def decide(number: int, lifetime: Lifetime | None, upto: int = NO_END) -> None:
         stream = stored_stream(db, number)
         if stream is None:
             return
-        decision = decide_stored(db, stream, lifetime or stream.lifetime, now_ns, upto)
+        decision = decide_stored_retention(db, stream, lifetime or stream.lifetime, now_ns, upto)
         if decision.earliest > stream.earliest:
             trim = Trim(
                 number,
@@ -81,15 +83,15 @@ def look_at_due(store: StoredStreams, seen: tuple[int, int], bounds: Sequence[Bo
                 decision.segments,
                 decision.segment_bytes,
             )
-            wanted.append(Wanted(number, stream.earliest, trim))
-        over_ns = unsealed_over_ns(db, stream, lifetime or stream.lifetime)
+            wanted.append(TrimCandidate(number, stream.earliest, trim))
+        over_ns = unsealed_over_bounds_ns(db, stream, lifetime or stream.lifetime)
         if over_ns is not None and over_ns <= now_ns:
             unsealed.append(number)
 
     with store.snapshot():
         for bound in bounds:
             decide(*bound)
-        found = db.trims.due_after(*seen, LOOK_COUNT)
+        found = db.trims.due_after(*seen, SCAN_COUNT)
         for at_ns, number in found:
             if at_ns > now_ns:
                 next_ns = at_ns
@@ -97,15 +99,15 @@ def look_at_due(store: StoredStreams, seen: tuple[int, int], bounds: Sequence[Bo
             seen = (at_ns, number)
             decide(number, None)
         else:
-            if len(found) == LOOK_COUNT:
+            if len(found) == SCAN_COUNT:
                 next_ns = now_ns  # there are more
-    return Look(wanted, unsealed, seen, next_ns)
+    return RetentionScan(wanted, unsealed, seen, next_ns)
 
 
-class Trims:
+class RetentionService:
     """One look and one round of deletions at a time. A checkpoint asks for the next ones."""
 
-    def __init__(self, sealing: Sealing, log: Log) -> None:
+    def __init__(self, sealing: SealingService, log: Log) -> None:
         self._sealing = sealing
         self._log = log
         self._looking = False
@@ -116,7 +118,7 @@ class Trims:
         self._deleting = False
         self._wanted = True
         self._early = False  # forks wait for their sources to be sealed
-        self.bounds: Callable[[], Sequence[Bound]] | None = None  # streams for which others decide
+        self.bounds: Callable[[], Sequence[RetentionBound]] | None = None  # streams for which others decide
         self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
         self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
         self.entries = self.segments = self.segment_bytes = 0  # taken away so far
@@ -148,11 +150,11 @@ class Trims:
             self._sealing.spawn(self._look(now_s))
 
     async def _look(self, now_s: float) -> None:
-        delay_s = PAUSE_S
+        delay_s = TRIM_PAUSE_S
         try:
             now_ns = self._log.clock.now_ns()
             checkpoints = self._checkpoints
-            work = partial(look_at_due, self._log.store, self._seen, self._bounded(), now_ns)
+            work = partial(scan_due_streams, self._log.store, self._seen, self._bounded(), now_ns)
             found = await self._sealing.on_thread(work)
             for number in found.unsealed:
                 self._sealing.seal_soon(number)
@@ -160,21 +162,21 @@ class Trims:
             delay_s = 0.0
             if checkpoints == self._checkpoints:  # else there may be more to see
                 self._seen = found.seen
-                delay_s = LOOK_S_MAX if found.next_ns is None else (found.next_ns - now_ns) / 1e9
+                delay_s = SCAN_S_MAX if found.next_ns is None else (found.next_ns - now_ns) / 1e9
         except TailraceError:
             self._seen = _START  # the journal or the hot store cannot be used just now
         finally:
             self._looking = False
-            self._look_at_s = now_s + min(delay_s, LOOK_S_MAX)
+            self._look_at_s = now_s + min(delay_s, SCAN_S_MAX)
 
-    def _bounded(self) -> list[Bound]:
+    def _bounded(self) -> list[RetentionBound]:
         """Streams whose bounds are a setting of the server: these are in no book."""
         if self._seen != _START:
             return []
         suffix = self._log.own_suffix
-        found = [self._log.streams.by_name.get(name + suffix) for name in system.BOUNDED]
+        found = [self._log.streams.by_name.get(name + suffix) for name in system.BOUNDED_STREAMS]
         own = [
-            Bound(stream.number, stream.lifetime)
+            RetentionBound(stream.number, stream.lifetime)
             for stream in found
             if stream is not None and has_bounds(stream.lifetime)
         ]
@@ -185,14 +187,14 @@ class Trims:
         self._seen = _START
         self._look_at_s = 0.0
 
-    async def _trim(self, wanted: Sequence[Wanted]) -> None:
+    async def _trim(self, wanted: Sequence[TrimCandidate]) -> None:
         trims: list[Trim] = []
         for number, earliest_was, trim in wanted:
             stream = self._log.streams.get(number)
             # The hot store may be behind: then the checkpoint that brings it forward asks again.
             # A trim leaves all or nothing of segments that have become one.
             same = stream is not None and not stream.removed and stream.earliest == earliest_was
-            if same and not is_behind(self._log.streams, number, trim.earliest):
+            if same and not has_uncheckpointed_compaction(self._log.streams, number, trim.earliest):
                 trims.append(trim)
                 self.entries += trim.earliest - earliest_was
                 self.segments += trim.segments
@@ -220,7 +222,7 @@ class Trims:
         finally:
             self._deleting = False
         if not clean:
-            self._sealing.call_later(PAUSE_S, self.want)
+            self._sealing.call_later(TRIM_PAUSE_S, self.want)
 
     def want(self) -> None:
         self._wanted = True
@@ -246,13 +248,13 @@ class Trims:
                 clean = clean and not report.error
                 if report.trouble in ("unavailable", "fenced"):
                     return False
-            if len(rows) < PAGE_COUNT:
+            if len(rows) < TRIM_PAGE_COUNT:
                 return clean
             after = rows[-1][0]
         return clean
 
     def _pending(self, after: int) -> list[tuple[int, int]]:
-        return self._log.store.db.trims.pending(after, PAGE_COUNT)
+        return self._log.store.db.trims.pending(after, TRIM_PAGE_COUNT)
 
     def _must_wait(self, number: int) -> bool:
         """A fork gets its first manifest after what it inherits is sealed."""

@@ -17,16 +17,16 @@ from tailrace.log import system
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.protocol.stream_names import is_system_name
-from tailrace.storage.facts import facts_of
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.manifest_resolve import is_same_life
-from tailrace.storage.manifests.model import Head, ManifestError
-from tailrace.storage.segments.segments import stream_id
+from tailrace.storage.facts import manifest_facts
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.manifest_resolve import is_same_incarnation
+from tailrace.storage.manifests.model import ManifestError, ManifestHead
+from tailrace.storage.segments.segments import make_stream_id
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.object_store.objects import ObjectStore
 
-ASKED_OF_EACH = 8
+SAMPLED_OF_EACH = 8
 
 
 class RolledBackError(TailraceError):
@@ -43,18 +43,18 @@ class RolledBackError(TailraceError):
         )
 
 
-async def refuse_rolled_back(objects: Objects, log: Log, fence: int) -> None:
+async def refuse_rolled_back(objects: ObjectStore, log: Log, fence: int) -> None:
     """Raises if a manifest speaks of what has not happened here. The fence is that of this deployment."""
-    manifests = Manifests(objects, fence)
+    manifests = ManifestStore(objects, fence)
 
     async def look(stream: Stream) -> bool:
         try:
-            stored = await manifests.load(stream_id(stream.name, stream.incarnation))
+            stored = await manifests.load(make_stream_id(stream.name, stream.incarnation))
         except ManifestError:
             return False  # whoever needs it is told what is wrong with it
-        return stored is not None and is_ahead(stored.head, stream, fence, log.recovered.seq)
+        return stored is not None and is_manifest_ahead(stored.head, stream, fence, log.recovered.seq)
 
-    streams = asked_streams(log)
+    streams = sampled_streams(log)
     ahead = await asyncio.gather(*map(look, streams))
     names = [stream.name for stream, found in zip(streams, ahead, strict=True) if found]
     if names:
@@ -63,23 +63,27 @@ async def refuse_rolled_back(objects: Objects, log: Log, fence: int) -> None:
         )  # one that somebody knows, if possible
 
 
-def is_ahead(head: Head, stream: Stream, fence: int, journal_seq: int) -> bool:
+def is_manifest_ahead(head: ManifestHead, stream: Stream, fence: int, journal_seq: int) -> bool:
     """Whether a manifest tells of entries, or was made from a journal file, that this directory never had."""
     later_file = head.fence == fence and head.as_of > journal_seq
-    return is_same_life(facts_of(stream, 0), head) and (later_file or head.uploaded_through > stream.tail)
+    return is_same_incarnation(manifest_facts(stream, 0), head) and (
+        later_file or head.uploaded_through > stream.tail
+    )
 
 
-def asked_streams(log: Log) -> list[Stream]:
+def sampled_streams(log: Log) -> list[Stream]:
     """Those that a server which went on would have sealed more of, most likely."""
-    found = (log.streams.get(number) for number in dict.fromkeys(_numbers(log)))
+    found = (log.streams.get(number) for number in dict.fromkeys(_sampled_numbers(log)))
     return [stream for stream in found if stream is not None]
 
 
-def _numbers(log: Log) -> Iterator[int]:
-    for name in system.BOUNDED:  # is written as long as the server runs, or whenever something happens
+def _sampled_numbers(log: Log) -> Iterator[int]:
+    for (
+        name
+    ) in system.BOUNDED_STREAMS:  # is written as long as the server runs, or whenever something happens
         stream = log.streams.find(name + log.own_suffix)
         if stream is not None:
             yield stream.number
-    yield from tuple(islice(log.streams.by_number, ASKED_OF_EACH))  # with records in the journal
-    yield from log.store.db.cold.hot_numbers(0, ASKED_OF_EACH)
-    yield from log.store.db.newest_numbers(ASKED_OF_EACH)
+    yield from tuple(islice(log.streams.by_number, SAMPLED_OF_EACH))  # with records in the journal
+    yield from log.store.db.cold.hot_numbers(0, SAMPLED_OF_EACH)
+    yield from log.store.db.newest_numbers(SAMPLED_OF_EACH)

@@ -14,20 +14,20 @@ from typing import Final, cast
 
 import msgspec
 
-from tailrace.log.journal_salvage import SalvagedFile, files_behind, pieces
+from tailrace.log.journal_salvage import SalvagedFile, files_after, read_pieces
 from tailrace.log.model import NO_LIFETIME, Block, Stream
-from tailrace.log.records import UNREADABLE, Append, Create, Meta, Op, Recorded, Sealed, decode
+from tailrace.log.records import UNREADABLE_ERRORS, Append, Create, Meta, Op, Recorded, Sealed, decode_record
 from tailrace.log.stored_streams import StoredStreams, decode_block, decode_stream
-from tailrace.storage.checkpointer import Folding
+from tailrace.storage.checkpointer import FileCheckpoint
 from tailrace.storage.data_directory import make_directory, sync_directory
-from tailrace.storage.hot_store.hot import BlockRow, HotDb
-from tailrace.storage.restored import raised
+from tailrace.storage.hot_store.hot import BlockRow, HotDatabase
+from tailrace.storage.restored import raise_epoch
 from tailrace.storage.salvage_rows import copy_file, copy_rows, is_sound
 from tailrace.storage.stored import put_due, put_stream
 
 STREAMS_AT_ONCE: Final = 1000
 CENTURY_NS: Final = 100 * 365 * 86_400 * 10**9
-UNNAMED: Final = "salvaged/"  # streams whose names are lost get their number behind this
+UNNAMED_PREFIX: Final = "salvaged/"  # streams whose names are lost get their number behind this
 # Made again by a server: copies of what is in the bucket, and what was not finished.
 _DERIVED: Final = frozenset({"cache", "companions", "lexicons", "spool", "lock"})
 _DATABASES: Final = ("hot.db", "watch.db")
@@ -76,7 +76,7 @@ def salvage(old: Path, new: Path, workers: Sequence[tuple[Path, Path]], report: 
     new.chmod(0o700)
     for old_worker, new_worker in workers:
         new_worker.mkdir(parents=True, exist_ok=True, mode=0o700)
-        Salvaging(old_worker, new_worker, report).run()
+        DirectorySalvage(old_worker, new_worker, report).run()
     sources = dict(workers) | {old: new}
     for source, target in sources.items():
         skipped = {path for path in sources if path != source}
@@ -131,7 +131,7 @@ def _copy_view(source: Path, target: Path, report: SalvageReport) -> None:
         )
 
 
-class Salvaging:
+class DirectorySalvage:
     """The journal and the hot store of one server, or of one worker."""
 
     def __init__(self, old: Path, new: Path, report: SalvageReport) -> None:
@@ -149,7 +149,7 @@ class Salvaging:
         db = store.db
         journal = self._old / "journal"
         seq = db.journal_seq
-        files = files_behind(journal, seq) if journal.is_dir() else []
+        files = files_after(journal, seq) if journal.is_dir() else []
         self._note_gaps(files, seq if seq_known else None)
         sealed_later = self._sealed_in(files)
         with db.write():
@@ -177,7 +177,7 @@ class Salvaging:
                 self._report.files += 1
         path = self._new / "hot.db"
         if not path.exists():
-            HotDb(path, writer=True).close()
+            HotDatabase(path, writer=True).close()
             return True
         if is_sound(path) and not lost:
             return True
@@ -187,7 +187,7 @@ class Salvaging:
         for leftover in self._new.glob("hot.db-*"):
             leftover.unlink()
         self._rebuilt = True
-        db = HotDb(path, writer=True)
+        db = HotDatabase(path, writer=True)
         damaged = copy_rows(self._new / "damaged.db", db)
         tables = ", ".join(f"{table} ({count:,} rows read)" for table, count in damaged.items())
         self._report.problems.append(f"{self._old / 'hot.db'} is damaged: {tables or 'only its indexes'}")
@@ -204,7 +204,7 @@ class Salvaging:
             leftover.unlink()
         return seq_known
 
-    def _repair(self, db: HotDb, sealed_later: dict[int, int]) -> None:
+    def _repair(self, db: HotDatabase, sealed_later: dict[int, int]) -> None:
         """Closes the holes between blocks, parents before their forks, and names streams without a name."""
         number = 0
         while rows := list(
@@ -218,7 +218,7 @@ class Salvaging:
                 number = found
                 try:
                     stream = decode_stream(image)
-                except UNREADABLE:
+                except UNREADABLE_ERRORS:
                     self._report.problems.append(f"what is known about stream {name!r} cannot be decoded")
                     db.execute("DELETE FROM streams WHERE number=?", (number,))
                     continue
@@ -227,7 +227,7 @@ class Salvaging:
         for row in list(db.rows(query)):
             self._name(db, cast("int", row[0]))
 
-    def _note_unlisted(self, db: HotDb, stream: Stream) -> None:
+    def _note_unlisted(self, db: HotDatabase, stream: Stream) -> None:
         """Sealed entries whose segments are not listed any more: they are in the bucket, and not served."""
         begin = max(stream.earliest, stream.fork_entry)
         listed = sum(
@@ -239,7 +239,7 @@ class Salvaging:
             stream.name, unlisted, "the list of its segments is damaged; they are in the bucket"
         )
 
-    def _close_holes(self, db: HotDb, stream: Stream, sealed: int) -> None:
+    def _close_holes(self, db: HotDatabase, stream: Stream, sealed: int) -> None:
         if self._rebuilt:
             self._note_unlisted(db, stream)
         own: list[Hole] = []
@@ -267,27 +267,27 @@ class Salvaging:
         self._report.lost(stream.name, lost, "damaged page of the hot store")
         db.execute("DELETE FROM blocks WHERE number=? AND last<=?", (stream.number, sealed))
         for rowid, block in blocks:
-            bounds = (moved(block.first, holes), moved(block.last, holes), rowid)
+            bounds = (shifted_entry(block.first, holes), shifted_entry(block.last, holes), rowid)
             db.execute("UPDATE blocks SET first=?, last=? WHERE rowid=?", bounds)
-        through = moved(holes[0][0] - 1, holes)
+        through = shifted_entry(holes[0][0] - 1, holes)
         # What is listed before the hole stays as it is; the first one behind it begins the new epoch.
-        stream.epochs = raised(stream.epochs, through)
-        stream.tail = stream.visible = stream.stored = moved(stream.tail, holes)
-        stream.fork_entry = moved(stream.fork_entry, holes)
-        stream.sealed = max(moved(stream.sealed, inherited), stream.fork_entry)
+        stream.epochs = raise_epoch(stream.epochs, through)
+        stream.tail = stream.visible = stream.stored = shifted_entry(stream.tail, holes)
+        stream.fork_entry = shifted_entry(stream.fork_entry, holes)
+        stream.sealed = max(shifted_entry(stream.sealed, inherited), stream.fork_entry)
         own_bytes = sum(payload_bytes(block, stream) for _, block in blocks)
         stream.size_bytes = stream.sealed_bytes + own_bytes
         put_stream(db, stream)
         put_due(db, stream)
 
-    def _name(self, db: HotDb, number: int) -> None:
+    def _name(self, db: HotDatabase, number: int) -> None:
         """A stream of which there are entries and nothing else."""
         blocks = list(self._blocks(db, number))
         if not blocks:
             return
         body = db.one("SELECT body FROM blocks WHERE number=? ORDER BY first LIMIT 1", number)
         first = blocks[0][1]
-        name = f"{UNNAMED}{number}"
+        name = f"{UNNAMED_PREFIX}{number}"
         stream = Stream(number, name, first.times[0])
         stream.bind(guess_type(cast("bytes", body[0]) if body else b"", len(first.ends)))
         holes: list[Hole] = [(1, first.first - 1)] if first.first > 1 else []
@@ -296,10 +296,10 @@ class Salvaging:
             if block.first > reached + 1:
                 holes.append((reached + 1, block.first - 1))
             reached = block.last
-            bounds = (moved(block.first, holes), moved(block.last, holes), rowid)
+            bounds = (shifted_entry(block.first, holes), shifted_entry(block.last, holes), rowid)
             db.execute("UPDATE blocks SET first=?, last=? WHERE rowid=?", bounds)
         self._holes[number] = holes
-        stream.tail = stream.visible = stream.stored = moved(reached, holes)
+        stream.tail = stream.visible = stream.stored = shifted_entry(reached, holes)
         stream.last_ns = blocks[-1][1].times[-1]
         stream.size_bytes = sum(payload_bytes(block, stream) for _, block in blocks)
         stream.producers_known = False
@@ -307,7 +307,7 @@ class Salvaging:
         self._report.lost(name, sum(last - at + 1 for at, last in holes), "sealed, or damaged page")
         put_stream(db, stream)
 
-    def _blocks(self, db: HotDb, number: int) -> Iterator[tuple[int, Block]]:
+    def _blocks(self, db: HotDatabase, number: int) -> Iterator[tuple[int, Block]]:
         """Those that can be decoded, oldest first; the others are deleted."""
         query = "SELECT rowid, first, last, ends, times, keys, body FROM blocks WHERE number=? ORDER BY first"
         for row in list(db.rows("SELECT rowid FROM blocks WHERE number=? ORDER BY first", number)):
@@ -318,7 +318,7 @@ class Salvaging:
             try:
                 block = decode_block(raw)
                 fits = bool(block.ends) and block.ends[-1] == len(block.body) == max(block.ends)
-            except (*UNREADABLE, ValueError, TypeError):
+            except (*UNREADABLE_ERRORS, ValueError, TypeError):
                 fits = False
                 block = None
             if block is None or not fits or len(block.times) != len(block.ends):
@@ -342,8 +342,8 @@ class Salvaging:
         """How far the journal says that streams are sealed: what is before needs no block."""
         found: dict[int, int] = {}
         for file in files:
-            for piece in pieces(file):
-                for op in () if piece.payload is None else _ops(piece.payload):
+            for piece in read_pieces(file):
+                for op in () if piece.payload is None else _decode_ops(piece.payload):
                     if isinstance(op, Sealed) and op.segments:
                         found[op.stream] = max(found.get(op.stream, 0), op.segments[-1].last)
         return found
@@ -353,29 +353,29 @@ class Salvaging:
         if file.header is None:
             self._report.problems.append(f"{file.path}: the header is damaged")
         with db.write():
-            folding = Folding(store, file.seq)
-            for piece in pieces(file):
+            folding = FileCheckpoint(store, file.seq)
+            for piece in read_pieces(file):
                 if piece.payload is None:
                     place = f"{piece.bytes:,} bytes at byte {piece.position}"
                     self._report.problems.append(f"{file.path}: {place} are damaged")
                     continue
                 self._report.journal_records += 1
-                for op in _ops(piece.payload):
+                for op in _decode_ops(piece.payload):
                     self._apply(folding, op, f"{file.path}, byte {piece.position}")
             folding.write(CENTURY_NS)
         self._report.copied(file.path.stat().st_size)
         self._report.files += 1
 
-    def _apply(self, folding: Folding, op: Op, place: str) -> None:
+    def _apply(self, folding: FileCheckpoint, op: Op, place: str) -> None:
         try:
             fitting = self._fitted(folding, op)
             if fitting is not None:
                 folding.apply(fitting)
-        except UNREADABLE as error:
+        except UNREADABLE_ERRORS as error:
             why = str(error).partition("\n")[0] or type(error).__name__
             self._report.problems.append(f"{place}: {type(op).__name__.lower()} does not fit ({why})")
 
-    def _fitted(self, folding: Folding, op: Op) -> Op | None:
+    def _fitted(self, folding: FileCheckpoint, op: Op) -> Op | None:
         """The operation as it can be applied to what is left; None if it cannot."""
         streams = folding.streams
         if isinstance(op, Append):
@@ -392,8 +392,8 @@ class Salvaging:
             if holes:
                 holes[-1] = (holes[-1][0], min(holes[-1][1], op.fork_entry))
                 self._holes[op.stream] = holes
-                entry = moved(op.fork_entry, holes)
-                return msgspec.structs.replace(op, fork_entry=entry, epochs=raised(op.epochs, entry))
+                entry = shifted_entry(op.fork_entry, holes)
+                return msgspec.structs.replace(op, fork_entry=entry, epochs=raise_epoch(op.epochs, entry))
             return op
         if isinstance(op, Create | Meta | Recorded):
             return op
@@ -412,16 +412,16 @@ class Salvaging:
         if op.first > expected:
             self._report.lost(stream.name, op.first - expected, "damaged record of the journal")
             self._holes[stream.number] = [*holes, (expected, op.first - 1)]
-            stream.epochs = raised(stream.epochs, stream.tail)
+            stream.epochs = raise_epoch(stream.epochs, stream.tail)
         elif op.first < expected and op.count:
             return None  # an earlier record had it
         time_ns = max(op.time_ns, stream.last_ns)
         return msgspec.structs.replace(op, first=stream.tail + 1, time_ns=time_ns)
 
-    def _unnamed(self, folding: Folding, op: Append) -> Stream:
+    def _unnamed(self, folding: FileCheckpoint, op: Append) -> Stream:
         """A stream that was created in a part that is lost."""
         streams = folding.streams
-        name = f"{UNNAMED}{op.stream}"
+        name = f"{UNNAMED_PREFIX}{op.stream}"
         self._report.problems.append(f"the name of stream {op.stream} is lost; its entries are in {name!r}")
         content_type = op.binds or guess_type(op.body, op.count)
         create = Create(op.stream, name, 0, ((0, 1),), op.time_ns, content_type, NO_LIFETIME, NO_LIFETIME)
@@ -433,13 +433,13 @@ class Salvaging:
         assert stream is not None
         return stream
 
-    def _count(self, db: HotDb) -> None:
+    def _count(self, db: HotDatabase) -> None:
         self._report.streams += db.count_streams()
         row = db.one("SELECT coalesce(sum(last - first + 1), 0) FROM blocks")
         self._report.entries += cast("int", row[0] if row else 0)
 
 
-def moved(entry: int, holes: Sequence[Hole]) -> int:
+def shifted_entry(entry: int, holes: Sequence[Hole]) -> int:
     """The number of an entry when those in the holes are gone; of a lost one, that of the entry before it."""
     return entry - sum(min(last, entry) - first + 1 for first, last in holes if first <= entry)
 
@@ -457,8 +457,8 @@ def guess_type(body: bytes, entries: int) -> str:
     return "application/json"
 
 
-def _ops(payload: bytes) -> list[Op]:
+def _decode_ops(payload: bytes) -> list[Op]:
     try:
-        return list(decode(payload))
-    except UNREADABLE:
+        return list(decode_record(payload))
+    except UNREADABLE_ERRORS:
         return []

@@ -14,7 +14,7 @@ from typing import Final, cast
 import apsw
 
 from tailrace.log.journal_salvage import readable_blocks
-from tailrace.storage.hot_store.hot import Execute, HotDb
+from tailrace.storage.hot_store.hot import Execute, HotDatabase
 
 # Row numbers in a damaged place that are tried one by one.
 TRIED_MAX: Final = 100_000
@@ -53,7 +53,7 @@ def is_sound(path: Path) -> bool:
         connection.close()
 
 
-def copy_rows(source: Path, target: HotDb) -> dict[str, int]:
+def copy_rows(source: Path, target: HotDatabase) -> dict[str, int]:
     """Copies every row that can be read; of each table in which something cannot, how many rows were read."""
     try:
         connection = apsw.Connection(str(source), flags=apsw.SQLITE_OPEN_READWRITE)
@@ -81,12 +81,12 @@ def copy_rows(source: Path, target: HotDb) -> dict[str, int]:
     return damaged
 
 
-def _tables(db: HotDb) -> list[tuple[str, bool]]:
+def _tables(db: HotDatabase) -> list[tuple[str, bool]]:
     rows = db.rows("SELECT name, sql FROM sqlite_schema WHERE type='table'")
     return [(str(name), "WITHOUT ROWID" not in str(sql)) for name, sql in rows]
 
 
-def _insert(target: HotDb, table: str, rows: list[Row]) -> None:
+def _insert(target: HotDatabase, table: str, rows: list[Row]) -> None:
     with target.write():
         for row in rows:
             places = ", ".join("?" * len(row))

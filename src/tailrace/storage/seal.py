@@ -17,27 +17,27 @@ from typing import TypeVar
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
-from tailrace.log.durable import durable
+from tailrace.log.durable import await_commit
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.records import Compacted, Published, Recorded, Sealed, Trim
-from tailrace.storage.bucket_health import Standing
-from tailrace.storage.due import Aging, DueStreams
-from tailrace.storage.file_turns import FileTurns
-from tailrace.storage.heads import Heads
+from tailrace.storage.bucket_health import BucketHealth
+from tailrace.storage.due import AgingStreams, DueStreams
+from tailrace.storage.file_turns import EarlyRotation
+from tailrace.storage.heads import ManifestRecorder
 from tailrace.storage.hot_store.cold_tables import ColdTables
-from tailrace.storage.leftovers import PAGE_COUNT, leftovers_after
-from tailrace.storage.lineage import Lineage
-from tailrace.storage.meta_recording import MetaRecording
-from tailrace.storage.object_store.request_stats import ObjectBook
-from tailrace.storage.owner import Owner
-from tailrace.storage.pressure import Pressure
-from tailrace.storage.retention_service import Trims
-from tailrace.storage.seal_job import Kind, Publication, Report, SealerSetup
-from tailrace.storage.seal_runs import SealRuns
+from tailrace.storage.leftovers import UNSEALED_PAGE_COUNT, unsealed_streams_after
+from tailrace.storage.lineage import ForkDependencies
+from tailrace.storage.meta_recording import MetaRecorder
+from tailrace.storage.object_store.request_stats import RequestStats
+from tailrace.storage.owner import BucketOwner
+from tailrace.storage.pressure import SealBacklog
+from tailrace.storage.retention_service import RetentionService
+from tailrace.storage.seal_job import JobKind, ManifestPublication, SealerReport, SealerSetup
+from tailrace.storage.seal_runs import SealDispatcher
 from tailrace.storage.sealer_process import SealerProcess
-from tailrace.storage.sweep import Share
-from tailrace.storage.sweeps import Sweeps
+from tailrace.storage.sweep import SweepShare
+from tailrace.storage.sweeps import SweepSchedule
 
 logger = logging.getLogger("tailrace.seal")
 
@@ -47,7 +47,7 @@ QUEUE_SOFT_MAX = 2000  # leftovers wait while so many streams are due
 T = TypeVar("T")
 
 
-class Sealing:
+class SealingService:
     """The scheduler of cold history."""
 
     def __init__(
@@ -57,23 +57,23 @@ class Sealing:
         self._loop = loop
         self._settings = settings
         url = settings.object_store_url
-        owner = Owner(url, deployment, settings.take_over, log)
-        self.standing = Standing(owner, log.limits, loop)
+        owner = BucketOwner(url, deployment, settings.take_over, log)
+        self.standing = BucketHealth(owner, log.limits, loop)
         self.standing.on_back = self._back
         self.standing.on_lost = self._lost
         self._due = DueStreams(log.limits)
-        self.lineage = Lineage(self._due, log.streams.get)
-        self.pressure = Pressure(log)
-        self.runs = SealRuns(self, log, self._due)
+        self.lineage = ForkDependencies(self._due, log.streams.get)
+        self.pressure = SealBacklog(log)
+        self.runs = SealDispatcher(self, log, self._due)
         self.sealer: SealerProcess | None = None
-        self.book = ObjectBook()
+        self.book = RequestStats()
         self._threads = ThreadPoolExecutor(1, "leftovers")
-        self._heads = Heads(self)
-        self.meta = MetaRecording(self, log, settings.recovery_key)
-        self.trims = Trims(self, log)
-        self.sweeps = Sweeps(self, log)
-        self.share: Share = "all"  # of the sweep, if this is one of several workers
-        self._turns = FileTurns(log, self._due, self.pressure, self._others_wait, loop.time())
+        self._heads = ManifestRecorder(self)
+        self.meta = MetaRecorder(self, log, settings.recovery_key)
+        self.trims = RetentionService(self, log)
+        self.sweeps = SweepSchedule(self, log)
+        self.share: SweepShare = "all"  # of the sweep, if this is one of several workers
+        self._turns = EarlyRotation(log, self._due, self.pressure, self._others_wait, loop.time())
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -186,8 +186,8 @@ class Sealing:
         now_ns, now_s = self._log.clock.now_ns(), self._loop.time()
         age_s = self._log.limits.seal_age_ms / 1000
         while True:
-            rows = await self.on_thread(lambda after=number: leftovers_after(self._log.store, after))
-            later = Aging(now_s + age_s)
+            rows = await self.on_thread(lambda after=number: unsealed_streams_after(self._log.store, after))
+            later = AgingStreams(now_s + age_s)
             for row in rows:
                 number = row.number
                 stream = self._log.streams.by_number.get(number)
@@ -203,7 +203,7 @@ class Sealing:
                     later.add(number, row.last)
             self._due.wait(later)
             self._wake.set()
-            if len(rows) < PAGE_COUNT:
+            if len(rows) < UNSEALED_PAGE_COUNT:
                 return
             while len(self._due) > QUEUE_SOFT_MAX:
                 await self._step()
@@ -217,12 +217,12 @@ class Sealing:
 
     async def ask(
         self,
-        kind: Kind,
+        kind: JobKind,
         numbers: list[int],
         sealed: int = 0,
         after: str = "",
-        publication: Publication | None = None,
-    ) -> Report:
+        publication: ManifestPublication | None = None,
+    ) -> SealerReport:
         """The sealer's report. One that failed has been logged, counted and followed by a pause."""
         if self.sealer is None:
             setup = SealerSetup(
@@ -242,7 +242,7 @@ class Sealing:
 
     async def journal(self, op: Sealed | Trim | Recorded | Published | Compacted) -> None:
         """Returns when the operation is durable."""
-        await durable(partial(self._log.record, op))
+        await await_commit(partial(self._log.record, op))
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)

@@ -7,15 +7,15 @@ from typing import Literal
 import msgspec
 
 from tailrace.common.limits import Limits
-from tailrace.storage.object_store.request_stats import Count, RecordedHead, Timing
-from tailrace.storage.segments.companions import Companion
+from tailrace.storage.object_store.request_stats import RequestCount, RequestTiming, UploadedHead
+from tailrace.storage.segments.companions import IndexFile
 from tailrace.storage.segments.segments import SegmentInfo
-from tailrace.storage.sweep import Share, Swept
+from tailrace.storage.sweep import SweepReport, SweepShare
 
-Kind = Literal["seal", "heads", "bury", "trim", "meta", "sweep", "publish", "plan", "compact"]
+JobKind = Literal["seal", "heads", "bury", "trim", "meta", "sweep", "publish", "plan", "compact"]
 
 # Where the sealer finds the one setting that is no argument.
-RECOVERY_KEY = "TAILRACE_RECOVERY_KEY"
+RECOVERY_KEY_VARIABLE = "TAILRACE_RECOVERY_KEY"
 
 
 class SealerSetup(msgspec.Struct, kw_only=True):
@@ -26,21 +26,21 @@ class SealerSetup(msgspec.Struct, kw_only=True):
     deployment: str
     fence: int
     limits: Limits
-    share: Share = "all"  # of the sweep
+    share: SweepShare = "all"  # of the sweep
 
 
-class Publication(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ManifestPublication(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a `publish` adds to the manifest of a stream and takes out of it; objects a `plan` has created."""
 
     stream_id: str
-    added: list[Companion] = []
+    added: list[IndexFile] = []
     removed: list[str] = []
     objects: dict[str, bytes] = {}  # by their names in the folder of the stream
     segment: SegmentInfo | None = None  # of a `compact`: what takes the place of `replaced`
     replaced: list[SegmentInfo] = []
 
 
-class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SealerJob(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`seal`: one stream, from the entry behind `sealed`. `heads`, `bury`, `trim`: several streams at once.
 
     `meta`: facts of the server that changed after the journal file `sealed`. `sweep`: one turn of the sweep,
@@ -49,25 +49,25 @@ class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     id: int
-    kind: Kind
+    kind: JobKind
     numbers: list[int]
     sealed: int = 0
     after: str = ""
-    publication: Publication | None = None
+    publication: ManifestPublication | None = None
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SealerUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the sealer has asked of the object store so far; by stream, since its last report."""
 
     requests: dict[str, int] = {}
     bytes_out: int = 0
     bytes_in: int = 0
-    by_stream: list[Count] = []
-    heads: list[RecordedHead] = []
-    timings: list[Timing] = []
+    by_stream: list[RequestCount] = []
+    heads: list[UploadedHead] = []
+    timings: list[RequestTiming] = []
 
 
-class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SealerReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The outcome of a job. Of a `seal`: what to journal; `more` if there was too much for one job.
 
     `as_of` is the journal file the manifests speak for. `trouble` tells what kind of failure `error` is:
@@ -83,12 +83,12 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     footers: list[bytes] = []
     more: bool = False
     after: str = ""
-    swept: Swept = msgspec.field(default_factory=Swept)
+    swept: SweepReport = msgspec.field(default_factory=SweepReport)
     keyed: bool = False  # of a `seal`: some entries have keys
-    added: list[Companion] = []  # of a `publish`: those that the manifest did not list before
+    added: list[IndexFile] = []  # of a `publish`: those that the manifest did not list before
     refused: str = ""  # why nothing was changed: `missing`, `changed`; of a `seal` as well: `buried`
     detail: str = ""
     done: list[tuple[int, int]] = []  # heads: stream and generation; others: stream and 0
     error: str = ""
     trouble: Literal["", "unavailable", "fenced", "ended", "conflict", "failed"] = ""
-    usage: Usage = msgspec.field(default_factory=Usage)
+    usage: SealerUsage = msgspec.field(default_factory=SealerUsage)

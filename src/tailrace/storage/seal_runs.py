@@ -10,21 +10,21 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.records import Delete, Op, Sealed
-from tailrace.storage.bucket_health import PAUSE_S_MIN
-from tailrace.storage.conflicts import Conflicts
+from tailrace.storage.bucket_health import BUCKET_PAUSE_S_MIN
+from tailrace.storage.conflicts import SealConflicts
 from tailrace.storage.due import DueStreams
 
 if TYPE_CHECKING:
-    from tailrace.storage.seal import Sealing
-    from tailrace.storage.seal_job import Report
+    from tailrace.storage.seal import SealingService
+    from tailrace.storage.seal_job import SealerReport
 
 logger = logging.getLogger("tailrace.seal")
 
 # Small streams cost round trips, large ones memory and room in the spool: one of them counts as four.
 JOBS_MAX = 16
-LARGE_JOB = 4
+LARGE_JOB_WEIGHT = 4
 LARGE_JOB_BYTES = 1024 * 1024
-CONFLICT_PAUSE_S = 600.0  # nothing that the server does ends a conflict
+CONFLICT_RETRY_S = 600.0  # nothing that the server does ends a conflict
 
 
 class SealRun(NamedTuple):
@@ -37,16 +37,16 @@ class SealRun(NamedTuple):
     error: str = ""
 
 
-class SealRuns:
+class SealDispatcher:
     """Takes due streams off the queue as there is room, and puts back what is not done yet."""
 
-    def __init__(self, sealing: Sealing, log: Log, due: DueStreams) -> None:
+    def __init__(self, sealing: SealingService, log: Log, due: DueStreams) -> None:
         self._sealing = sealing
         self._log = log
         self._due = due
         self._jobs = 0
         self.busy: set[int] = set()
-        self.conflicts = Conflicts(log.streams.get)
+        self.conflicts = SealConflicts(log.streams.get)
         log.publisher.on_change.append(self._changed)
         self.segments = self.segment_bytes = 0
         self.on_run: Callable[[SealRun], None] | None = None
@@ -65,7 +65,7 @@ class SealRuns:
                 continue  # gone, or only its own time brings it back
             large = stream.size_bytes - stream.sealed_bytes >= LARGE_JOB_BYTES
             self.busy.add(number)
-            weight = LARGE_JOB if large else 1
+            weight = LARGE_JOB_WEIGHT if large else 1
             self._jobs += weight
             self._sealing.spawn(self._seal(number, weight))
 
@@ -75,7 +75,7 @@ class SealRuns:
         except TailraceError as error:
             logger.warning("stream %d is not sealed yet: %s", number, error)
             again = False
-            self._later(number, PAUSE_S_MIN)
+            self._later(number, BUCKET_PAUSE_S_MIN)
         finally:
             self.busy.discard(number)
             self._jobs -= weight
@@ -129,7 +129,7 @@ class SealRuns:
         lineage.sealed(number)
         return report.more or self._due.is_due(stream)
 
-    def _failed(self, number: int, report: Report, begun_ns: int) -> None:
+    def _failed(self, number: int, report: SealerReport, begun_ns: int) -> None:
         stream = self._log.streams.get(number)
         if stream is None or stream.removed:
             self.conflicts.over(number)
@@ -144,7 +144,7 @@ class SealRuns:
     def _stand_aside(self, stream: Stream, why: str) -> None:
         """The stream stays in the hot store, where it is served from, and is tried again much later."""
         self.conflicts.found(stream, why)
-        self._sealing.call_later(CONFLICT_PAUSE_S, lambda: self._try_again(stream.number))
+        self._sealing.call_later(CONFLICT_RETRY_S, lambda: self._try_again(stream.number))
 
     def _changed(self, op: Op, stream: Stream) -> None:
         if isinstance(op, Delete) and stream.removed:

@@ -26,50 +26,60 @@ from tailrace.common import failpoints, process
 from tailrace.common.logging_setup import configure_logging
 from tailrace.log.model import Stream
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.adoption import Adoption, runs_behind
-from tailrace.storage.compact_seal import CompactSealing
-from tailrace.storage.companion_seal import CompanionSealing
-from tailrace.storage.cut import Portion, portions
+from tailrace.storage.adoption import SegmentAdoption, hot_runs_after
+from tailrace.storage.compact_seal import CompactionSealer
+from tailrace.storage.companion_seal import IndexFileSealer
+from tailrace.storage.cut import SegmentPortion, split_into_segments
 from tailrace.storage.data_directory import make_directory
 from tailrace.storage.document_objects import DocumentObjects, versions_within
-from tailrace.storage.facts import decode_buried, facts_of, stored_facts
-from tailrace.storage.manifests.manifest import Manifests, Stored
+from tailrace.storage.facts import decode_deleted, manifest_facts, stored_manifest_facts
+from tailrace.storage.manifests.manifest import ManifestStore, StoredHead
 from tailrace.storage.manifests.model import (
-    BuriedError,
-    Facts,
     FencedError,
-    Head,
     ManifestConflictError,
     ManifestError,
+    ManifestHead,
+    StreamDeletedError,
+    StreamFacts,
 )
 from tailrace.storage.meta_objects import MetaObjects
-from tailrace.storage.meta_seal import MetaSealing
-from tailrace.storage.object_store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
-from tailrace.storage.object_store.request_stats import BookedObjects, ObjectBook
-from tailrace.storage.ownership import Ownership
-from tailrace.storage.seal_job import RECOVERY_KEY, Job, Report, SealerSetup, Usage
-from tailrace.storage.segments.companions import PlanBook
-from tailrace.storage.segments.kept import Run
+from tailrace.storage.meta_seal import MetaObjectSealer
+from tailrace.storage.object_store.objects import (
+    ObjectExistsError,
+    ObjectStoreUnavailableError,
+    open_object_store,
+)
+from tailrace.storage.object_store.request_stats import CountingObjectStore, RequestStats
+from tailrace.storage.ownership import BucketOwnership
+from tailrace.storage.seal_job import (
+    RECOVERY_KEY_VARIABLE,
+    SealerJob,
+    SealerReport,
+    SealerSetup,
+    SealerUsage,
+)
+from tailrace.storage.segments.companions import PlanHistory
+from tailrace.storage.segments.kept import EntryRange
 from tailrace.storage.segments.segments import SegmentFile, SegmentRows, stream_prefix
 from tailrace.storage.stored import reached_by_forks
 from tailrace.storage.sweep import Orphan, Sweeper
-from tailrace.storage.sweep_plans import has_stream, remembered_in
+from tailrace.storage.sweep_plans import has_same_stream, stored_plans
 
 logger = logging.getLogger("tailrace.sealer")
 
 SEGMENTS_PER_JOB = 8
-WRITERS = 2  # segments written at once; uploads of more jobs may be under way
-HEADS_AT_ONCE = 8
+WRITER_THREADS = 2  # segments written at once; uploads of more jobs may be under way
+HEADS_IN_PARALLEL = 8
 CONFIRM_S = 5.0
 MS_NS = 1_000_000
 
-One = Callable[[int], Awaitable[int]]
+StreamJob = Callable[[int], Awaitable[int]]
 
 
-class Snapshot(NamedTuple):
+class SealSnapshot(NamedTuple):
     """A stream as one look at the hot store shows it, and the segments written from that look."""
 
-    facts: Facts
+    facts: StreamFacts
     producers: dict[str, tuple[int, int]]
     as_of: int
     files: list[tuple[SegmentFile, Path]]
@@ -93,30 +103,32 @@ class Sealer:
             # find there we take for recorded, so it has to be.
             os.sync()
         self._store = StoredStreams(Path(setup.data_dir) / "hot.db")
-        self._book = ObjectBook()
-        self._objects = BookedObjects(open_objects(setup.url, limits=setup.limits), self._book)
-        self._manifests = Manifests(self._objects, setup.fence)
-        self._ownership = Ownership(self._objects)
-        self._threads = ThreadPoolExecutor(WRITERS, "seal")
-        recovery_key = os.environ.get(RECOVERY_KEY, "")  # not an argument: those can be read by everybody
-        self._meta = MetaSealing(self._store, self._objects, setup.fence, recovery_key, self._threads)
+        self._book = RequestStats()
+        self._objects = CountingObjectStore(open_object_store(setup.url, limits=setup.limits), self._book)
+        self._manifests = ManifestStore(self._objects, setup.fence)
+        self._ownership = BucketOwnership(self._objects)
+        self._threads = ThreadPoolExecutor(WRITER_THREADS, "seal")
+        recovery_key = os.environ.get(
+            RECOVERY_KEY_VARIABLE, ""
+        )  # not an argument: those can be read by everybody
+        self._meta = MetaObjectSealer(self._store, self._objects, setup.fence, recovery_key, self._threads)
         self._documents = DocumentObjects(MetaObjects(self._objects, setup.fence))
-        self._companions = CompanionSealing(
+        self._companions = IndexFileSealer(
             self._store, self._objects, self._manifests, self._threads, setup.limits
         )
-        self._compact = CompactSealing(
+        self._compact = CompactionSealer(
             self._store, self._objects, self._manifests, self._threads, setup.limits
         )
-        self._adoption = Adoption(self._store, self._objects, self._manifests, self._threads)
+        self._adoption = SegmentAdoption(self._store, self._objects, self._manifests, self._threads)
         self._confirmed_s = 0.0
 
     async def close(self) -> None:
         self._threads.shutdown(wait=True)
         await self._objects.close()
 
-    async def do(self, job: Job) -> Report:
+    async def do(self, job: SealerJob) -> SealerReport:
         """Never raises: what went wrong is in the report."""
-        report = Report(id=job.id)
+        report = SealerReport(id=job.id)
         try:
             await self._confirm()
             if job.kind == "seal":
@@ -134,7 +146,7 @@ class Sealer:
                 await self._several(job, report, work[job.kind])
         except FencedError as error:
             report.error, report.trouble = str(error), "fenced"
-        except ObjectsUnavailableError as error:
+        except ObjectStoreUnavailableError as error:
             report.error, report.trouble = str(error), "unavailable"
         except ManifestConflictError as error:
             report.error, report.trouble = str(error), "conflict"
@@ -145,7 +157,7 @@ class Sealer:
             report.error, report.trouble = f"{type(error).__name__}: {error}", "failed"
         objects = self._objects
         counts, heads, timings = self._book.drain()
-        report.usage = Usage(
+        report.usage = SealerUsage(
             requests=dict(objects.requests),
             bytes_out=objects.bytes_out,
             bytes_in=objects.bytes_in,
@@ -163,10 +175,10 @@ class Sealer:
 
     # -- segments --------------------------------------------------------------------------------------
 
-    async def _seal(self, job: Job, report: Report) -> None:
+    async def _seal(self, job: SealerJob, report: SealerReport) -> None:
         loop = asyncio.get_running_loop()
         number = job.numbers[0]
-        facts = await loop.run_in_executor(self._threads, stored_facts, self._store, number)
+        facts = await loop.run_in_executor(self._threads, stored_manifest_facts, self._store, number)
         if facts is None:
             return  # removed meanwhile
         stored = await self._manifests.load(facts.stream_id)
@@ -183,12 +195,12 @@ class Sealer:
             failpoints.reached("seal.before_manifest")
             head = await self._publish(snapshot, stored)
             failpoints.reached("seal.after_manifest")
-        except BuriedError as error:
+        except StreamDeletedError as error:
             report.refused, report.detail = "buried", str(error)
             return
         finally:
             for path in spooled:
-                discard(path)
+                discard_file(path)
         report.segments = [file.info for file, _ in snapshot.files]
         report.footers = [file.footer for file, _ in snapshot.files]
         report.generation = head.generation
@@ -196,7 +208,7 @@ class Sealer:
         report.more = snapshot.more
         report.as_of = 0 if snapshot.more else snapshot.as_of
 
-    async def _publish(self, snapshot: Snapshot, stored: Stored | None) -> Head:
+    async def _publish(self, snapshot: SealSnapshot, stored: StoredHead | None) -> ManifestHead:
         added = [file.info for file, _ in snapshot.files]
         await self._documents.publish(snapshot.facts.stream_id, snapshot.documents, snapshot.as_of)
         return await self._manifests.publish(snapshot.facts, added, snapshot.producers, known=stored)
@@ -211,21 +223,21 @@ class Sealer:
         except ObjectExistsError:
             pass  # its name holds its hash: an earlier try got this far
         failpoints.reached("seal.after_upload")
-        await loop.run_in_executor(None, discard, spooled.pop(0))
+        await loop.run_in_executor(None, discard_file, spooled.pop(0))
 
     # -- on threads --------------------------------------------------------------------------------------
 
-    def _write(self, number: int, sealed: int) -> Snapshot | None:
+    def _write(self, number: int, sealed: int) -> SealSnapshot | None:
         """Writes what the hot store has behind `sealed` into the spool, as far as one job goes."""
         spooled: list[Path] = []
         try:
             return self._write_into(spooled, number, sealed)
         except BaseException:
             for path in spooled:
-                discard(path)  # the job is repeated, and may find other portions then
+                discard_file(path)  # the job is repeated, and may find other portions then
             raise
 
-    def _write_into(self, spooled: list[Path], number: int, sealed: int) -> Snapshot | None:
+    def _write_into(self, spooled: list[Path], number: int, sealed: int) -> SealSnapshot | None:
         from tailrace.storage.segments.writer import write_segment
 
         with self._store.snapshot():
@@ -233,7 +245,7 @@ class Sealer:
             if stream is None:
                 return None
             as_of = self._store.db.journal_seq
-            facts = facts_of(stream, as_of, self._store)
+            facts = manifest_facts(stream, as_of, self._store)
             files: list[tuple[SegmentFile, Path]] = []
             through, keyed = sealed, False
             for portion in self._portions(stream, sealed):
@@ -258,11 +270,11 @@ class Sealer:
                 failpoints.reached("seal.after_write")
             producers = self._store.db.producers(number)
             documents = stream.documents or {}
-            return Snapshot(facts, producers, as_of, files, through < stream.tail, documents, keyed)
+            return SealSnapshot(facts, producers, as_of, files, through < stream.tail, documents, keyed)
 
-    def _portions(self, stream: Stream, sealed: int) -> Iterator[Portion]:
-        return portions(
-            runs_behind(self._store, stream, sealed),
+    def _portions(self, stream: Stream, sealed: int) -> Iterator[SegmentPortion]:
+        return split_into_segments(
+            hot_runs_after(self._store, stream, sealed),
             stream.epochs,
             stream.separator,
             bytes_max=self._limits.seal_bytes,
@@ -271,9 +283,9 @@ class Sealer:
 
     # -- manifests alone ---------------------------------------------------------------------------------
 
-    async def _several(self, job: Job, report: Report, one: One) -> None:
+    async def _several(self, job: SealerJob, report: SealerReport, one: StreamJob) -> None:
         """A few at a time. The first failure is reported with those that were done."""
-        gate = asyncio.Semaphore(HEADS_AT_ONCE)
+        gate = asyncio.Semaphore(HEADS_IN_PARALLEL)
         loop = asyncio.get_running_loop()
         report.as_of = await loop.run_in_executor(self._threads, lambda: self._store.db.journal_seq)
 
@@ -294,24 +306,26 @@ class Sealer:
         await self._documents.publish(found.facts.stream_id, found.documents, found.as_of)
         try:
             return (await self._manifests.publish(found.facts, (), found.producers)).generation
-        except BuriedError:
+        except StreamDeletedError:
             return 0
 
-    def _look(self, number: int) -> Snapshot | None:
+    def _look(self, number: int) -> SealSnapshot | None:
         with self._store.snapshot():
             stream = self._store.stream_by_number(number)
             if stream is None:
                 return None
             as_of = self._store.db.journal_seq
-            facts = facts_of(stream, as_of, self._store)
-            return Snapshot(facts, self._store.db.producers(number), as_of, [], False, stream.documents or {})
+            facts = manifest_facts(stream, as_of, self._store)
+            return SealSnapshot(
+                facts, self._store.db.producers(number), as_of, [], False, stream.documents or {}
+            )
 
     async def _bury(self, number: int) -> int:
         loop = asyncio.get_running_loop()
         raw = await loop.run_in_executor(self._threads, self._grave, number)
         if raw is not None:
-            stream, at_ns, reason = decode_buried(raw)
-            await self._manifests.bury(facts_of(stream, 0), at_ns, reason)
+            stream, at_ns, reason = decode_deleted(raw)
+            await self._manifests.bury(manifest_facts(stream, 0), at_ns, reason)
         return 0
 
     async def _trim(self, number: int) -> int:
@@ -328,11 +342,11 @@ class Sealer:
                 # A fork of a trimmed stream that is still empty, or ours from before somebody took over.
                 await self._manifests.publish(facts, known=stored)
             await self._manifests.retain(facts.stream_id, earliest, reached)
-        except BuriedError:
+        except StreamDeletedError:
             pass
         return 0
 
-    async def _sweep(self, job: Job, report: Report) -> None:
+    async def _sweep(self, job: SealerJob, report: SealerReport) -> None:
         """One turn. Who owns the bucket is asked anew: tombstones are for its owner alone."""
         await self._ownership.confirm(self._setup.deployment, self._setup.fence)
         sweeper = Sweeper(
@@ -350,20 +364,20 @@ class Sealer:
         report.after = await sweeper.turn(job.after) or ""
         report.swept = sweeper.seen
 
-    async def _owns(self, head: Head) -> bool:
+    async def _owns(self, head: ManifestHead) -> bool:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, has_stream, self._store, head)
+        return await loop.run_in_executor(self._threads, has_same_stream, self._store, head)
 
-    async def _remembered(self, head: Head) -> PlanBook:
+    async def _remembered(self, head: ManifestHead) -> PlanHistory:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, remembered_in, self._store, head)
+        return await loop.run_in_executor(self._threads, stored_plans, self._store, head)
 
-    def _retained(self, number: int) -> tuple[Facts, int, list[Run]] | None:
+    def _retained(self, number: int) -> tuple[StreamFacts, int, list[EntryRange]] | None:
         with self._store.snapshot():
             stream = self._store.stream_by_number(number)
             if stream is None:
                 return None
-            facts = facts_of(stream, self._store.db.journal_seq, self._store)
+            facts = manifest_facts(stream, self._store.db.journal_seq, self._store)
             return facts, stream.earliest, reached_by_forks(self._store.db, stream)
 
     def _grave(self, number: int) -> bytes | None:
@@ -382,26 +396,26 @@ def schema_versions(documents: dict[str, bytes] | None, runs: Sequence[SegmentRo
     return versions_within(documents["schema"], runs[0].first, runs[-1].first + len(runs[-1].ends) - 1)
 
 
-def discard(path: Path) -> None:
+def discard_file(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _read_jobs(loop: asyncio.AbstractEventLoop, take: Callable[[Job], None]) -> None:
+def _read_jobs(loop: asyncio.AbstractEventLoop, take: Callable[[SealerJob], None]) -> None:
     for line in sys.stdin.buffer:
-        loop.call_soon_threadsafe(take, msgspec.json.decode(line, type=Job))
+        loop.call_soon_threadsafe(take, msgspec.json.decode(line, type=SealerJob))
     os._exit(0)  # the server is gone; what is half done is done again
 
 
-async def serve(setup: SealerSetup) -> None:
+async def serve_jobs(setup: SealerSetup) -> None:
     sealer = Sealer(setup)
     tasks: set[asyncio.Task[None]] = set()
     loop = asyncio.get_running_loop()
 
-    async def work(job: Job) -> None:
+    async def work(job: SealerJob) -> None:
         line = msgspec.json.encode(await sealer.do(job)) + b"\n"
-        await loop.run_in_executor(None, _say, line)
+        await loop.run_in_executor(None, _write_line, line)
 
-    def take(job: Job) -> None:
+    def take(job: SealerJob) -> None:
         task = loop.create_task(work(job))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -410,11 +424,11 @@ async def serve(setup: SealerSetup) -> None:
     await asyncio.Event().wait()
 
 
-_said = threading.Lock()
+_output_lock = threading.Lock()
 
 
-def _say(line: bytes) -> None:
-    with _said:
+def _write_line(line: bytes) -> None:
+    with _output_lock:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 
@@ -423,7 +437,7 @@ def main() -> None:
     process.lower_cpu_priority()
     failpoints.mark_child_process()
     configure_logging("warning", "auto")
-    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=SealerSetup)))
+    asyncio.run(serve_jobs(msgspec.json.decode(sys.argv[1], type=SealerSetup)))
 
 
 if __name__ == "__main__":

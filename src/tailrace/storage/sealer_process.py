@@ -10,7 +10,14 @@ from collections import Counter
 
 import msgspec
 
-from tailrace.storage.seal_job import RECOVERY_KEY, Job, Kind, Publication, Report, SealerSetup
+from tailrace.storage.seal_job import (
+    RECOVERY_KEY_VARIABLE,
+    JobKind,
+    ManifestPublication,
+    SealerJob,
+    SealerReport,
+    SealerSetup,
+)
 
 logger = logging.getLogger("tailrace.seal")
 
@@ -29,7 +36,7 @@ class SealerProcess:
         self._child: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
-        self._asked: dict[int, asyncio.Future[Report]] = {}
+        self._asked: dict[int, asyncio.Future[SealerReport]] = {}
         self._last_id = 0
         self._idle: asyncio.TimerHandle | None = None
         self._earlier: Counter[str] = Counter()  # what children that have ended did
@@ -51,19 +58,19 @@ class SealerProcess:
 
     async def ask(
         self,
-        kind: Kind,
+        kind: JobKind,
         numbers: list[int],
         sealed: int = 0,
         after: str = "",
-        publication: Publication | None = None,
-    ) -> Report:
+        publication: ManifestPublication | None = None,
+    ) -> SealerReport:
         """The report of a job; if the child ends before it, one that says so."""
         child = await self._running()
         self._last_id += 1
-        job = Job(
+        job = SealerJob(
             id=self._last_id, kind=kind, numbers=numbers, sealed=sealed, after=after, publication=publication
         )
-        answer: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[SealerReport] = asyncio.get_running_loop().create_future()
         self._asked[job.id] = answer
         try:
             assert child.stdin is not None
@@ -71,7 +78,7 @@ class SealerProcess:
             await child.stdin.drain()
             return await answer
         except OSError as error:
-            return Report(id=job.id, error=f"the sealer cannot be asked: {error}", trouble="ended")
+            return SealerReport(id=job.id, error=f"the sealer cannot be asked: {error}", trouble="ended")
         finally:
             self._asked.pop(job.id, None)
             self._rest()
@@ -113,7 +120,7 @@ class SealerProcess:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     limit=LINE_BYTES_MAX,
-                    env={**os.environ, RECOVERY_KEY: self._recovery_key},
+                    env={**os.environ, RECOVERY_KEY_VARIABLE: self._recovery_key},
                 )
                 self._reading = asyncio.create_task(self._read(self._child))
             return self._child
@@ -122,7 +129,7 @@ class SealerProcess:
         assert child.stdout is not None
         try:
             while line := await child.stdout.readline():
-                report = msgspec.json.decode(line, type=Report)
+                report = msgspec.json.decode(line, type=SealerReport)
                 self._present = Counter(report.usage.requests)
                 self._bytes[2:] = [report.usage.bytes_out, report.usage.bytes_in]
                 answer = self._asked.get(report.id)
@@ -137,4 +144,4 @@ class SealerProcess:
         self._bytes = [self._bytes[0] + self._bytes[2], self._bytes[1] + self._bytes[3], 0, 0]
         for number, answer in list(self._asked.items()):
             if not answer.done():
-                answer.set_result(Report(id=number, error="the sealer ended", trouble="ended"))
+                answer.set_result(SealerReport(id=number, error="the sealer ended", trouble="ended"))

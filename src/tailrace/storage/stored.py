@@ -10,19 +10,26 @@ import msgspec
 from tailrace.common.timestamps import TIMESTAMP_NS_MAX
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.stored_streams import decode_stream, encode_stream
-from tailrace.storage.hot_store.hot import HotDb
+from tailrace.storage.hot_store.hot import HotDatabase
 from tailrace.storage.hot_store.trim_tables import ForkRow
-from tailrace.storage.retention import Decision, Shown, decide, has_bounds, over_at_ns, reached
-from tailrace.storage.segments.kept import FOREVER, Run
+from tailrace.storage.retention import (
+    RetentionDecision,
+    ShownSegment,
+    decide_retention,
+    has_bounds,
+    over_bounds_at_ns,
+    ranges_reached_by_forks,
+)
+from tailrace.storage.segments.kept import FOREVER, EntryRange
 from tailrace.storage.segments.segments import SegmentInfo
 
 # One decision looks at no more than so many segments; the next one goes on behind them.
-SEGMENTS_MAX = 1000
+SHOWN_SEGMENTS_MAX = 1000
 
 _INFO = msgspec.msgpack.Decoder(SegmentInfo)
 
 
-def put_stream(db: HotDb, stream: Stream) -> None:
+def put_stream(db: HotDatabase, stream: Stream) -> None:
     """Everything of a stream but its entries and producers."""
     deadline_ns = stored_deadline_ns(stream)
     db.put_stream(stream.number, stream.name, stream.gone, deadline_ns, encode_stream(stream))
@@ -31,11 +38,11 @@ def put_stream(db: HotDb, stream: Stream) -> None:
         db.trims.put_fork(stream.parent, row)
 
 
-def put_due(db: HotDb, stream: Stream) -> None:
+def put_due(db: HotDatabase, stream: Stream) -> None:
     """When retention has to look at the stream. After its segments and those of its ancestors are written."""
     if has_bounds(stream.lifetime):
-        sealed_ns = decide_stored(db, stream, stream.lifetime, now_ns=-1).next_ns
-        unsealed_ns = unsealed_over_ns(db, stream, stream.lifetime)
+        sealed_ns = decide_stored_retention(db, stream, stream.lifetime, now_ns=-1).next_ns
+        unsealed_ns = unsealed_over_bounds_ns(db, stream, stream.lifetime)
         due = [at_ns for at_ns in (sealed_ns, unsealed_ns) if at_ns is not None]
         db.trims.put_due(stream.number, min(due, default=None))
 
@@ -50,30 +57,30 @@ def stored_deadline_ns(stream: Stream) -> int | None:
     return None if deadline_ns is None else min(deadline_ns, TIMESTAMP_NS_MAX)
 
 
-def stored_stream(db: HotDb, number: int) -> Stream | None:
+def stored_stream(db: HotDatabase, number: int) -> Stream | None:
     raw = db.image_by_number(number)
     return None if raw is None else decode_stream(raw)
 
 
-def decide_stored(
-    db: HotDb, stream: Stream, lifetime: Lifetime, now_ns: int, upto: int | None = None
-) -> Decision:
+def decide_stored_retention(
+    db: HotDatabase, stream: Stream, lifetime: Lifetime, now_ns: int, upto: int | None = None
+) -> RetentionDecision:
     """What retention does to a stream as the hot store has it; entries behind `upto` stay in any case."""
     shown_bytes = stream.size_bytes
     inherits = stream.parent and stream.earliest < stream.fork_entry
     if inherits and lifetime.retention_bytes is not None:
         shown_bytes += sum(part.payload_bytes for part in shown_segments(db, stream) if not part.own)
-    shown: Iterable[Shown] = shown_segments(db, stream, SEGMENTS_MAX)
+    shown: Iterable[ShownSegment] = shown_segments(db, stream, SHOWN_SEGMENTS_MAX)
     if upto is not None:
         shown = takewhile(lambda segment: segment.last <= upto, shown)
-    decision = decide(stream.earliest, shown, lifetime, shown_bytes, now_ns)
+    decision = decide_retention(stream.earliest, shown, lifetime, shown_bytes, now_ns)
     if decision.to_the_end and inherits and decision.earliest < stream.fork_entry:
         # Its source has yet to seal what it shows of it, and nobody will say when that is done.
         return decision._replace(next_ns=0)
     return decision
 
 
-def unsealed_over_ns(db: HotDb, stream: Stream, lifetime: Lifetime) -> int | None:
+def unsealed_over_bounds_ns(db: HotDatabase, stream: Stream, lifetime: Lifetime) -> int | None:
     """When the oldest of the entries that are not sealed is over a bound, and they have to be, to go at all.
 
     0 if it is by size. None: there are none, or only newer entries can bring it about.
@@ -81,10 +88,12 @@ def unsealed_over_ns(db: HotDb, stream: Stream, lifetime: Lifetime) -> int | Non
     oldest_ns = db.cold.hot_time_ns(stream.number, stream.sealed + 1)
     if oldest_ns is None:
         return None
-    return over_at_ns(Shown(0, oldest_ns, 0), lifetime, stream.size_bytes - stream.sealed_bytes - 1)
+    return over_bounds_at_ns(
+        ShownSegment(0, oldest_ns, 0), lifetime, stream.size_bytes - stream.sealed_bytes - 1
+    )
 
 
-def shown_segments(db: HotDb, stream: Stream, count_max: int | None = None) -> Iterator[Shown]:
+def shown_segments(db: HotDatabase, stream: Stream, count_max: int | None = None) -> Iterator[ShownSegment]:
     """The segments that a stream shows, its ancestors' first, up to the first entry that is not sealed."""
     levels: list[tuple[Stream, int]] = [(stream, stream.sealed)]
     while (owner := levels[-1][0]).parent and stream.earliest < owner.fork_entry:
@@ -102,7 +111,7 @@ def shown_segments(db: HotDb, stream: Stream, count_max: int | None = None) -> I
             whole = info.first == entry and info.last <= upto
             last = min(info.last, upto)
             payload_bytes = info.payload_bytes if whole else 0
-            yield Shown(last, info.last_ns, payload_bytes, owner is stream, info.bytes)
+            yield ShownSegment(last, info.last_ns, payload_bytes, owner is stream, info.bytes)
             count_max = None if count_max is None else count_max - 1
             entry = last + 1
             if entry > upto:
@@ -111,12 +120,12 @@ def shown_segments(db: HotDb, stream: Stream, count_max: int | None = None) -> I
             return
 
 
-def reached_by_forks(db: HotDb, stream: Stream) -> list[Run]:
+def reached_by_forks(db: HotDatabase, stream: Stream) -> list[EntryRange]:
     """Entries of the stream, and of its ancestors, that its forks show."""
-    return reached(stream.number, stream.forks, db.trims.forks_of)
+    return ranges_reached_by_forks(stream.number, stream.forks, db.trims.forks_of)
 
 
-def fork_points(db: HotDb, number: int) -> set[int]:
+def fork_points(db: HotDatabase, number: int) -> set[int]:
     """The last entries of a stream that its forks show, and the forks of those, and so on."""
     points: set[int] = set()
     open_streams = [(number, FOREVER)]

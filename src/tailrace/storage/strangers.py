@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.facts import facts_of
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.manifest_resolve import is_same_life
-from tailrace.storage.manifests.model import Head, ManifestCorruptError
+from tailrace.storage.facts import manifest_facts
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.manifest_resolve import is_same_incarnation
+from tailrace.storage.manifests.model import ManifestCorruptError, ManifestHead
 from tailrace.storage.object_store.crowd import for_each_stream
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.object_store.objects import ObjectStore
 
 
-class StrangersError(TailraceError):
+class ForeignStreamsError(TailraceError):
     """The bucket has streams of somebody else. Nothing was changed."""
 
     def __init__(self, url: str, name: str) -> None:
@@ -35,25 +35,25 @@ class StrangersError(TailraceError):
         )
 
 
-async def refuse_strangers(objects: Objects, stores: Sequence[StoredStreams]) -> None:
+async def refuse_foreign_streams(objects: ObjectStore, stores: Sequence[StoredStreams]) -> None:
     """Raises at the first stream of the bucket that none of our hot stores has.
 
     Reads every manifest, a few at a time.
     """
-    manifests = Manifests(objects, 0)
+    manifests = ManifestStore(objects, 0)
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, "strangers")
 
-    def is_known(head: Head) -> bool:
-        return any(is_ours(store, head) for store in stores)
+    def is_known(head: ManifestHead) -> bool:
+        return any(is_known_stream(store, head) for store in stores)
 
     async def look(stream_id: str) -> None:
         try:
             stored = await manifests.load(stream_id)
         except ManifestCorruptError:
-            raise StrangersError(objects.url, f"id {stream_id}") from None
+            raise ForeignStreamsError(objects.url, f"id {stream_id}") from None
         if stored is not None and not await loop.run_in_executor(thread, is_known, stored.head):
-            raise StrangersError(objects.url, stored.head.name)
+            raise ForeignStreamsError(objects.url, stored.head.name)
 
     try:
         await for_each_stream(objects, look)
@@ -61,13 +61,13 @@ async def refuse_strangers(objects: Objects, stores: Sequence[StoredStreams]) ->
         thread.shutdown(wait=False)
 
 
-def is_ours(store: StoredStreams, head: Head) -> bool:
+def is_known_stream(store: StoredStreams, head: ManifestHead) -> bool:
     """Whether the hot store has the very stream a manifest speaks of, or knows that it is gone."""
     with store.snapshot():
         stream = store.stream_by_name(head.name)
         if head.deleted is None:
             same = stream is not None and stream.incarnation == head.incarnation
-            if same and stream is not None and is_same_life(facts_of(stream, 0), head):
+            if same and stream is not None and is_same_incarnation(manifest_facts(stream, 0), head):
                 return True
             return store.db.cold.has_grave(head.stream_id)
         tombstone = store.tombstone(head.name)

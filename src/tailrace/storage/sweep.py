@@ -31,39 +31,39 @@ import msgspec
 from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.storage.manifests.compaction import is_in_grace
-from tailrace.storage.manifests.manifest import Manifests
-from tailrace.storage.manifests.model import HEAD_KEY, Deleted, Head, ManifestCorruptError
+from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.model import HEAD_KEY, HeadTombstone, ManifestCorruptError, ManifestHead
 from tailrace.storage.object_store.bucket import (
     LIST_PAGE,
-    STREAMS,
-    delete_all,
-    epoch_of,
-    range_of,
-    stream_of,
+    STREAMS_PREFIX,
+    delete_keys,
+    entry_range_of_key,
+    epoch_of_key,
+    stream_id_of_key,
 )
-from tailrace.storage.object_store.crowd import STREAMS_AT_ONCE, first_failure
+from tailrace.storage.object_store.crowd import STREAMS_IN_PARALLEL, first_failure
 from tailrace.storage.object_store.objects import ObjectMissingError
-from tailrace.storage.segments.companions import range_in
+from tailrace.storage.segments.companions import index_file_range
 from tailrace.storage.segments.segments import stream_prefix
-from tailrace.storage.sweep_plans import Remembered, superseded
+from tailrace.storage.sweep_plans import LookUpPlans, superseded_plans
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import ObjectInfo, Objects
+    from tailrace.storage.object_store.objects import ObjectInfo, ObjectStore
 
 SECOND_NS = 10**9
 GRACE_NS = 3600 * SECOND_NS
 # A pipeline may take this long from its first object to the publication of all.
-COMPANION_NS = 24 * 3600 * SECOND_NS
+INDEX_FILE_NS = 24 * 3600 * SECOND_NS
 # Another life of a name gets the same folder only after its tombstone was forgotten, much later than this.
-OLD_LIFE_NS = 24 * 3600 * SECOND_NS
+OLD_INCARNATION_NS = 24 * 3600 * SECOND_NS
 # Readers may be at segments that became part of another one, and queries elsewhere hold their names.
 SEGMENT_NS = 24 * 3600 * SECOND_NS
-LOOKS_MAX = 5
+READ_ATTEMPTS_MAX = 5
 
 # What one of several sweepers of a bucket looks after: everything, or a worker's part of it.
-Share = Literal["all", "first", "rest"]
+SweepShare = Literal["all", "first", "rest"]
 # Whether a living stream is this worker's.
-Owns = Callable[[Head], Awaitable[bool]]
+OwnsStream = Callable[[ManifestHead], Awaitable[bool]]
 
 
 class Orphan(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class Orphan(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Swept(msgspec.Struct, omit_defaults=True):
+class SweepReport(msgspec.Struct, omit_defaults=True):
     streams: int = 0
     objects: int = 0  # looked at
     orphans: int = 0
@@ -85,7 +85,7 @@ class Swept(msgspec.Struct, omit_defaults=True):
     forgotten: int = 0  # of these
     unreadable: int = 0  # streams with a damaged manifest
 
-    def add(self, other: Swept) -> None:
+    def add(self, other: SweepReport) -> None:
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -99,17 +99,17 @@ class Sweeper:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectStore,
         report: Callable[[Orphan], None],
         *,
-        owner: Manifests | None = None,
-        remembered: Remembered | None = None,
-        share: Share = "all",
-        owns: Owns | None = None,
+        owner: ManifestStore | None = None,
+        remembered: LookUpPlans | None = None,
+        share: SweepShare = "all",
+        owns: OwnsStream | None = None,
         grace_ns: int = GRACE_NS,
         tombstone_ns: int,
         segment_grace_ns: int = SEGMENT_NS,
-        orphan_age_ns: int = COMPANION_NS,
+        orphan_age_ns: int = INDEX_FILE_NS,
         dry_run: bool = False,
         offline: bool = False,
         clock: Clock = SYSTEM_CLOCK,
@@ -118,21 +118,21 @@ class Sweeper:
         self._owner = owner
         self._remembered = remembered
         assert (share == "all") == (owns is None)
-        self._share: Share = share
+        self._share: SweepShare = share
         self._owns = owns
-        self._manifests = owner or Manifests(objects, 0)
+        self._manifests = owner or ManifestStore(objects, 0)
         self._report = report
         self._grace_ns = grace_ns
         self._tombstone_ns = tombstone_ns
         self._segment_grace_ns = segment_grace_ns
         self._orphan_age_ns = orphan_age_ns
-        self._old_life_ns = min(OLD_LIFE_NS, tombstone_ns)
+        self._old_life_ns = min(OLD_INCARNATION_NS, tombstone_ns)
         self._dry_run = dry_run
         self._offline = offline
         self._clock = clock
-        self.seen = Swept()
+        self.seen = SweepReport()
 
-    async def bucket(self) -> Swept:
+    async def bucket(self) -> SweepReport:
         after: str | None = ""
         while after is not None:
             after = await self.turn(after)
@@ -140,14 +140,14 @@ class Sweeper:
 
     async def turn(self, after: str = "") -> str | None:
         """One page of the bucket's listing, behind a key: where the next one begins, None at the end."""
-        found = await self._objects.list_after(STREAMS, after, LIST_PAGE)
+        found = await self._objects.list_after(STREAMS_PREFIX, after, LIST_PAGE)
         folders: dict[str, list[ObjectInfo]] = {}
         for info in found:
-            stream_id = stream_of(info.key)
+            stream_id = stream_id_of_key(info.key)
             if stream_id is not None:
                 folders.setdefault(stream_id, []).append(info)
-        self.seen.streams += len(folders.keys() - {stream_of(after)})
-        gate = asyncio.Semaphore(STREAMS_AT_ONCE)
+        self.seen.streams += len(folders.keys() - {stream_id_of_key(after)})
+        gate = asyncio.Semaphore(STREAMS_IN_PARALLEL)
 
         async def one(stream_id: str, infos: list[ObjectInfo]) -> None:
             async with gate:
@@ -195,7 +195,7 @@ class Sweeper:
             self._report(orphan)
         if orphans and not self._dry_run:
             failpoints.reached("gc.before_sweep")
-            await delete_all(self._objects, [orphan.key for orphan in orphans])
+            await delete_keys(self._objects, [orphan.key for orphan in orphans])
             failpoints.reached("gc.after_sweep")
 
     async def _made_by_pipelines(self, stream_id: str, old: list[ObjectInfo], now_ns: int) -> None:
@@ -218,12 +218,14 @@ class Sweeper:
             old = [info for info in old if info.modified_ns <= oldest_ns]
             await self._drop(await self._unlisted(stored.head, old, oldest_ns))
             listed = self._manifests.companions(stored.head)
-            plans = await superseded(self._objects, stored.head, listed, old, oldest_ns, self._remembered)
+            plans = await superseded_plans(
+                self._objects, stored.head, listed, old, oldest_ns, self._remembered
+            )
             await self._drop([_orphan(info, "another plan has taken its place") for info in plans])
 
-    async def _unlisted(self, head: Head, old: list[ObjectInfo], oldest_ns: int) -> list[Orphan]:
+    async def _unlisted(self, head: ManifestHead, old: list[ObjectInfo], oldest_ns: int) -> list[Orphan]:
         prefix = stream_prefix(head.stream_id)
-        found = [info for info in old if range_in(info.key.removeprefix(prefix)) is not None]
+        found = [info for info in old if index_file_range(info.key.removeprefix(prefix)) is not None]
         if not found:
             return []
         named = {one.object async for one in self._manifests.companions(head)}
@@ -232,7 +234,7 @@ class Sweeper:
         return [_orphan(info, reason) for info in found if info.key.removeprefix(prefix) not in named]
 
     async def _judge(self, stream_id: str, old: list[ObjectInfo]) -> list[Orphan]:
-        for _look in range(LOOKS_MAX):
+        for _look in range(READ_ATTEMPTS_MAX):
             stored = await self._manifests.load(stream_id)
             if stored is None:
                 self.seen.unclaimed += len(old)
@@ -245,7 +247,7 @@ class Sweeper:
                 continue  # a page went while we looked: there is a newer head
         return []
 
-    async def _of_living(self, old: list[ObjectInfo], head: Head) -> list[Orphan]:
+    async def _of_living(self, old: list[ObjectInfo], head: ManifestHead) -> list[Orphan]:
         prefix = stream_prefix(head.stream_id)
         named = await self._named(old, head)
         orphans: list[Orphan] = []
@@ -256,16 +258,16 @@ class Sweeper:
                 continue
             if kind != "segments":
                 orphans.append(_orphan(info, "the manifest does not name it"))
-            elif _is_over(key, head) and not self._is_in_grace(key, head):
+            elif _is_obsolete(key, head) and not self._is_in_grace(key, head):
                 orphans.append(_orphan(info, "other segments are recorded in its place"))
         return orphans
 
-    def _is_in_grace(self, key: str, head: Head) -> bool:
-        entries = range_of(key)
+    def _is_in_grace(self, key: str, head: ManifestHead) -> bool:
+        entries = entry_range_of_key(key)
         after_ns = self._clock.now_ns() - self._segment_grace_ns
         return entries is not None and is_in_grace(head, *entries, after_ns)
 
-    async def _named(self, old: list[ObjectInfo], head: Head) -> set[str]:
+    async def _named(self, old: list[ObjectInfo], head: ManifestHead) -> set[str]:
         """The keys that the head names, as far as the objects of this page of the listing are concerned."""
         prefix = stream_prefix(head.stream_id)
         named = {head.producers_key or ""}
@@ -275,7 +277,9 @@ class Sweeper:
         if any(key.startswith("catalogue/") for key in keys):
             pages = self._manifests.companion_pages(head.stream_id)
             named |= {ref.key async for ref in pages.walk_pages(head.companion_pages)}
-        ranges = [entries for key in keys if key.startswith("segments/") and (entries := range_of(key))]
+        ranges = [
+            entries for key in keys if key.startswith("segments/") and (entries := entry_range_of_key(key))
+        ]
         if ranges:
             last = max(entries[1] for entries in ranges)
             async for info in self._manifests.segments(head, min(entries[0] for entries in ranges)):
@@ -284,7 +288,7 @@ class Sweeper:
                 named.add(info.key)
         return named
 
-    def _of_deleted(self, old: list[ObjectInfo], deleted: Deleted) -> list[Orphan]:
+    def _of_deleted(self, old: list[ObjectInfo], deleted: HeadTombstone) -> list[Orphan]:
         reason = f"its stream was {deleted.reason}"
         before_ns = deleted.at_ns + self._old_life_ns
         return [_orphan(info, reason) for info in old if info.modified_ns < before_ns]
@@ -294,14 +298,14 @@ class Sweeper:
         if stored is None or stored.head.deleted is None or stored.head.deleted.at_ns >= before_ns:
             return
         self.seen.tombstones += 1
-        owner = Manifests(self._objects, stored.head.fence) if self._offline else self._owner
+        owner = ManifestStore(self._objects, stored.head.fence) if self._offline else self._owner
         if owner is not None and self._share == "all" and not self._dry_run:
             self.seen.forgotten += await owner.forget(stream_id, before_ns)
 
 
-def _is_over(key: str, head: Head) -> bool:
+def _is_obsolete(key: str, head: ManifestHead) -> bool:
     """Whether a segment that is not recorded can never be: only the entry after the last one is taken."""
-    entries, epoch = range_of(key), epoch_of(key)
+    entries, epoch = entry_range_of_key(key), epoch_of_key(key)
     if entries is None or epoch is None:
         return False
     return entries[0] <= head.uploaded_through or epoch < head.epoch

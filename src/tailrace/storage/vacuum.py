@@ -16,7 +16,7 @@ from typing import Final
 
 import apsw
 
-from tailrace.storage.hot_store.hot import HotDb, Space
+from tailrace.storage.hot_store.hot import FileSpace, HotDatabase
 
 logger = logging.getLogger("tailrace.checkpoint")
 
@@ -29,13 +29,13 @@ REBUILD_COPIES: Final = 2
 REBUILD_MARGIN_BYTES: Final = 1024 * 1024
 
 
-def excess_pages(space: Space, *, short: bool) -> int:
+def excess_pages(space: FileSpace, *, short: bool) -> int:
     """Free pages to be given back; all of them if the disk is `short` of room."""
     kept = 0 if short else max(SLACK_BYTES, int(space.used_bytes * SLACK_SHARE)) // space.page_bytes
     return max(0, space.free_pages - kept)
 
 
-def is_due(space: Space, *, short: bool) -> bool:
+def is_vacuum_due(space: FileSpace, *, short: bool) -> bool:
     excess = excess_pages(space, short=short)
     if space.incremental:
         return excess > 0
@@ -43,10 +43,10 @@ def is_due(space: Space, *, short: bool) -> bool:
     return excess > 0 and space.free_bytes >= space.used_bytes
 
 
-def vacuum_step(data_dir: Path, db: HotDb, *, short: bool) -> int:
+def vacuum_step(data_dir: Path, db: HotDatabase, *, short: bool) -> int:
     """Gives some pages back; how many. 0 if there is nothing to do, or no room to do it."""
     space = db.space()
-    if not is_due(space, short=short):
+    if not is_vacuum_due(space, short=short):
         return 0
     if space.incremental:
         for _ in db.rows(f"PRAGMA incremental_vacuum({min(STEP_PAGES, excess_pages(space, short=short))})"):
@@ -60,11 +60,11 @@ def vacuum_step(data_dir: Path, db: HotDb, *, short: bool) -> int:
         os.environ["SQLITE_TMPDIR"] = str(data_dir)
         db.execute("PRAGMA auto_vacuum=INCREMENTAL")
         db.execute("VACUUM")
-    cut_log(db)
+    truncate_wal(db)
     return space.pages - db.space().pages
 
 
-def cut_log(db: HotDb) -> None:
+def truncate_wal(db: HotDatabase) -> None:
     """Moves everything from the write-ahead log to the file, which is cut by that, and empties the log."""
     db.connection.set_busy_timeout(100)
     try:

@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tailrace.storage.directory_check import check_directory
-from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.manifest_lookup import find_heads
-from tailrace.storage.manifests.manifest_pages import Listed
-from tailrace.storage.manifests.model import HEAD_KEY, Head, ManifestCorruptError
+from tailrace.storage.manifests.manifest_pages import ListedSegments
+from tailrace.storage.manifests.model import HEAD_KEY, ManifestCorruptError, ManifestHead
 from tailrace.storage.object_store.crowd import first_failure, for_each_stream
 from tailrace.storage.object_store.objects import ObjectMissingError
-from tailrace.storage.segments.companions import Companion, is_named_well
+from tailrace.storage.segments.companions import IndexFile, has_valid_name
 from tailrace.storage.segments.segments import CorruptSegmentError, SegmentInfo, segment_name, stream_prefix
-from tailrace.storage.segments.segments import stream_id as stream_id_of
+from tailrace.storage.segments.segments import make_stream_id as stream_id_of
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.object_store.objects import ObjectStore
 
-BYTES_AT_ONCE = 96 << 20
-SEGMENTS_AT_ONCE = 16
+BYTES_IN_PARALLEL = 96 << 20
+SEGMENTS_IN_PARALLEL = 16
 
 
-class Finding(msgspec.Struct, frozen=True):
+class VerifyFinding(msgspec.Struct, frozen=True):
     """One thing that is wrong."""
 
     stream: str  # its name, or its id where the head cannot be read; empty if it is not about one
@@ -41,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True):
     problem: str
 
 
-class Verified(msgspec.Struct):
+class VerifyReport(msgspec.Struct):
     """What was looked at so far. `bytes_known` grows as manifests are read."""
 
     streams: int = 0
@@ -61,15 +61,19 @@ class Verifier:
     """Verifies the streams of one bucket. `report` is called with each finding as it is made."""
 
     def __init__(
-        self, objects: Objects, report: Callable[[Finding], None], *, bytes_at_once: int = BYTES_AT_ONCE
+        self,
+        objects: ObjectStore,
+        report: Callable[[VerifyFinding], None],
+        *,
+        bytes_at_once: int = BYTES_IN_PARALLEL,
     ) -> None:
         self._objects = objects
-        self._manifests = Manifests(objects, 0)
+        self._manifests = ManifestStore(objects, 0)
         self._report = report
-        self._room = _Room(bytes_at_once, SEGMENTS_AT_ONCE)
-        self.seen = Verified()
+        self._room = _InFlightLimit(bytes_at_once, SEGMENTS_IN_PARALLEL)
+        self.seen = VerifyReport()
 
-    async def bucket(self) -> Verified:
+    async def bucket(self) -> VerifyReport:
         """Every stream that has a head."""
         await for_each_stream(self._objects, self.stream)
         return self.seen
@@ -115,7 +119,7 @@ class Verifier:
                     problem = "it is named and not there; the rest was not looked at"
                     self._find(head.name, stream_id, key, problem)
 
-    async def _walk(self, head: Head, tasks: asyncio.TaskGroup) -> None:
+    async def _walk(self, head: ManifestHead, tasks: asyncio.TaskGroup) -> None:
         """Checks the manifest itself, and begins to read the segments it names as there is room for them."""
         self._facts(head)
         await self._manifests.producers(head)
@@ -132,7 +136,7 @@ class Verifier:
 
     # -- the manifest ------------------------------------------------------------------------------------
 
-    def _facts(self, head: Head) -> None:
+    def _facts(self, head: ManifestHead) -> None:
         problem = ""
         if stream_id_of(head.name, head.incarnation) != head.stream_id:
             problem = "its name and incarnation do not give its stream id"
@@ -141,7 +145,7 @@ class Verifier:
         if problem:
             self._find(head.name, head.stream_id, HEAD_KEY, problem)
 
-    def _continues(self, head: Head, previous: SegmentInfo | None, info: SegmentInfo) -> None:
+    def _continues(self, head: ManifestHead, previous: SegmentInfo | None, info: SegmentInfo) -> None:
         problem = ""
         if info.key != segment_name(info.epoch, info.first, info.last, info.sha256):
             problem = "its name is not made from what is recorded about it"
@@ -163,7 +167,7 @@ class Verifier:
         if problem:
             self._find(head.name, head.stream_id, info.key, problem)
 
-    def _ends(self, head: Head, last: SegmentInfo | None) -> None:
+    def _ends(self, head: ManifestHead, last: SegmentInfo | None) -> None:
         if head.deleted is not None:
             return
         reached = max(head.earliest, head.fork_entry, 0 if last is None else last.last)
@@ -171,17 +175,17 @@ class Verifier:
             problem = f"its segments end at {reached}, and uploaded_through is {head.uploaded_through}"
             self._find(head.name, head.stream_id, HEAD_KEY, problem)
 
-    async def _moved_on(self, head: Head) -> bool:
+    async def _moved_on(self, head: ManifestHead) -> bool:
         """Whether the head was replaced since: then what it named may be gone with good reason."""
         stored = await self._manifests.load(head.stream_id)
         return stored is None or stored.head.generation != head.generation
 
     # -- segments ----------------------------------------------------------------------------------------
 
-    async def _segment(self, head: Head, info: SegmentInfo) -> None:
+    async def _segment(self, head: ManifestHead, info: SegmentInfo) -> None:
         try:
             raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + info.key)
-            problems = await asyncio.to_thread(_problems, raw, info, head)
+            problems = await asyncio.to_thread(_segment_problems, raw, info, head)
         except ObjectMissingError:
             if await self._unlisted(head, info):
                 return
@@ -194,7 +198,7 @@ class Verifier:
         for problem in problems:
             self._find(head.name, head.stream_id, info.key, problem)
 
-    async def _companion(self, head: Head, companion: Companion) -> None:
+    async def _companion(self, head: ManifestHead, companion: IndexFile) -> None:
         """The file as it was published. What it says is compared with segments by nobody here."""
         problem = ""
         try:
@@ -203,7 +207,7 @@ class Verifier:
                 problem = f"it has {len(raw)} bytes, and {companion.bytes} are recorded"
             elif (await asyncio.to_thread(hashlib.sha256, raw)).hexdigest() != companion.sha256:
                 problem = "its SHA-256 is not the recorded one"
-            elif not is_named_well(companion):
+            elif not has_valid_name(companion):
                 problem = "its name is not made from what is recorded about it"
         except ObjectMissingError:
             if await self._moved_on(head):
@@ -216,7 +220,7 @@ class Verifier:
         if problem:
             self._find(head.name, head.stream_id, companion.object, problem)
 
-    async def _unlisted(self, head: Head, info: SegmentInfo) -> bool:
+    async def _unlisted(self, head: ManifestHead, info: SegmentInfo) -> bool:
         """Whether it is not listed any more: retention took it, or it became part of another one."""
         stored = await self._manifests.load(head.stream_id)
         if stored is None or stored.head.deleted is not None or info.last <= stored.head.earliest:
@@ -224,20 +228,20 @@ class Verifier:
         if stored.head.generation == head.generation:
             return False
         found = await self._manifests.pages(head.stream_id).within(
-            Listed(stored.head.pages, stored.head.segments), info.first, info.last
+            ListedSegments(stored.head.pages, stored.head.segments), info.first, info.last
         )
         return info not in found
 
     def _find(self, stream: str, stream_id: str, key: str, problem: str) -> None:
         self.seen.findings += 1
-        self._report(Finding(stream, stream_id, key, problem))
+        self._report(VerifyFinding(stream, stream_id, key, problem))
 
 
 def _goes_back(previous: SegmentInfo, info: SegmentInfo) -> bool:
     return info.epoch < previous.epoch or info.first_ns < previous.last_ns
 
 
-class _Room:
+class _InFlightLimit:
     """How much may be in flight. One segment that is larger than the room has it for itself."""
 
     def __init__(self, bytes_max: int, count_max: int) -> None:
@@ -262,13 +266,13 @@ class _Room:
             self._freed.notify_all()
 
 
-def _problems(raw: bytes, info: SegmentInfo, head: Head) -> list[str]:
+def _segment_problems(raw: bytes, info: SegmentInfo, head: ManifestHead) -> list[str]:
     """On a thread: hashing and unpacking take a while."""
-    from tailrace.storage.segments.segment_check import check_segment, footer_of
+    from tailrace.storage.segments.segment_check import check_segment, file_footer
 
     problems = check_segment(raw, info)
     try:
-        facts = footer_of(raw).facts
+        facts = file_footer(raw).facts
     except CorruptSegmentError:
         return problems  # said already
     for name, expected in (("name", head.name), ("stream_id", head.stream_id)):

@@ -18,44 +18,44 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.log import outbox
-from tailrace.log.catalogue import NO_PLANS, Unfolded, plans_in, plans_of, read_companions
-from tailrace.log.durable import durable
+from tailrace.log.catalogue import NO_PLANS, UncheckpointedOps, decode_plans, durable_plans, read_index_files
+from tailrace.log.durable import await_commit
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Compacted, Delete, Describe, Op, Published, Sealed, Trim
 from tailrace.log.segment_list import read_segments
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.compaction import CompactRule, borders_of, due
+from tailrace.storage.compaction import CompactionRule, borders_of, due_compactions
 from tailrace.storage.coverage import (
     Coverage,
-    Merge,
+    IndexMerge,
     MergeRule,
-    Uncovered,
-    in_turn,
-    merges,
-    stale,
-    uncovered,
+    UncoveredSegment,
+    build_order,
+    due_merges,
+    stale_index_files,
+    uncovered_segments,
 )
 from tailrace.storage.document_objects import version_cuts
-from tailrace.storage.index_summary import NOTHING, IndexSummary, summarise
-from tailrace.storage.merged_care import MergedCare, Rewrite
-from tailrace.storage.segments.companions import PlanBook, PlanEntry
+from tailrace.storage.index_summary import EMPTY_SUMMARY, IndexSummary, summarise_index
+from tailrace.storage.merged_care import RollupRetention, RollupRewrite
+from tailrace.storage.segments.companions import PlanHistory, PlanRecord
 from tailrace.storage.segments.segments import SegmentInfo
 from tailrace.storage.stored import fork_points
 
 logger = logging.getLogger("tailrace.pipeline")
 
-OFFERED_MAX: Final = 512  # segments of one stream in one answer
+SEGMENTS_OFFERED_MAX: Final = 512  # segments of one stream in one answer
 SUMMARIES_MAX: Final = 10_000
 PLANS_MAX: Final = 8  # that are remembered of a stream
 START_PAGE: Final = 256
-PAUSE_S: Final = 5.0
+INDEX_RETRY_S: Final = 5.0
 TIMERS_MAX: Final = 100_000  # streams that are looked at again later; others when something happens to them
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Wanted(Protocol):
+class WantedPlan(Protocol):
     """An index plan, as far as it matters here."""
 
     @property
@@ -66,21 +66,21 @@ class Wanted(Protocol):
     def fingerprints(self) -> Mapping[str, str]: ...
 
 
-class StreamWork(msgspec.Struct, frozen=True):
+class StreamIndexWork(msgspec.Struct, frozen=True):
     """What is to be done for one stream, in the order in which it should be done."""
 
     number: int
-    plan: PlanEntry
-    offered: tuple[Uncovered, ...] = ()
-    merges: tuple[Merge, ...] = ()
+    plan: PlanRecord
+    offered: tuple[UncoveredSegment, ...] = ()
+    merges: tuple[IndexMerge, ...] = ()
     compactions: tuple[tuple[SegmentInfo, ...], ...] = ()  # segments that should become one, each
-    rewrites: tuple[Rewrite, ...] = ()
+    rewrites: tuple[RollupRewrite, ...] = ()
     segments: int = 0  # all that lack companions, those given up included
     raw_bytes: int = 0
     oldest_ns: int = 0  # last append time of the oldest of those that are not given up
     given_up: int = 0
     stale: tuple[str, ...] = ()  # objects of older plans that may go
-    summary: IndexSummary = NOTHING
+    summary: IndexSummary = EMPTY_SUMMARY
     look_at_ns: int | None = None  # when there will be more to do without anything new
 
     @property
@@ -88,22 +88,22 @@ class StreamWork(msgspec.Struct, frozen=True):
         return bool(self.offered or self.merges or self.compactions or self.rewrites)
 
 
-class Scope(NamedTuple):
+class IndexWorkScope(NamedTuple):
     """What the work of one stream depends on, besides what is listed."""
 
     merge: MergeRule
-    compact: CompactRule
+    compact: CompactionRule
     lifetime: Lifetime
     shown_bytes: int
     schema: bytes | None
     now_ns: int
 
 
-class Work:
+class IndexWork:
     """Owned by the loop thread. `wanted` makes the plan of a stream from its documents."""
 
     def __init__(
-        self, log: Log, wanted: Callable[[Stream, bool], Wanted], loop: asyncio.AbstractEventLoop
+        self, log: Log, wanted: Callable[[Stream, bool], WantedPlan], loop: asyncio.AbstractEventLoop
     ) -> None:
         self._log = log
         self._wanted = wanted
@@ -111,10 +111,12 @@ class Work:
         limits = log.limits
         self._merge = MergeRule(limits.index_l0_span, limits.index_compaction_fanout, limits.index_max_level)
         age_ns = limits.compact_age_ms * 1_000_000
-        self._compact = CompactRule(limits.compact_segments, limits.compact_small_bytes, age_ns)
+        self._compact = CompactionRule(limits.compact_segments, limits.compact_small_bytes, age_ns)
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self.by_stream: dict[int, StreamWork] = {}  # those with something to do
-        self.summaries: OrderedDict[int, StreamWork] = OrderedDict()  # of streams that were looked at lately
+        self.by_stream: dict[int, StreamIndexWork] = {}  # those with something to do
+        self.summaries: OrderedDict[int, StreamIndexWork] = (
+            OrderedDict()
+        )  # of streams that were looked at lately
         self.given_up: dict[int, int] = {}  # streams with segments that were given up, and how many
         self._dirty: dict[int, None] = {}
         self._wake = asyncio.Event()
@@ -179,7 +181,7 @@ class Work:
                     await self._look(number)
                 except TailraceError as error:
                     logger.warning("the work of stream %d is not known yet: %s", number, error)
-                    self._loop.call_later(PAUSE_S, self.look_at, number)
+                    self._loop.call_later(INDEX_RETRY_S, self.look_at, number)
                 except Exception:
                     logger.exception("the work of stream %d cannot be told", number)
             self._tell()
@@ -191,7 +193,7 @@ class Work:
     async def _find_described(self) -> None:
         """Once: every stream that has documents an index plan is made of, or many segments."""
         store, count = self._log.store, self._compact.segments_min
-        for find in (_described_after, partial(_crowded_after, count=count)):
+        for find in (_described_after, partial(_segmented_after, count=count)):
             after = 0
             while True:
                 found = await self._on_thread(find, store, after)
@@ -210,25 +212,25 @@ class Work:
         if stream is None or stream.removed or stream.gone:
             self._set(number, None)
             return
-        planned = outbox.is_indexed(stream.name) and await self._plan(stream) is not None
+        planned = outbox.has_index_files(stream.name) and await self._plan(stream) is not None
         if not planned and stream.cold.segments < self._compact.segments_min:
             self._set(number, None)
             return
-        work = await self._find(stream, plans_in(stream.documents) if planned else NO_PLANS)
+        work = await self._find(stream, decode_plans(stream.documents) if planned else NO_PLANS)
         self._set(number, work)
         if planned:
             self._log.publisher.waker.wake(stream)  # whoever watches how far its indexes are
         if work.stale and self.on_stale is not None:
             self.on_stale(stream, work.stale)
 
-    async def _find(self, stream: Stream, plans: PlanBook) -> StreamWork:
+    async def _find(self, stream: Stream, plans: PlanHistory) -> StreamIndexWork:
         unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
         schema = None if stream.documents is None else stream.documents.get("schema")
-        scope = Scope(
+        scope = IndexWorkScope(
             self._merge, self._compact, stream.lifetime, stream.size_bytes, schema, self._log.clock.now_ns()
         )
         return await self._on_thread(
-            find_work, self._log.store, stream.number, stream.earliest, unfolded, plans, scope
+            find_index_work, self._log.store, stream.number, stream.earliest, unfolded, plans, scope
         )
 
     def _look_later(self, number: int, at_ns: int | None) -> None:
@@ -239,18 +241,18 @@ class Work:
             delay_s = max(0, at_ns - self._log.clock.now_ns()) / 1e9
             self._timers[number] = self._loop.call_later(delay_s, self.look_at, number)
 
-    async def _plan(self, stream: Stream) -> PlanEntry | None:
+    async def _plan(self, stream: Stream) -> PlanRecord | None:
         """The plan that holds now. One that was not known before is written down first."""
-        known = plans_in(stream.documents)
-        entry = desired(known, self._wanted(stream, known.keyed))
+        known = decode_plans(stream.documents)
+        entry = desired_plan(known, self._wanted(stream, known.keyed))
         if entry is None or entry == known.wanted:
             return entry
         older = [plan for plan in known.plans if plan.hash != entry.hash]
-        plans = PlanBook(known.keyed, (*older[-(PLANS_MAX - 1) :], entry))
-        await durable(partial(self._log.plan, stream, plans))
+        plans = PlanHistory(known.keyed, (*older[-(PLANS_MAX - 1) :], entry))
+        await await_commit(partial(self._log.plan, stream, plans))
         return entry
 
-    def _set(self, number: int, work: StreamWork | None) -> None:
+    def _set(self, number: int, work: StreamIndexWork | None) -> None:
         self._look_later(number, None if work is None else work.look_at_ns)
         self.summaries.pop(number, None)
         if work is not None:
@@ -268,39 +270,39 @@ class Work:
 
     # -- for whoever asks --------------------------------------------------------------------------------
 
-    def known(self, stream: Stream) -> StreamWork | None:
+    def known(self, stream: Stream) -> StreamIndexWork | None:
         """What the last look at a stream found; None if it has to be looked at first."""
-        if not plans_of(stream).plans or not outbox.is_indexed(stream.name):
-            return StreamWork(stream.number, NO_PLAN)
+        if not durable_plans(stream).plans or not outbox.has_index_files(stream.name):
+            return StreamIndexWork(stream.number, NO_PLAN)
         return self.summaries.get(stream.number)
 
-    async def of(self, stream: Stream) -> StreamWork:
+    async def of(self, stream: Stream) -> StreamIndexWork:
         """What is to be done for one stream right now."""
-        known = plans_of(stream)
-        if not known.plans or not outbox.is_indexed(stream.name):
+        known = durable_plans(stream)
+        if not known.plans or not outbox.has_index_files(stream.name):
             known = NO_PLANS
         if known is NO_PLANS and stream.cold.segments < self._compact.segments_min:
-            return StreamWork(stream.number, NO_PLAN)
+            return StreamIndexWork(stream.number, NO_PLAN)
         return await self._find(stream, known)
 
-    def after(self, place: tuple[int, int], limit: int) -> list[StreamWork]:
+    def after(self, place: tuple[int, int], limit: int) -> list[StreamIndexWork]:
         """Streams with work, those that wait longest first, behind a place in that order."""
         waiting = sorted((work.oldest_ns, work.number) for work in self.by_stream.values())
         found = [number for key in waiting if key > place for number in (key[1],)]
         return [self.by_stream[number] for number in found[:limit]]
 
 
-NO_PLAN: Final = PlanEntry(0, "", {})
+NO_PLAN: Final = PlanRecord(0, "", {})
 
 
-def desired(known: PlanBook, plan: Wanted) -> PlanEntry | None:
+def desired_plan(known: PlanHistory, plan: WantedPlan) -> PlanRecord | None:
     """The stream's plan with its generation; None while nothing was ever to be built."""
     last = known.wanted
     if last is None and not plan.families:
         return None
     if last is not None and last.hash == plan.hash:
         return last
-    return PlanEntry(
+    return PlanRecord(
         1 if last is None else last.generation + 1,
         plan.hash,
         {family: plan.fingerprints[f"family:{family}"] for family in plan.families},
@@ -312,45 +314,52 @@ def _described_after(store: StoredStreams, number: int) -> list[int]:
     return store.db.companions.described_after(number, START_PAGE)
 
 
-def _crowded_after(store: StoredStreams, number: int, count: int) -> list[int]:
+def _segmented_after(store: StoredStreams, number: int, count: int) -> list[int]:
     return store.db.cold.crowded_after(number, count, START_PAGE)
 
 
-def find_work(
-    store: StoredStreams, number: int, earliest: int, unfolded: Unfolded, plans: PlanBook, scope: Scope
-) -> StreamWork:
+def find_index_work(
+    store: StoredStreams,
+    number: int,
+    earliest: int,
+    unfolded: UncheckpointedOps,
+    plans: PlanHistory,
+    scope: IndexWorkScope,
+) -> StreamIndexWork:
     """On a thread: one look at everything that is known of a stream's segments and companions."""
     plan = plans.wanted or NO_PLAN
     with store.snapshot():
         segments = read_segments(store, number, earliest, unfolded)
-        known = msgspec.structs.replace(read_companions(store, number, earliest, unfolded), plans=plans)
+        known = msgspec.structs.replace(read_index_files(store, number, earliest, unfolded), plans=plans)
         cuts = fork_points(store.db, number)
     coverage = Coverage(plan, known.companions)
     given_up = {one.object for one in known.quarantined if one.plan_hash == plan.hash}
-    found, stuck = uncovered(segments, coverage, given_up)
+    found, stuck = uncovered_segments(segments, coverage, given_up)
     if scope.schema is not None:
         cuts.update(version_cuts(scope.schema))
     unsound = {one.object for one in known.quarantined}
-    care = MergedCare(segments, scope.lifetime, scope.shown_bytes, scope.now_ns)
+    care = RollupRetention(segments, scope.lifetime, scope.shown_bytes, scope.now_ns)
 
     def is_settled(info: SegmentInfo) -> bool:
         stays = info.first > max(earliest, care.soon) and info.key not in unsound
         return stays and not coverage.missing(info.first, info.last)
 
-    small = due(segments, scope.compact, borders_of(scope.lifetime, cuts), is_settled, scope.now_ns)
+    small = due_compactions(
+        segments, scope.compact, borders_of(scope.lifetime, cuts), is_settled, scope.now_ns
+    )
     rewrites, rewrite_ns = care.rewrites(plan, known.companions, coverage, earliest)
-    return StreamWork(
+    return StreamIndexWork(
         number,
         plan,
-        tuple(in_turn(found)[:OFFERED_MAX]),
-        tuple(merges(plan, known.companions, scope.merge, care.part)),
+        tuple(build_order(found)[:SEGMENTS_OFFERED_MAX]),
+        tuple(due_merges(plan, known.companions, scope.merge, care.part)),
         small.runs,
         tuple(rewrites),
         len(found) + len(stuck),
         sum(one.info.payload_bytes for one in found),
         found[0].info.last_ns if found else 0,
         len(stuck),
-        tuple(stale(plan, known.companions, coverage)),
-        summarise(plan, segments, known, coverage),
+        tuple(stale_index_files(plan, known.companions, coverage)),
+        summarise_index(plan, segments, known, coverage),
         min((at_ns for at_ns in (small.next_ns, rewrite_ns) if at_ns is not None), default=None),
     )

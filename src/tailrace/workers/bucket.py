@@ -16,30 +16,30 @@ from tailrace.api.restore import restore
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.bootstrap_place import already_done
-from tailrace.storage.bootstrap_report import Restored
+from tailrace.storage.bootstrap_place import is_bootstrapped
+from tailrace.storage.bootstrap_report import BootstrapReport
 from tailrace.storage.data_directory import DataDirectory
-from tailrace.storage.object_store.objects import ObjectsError, open_objects
-from tailrace.storage.ownership import Ownership
-from tailrace.storage.strangers import refuse_strangers
+from tailrace.storage.object_store.objects import ObjectStoreError, open_object_store
+from tailrace.storage.ownership import BucketOwnership
+from tailrace.storage.strangers import refuse_foreign_streams
 from tailrace.workers.layout import Layout, read_layout
 from tailrace.workers.migrate import fold
 
 logger = logging.getLogger("tailrace.workers")
 
 
-async def bootstrap(settings: Settings, root: DataDirectory) -> Restored | None:
+async def bootstrap(settings: Settings, root: DataDirectory) -> BootstrapReport | None:
     """None if the process is to stop before all is restored; then nothing counts yet."""
     present = read_layout(root.path)
     if present.generation:
-        if not all(already_done(present.path(root.path, index)) for index in range(present.workers)):
+        if not all(is_bootstrapped(present.path(root.path, index)) for index in range(present.workers)):
             raise TailraceError(
                 "unavailable",
                 f"--bootstrap needs a data directory without streams, and {root.path} has workers; to go on "
                 "with what is there, start without --bootstrap",
             )
         logger.warning("the bootstrap was finished before; starting from what it restored")
-        return Restored()
+        return BootstrapReport()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -58,14 +58,14 @@ async def take_over(settings: Settings, root: DataDirectory, layout: Layout) -> 
             stores.append(StoredStreams(path / "hot.db"))
             opened.callback(stores[-1].db.close)
         try:
-            objects = open_objects(settings.object_store_url, limits=settings.limits)
+            objects = open_object_store(settings.object_store_url, limits=settings.limits)
             try:
-                ownership = Ownership(objects)
+                ownership = BucketOwnership(objects)
                 owner = await ownership.current()
                 if owner is None or owner.deployment != root.deployment:
-                    await refuse_strangers(objects, stores)
+                    await refuse_foreign_streams(objects, stores)
                 await ownership.claim(root.deployment, take_over=True)
             finally:
                 await objects.close()
-        except (ValueError, ObjectsError) as error:
+        except (ValueError, ObjectStoreError) as error:
             raise TailraceError("unavailable", f"the object store cannot be taken over: {error}") from error

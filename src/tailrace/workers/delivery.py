@@ -21,16 +21,16 @@ from tailrace.http.relay import PeerClient
 from tailrace.log import outbox, registry, registry_snapshot
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.log.system import METRICS
-from tailrace.log.together import append_together
+from tailrace.log.system import METRICS_STREAM
+from tailrace.log.together import append_to_streams
 from tailrace.log.transaction import Transaction
 
 logger = logging.getLogger("tailrace.workers")
 
 PATH: Final = "/_worker/deliver"
 FACT: Final = "delivered/"
-ARRIVING: Final = (registry.NAME, outbox.NAME)  # nobody may miss one of these
-NAMES: Final = (*ARRIVING, METRICS)
+ARRIVING: Final = (registry.REGISTRY_STREAM, outbox.SEGMENTS_STREAM)  # nobody may miss one of these
+NAMES: Final = (*ARRIVING, METRICS_STREAM)
 PAGE_ENTRIES: Final = 500
 PAGE_BYTES: Final = 1024 * 1024
 RETRY_S: Final = 0.5
@@ -133,7 +133,10 @@ class Incoming:
     def receive(self, exchange: Exchange) -> None:
         delivery = msgspec.json.decode(exchange.body, type=Delivery)
         assert delivery.stream in NAMES
-        if delivery.stream == registry.NAME and registry_snapshot.DUE in self._log.streams.meta:
+        if (
+            delivery.stream == registry.REGISTRY_STREAM
+            and registry_snapshot.REGISTRY_SNAPSHOT_DUE in self._log.streams.meta
+        ):
             raise TailraceError("unavailable", "the registry begins anew first")
         key = f"{FACT}{delivery.worker}/{delivery.stream}"
         last = int(self._log.streams.meta.get(key, b"0"))
@@ -152,4 +155,6 @@ class Incoming:
 
         entries = [bytes(entry) for entry in delivery.entries]
         facts = [(key, b"%d" % now)]
-        append_together(self._log, [(delivery.stream, entries)], self._log.clock.now_ns(), reply, None, facts)
+        append_to_streams(
+            self._log, [(delivery.stream, entries)], self._log.clock.now_ns(), reply, None, facts
+        )

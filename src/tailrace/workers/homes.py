@@ -17,9 +17,9 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.http.relay import peer_unavailable_error
-from tailrace.log.commit import Batch
+from tailrace.log.commit import CommitBatch
 from tailrace.log.log import Log
-from tailrace.log.stalls import STALLED
+from tailrace.log.stalls import APPEND_TIMED_OUT
 from tailrace.workers.circle import Circle
 
 NOTE: Final = "home/"
@@ -126,7 +126,7 @@ class Homes:
                     written.set_result(None)
                 else:
                     written.set_exception(error)
-            if error is STALLED:
+            if error is APPEND_TIMED_OUT:
                 batch.waiting.append(settled)
                 return
             if error is None:
@@ -139,7 +139,7 @@ class Homes:
         batch.waiting.append(settled)
         return written
 
-    def _newest(self) -> Batch:
+    def _newest(self) -> CommitBatch:
         """The batch that the last change is in."""
         newest = self._log.committer.newest
         assert newest is not None

@@ -16,7 +16,7 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
-from tailrace.storage.data_directory import make_directory, sync_directory, write_durably
+from tailrace.storage.data_directory import make_directory, sync_directory, write_file_durably
 
 FILE: Final = "workers.json"
 DIRECTORY: Final = "workers"
@@ -64,7 +64,7 @@ def worker_paths(root: Path) -> list[Path]:
 
 def write_layout(root: Path, layout: Layout) -> None:
     """From this moment on the directories of this generation count, and no others."""
-    write_durably(root / FILE, msgspec.json.encode(layout).decode() + "\n")
+    write_file_durably(root / FILE, msgspec.json.encode(layout).decode() + "\n")
 
 
 def prepare(root: Path, layout: Layout, deployment: str) -> None:
@@ -76,7 +76,7 @@ def prepare(root: Path, layout: Layout, deployment: str) -> None:
         path = layout.path(root, index)
         make_directory(path)
         if layout.generation:
-            write_durably(path / "deployment", deployment + "\n")
+            write_file_durably(path / "deployment", deployment + "\n")
 
 
 def refuse_left(root: Path, layout: Layout) -> None:

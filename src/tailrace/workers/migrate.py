@@ -23,12 +23,12 @@ from tailrace.api.watch.service import FILE as VIEW
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.log import compaction
-from tailrace.log.recovery import replay, sync_tail
-from tailrace.log.registry_snapshot import DUE
+from tailrace.log.recovery import replay_journal, sync_tail
+from tailrace.log.registry_snapshot import REGISTRY_SNAPSHOT_DUE
 from tailrace.log.stored_streams import StoredStreams, StreamImage, decode_stream
-from tailrace.storage.checkpointer import checkpoint_file, write_book_of_forks
+from tailrace.storage.checkpointer import checkpoint_file, write_fork_rows
 from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
-from tailrace.storage.hot_store.hot import Execute, HotDb
+from tailrace.storage.hot_store.hot import Execute, HotDatabase
 from tailrace.storage.hot_store.meta_tables import MetaTables
 from tailrace.workers.delivery import ARRIVING, NAMES
 from tailrace.workers.delivery import FACT as DELIVERED
@@ -56,7 +56,7 @@ def migrate(root: Path, present: Layout, wanted: Layout, tombstone_ms: int) -> i
     """Fills the new workers' directories; how many streams there are. Until `workers.json` says so they do
     not count."""
     with ExitStack() as locks:
-        sources: list[HotDb] = []
+        sources: list[HotDatabase] = []
         for index in range(present.workers):
             path = present.path(root, index)
             if present.generation:
@@ -65,7 +65,9 @@ def migrate(root: Path, present: Layout, wanted: Layout, tombstone_ms: int) -> i
             sources.append(fold(path, tombstone_ms))
         failpoints.reached("workers.after_fold")
         _refuse_undelivered(sources)
-        targets = [HotDb(wanted.path(root, index) / "hot.db", writer=True) for index in range(wanted.workers)]
+        targets = [
+            HotDatabase(wanted.path(root, index) / "hot.db", writer=True) for index in range(wanted.workers)
+        ]
         count = Migration(sources, targets).run()
         _copy_view(present.path(root, FIRST), wanted.path(root, FIRST))
         for index, db in enumerate(targets):
@@ -78,11 +80,11 @@ def migrate(root: Path, present: Layout, wanted: Layout, tombstone_ms: int) -> i
     return count
 
 
-def fold(path: Path, tombstone_ms: int) -> HotDb:
+def fold(path: Path, tombstone_ms: int) -> HotDatabase:
     """Brings all that a worker acknowledged into its hot store."""
     make_directory(path / "journal")
     store = StoredStreams(path / "hot.db", writer=True)
-    replayed = replay(path / "journal", store)
+    replayed = replay_journal(path / "journal", store)
     sync_tail(path / "journal", replayed)
     for seq, end in replayed.files:
         checkpoint_file(path, store, seq, end, tombstone_ms * 1_000_000)
@@ -92,7 +94,7 @@ def fold(path: Path, tombstone_ms: int) -> HotDb:
         db.documents.create()
         db.companions.create()
         if db.trims.create():
-            write_book_of_forks(db)
+            write_fork_rows(db)
     return db
 
 
@@ -107,7 +109,7 @@ def _copy_view(source: Path, target: Path) -> None:
         os.fsync(copy.fileno())
 
 
-def _refuse_undelivered(sources: list[HotDb]) -> None:
+def _refuse_undelivered(sources: list[HotDatabase]) -> None:
     """What a worker had to tell and has not is in a stream of its own, from where only it can deliver it."""
     delivered = sources[FIRST].meta()
     for index in range(1, len(sources)):
@@ -125,7 +127,7 @@ def _refuse_undelivered(sources: list[HotDb]) -> None:
 class Migration:
     """Copies rows. Streams keep their numbers where they can."""
 
-    def __init__(self, sources: list[HotDb], targets: list[HotDb]) -> None:
+    def __init__(self, sources: list[HotDatabase], targets: list[HotDatabase]) -> None:
         self._sources = sources
         self._targets = targets
         self._present = Placement(len(sources))
@@ -151,7 +153,7 @@ class Migration:
 
     # -- streams -----------------------------------------------------------------------------------------
 
-    def _streams(self, index: int, source: HotDb) -> None:
+    def _streams(self, index: int, source: HotDatabase) -> None:
         """Forks go where the stream at their root goes, since they share its entries."""
         places = self._places[index]
         roots: dict[int, str] = {}
@@ -175,7 +177,7 @@ class Migration:
                 f"{len(self._sources)} and delete the one that is seen",
             )
 
-    def _root(self, source: HotDb, number: int, roots: dict[int, str]) -> str:
+    def _root(self, source: HotDatabase, number: int, roots: dict[int, str]) -> str:
         while number not in roots:
             raw = source.image_by_number(number)
             assert raw is not None, "the source of a fork is kept as long as the fork"
@@ -186,7 +188,7 @@ class Migration:
         return roots[number]
 
     @staticmethod
-    def _images(source: HotDb) -> Iterator[tuple[int, str, int]]:
+    def _images(source: HotDatabase) -> Iterator[tuple[int, str, int]]:
         for number, raw in cast(
             "Iterator[tuple[int, bytes]]", source.rows("SELECT number, image FROM streams ORDER BY number")
         ):
@@ -204,7 +206,7 @@ class Migration:
 
     # -- rows --------------------------------------------------------------------------------------------
 
-    def _rows(self, index: int, source: HotDb) -> None:
+    def _rows(self, index: int, source: HotDatabase) -> None:
         places = self._places[index]
         rows = source.rows("SELECT number, name, gone, deadline_ns, image FROM streams")
         for number, name, gone, deadline_ns, raw in cast(
@@ -224,7 +226,7 @@ class Migration:
             values = (place.number, places[parent].number, *rest)
             self._targets[place.worker].execute("INSERT INTO forks VALUES(?, ?, ?, ?, ?, ?)", values)
 
-    def _copy(self, source: HotDb, table: str, places: dict[int, Place]) -> None:
+    def _copy(self, source: HotDatabase, table: str, places: dict[int, Place]) -> None:
         insert = ""
         for number, *rest in source.rows(f"SELECT * FROM {table}"):  # noqa: S608 - names of ours
             place = places.get(cast("int", number))
@@ -233,7 +235,7 @@ class Migration:
             insert = insert or f"INSERT INTO {table} VALUES(?{', ?' * len(rest)})"
             self._targets[place.worker].execute(insert, (place.number, *rest))
 
-    def _names(self, index: int, source: HotDb) -> None:
+    def _names(self, index: int, source: HotDatabase) -> None:
         """What is left of deleted streams, by their names."""
         for name, *rest in source.rows("SELECT name, deleted_ns, image FROM tombstones"):
             target = self._targets[self._placement.home(cast("str", name))]
@@ -245,14 +247,14 @@ class Migration:
 
     # -- facts -------------------------------------------------------------------------------------------
 
-    def _facts(self, index: int, source: HotDb) -> None:
+    def _facts(self, index: int, source: HotDatabase) -> None:
         """Facts about a stream go with it; those of the server itself are the first worker's."""
         first = self._targets[FIRST]
         for key, value in source.meta().items():
-            if key.startswith(compaction.PREFIX):
-                place = self._places[index].get(int(key[len(compaction.PREFIX) :]))
+            if key.startswith(compaction.COMPACTION_FACT_PREFIX):
+                place = self._places[index].get(int(key[len(compaction.COMPACTION_FACT_PREFIX) :]))
                 if place is not None:
-                    self._targets[place.worker].put_meta(compaction.fact_of(place.number), value)
+                    self._targets[place.worker].put_meta(compaction.compaction_fact_key(place.number), value)
             elif index == FIRST and not key.startswith(NOTE):
                 first.put_meta(key, value)
         if index == FIRST and MetaTables(source).exist():
@@ -270,11 +272,11 @@ class Migration:
                 fact, image = f"{DELIVERED}{index}/{name}", source.image_by_name(name + own_suffix(index))
                 if image is not None and fact not in known:
                     first.put_meta(fact, b"%d" % decode_stream(image).tail)
-        if any(DUE in source.meta() for source in self._sources):
+        if any(REGISTRY_SNAPSHOT_DUE in source.meta() for source in self._sources):
             for db in self._targets:
-                db.put_meta(DUE, b"")
+                db.put_meta(REGISTRY_SNAPSHOT_DUE, b"")
 
-    def _own_facts(self, db: HotDb) -> None:
+    def _own_facts(self, db: HotDatabase) -> None:
         sources = self._sources
         db.set_fact("next_number", self._next)
         # What was made from a later journal file counts as newer, on the object store too.

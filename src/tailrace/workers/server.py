@@ -17,7 +17,7 @@ from tailrace.http.exchange import App, Exchange
 from tailrace.http.handover import HandoverReceiver, HandoverSender
 from tailrace.http.relay import PeerClient
 from tailrace.http.server import HttpServer
-from tailrace.log.system import METRICS
+from tailrace.log.system import METRICS_STREAM
 from tailrace.protocol.query_params import parse_query
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
@@ -168,7 +168,7 @@ class WorkerServer(Server):
         self._handover.close()
 
     def _prepare(self, name: str) -> None:
-        if name == METRICS:
+        if name == METRICS_STREAM:
             self._stream_metrics.stream()
 
     def _tell_home(self, exchange: Exchange) -> None:

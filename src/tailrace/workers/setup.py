@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tailrace.common.settings import Settings
-from tailrace.storage.bootstrap_report import Restored
+from tailrace.storage.bootstrap_report import BootstrapReport
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,7 +16,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     count: int
     sockets: str  # the directory of the workers' sockets
-    restored: Restored | None = None  # what a bootstrap brought back before workers started
+    restored: BootstrapReport | None = None  # what a bootstrap brought back before workers started
 
     def socket(self, index: int) -> str:
         return f"{self.sockets}/{index}"

@@ -23,7 +23,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging
 from tailrace.common.settings import Settings
 from tailrace.common.settings_loading import unknown_variable_warnings
-from tailrace.storage.bootstrap_report import Restored
+from tailrace.storage.bootstrap_report import BootstrapReport
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.workers import bucket
 from tailrace.workers.arrange import arrange
@@ -67,7 +67,7 @@ def run(settings: Settings) -> int:
 
 
 def run_several(settings: Settings, root: DataDirectory, port: socket.socket) -> int:
-    restored: Restored | None = None
+    restored: BootstrapReport | None = None
     if settings.bootstrap:
         restored = asyncio.run(bucket.bootstrap(settings, root))
         if restored is None:
@@ -193,7 +193,7 @@ class Supervisor:
         root: DataDirectory,
         layout: Layout,
         port: socket.socket,
-        restored: Restored | None = None,
+        restored: BootstrapReport | None = None,
     ) -> None:
         self._settings = settings
         self._root = root

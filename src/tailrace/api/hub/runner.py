@@ -38,7 +38,7 @@ from tailrace.hub.state import Hub
 from tailrace.log import records
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import NO_LIFETIME
-from tailrace.log.transaction import Transaction, ignore
+from tailrace.log.transaction import Transaction, ignore_reply
 
 logger = logging.getLogger("tailrace.hub")
 
@@ -259,7 +259,7 @@ class Runner:
         if stream is None or stream.gone:
             return
         try:
-            self._log.remove(stream, "deleted", ignore, None)
+            self._log.remove(stream, "deleted", ignore_reply, None)
         except TailraceError as error:
             logger.warning("the stream %s cannot be deleted: %s", effect.stream, error)
 

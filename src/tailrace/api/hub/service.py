@@ -28,10 +28,10 @@ from tailrace.hub.reading import StreamRules
 from tailrace.hub.signatures import SECRET_BYTES, Key
 from tailrace.hub.state import Hub, Options
 from tailrace.log.model import Lifetime
-from tailrace.storage.retention_service import Bound
+from tailrace.storage.retention_service import RetentionBound
 
 if TYPE_CHECKING:
-    from tailrace.storage.seal import Sealing
+    from tailrace.storage.seal import SealingService
 
 logger = logging.getLogger("tailrace.hub")
 
@@ -77,21 +77,21 @@ class HubService:
             on_broadcast=self._context.telemetry.hub_broadcast_seconds.observe,
         )
 
-    def connect(self, sealing: Sealing) -> None:
+    def connect(self, sealing: SealingService) -> None:
         """The tier is told what of the hub's streams may go, beside what others let go."""
         others = sealing.trims.bounds
         sealing.trims.bounds = lambda: [*(others() if others is not None else ()), *self._bounds()]
         self.runner.on_bounds = sealing.trims.look_again
 
-    def _bounds(self) -> list[Bound]:
+    def _bounds(self) -> list[RetentionBound]:
         """What the last looks found, once; what is still there is found again by the next round."""
         bounds, self.hub.sweeping.bounds = self.hub.sweeping.bounds, {}
-        found: list[Bound] = []
+        found: list[RetentionBound] = []
         for name, bound in bounds.items():
             stream = self.streams.find(name)
             if stream is not None:
                 lifetime = Lifetime(retention_s=-(-bound.age_ms // 1000), retention_bytes=bound.bytes_max)
-                found.append(Bound(stream.number, lifetime, bound.upto))
+                found.append(RetentionBound(stream.number, lifetime, bound.upto))
         return found
 
     async def start(self) -> None:

@@ -7,13 +7,13 @@ from typing import Final
 
 from tailrace.common.errors import TailraceError
 from tailrace.hub.effects import Found, Named
-from tailrace.log.decide import CreateRequest, gone, resolve
-from tailrace.log.history import Missing
+from tailrace.log.decide import CreateRequest, offset_gone, resolve_position
+from tailrace.log.history import MissingBlock
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.reader import Page
-from tailrace.log.transaction import ignore
+from tailrace.log.transaction import ignore_reply
 from tailrace.protocol import offsets
 
 JSON: Final = "application/json"
@@ -81,7 +81,7 @@ class LogStreams:
             if position[1] == 0:
                 return 0
             raise TailraceError("offset_beyond_tail", "the offset is past the end of the stream")
-        return resolve(found, position, found.earliest)
+        return resolve_position(found, position, found.earliest)
 
     def names(self, prefix: str, after: str, limit: int) -> list[Named]:
         """The next streams by name; those that are not in memory stay where they are."""
@@ -102,7 +102,7 @@ class LogStreams:
         self._absent.discard(name)
         stream = self._log.find(name)
         if stream is None:
-            self._log.create(CreateRequest(name, JSON, LIFETIMES.get(name, NO_LIFETIME)), ignore, None)
+            self._log.create(CreateRequest(name, JSON, LIFETIMES.get(name, NO_LIFETIME)), ignore_reply, None)
             stream = self._log.find(name)
             assert stream is not None
         if stream.gone:
@@ -112,9 +112,9 @@ class LogStreams:
     def try_read(self, stream: Stream, after: int, entries_max: int, bytes_max: int) -> Found | None:
         """A page if memory has it all."""
         if after < stream.earliest:
-            return Found(error=gone(stream, stream.earliest))
+            return Found(error=offset_gone(stream, stream.earliest))
         page = self._log.reader.try_read_labelled(stream, after, bytes_max, entries_max)
-        return None if isinstance(page, Missing) else _found(page)
+        return None if isinstance(page, MissingBlock) else _found(page)
 
     async def read(
         self, stream: Stream, after: int, entries_max: int, bytes_max: int, since_ns: int | None
@@ -124,7 +124,7 @@ class LogStreams:
             if since_ns is not None:
                 after = max(stream.earliest, await self._log.reader.find_before(stream, since_ns))
             if after < stream.earliest:
-                raise gone(stream, stream.earliest)
+                raise offset_gone(stream, stream.earliest)
             return _found(await self._log.reader.read_labelled(stream, after, bytes_max, entries_max))
         except TailraceError as error:
             return Found(error=error)

@@ -10,27 +10,27 @@ from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.index_status import TailRows
 from tailrace.log.model import Stream
 from tailrace.query.tail_index import TailIndex
-from tailrace.storage.object_store.object_parts import ObjectParts
-from tailrace.storage.object_store.request_stats import RecordedHead
-from tailrace.storage.seal import Sealing
-from tailrace.storage.segments.segments import stream_id
+from tailrace.storage.object_store.object_parts import ObjectCache
+from tailrace.storage.object_store.request_stats import UploadedHead
+from tailrace.storage.seal import SealingService
+from tailrace.storage.segments.segments import make_stream_id
 
 
 def connect_details(
-    routes: DetailsRoutes, sealing: Sealing, readers: Sequence[ObjectParts], tail: TailIndex
+    routes: DetailsRoutes, sealing: SealingService, readers: Sequence[ObjectCache], tail: TailIndex
 ) -> None:
     """`readers` fetch what was sealed and what was built from it."""
 
     def requests_of(stream: Stream) -> dict[str, Counter[str]]:
-        folder = stream_id(stream.name, stream.incarnation)
+        folder = make_stream_id(stream.name, stream.incarnation)
         found = sealing.book.requests(folder)
         for parts in readers:
             for artifact, counters in parts.book.requests(folder).items():
                 found[artifact] = found.get(artifact, Counter()) + counters
         return found
 
-    def head_of(stream: Stream) -> RecordedHead | None:
-        return sealing.book.head(stream_id(stream.name, stream.incarnation))
+    def head_of(stream: Stream) -> UploadedHead | None:
+        return sealing.book.head(make_stream_id(stream.name, stream.incarnation))
 
     def tail_of(stream: Stream) -> TailRows:
         index = tail.find(stream.number)
@@ -45,8 +45,8 @@ def connect_details(
     routes.cached_of = lambda stream: cached_of(readers, stream)
 
 
-def cached_of(readers: Sequence[ObjectParts], stream: Stream) -> dict[str, int]:
+def cached_of(readers: Sequence[ObjectCache], stream: Stream) -> dict[str, int]:
     """What the caches on disk hold of a stream, by artifact."""
-    folder = stream_id(stream.name, stream.incarnation)
+    folder = make_stream_id(stream.name, stream.incarnation)
     caches = [parts.cache for parts in readers if parts.cache is not None]
     return {artifact: sum(cache.bytes_of(folder, artifact) for cache in caches) for artifact in ARTIFACTS}

@@ -22,7 +22,7 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.protocol.http_headers import if_none_match
 from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
-from tailrace.storage.object_store.request_stats import RecordedHead
+from tailrace.storage.object_store.request_stats import UploadedHead
 
 WAIT_DEFAULT_MS = 3000
 METHODS = "GET, HEAD, OPTIONS"
@@ -39,7 +39,7 @@ class DetailsRoutes:
         self._live = live
         self._waits: set[Wait] = set()
         self.requests_of: Callable[[Stream], Requests] = lambda _: {}
-        self.head_of: Callable[[Stream], RecordedHead | None] = lambda _: None
+        self.head_of: Callable[[Stream], UploadedHead | None] = lambda _: None
         self.is_in_conflict: Callable[[Stream], bool] = lambda _: False
         self.tail_of: Callable[[Stream], TailRows] = lambda _: TailRows()
         self.indexed_of: Callable[[Stream], Indexed | None] = lambda _: Indexed()

@@ -9,7 +9,7 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.protocol.stream_names import is_system_name
 from tailrace.query.index_plan import members_of
-from tailrace.storage.index_summary import NOTHING, FamilySummary, IndexSummary
+from tailrace.storage.index_summary import EMPTY_SUMMARY, FamilySummary, IndexSummary
 
 BUNDLED: Final = ("col", "fts", "agg", "mblk")  # built for each segment and found by it
 QUARANTINED_MAX: Final = 100
@@ -21,7 +21,7 @@ Json = dict[str, object]
 class Indexed(NamedTuple):
     """What is known of a stream's companions, and when."""
 
-    summary: IndexSummary = NOTHING
+    summary: IndexSummary = EMPTY_SUMMARY
     generation: int = 0  # of the wanted plan
     keyed: bool = False
     now_ns: int = 0

@@ -17,9 +17,9 @@ from tailrace.api.memory_guard import MemoryGuard, mapped_file_bytes
 from tailrace.api.search import SearchRoutes
 from tailrace.api.touch import TouchRoutes
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.storage.checkpoint import Checkpoints
-from tailrace.storage.object_store.object_parts import ObjectParts
-from tailrace.storage.seal import Sealing
+from tailrace.storage.checkpoint import CheckpointService
+from tailrace.storage.object_store.object_parts import ObjectCache
+from tailrace.storage.seal import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 
 Group = dict[str, int]
@@ -31,15 +31,15 @@ class Node(NamedTuple):
     context: Context
     live: Live
     memory: MemoryGuard
-    sealing: Sealing
-    checkpoints: Checkpoints
+    sealing: SealingService
+    checkpoints: CheckpointService
     cold: ColdReader
     search: SearchRoutes
     touch: TouchRoutes
     companions: CompanionFiles
 
     @property
-    def readers(self) -> tuple[ObjectParts, ...]:
+    def readers(self) -> tuple[ObjectCache, ...]:
         """Those who fetch from the object store for queries."""
         return self.cold.parts, self.companions.parts, self.companions.lexicons
 

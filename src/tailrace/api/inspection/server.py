@@ -17,7 +17,7 @@ from tailrace.common import memory as auto_tune
 from tailrace.common.settings import SETTINGS_TABLE, Setting
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
-from tailrace.log.history import THREADS
+from tailrace.log.history import HISTORY_THREADS
 
 DETAILS, MEM = b"/v1/server/_details", b"/v1/server/_mem"
 PATHS = frozenset({DETAILS, MEM})
@@ -127,10 +127,10 @@ class ServerRoutes:
                 "queued": committer.queued_records,
             },
             "read": {
-                "configured_limit": THREADS,
-                "current_limit": THREADS,
-                "active": min(reading, THREADS),
-                "queued": max(0, reading - THREADS),
+                "configured_limit": HISTORY_THREADS,
+                "current_limit": HISTORY_THREADS,
+                "active": min(reading, HISTORY_THREADS),
+                "queued": max(0, reading - HISTORY_THREADS),
             },
             "search": {
                 "configured_limit": gate.running_max,

@@ -7,7 +7,7 @@ from heapq import nlargest
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from tailrace.log.traffic import Share
+from tailrace.log.traffic import StreamTraffic
 from tailrace.profiles.metrics import Record, normalise
 
 QUIET_MS_MAX = 300_000  # something unchanged is told again after this time
@@ -15,7 +15,7 @@ BUSIEST = 50  # streams that have series of their own
 OTHER = "__other__"
 DROPPED = "tailrace.metrics.series_dropped"
 NO_TAGS: Mapping[str, str] = {}
-NOTHING_SERVED: tuple[Mapping[str, Share], Share] = ({}, Share())
+NOTHING_SERVED: tuple[Mapping[str, StreamTraffic], StreamTraffic] = ({}, StreamTraffic())
 
 
 class Source(NamedTuple):
@@ -57,9 +57,9 @@ class SeriesBook:
     def records(
         self,
         window: Window,
-        shares: Mapping[str, Share],
-        others: Share,
-        served: tuple[Mapping[str, Share], Share] = NOTHING_SERVED,
+        shares: Mapping[str, StreamTraffic],
+        others: StreamTraffic,
+        served: tuple[Mapping[str, StreamTraffic], StreamTraffic] = NOTHING_SERVED,
     ) -> list[Record]:
         """Canonical records of one interval, at most as many as there may be series.
 
@@ -81,7 +81,9 @@ class SeriesBook:
             found.append(self._record(window, DROPPED, "count", 1, dropped, dropped))
         return found
 
-    def _all(self, window: Window, shares: Mapping[str, Share], others: Share) -> Iterator[Record]:
+    def _all(
+        self, window: Window, shares: Mapping[str, StreamTraffic], others: StreamTraffic
+    ) -> Iterator[Record]:
         for place, source in enumerate(self._sources):
             record = self._told(window, place, source)
             if record is not None:
@@ -121,10 +123,10 @@ class SeriesBook:
         return self._record(window, timing.metric, "ms", count - count_was, spent_ms, None)
 
     def _traffic(
-        self, window: Window, what: str, shares: Mapping[str, Share], others: Share
+        self, window: Window, what: str, shares: Mapping[str, StreamTraffic], others: StreamTraffic
     ) -> Iterator[Record]:
         busiest = dict(nlargest(BUSIEST, shares.items(), key=lambda item: (item[1].bytes, item[0])))
-        rest = Share()
+        rest = StreamTraffic()
         for share in (others, *(share for name, share in shares.items() if name not in busiest)):
             rest.entries += share.entries
             rest.bytes += share.bytes

@@ -9,7 +9,7 @@ from tailrace.api.inspection.memory import Node
 from tailrace.api.stream_metrics.series import SeriesBook, Source, Timing
 from tailrace.common.metrics import Histogram
 from tailrace.common.server_metrics import ServerMetrics
-from tailrace.log.history import THREADS
+from tailrace.log.history import HISTORY_THREADS
 
 MIB = 1 << 20
 CALLS = ("put", "get", "head", "delete", "list")
@@ -93,7 +93,7 @@ def _concurrency(node: Node) -> list[Source]:
         Source("tieredstore.concurrency.active", "count", "gauge", lambda: committer.in_flight, ingest),
         Source("tieredstore.concurrency.limit", "count", "gauge", lambda: committer.syncs_allowed, ingest),
         Source("tieredstore.concurrency.active", "count", "gauge", lambda: history.fetching, read),
-        Source("tieredstore.concurrency.limit", "count", "gauge", lambda: THREADS, read),
+        Source("tieredstore.concurrency.limit", "count", "gauge", lambda: HISTORY_THREADS, read),
     ]
 
 

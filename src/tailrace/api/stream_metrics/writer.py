@@ -14,9 +14,9 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
-from tailrace.log.system import METRICS
-from tailrace.log.traffic import Traffic
-from tailrace.log.transaction import ignore
+from tailrace.log.system import METRICS_STREAM
+from tailrace.log.traffic import TrafficCounts
+from tailrace.log.transaction import ignore_reply
 from tailrace.profiles.canonical import METRICS_SCHEMA_ONLY
 from tailrace.profiles.profile import API_VERSION
 from tailrace.schema.registry import Boundary, Registry
@@ -42,8 +42,8 @@ class MetricsWriter:
 
     def start(self) -> None:
         if self._flush_s:
-            self._log.publisher.traffic = Traffic()
-            self._log.reader.served = Traffic()
+            self._log.publisher.traffic = TrafficCounts()
+            self._log.reader.served = TrafficCounts()
             self._try(self.stream)
             self._timer = self._loop.call_later(self._flush_s, self._due)
 
@@ -82,14 +82,14 @@ class MetricsWriter:
             return
         entries = [orjson.dumps(record) for record in records]
         request = AppendRequest(b",".join(entries), JSON, [len(entry) for entry in entries])
-        self._log.append(self.stream(), request, ignore, None)
+        self._log.append(self.stream(), request, ignore_reply, None)
 
     def stream(self) -> Stream:
         """Made with all that belongs to it, if it is not there."""
-        name = METRICS + self._log.own_suffix
+        name = METRICS_STREAM + self._log.own_suffix
         stream = self._log.find(name)
         if stream is None:
-            self._log.create(CreateRequest(name, JSON), ignore, None)
+            self._log.create(CreateRequest(name, JSON), ignore_reply, None)
             stream = self._log.existing(name)
             registry = Registry(
                 name=name,

@@ -18,8 +18,8 @@ from tailrace.api.watch.collection import Collection
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Lifetime
-from tailrace.log.system import AUDIT
-from tailrace.log.together import append_together
+from tailrace.log.system import AUDIT_STREAM
+from tailrace.log.together import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch.syntax import shape
 
@@ -109,11 +109,13 @@ class Audit:
         if not entries:
             return
         try:
-            append_together(self._log, [(AUDIT, entries)], self._context.clock.now_ns(), self._written, None)
+            append_to_streams(
+                self._log, [(AUDIT_STREAM, entries)], self._context.clock.now_ns(), self._written, None
+            )
         except TailraceError as refusal:
             self._lost(len(entries), refusal)
             return
-        stream = self._log.find(AUDIT)
+        stream = self._log.find(AUDIT_STREAM)
         wanted = Lifetime(retention_s=-(-self._retention_ms // 1000))
         if stream is not None and stream.lifetime != wanted:
             # How much of it is kept is a setting, which may be another one after a restart.

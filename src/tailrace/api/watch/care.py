@@ -16,11 +16,11 @@ from tailrace.api.watch.published_views import PublishedViews
 from tailrace.api.watch.token_keys import TokenKeys
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Lifetime
-from tailrace.storage.object_store.objects import ObjectsError
-from tailrace.storage.retention_service import Bound
+from tailrace.storage.object_store.objects import ObjectStoreError
+from tailrace.storage.retention_service import RetentionBound
 
 if TYPE_CHECKING:
-    from tailrace.storage.seal import Sealing
+    from tailrace.storage.seal import SealingService
 
 logger = logging.getLogger("tailrace.watch")
 
@@ -37,13 +37,13 @@ class Care:
         self._book = book
         self._keys = keys
         self.views = PublishedViews(context, book)
-        self._sealing: Sealing | None = None
+        self._sealing: SealingService | None = None
         self._task: asyncio.Task[None] | None = None
         self._removed: list[Collection] = []
-        self.other_bounds: Callable[[], list[Bound]] = list  # of streams that are no collections
+        self.other_bounds: Callable[[], list[RetentionBound]] = list  # of streams that are no collections
         self.purged = 0
 
-    def connect(self, sealing: Sealing) -> None:
+    def connect(self, sealing: SealingService) -> None:
         """The tier tells what may go, and is told what must not."""
         self._sealing = sealing
         sealing.trims.bounds = self._bounds
@@ -118,7 +118,7 @@ class Care:
                 return
             if any(collection.applied) and await self.views.publish(collection) and self._sealing is not None:
                 self._sealing.trims.look_again()
-        except (ObjectsError, OSError, TailraceError) as error:
+        except (ObjectStoreError, OSError, TailraceError) as error:
             logger.warning("the view of %s cannot be published: %s", collection.name, error)
 
     def _is_old(self, collection: Collection, before_ms: int) -> bool:
@@ -126,7 +126,7 @@ class Care:
         streams = map(self._book.log.find, collection.streams())
         return any(stream is not None and stream.created_ns // 1_000_000 < before_ms for stream in streams)
 
-    def _bounds(self) -> list[Bound]:
+    def _bounds(self) -> list[RetentionBound]:
         """Changes that may go by their age, if a published view has them."""
         found = self.other_bounds()
         for collection in self._book.collections():
@@ -137,5 +137,5 @@ class Care:
             for partition, upto in enumerate(collection.base):
                 stream = self._book.log.find(collection.stream(partition)) if upto else None
                 if stream is not None and stream.earliest < upto:
-                    found.append(Bound(stream.number, lifetime, upto))
+                    found.append(RetentionBound(stream.number, lifetime, upto))
         return found

@@ -27,7 +27,7 @@ from tailrace.api.watch.collection import (
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.log.together import append_together
+from tailrace.log.together import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import document, names
 
@@ -80,7 +80,7 @@ class CollectionRoutes:
 
         now_ns = self._context.clock.now_ns()
         parts = [(names.collections_of(database), [database_entry(now_ns)])]
-        append_together(self._log, parts, now_ns, answer, None)
+        append_to_streams(self._log, parts, now_ns, answer, None)
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str) -> None:
         if method in (b"GET", b"HEAD"):
@@ -195,7 +195,7 @@ class CollectionRoutes:
         now_ns = self._context.clock.now_ns()
         entry = config_entry(collection.name, planned, "insert" if is_new else "update", now_ns)
         parts = [(names.collections_of(collection.database), [entry])]
-        append_together(self._log, parts, now_ns, answer, None)
+        append_to_streams(self._log, parts, now_ns, answer, None)
         collection.pending = planned
 
     # -- showing ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tailrace.api.watch.repeats import digest_of, first_results, same_request, u
 from tailrace.api.watch.writes import Result, State, Write
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.log.together import append_together
+from tailrace.log.together import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import document, names
 from tailrace.watch.change import NULL, Change, ChangeEntry, Images, Op, Prev, Txn, encode
@@ -315,7 +315,7 @@ class Writer:
                 entry = config_entry(name, collection.config, "insert", plan.now_ns)
                 configs.setdefault(names.collections_of(owner), []).append(entry)
         parts = [*configs.items(), *plan.entries.items()]
-        append_together(self._log, parts, plan.now_ns, self._settled, submitted)
+        append_to_streams(self._log, parts, plan.now_ns, self._settled, submitted)
         for (_, name), collection in plan.made.items():
             if name in used:
                 self._book.add(collection)

@@ -18,9 +18,9 @@ from tailrace.api.watch.collection import Collection
 from tailrace.storage.object_store.objects import (
     ObjectConflictError,
     ObjectMissingError,
-    Objects,
-    ObjectsError,
-    open_objects,
+    ObjectStore,
+    ObjectStoreError,
+    open_object_store,
 )
 from tailrace.watch import view_files
 from tailrace.watch.view import Purged, reading
@@ -38,7 +38,7 @@ class PublishedViews:
     def __init__(self, context: Context, book: Book) -> None:
         self._context = context
         self._book = book
-        self._objects: Objects | None = None
+        self._objects: ObjectStore | None = None
         # Asks for the changes of a stream to be sealed before their time.
         self.seal_soon: Callable[[int], None] | None = None
         self.published = 0
@@ -47,10 +47,10 @@ class PublishedViews:
         if self._objects is not None:
             await self._objects.close()
 
-    def _store(self) -> Objects:
+    def _store(self) -> ObjectStore:
         if self._objects is None:
             settings = self._context.settings
-            self._objects = open_objects(settings.object_store_url, limits=settings.limits)
+            self._objects = open_object_store(settings.object_store_url, limits=settings.limits)
         return self._objects
 
     def _folder(self, collection: Collection) -> str:
@@ -151,7 +151,7 @@ class PublishedViews:
             rows=rows,
         )
 
-    async def _create(self, store: Objects, key: str, part: bytes) -> None:
+    async def _create(self, store: ObjectStore, key: str, part: bytes) -> None:
         """A part of this name may be left from a try that was cut short: nobody names it."""
         await store.delete([key])
         await store.create(key, part)
@@ -176,7 +176,7 @@ class PublishedViews:
     async def _drop(self, folder: str, parts: list[str]) -> None:
         try:
             await self._store().delete([folder + name for name in parts])
-        except ObjectsError as error:
+        except ObjectStoreError as error:
             logger.warning("parts of a view are left on the object store: %s", error)
 
     async def remove(self, collection: Collection) -> None:
@@ -187,7 +187,7 @@ class PublishedViews:
             if found is not None:
                 await self._store().delete([view_files.head_key(folder)])
                 await self._drop(folder, found[0].parts)
-        except ObjectsError as error:
+        except ObjectStoreError as error:
             logger.warning("the view of %s is left on the object store: %s", collection.name, error)
 
     async def _head(self, collection: Collection) -> tuple[Head, str] | None:
@@ -221,7 +221,7 @@ class PublishedViews:
                 for partition, purged in enumerate(head.purged):
                     if purged.version:
                         view.note_purged(number, partition, purged)
-        except (ObjectsError, BadViewError) as error:
+        except (ObjectStoreError, BadViewError) as error:
             logger.error("the published view of %s cannot be used: %s", collection.name, error)
             self._book.empty(collection)
             return False

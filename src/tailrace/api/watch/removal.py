@@ -8,8 +8,8 @@ from collections.abc import Callable
 from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection, config_entry, control_entry
 from tailrace.common.errors import TailraceError
-from tailrace.log.together import append_together
-from tailrace.log.transaction import Transaction, ignore
+from tailrace.log.together import append_to_streams
+from tailrace.log.transaction import Transaction, ignore_reply
 from tailrace.watch import names
 
 Answer = Callable[[TailraceError | None], None]
@@ -38,7 +38,7 @@ def remove(book: Book, collection: Collection, answer: Answer) -> None:
     now_ns = book.log.clock.now_ns()
     entry = config_entry(collection.name, collection.config, "delete", now_ns)
     parts = [(names.collections_of(collection.database), [entry])]
-    append_together(book.log, parts, now_ns, settled, None, removed=streams)
+    append_to_streams(book.log, parts, now_ns, settled, None, removed=streams)
     book.leaving.add(key)
 
 
@@ -60,14 +60,18 @@ def raise_generation(book: Book, collection: Collection, reason: str, answer: An
             control = control_entry("generation", book.generation(collection), reason=reason)
             streams = [name for name in collection.streams() if book.log.find(name) is not None]
             if streams:
-                append_together(
-                    book.log, [(name, [control]) for name in streams], book.log.clock.now_ns(), ignore, None
+                append_to_streams(
+                    book.log,
+                    [(name, [control]) for name in streams],
+                    book.log.clock.now_ns(),
+                    ignore_reply,
+                    None,
                 )
         answer(error)
 
     now_ns = book.log.clock.now_ns()
     entry = config_entry(collection.name, planned, "update", now_ns)
-    append_together(book.log, [(names.collections_of(collection.database), [entry])], now_ns, settled, None)
+    append_to_streams(book.log, [(names.collections_of(collection.database), [entry])], now_ns, settled, None)
     collection.pending = planned
 
 

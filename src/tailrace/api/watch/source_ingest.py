@@ -18,7 +18,7 @@ from tailrace.api.watch.source_progress import Progress, fact_of, read_progress
 from tailrace.api.watch.writes import State
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.log.together import append_together
+from tailrace.log.together import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import names
 from tailrace.watch.change import MISSING, NULL, ChangeEntry, Images, Op, Prev, Source, Txn, encode
@@ -355,7 +355,7 @@ class Ingest:
                 settled.set_exception(error)
 
         facts = [(self._fact, progress.encode())]
-        append_together(self._log, parts, now_ns, reply, None, facts)
+        append_to_streams(self._log, parts, now_ns, reply, None, facts)
         await settled
         self.progress = progress
 

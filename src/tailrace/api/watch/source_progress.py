@@ -10,8 +10,8 @@ import msgspec
 import orjson
 
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.log.journal import Scan, chain
-from tailrace.log.records import Meta, decode, decode_plain_append
+from tailrace.log.journal import JournalScan, files_to_replay
+from tailrace.log.records import Meta, decode_plain_append, decode_record
 from tailrace.watch.sources.model import START, Position
 from tailrace.watch.view import Execute
 
@@ -128,10 +128,10 @@ def read_facts(data_dir: Path) -> dict[str, Progress]:
             checkpoint_seq = 0 if row is None else int(str(row[0]))
         finally:
             connection.close()
-    for path, header, end in chain(data_dir / "journal", checkpoint_seq):
-        for _, payload in Scan(path, header, end):
+    for path, header, end in files_to_replay(data_dir / "journal", checkpoint_seq):
+        for _, payload in JournalScan(path, header, end):
             if decode_plain_append(payload) is None:
-                for op in decode(payload):
+                for op in decode_record(payload):
                     if isinstance(op, Meta):
                         found[op.key] = op.value or b""
     return {

@@ -31,7 +31,7 @@ from tailrace.common.settings import split_list
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
-from tailrace.log.together import append_together
+from tailrace.log.together import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import names
 from tailrace.watch.sources import mongo, postgres
@@ -413,7 +413,7 @@ class Sources:
                 settled.set_exception(error)
 
         parts = [(names.collections_of(database), entries)]
-        append_together(self._log, parts, now_ns, reply, None, facts or ())
+        append_to_streams(self._log, parts, now_ns, reply, None, facts or ())
         return settled
 
 

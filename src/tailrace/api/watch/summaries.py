@@ -23,9 +23,9 @@ from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Lifetime
-from tailrace.log.together import append_together
+from tailrace.log.together import append_to_streams
 from tailrace.log.transaction import Transaction
-from tailrace.storage.retention_service import NO_END, Bound
+from tailrace.storage.retention_service import NO_END, RetentionBound
 from tailrace.watch.deliveries import DELIVERIES
 from tailrace.watch.predicate import canonical
 from tailrace.watch.summary import SUBS, TTL_MS, Summary, form_of
@@ -161,14 +161,14 @@ class Summaries:
         stream = self._log.find(self.stream)
         return 0 if stream is None else max(0, stream.visible)
 
-    def bounds(self) -> list[Bound]:
+    def bounds(self) -> list[RetentionBound]:
         """What may go of both streams: summaries that were all written anew since, and old deliveries."""
-        found: list[Bound] = []
+        found: list[RetentionBound] = []
         kept = ((self.stream, SUMMARIES_KEPT_S, self._begins), (self.deliveries, DELIVERIES_KEPT_S, NO_END))
         for name, kept_s, upto in kept:
             stream = self._log.find(name)
             if stream is not None and stream.earliest < min(upto, stream.visible):
-                found.append(Bound(stream.number, Lifetime(retention_s=kept_s), upto))
+                found.append(RetentionBound(stream.number, Lifetime(retention_s=kept_s), upto))
         return found
 
     async def _changes(self) -> AsyncIterator[bytes]:
@@ -234,5 +234,5 @@ class Summaries:
             else:
                 done.set_exception(error)
 
-        append_together(self._log, [(name, entries)], self._context.clock.now_ns(), reply, None)
+        append_to_streams(self._log, [(name, entries)], self._context.clock.now_ns(), reply, None)
         await done

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import msgspec
 import xxhash
 
-from tailrace.storage.segments.segment_check import footer_of, rows_of
+from tailrace.storage.segments.segment_check import file_footer, read_all_rows
 from tailrace.storage.segments.segment_reader import Footer
 from tailrace.storage.segments.segments import CorruptSegmentError, SegmentInfo, SegmentRows
 from tailrace.storage.segments.writer import write_segment
@@ -49,9 +49,9 @@ def _hash(entry: int, time_ns: int, key: bytes | None, payload: bytes) -> int:
 
 
 def checksum_of(raw: bytes) -> Checksum:
-    footer = footer_of(raw)
+    footer = file_footer(raw)
     found = EMPTY
-    for rows in rows_of(raw, footer):
+    for rows in read_all_rows(raw, footer):
         found = found.add(rows, footer.json)
     return found
 
@@ -61,7 +61,7 @@ def compact(raws: Sequence[bytes], path: Path, attempt: str = "") -> SegmentInfo
 
     CorruptSegmentError if they are not that, or if the file does not hold exactly what went in.
     """
-    footers = [footer_of(raw) for raw in raws]
+    footers = [file_footer(raw) for raw in raws]
     facts = _common_facts(footers)
     if sum(_raw_bytes(footer) for footer in footers) > RAW_BYTES_MAX:
         raise CorruptSegmentError("together the segments are too large")
@@ -124,6 +124,6 @@ def _raw_bytes(footer: Footer) -> int:
 
 def _counted(segments: Iterable[tuple[bytes, Footer]], seen: list[Checksum]) -> Iterator[SegmentRows]:
     for raw, footer in segments:
-        for rows in rows_of(raw, footer):
+        for rows in read_all_rows(raw, footer):
             seen[0] = seen[0].add(rows, footer.json)
             yield rows

@@ -124,13 +124,13 @@ class _CheckedSink:
             FACT_BLOCK_BYTES: str(BLOCK_BYTES),
             FACT_BLOCK_XXH3: "".join(self._digests),
             FACT_CHECKED_BYTES: str(self._position),
-            FACT_INDEX_XXH3: segment_tail.BLANK,
-            FACT_FOOTER_XXH3: segment_tail.BLANK,
+            FACT_INDEX_XXH3: segment_tail.BLANK_CHECKSUM,
+            FACT_FOOTER_XXH3: segment_tail.BLANK_CHECKSUM,
         }
 
     def end_tail(self) -> None:
         assert self._tail is not None
-        segment_tail.stamp(self._tail)
+        segment_tail.stamp_checksums(self._tail)
         self._target.write(self._tail)
 
     def tell(self) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from tailrace.spark.process_cache import ProcessCache
-from tailrace.storage.object_store.blocking import Steps
+from tailrace.storage.object_store.blocking import BlockingRunner
 from tailrace.storage.object_store.objects import (
     ObjectConflictError,
     ObjectExistsError,
     ObjectMissingError,
-    Objects,
-    open_objects,
+    ObjectStore,
+    open_object_store,
 )
 
 STORES_KEPT: Final = 4
@@ -22,8 +22,8 @@ class Blobs:
     """One store. Made where it is needed; never pickled."""
 
     def __init__(self, url: str) -> None:
-        self._steps = Steps()
-        self._objects: Objects = open_objects(url)
+        self._steps = BlockingRunner()
+        self._objects: ObjectStore = open_object_store(url)
 
     def get(self, key: str) -> bytes:
         return self._steps.run(self._objects.get(key))[0]

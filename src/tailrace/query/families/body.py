@@ -12,8 +12,8 @@ from concurrent.futures import CancelledError
 from typing import NamedTuple, Protocol
 
 from tailrace.query.families.published import Published, UnusableFileError
-from tailrace.storage.object_store.object_parts import ObjectParts, Work
-from tailrace.storage.object_store.objects import ObjectsError
+from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
+from tailrace.storage.object_store.objects import ObjectStoreError
 
 GAP_BYTES_MAX = 128 << 10  # between two stretches: fetching it as well is cheaper than another request
 STRETCH_BYTES_MAX = 8 << 20  # of stretches that were joined
@@ -69,7 +69,7 @@ class PartsBody:
     is_whole = False
     held_bytes = 0
 
-    def __init__(self, parts: ObjectParts, work: Work, published: Published) -> None:
+    def __init__(self, parts: ObjectCache, work: LoopTasks, published: Published) -> None:
         self._parts = parts
         self._work = work
         self._published = published
@@ -88,7 +88,7 @@ class PartsBody:
                     raise self._refused(UnusableFileError("a part of it does not have its checksum"))
         except CancelledError:
             raise UnusableFileError("the server is closing") from None
-        except (ObjectsError, OSError) as error:  # TimeoutError is one of the latter
+        except (ObjectStoreError, OSError) as error:  # TimeoutError is one of the latter
             raise self._refused(UnusableFileError(f"it cannot be fetched: {error}")) from error
         return found
 

@@ -10,7 +10,7 @@ from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.family_format import ENTRY
 from tailrace.query.values import Value, is_outside
-from tailrace.storage.segments.arrow import INT64, numbers_of, pa
+from tailrace.storage.segments.arrow import INT64, pa, to_python_array
 
 
 class ColFile:
@@ -27,7 +27,7 @@ class ColFile:
             self.entries = self._listed(first, last)
 
     def _listed(self, first: int, last: int) -> array[int]:
-        entries = numbers_of("q", array_in(self._file.read([ENTRY]), ENTRY).cast(INT64))
+        entries = to_python_array("q", array_in(self._file.read([ENTRY]), ENTRY).cast(INT64))
         rising = all(entries[at] < entries[at + 1] for at in range(len(entries) - 1))
         if not rising or not (entries and first <= entries[0] and entries[-1] <= last):
             raise UnusableFileError("its entries are not in order")

@@ -119,7 +119,7 @@ def _not_ruled_out(groups: Sequence[int], filters: _Filters, stored: bytes) -> l
     return [
         group
         for group in groups
-        if (bits := filters[group]) is None or block_filter.may_hold(memoryview(bits), hashed)
+        if (bits := filters[group]) is None or block_filter.bloom_may_hold(memoryview(bits), hashed)
     ]
 
 

@@ -20,7 +20,7 @@ from tailrace.query.families.numbers import NONE, narrowed, np, numbers_in
 from tailrace.query.families.parquet_file import ParquetFile, array_in, check_facts
 from tailrace.query.families.published import UnusableFileError
 from tailrace.storage.segments.arrow import pc
-from tailrace.storage.segments.byte_window import ByteWindow
+from tailrace.storage.segments.byte_window import PartialFile
 
 _FOUND_MAX = 64  # look-ups that are kept
 _TERMS = (names.FIELD, names.TERM)
@@ -71,7 +71,7 @@ class Split:
         self.members = {member.filename: member for member in directory.infolist()}
 
     def _window(self, ranges: Sequence[tuple[int, int]]) -> Any:
-        return ByteWindow(self._body.size, self._body.stretches(ranges))
+        return PartialFile(self._body.size, self._body.stretches(ranges))
 
     def _place(self, member: zipfile.ZipInfo) -> tuple[int, int]:
         """Where the bytes of a member are: behind its header, its name and what else is said of it."""

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from tailrace.log.model import Stream
-from tailrace.log.routing_keys import Lexical, LexiconTimes
+from tailrace.log.routing_keys import LexiconKeys, LexiconTimes
 from tailrace.query.families.library import Library
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.families.span import Served
 from tailrace.query.family_format import ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
-from tailrace.storage.segments.companions import Companion
-from tailrace.storage.segments.segments import stream_id, stream_prefix
+from tailrace.storage.segments.companions import IndexFile
+from tailrace.storage.segments.segments import make_stream_id, stream_prefix
 
 if TYPE_CHECKING:
     from tailrace.query.families.key_files import KeyIndexFile, LexiconFile
@@ -27,7 +27,7 @@ KEPT_MAX = 512  # lists of runs
 
 
 class _Kept(NamedTuple):
-    companions: Sequence[Companion]
+    companions: Sequence[IndexFile]
     runs: list[list[Served]]
 
 
@@ -74,7 +74,7 @@ class KeyLibrary:
 
     async def first_keys(
         self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int, times: LexiconTimes
-    ) -> Lexical:
+    ) -> LexiconKeys:
         """The first keys that the lexicons of a stream have of the entries behind `below` up to `upto`."""
         on_thread = self._library.shelf.on_thread
         covered: list[tuple[int, int]] = []
@@ -99,12 +99,12 @@ class KeyLibrary:
             if listed is not None:
                 keys += listed
                 covered.append((companion.first, companion.last))
-        return Lexical(covered, keys)
+        return LexiconKeys(covered, keys)
 
     async def _runs(self, stream: Stream, family: str) -> list[list[Served]]:
         """The files of a family by the range they speak for, in order; a large run may be several files."""
         companions = (await self._library.companions(stream)).companions
-        identity = stream_id(stream.name, stream.incarnation)
+        identity = make_stream_id(stream.name, stream.incarnation)
         kept = self._kept.get((identity, family))
         if kept is None or kept.companions is not companions:
             kept = self._kept[identity, family] = _Kept(companions, _runs_of(companions, family, identity))
@@ -114,7 +114,7 @@ class KeyLibrary:
         return kept.runs
 
 
-def _runs_of(companions: Sequence[Companion], family: str, identity: str) -> list[list[Served]]:
+def _runs_of(companions: Sequence[IndexFile], family: str, identity: str) -> list[list[Served]]:
     runs: dict[tuple[int, int], list[Served]] = {}
     for companion in companions:
         if companion.family == family:
@@ -122,7 +122,7 @@ def _runs_of(companions: Sequence[Companion], family: str, identity: str) -> lis
     return [runs[span] for span in _side_by_side(runs)]
 
 
-def _served(companion: Companion, identity: str) -> Served:
+def _served(companion: IndexFile, identity: str) -> Served:
     key = stream_prefix(identity) + companion.object
     published = Published(key, identity, companion.bytes, companion.sha256)
     return Served(companion, published, NOTHING, True)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from tailrace.log.catalogue import CompanionSet
+from tailrace.log.catalogue import IndexFileSet
 from tailrace.log.model import Stream
 from tailrace.query.families.body import Body
 from tailrace.query.families.shelf import Opened, Shelf
@@ -20,7 +20,7 @@ from tailrace.query.families.span import Prints, Served, Span, rollups_of, spans
 from tailrace.query.view import View
 from tailrace.schema.registry import Boundary, Registry, read_registry
 from tailrace.storage.segments.kept import FOREVER
-from tailrace.storage.segments.segments import stream_id
+from tailrace.storage.segments.segments import make_stream_id
 
 STREAMS_MAX = 256  # whose spans are kept
 SCHEMA = "schema"  # key of the document with a stream's registry
@@ -36,7 +36,7 @@ def alone(stream: Stream) -> Sequence[tuple[Stream, int]]:
 class _Part(NamedTuple):
     """What a stream or one of its ancestors has, and up to which entry it is shown."""
 
-    found: CompanionSet
+    found: IndexFileSet
     stream_id: str
     upto: int
 
@@ -63,7 +63,7 @@ class Library:
     def __init__(
         self,
         shelf: Shelf,
-        catalogue: Callable[[Stream], Awaitable[CompanionSet]],
+        catalogue: Callable[[Stream], Awaitable[IndexFileSet]],
         levels: Levels = alone,
     ) -> None:
         self.shelf = shelf
@@ -71,7 +71,7 @@ class Library:
         self._levels = levels
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
 
-    async def companions(self, stream: Stream) -> CompanionSet:
+    async def companions(self, stream: Stream) -> IndexFileSet:
         return await self._catalogue(stream)
 
     async def spans(self, stream: Stream, view: View) -> Sequence[Span]:
@@ -89,7 +89,7 @@ class Library:
         for owner, upto in self._levels(stream):
             found = await self._catalogue(owner)
             if found.companions and (owner is stream or is_versioned_alike(view.registry, owner, upto)):
-                identity = stream_id(owner.name, owner.incarnation)
+                identity = make_stream_id(owner.name, owner.incarnation)
                 parts.append(_Part(found, identity, FOREVER if owner is stream else upto))
         if not parts:
             self._kept.pop(stream.number, None)

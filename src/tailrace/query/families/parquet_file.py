@@ -20,7 +20,7 @@ from tailrace.query.families.published import UnusableFileError
 from tailrace.query.families.shelf import WholeWantedError
 from tailrace.storage.segments import block_filter, segment_tail
 from tailrace.storage.segments.arrow import pa, pq
-from tailrace.storage.segments.byte_window import ByteWindow
+from tailrace.storage.segments.byte_window import PartialFile
 from tailrace.storage.segments.segments import FOOTER_GUESS_BYTES, CorruptSegmentError
 
 _GROUP_OVERHEAD_BYTES = 2048  # of the parsed footer
@@ -139,16 +139,16 @@ class ParquetFile:
             if at is None or length is None:
                 found.append(None)
                 continue
-            if not start <= at < at + block_filter.BLOCK_BYTES <= at + length <= self.size:
+            if not start <= at < at + block_filter.BLOOM_BLOCK_BYTES <= at + length <= self.size:
                 raise UnusableFileError("a filter lies where none can be")
             stored = stretch.data[at - stretch.start : at - stretch.start + length]
-            found.append(bytes(block_filter.bits_in(stored)))
+            found.append(bytes(block_filter.bloom_bits(stored)))
         return found
 
     def _are_indexes(self, stretch: Stretch) -> bool:
         """Whether what lies between the row groups and the footer is as it was written."""
         try:
-            segment_tail.check_index(bytes(stretch.data), segment_tail.facts_of(self.metadata))
+            segment_tail.check_index(bytes(stretch.data), segment_tail.footer_facts(self.metadata))
         except (CorruptSegmentError, ValueError):
             return False
         return True
@@ -243,7 +243,7 @@ class ParquetFile:
 
     def _at(self, held: Sequence[Stretch]) -> Any:
         """The library's reader of a file of which only these bytes are at hand."""
-        window = ByteWindow(self._body.size, held)
+        window = PartialFile(self._body.size, held)
         return pq.ParquetFile(window, metadata=self.metadata, pre_buffer=False)
 
 
@@ -300,7 +300,7 @@ def _footer(body: Body) -> tuple[Any, int]:
     if _STAMP not in end:
         raise WholeWantedError
     try:
-        return segment_tail.metadata_of(end), length
+        return segment_tail.parse_tail(end), length
     except CorruptSegmentError as error:
         raise UnusableFileError(str(error)) from error
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tailrace.storage.object_store.disk_cache import Part, source_of
-from tailrace.storage.object_store.request_stats import stream_of
+from tailrace.storage.object_store.disk_cache import ObjectRange, cache_source
+from tailrace.storage.object_store.request_stats import stream_and_artifact
 
 
 class UnusableFileError(Exception):
@@ -23,8 +23,8 @@ class Published(NamedTuple):
     @property
     def artifact(self) -> str:
         """What kind of object it is."""
-        _, artifact = stream_of(self.key) or ("", "")
+        _, artifact = stream_and_artifact(self.key) or ("", "")
         return artifact
 
-    def part(self, start: int, stop: int) -> Part:
-        return Part(source_of(self.key), start, stop)
+    def part(self, start: int, stop: int) -> ObjectRange:
+        return ObjectRange(cache_source(self.key), start, stop)

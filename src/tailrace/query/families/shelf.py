@@ -20,8 +20,8 @@ from tailrace.query.families.body import Body, PartsBody, WholeBody
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.family_format import ROUTING_KEY_LEXICON
 from tailrace.storage.object_store.byte_budget import ByteBudget
-from tailrace.storage.object_store.object_parts import ObjectParts, Work
-from tailrace.storage.object_store.objects import ObjectsError
+from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
+from tailrace.storage.object_store.objects import ObjectStoreError
 
 logger = logging.getLogger("tailrace.query")
 
@@ -69,11 +69,11 @@ class Shelf:
 
     def __init__(
         self,
-        parts: ObjectParts,
-        work: Work,
-        readers: Work,
+        parts: ObjectCache,
+        work: LoopTasks,
+        readers: LoopTasks,
         *,
-        lexicons: ObjectParts | None = None,
+        lexicons: ObjectCache | None = None,
         bytes_max: int = OPENED_BYTES_MAX,
         whole_bytes_max: int = WHOLE_BYTES_MAX,
     ) -> None:
@@ -128,7 +128,7 @@ class Shelf:
         self._opened.clear()
         self.bytes = 0
 
-    def _parts_of(self, published: Published) -> ObjectParts:
+    def _parts_of(self, published: Published) -> ObjectCache:
         return self._lexicons if published.artifact == ROUTING_KEY_LEXICON else self._parts
 
     async def _load(self, published: Published, open_file: Open) -> Opened | None:
@@ -139,7 +139,7 @@ class Shelf:
             if opened is None:
                 async with self._budget.hold(2 * published.bytes):
                     opened = await self._opened_whole(published, open_file)
-        except (UnusableFileError, ObjectsError, OSError) as error:
+        except (UnusableFileError, ObjectStoreError, OSError) as error:
             self._refuse(published, error)
             return None
         finally:
@@ -168,7 +168,7 @@ class Shelf:
             try:
                 opened = await self.on_thread(open_file, body)
             except UnusableFileError as error:
-                if isinstance(error.__cause__, ObjectsError):
+                if isinstance(error.__cause__, ObjectStoreError):
                     raise
                 if not await body.forget():
                     raise

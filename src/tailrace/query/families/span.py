@@ -15,7 +15,7 @@ from tailrace.query.families.published import Published
 from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK
 from tailrace.query.index_plan import index_plan, members_of
 from tailrace.query.view import View
-from tailrace.storage.segments.companions import Companion, PlanEntry
+from tailrace.storage.segments.companions import IndexFile, PlanRecord
 from tailrace.storage.segments.segments import stream_prefix
 
 SEARCHED = (COL, EXACT, FTS)
@@ -25,7 +25,7 @@ BY_ROWS = (*SEARCHED, MBLK)  # speak of entries one by one
 class Served(NamedTuple):
     """A file, and what of it is as the registry of this moment wants it."""
 
-    companion: Companion
+    companion: IndexFile
     published: Published
     names: frozenset[str]  # of fields, or rollups
     is_current: bool  # all of it, also what its statistics say
@@ -64,7 +64,7 @@ class Prints:
         """The families that searches want."""
         return [family for family in SEARCHED if family in self._members]
 
-    def served(self, companion: Companion, plan: PlanEntry | None, stream_id: str) -> Served | None:
+    def served(self, companion: IndexFile, plan: PlanRecord | None, stream_id: str) -> Served | None:
         """What a file is good for; None if for nothing."""
         family = companion.family
         current = companion.fingerprint != "" and companion.fingerprint == self._prints.get(
@@ -86,7 +86,7 @@ class Prints:
 
 
 def spans_of(
-    prints: Prints, companions: Iterable[Companion], plans: Mapping[str, PlanEntry], stream_id: str
+    prints: Prints, companions: Iterable[IndexFile], plans: Mapping[str, PlanRecord], stream_id: str
 ) -> list[Span]:
     """The spans that some file speaks for row by row, in order; they do not overlap."""
     begins: dict[int, list[Served]] = {}
@@ -109,7 +109,7 @@ def spans_of(
 
 
 def rollups_of(
-    prints: Prints, companions: Iterable[Companion], plans: Mapping[str, PlanEntry], stream_id: str
+    prints: Prints, companions: Iterable[IndexFile], plans: Mapping[str, PlanRecord], stream_id: str
 ) -> list[Served]:
     """Files of rollups by their first entry, the ones that reach furthest first."""
     found = (

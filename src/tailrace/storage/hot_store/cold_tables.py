@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from tailrace.storage.hot_store.hot import HotDb
+    from tailrace.storage.hot_store.hot import HotDatabase
 
-SCHEMA = """
+COLD_SCHEMA = """
 CREATE TABLE IF NOT EXISTS segments(
     number INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL, last_ns INTEGER NOT NULL,
     info BLOB NOT NULL, footer BLOB NOT NULL, PRIMARY KEY(number, first));
@@ -43,7 +43,7 @@ class HotRange(NamedTuple):
     oldest_ns: int
 
 
-class Grave(NamedTuple):
+class DeletedStreamRow(NamedTuple):
     number: int
     name: str
     stream_id: str
@@ -53,7 +53,7 @@ class Grave(NamedTuple):
 class ColdTables:
     """Reached as `HotDb.cold`."""
 
-    def __init__(self, db: HotDb) -> None:
+    def __init__(self, db: HotDatabase) -> None:
         self._db = db
         self._exist = False
 
@@ -168,7 +168,7 @@ class ColdTables:
         row = self._db.one("SELECT generation FROM heads WHERE number=?", number) if self.exist() else None
         return 0 if row is None else cast("int", row[0])
 
-    def graves(self, after: int, limit: int) -> list[Grave]:
+    def graves(self, after: int, limit: int) -> list[DeletedStreamRow]:
         if not self.exist():
             return []
         rows = self._db.rows(
@@ -176,7 +176,7 @@ class ColdTables:
             after,
             limit,
         )
-        return [Grave(*cast("tuple[int, str, str, bytes]", row)) for row in rows]
+        return [DeletedStreamRow(*cast("tuple[int, str, str, bytes]", row)) for row in rows]
 
     def has_grave(self, stream_id: str) -> bool:
         found = self._db.one("SELECT 1 FROM graves WHERE stream_id=?", stream_id) if self.exist() else None
@@ -231,7 +231,7 @@ class ColdTables:
         """In a store of an older version; what is in it is counted once, and has yet to be recorded."""
         if self.exist():
             return
-        for statement in SCHEMA.split(";\n"):
+        for statement in COLD_SCHEMA.split(";\n"):
             if statement.strip():
                 self._db.execute(statement)
         row = self._db.one("SELECT coalesce(sum(length(body)), 0) FROM blocks")
@@ -287,7 +287,7 @@ class ColdTables:
             (number, file, generation),
         )
 
-    def put_grave(self, grave: Grave) -> None:
+    def put_grave(self, grave: DeletedStreamRow) -> None:
         self._db.execute("INSERT OR REPLACE INTO graves VALUES(?, ?, ?, ?)", tuple(grave))
 
     def delete_grave(self, number: int) -> None:

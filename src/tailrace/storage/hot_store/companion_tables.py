@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from tailrace.storage.segments.companions import Companion, Quarantine
+from tailrace.storage.segments.companions import IndexFile, QuarantinedSegment
 
 if TYPE_CHECKING:
-    from tailrace.storage.hot_store.hot import HotDb
+    from tailrace.storage.hot_store.hot import HotDatabase
 
-SCHEMA: Final = """
+INDEX_FILE_SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS companions(
     number INTEGER NOT NULL, object TEXT NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL,
     info BLOB NOT NULL, PRIMARY KEY(number, object)) WITHOUT ROWID;
@@ -24,15 +24,15 @@ CREATE TABLE IF NOT EXISTS quarantined(
     number INTEGER NOT NULL, object TEXT NOT NULL, info BLOB NOT NULL, PRIMARY KEY(number, object))
     WITHOUT ROWID;
 """
-_ENCODE = msgspec.msgpack.Encoder().encode
-_COMPANION = msgspec.msgpack.Decoder(Companion).decode
-_QUARANTINE = msgspec.msgpack.Decoder(Quarantine).decode
+_encode_row = msgspec.msgpack.Encoder().encode
+_decode_index_file = msgspec.msgpack.Decoder(IndexFile).decode
+_decode_quarantined = msgspec.msgpack.Decoder(QuarantinedSegment).decode
 
 
-class CompanionTables:
+class IndexFileTables:
     """Reached as `HotDb.companions`."""
 
-    def __init__(self, db: HotDb) -> None:
+    def __init__(self, db: HotDatabase) -> None:
         self._db = db
         self._exist = False
 
@@ -43,15 +43,15 @@ class CompanionTables:
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def of(self, number: int) -> Iterator[Companion]:
+    def of(self, number: int) -> Iterator[IndexFile]:
         if self.exist():
             for row in self._db.rows("SELECT info FROM companions WHERE number=?", number):
-                yield _COMPANION(cast("bytes", row[0]))
+                yield _decode_index_file(cast("bytes", row[0]))
 
-    def quarantined(self, number: int) -> Iterator[Quarantine]:
+    def quarantined(self, number: int) -> Iterator[QuarantinedSegment]:
         if self.exist():
             for row in self._db.rows("SELECT info FROM quarantined WHERE number=?", number):
-                yield _QUARANTINE(cast("bytes", row[0]))
+                yield _decode_quarantined(cast("bytes", row[0]))
 
     def described_after(self, number: int, limit: int) -> list[int]:
         """Streams with documents that an index plan is made of, by number."""
@@ -68,19 +68,19 @@ class CompanionTables:
     def create(self) -> None:
         """In a store that an older version left."""
         if not self.exist():
-            for statement in SCHEMA.split(";\n"):
+            for statement in INDEX_FILE_SCHEMA.split(";\n"):
                 if statement.strip():
                     self._db.execute(statement)
 
-    def put(self, number: int, companion: Companion) -> None:
+    def put(self, number: int, companion: IndexFile) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO companions VALUES(?, ?, ?, ?, ?)",
-            (number, companion.object, companion.first, companion.last, _ENCODE(companion)),
+            (number, companion.object, companion.first, companion.last, _encode_row(companion)),
         )
 
-    def put_quarantine(self, number: int, found: Quarantine) -> None:
+    def put_quarantine(self, number: int, found: QuarantinedSegment) -> None:
         self._db.execute(
-            "INSERT OR REPLACE INTO quarantined VALUES(?, ?, ?)", (number, found.object, _ENCODE(found))
+            "INSERT OR REPLACE INTO quarantined VALUES(?, ?, ?)", (number, found.object, _encode_row(found))
         )
 
     def drop(self, number: int, key: str) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
-    from tailrace.storage.hot_store.hot import HotDb
+    from tailrace.storage.hot_store.hot import HotDatabase
 
-SCHEMA: Final = """
+DOCUMENT_SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS documents(
     number INTEGER NOT NULL, key TEXT NOT NULL, value BLOB NOT NULL, PRIMARY KEY(number, key));
 """
 
 
 class DocumentTable:
-    def __init__(self, db: HotDb) -> None:
+    def __init__(self, db: HotDatabase) -> None:
         self._db = db
 
     def of(self, number: int) -> dict[str, bytes]:
@@ -25,7 +25,7 @@ class DocumentTable:
 
     def create(self) -> None:
         """In a store that an older version left."""
-        self._db.execute(SCHEMA)
+        self._db.execute(DOCUMENT_SCHEMA)
 
     def put(self, number: int, key: str, value: bytes | None) -> None:
         if value is None:

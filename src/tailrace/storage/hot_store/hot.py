@@ -17,18 +17,16 @@ from urllib.parse import quote
 import apsw
 
 from tailrace.common.errors import TailraceError
-from tailrace.storage.hot_store.cold_tables import SCHEMA as COLD_SCHEMA
-from tailrace.storage.hot_store.cold_tables import ColdTables
-from tailrace.storage.hot_store.companion_tables import SCHEMA as COMPANION_SCHEMA
-from tailrace.storage.hot_store.companion_tables import CompanionTables
-from tailrace.storage.hot_store.document_table import SCHEMA as DOCUMENT_SCHEMA
-from tailrace.storage.hot_store.document_table import DocumentTable
-from tailrace.storage.hot_store.trim_tables import SCHEMA as TRIM_SCHEMA
-from tailrace.storage.hot_store.trim_tables import TrimTables
+from tailrace.storage.hot_store.cold_tables import COLD_SCHEMA, ColdTables
+from tailrace.storage.hot_store.companion_tables import INDEX_FILE_SCHEMA as COMPANION_SCHEMA
+from tailrace.storage.hot_store.companion_tables import IndexFileTables
+from tailrace.storage.hot_store.document_table import DOCUMENT_SCHEMA, DocumentTable
+from tailrace.storage.hot_store.trim_tables import RETENTION_SCHEMA as TRIM_SCHEMA
+from tailrace.storage.hot_store.trim_tables import RetentionTables
 
 logger = logging.getLogger("tailrace.store")
 
-VERSION = 1
+HOT_STORE_VERSION = 1
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -47,10 +45,10 @@ CREATE TABLE IF NOT EXISTS blocks(
     UNIQUE(number, first));
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 """
-_ALL = _SCHEMA + COLD_SCHEMA + TRIM_SCHEMA + DOCUMENT_SCHEMA + COMPANION_SCHEMA
+_FULL_SCHEMA = _SCHEMA + COLD_SCHEMA + TRIM_SCHEMA + DOCUMENT_SCHEMA + COMPANION_SCHEMA
 
 
-_BLOCK = "first, last, ends, times, keys, body"
+_BLOCK_COLUMNS = "first, last, ends, times, keys, body"
 
 
 class Rows(Protocol):
@@ -64,7 +62,7 @@ class Execute(Protocol):
     def __call__(self, query: str, bindings: tuple[object, ...] = ()) -> Rows: ...
 
 
-class Space(NamedTuple):
+class FileSpace(NamedTuple):
     """How the pages of the file are used."""
 
     pages: int
@@ -91,26 +89,26 @@ class BlockRow(NamedTuple):
     body: bytes
 
 
-def unreadable(error: apsw.Error) -> TailraceError:
+def hot_store_unreadable(error: apsw.Error) -> TailraceError:
     logger.error("the hot store cannot be used: %s: %s", type(error).__name__, error)
     return TailraceError("unavailable", "the hot store cannot be used; see 'tailrace inspect hot'")
 
 
-class HotDb:
+class HotDatabase:
     """One connection. Readers each have their own; SQLite's WAL keeps them out of the writer's way."""
 
     def __init__(self, path: Path, *, writer: bool = False, read_only: bool = False) -> None:
         self.cold = ColdTables(self)
-        self.trims = TrimTables(self)
+        self.trims = RetentionTables(self)
         self.documents = DocumentTable(self)
-        self.companions = CompanionTables(self)
+        self.companions = IndexFileTables(self)
         try:
             if read_only:
                 self._open_read_only(path)
             else:
                 self._open(path, writer)
         except apsw.Error as error:
-            raise unreadable(error) from error
+            raise hot_store_unreadable(error) from error
 
     def _open(self, path: Path, writer: bool) -> None:
         if not path.exists():
@@ -152,7 +150,7 @@ class HotDb:
 
     def _check_version(self) -> None:
         version = cast("int", self.fact("version", 0))
-        if version > VERSION:
+        if version > HOT_STORE_VERSION:
             raise TailraceError(
                 "unavailable", f"hot.db was written by a newer version of Tailrace (format {version})"
             )
@@ -176,22 +174,22 @@ class HotDb:
     def _create_tables(self) -> None:
         """Only in a new store: a reader that asks for the write lock would collide with the checkpointer."""
         with self.write():
-            for statement in _ALL.split(";\n"):
+            for statement in _FULL_SCHEMA.split(";\n"):
                 if statement.strip():
                     self.execute(statement)
-            self.execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
+            self.execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (HOT_STORE_VERSION,))
 
     def one(self, query: str, *bindings: object) -> tuple[object, ...] | None:
         try:
             return self.execute(query, bindings).fetchone()
         except apsw.Error as error:
-            raise unreadable(error) from error
+            raise hot_store_unreadable(error) from error
 
     def rows(self, query: str, *bindings: object) -> Iterator[tuple[object, ...]]:
         try:
             yield from self.execute(query, bindings)
         except apsw.Error as error:
-            raise unreadable(error) from error
+            raise hot_store_unreadable(error) from error
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -240,7 +238,7 @@ class HotDb:
         )
         if row is None or cast("int", row[1]) < entry:
             return
-        query = f"SELECT {_BLOCK} FROM blocks WHERE number=? AND first>=? ORDER BY first"  # noqa: S608
+        query = f"SELECT {_BLOCK_COLUMNS} FROM blocks WHERE number=? AND first>=? ORDER BY first"  # noqa: S608
         for found in self.rows(query, number, row[0]):
             yield BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", found))
 
@@ -257,7 +255,7 @@ class HotDb:
 
     def last_block(self, number: int) -> BlockRow | None:
         row = self.one(
-            f"SELECT {_BLOCK} FROM blocks WHERE number=? ORDER BY first DESC LIMIT 1",  # noqa: S608
+            f"SELECT {_BLOCK_COLUMNS} FROM blocks WHERE number=? ORDER BY first DESC LIMIT 1",  # noqa: S608
             number,
         )
         return (
@@ -269,7 +267,7 @@ class HotDb:
     def first_entry_since(self, number: int, since_ns: int) -> BlockRow | None:
         """The first block with an entry appended at or after the instant; times never decrease."""
         row = self.one(
-            f"SELECT {_BLOCK} FROM blocks WHERE number=? AND last_ns>=? ORDER BY first LIMIT 1",  # noqa: S608
+            f"SELECT {_BLOCK_COLUMNS} FROM blocks WHERE number=? AND last_ns>=? ORDER BY first LIMIT 1",  # noqa: S608
             number,
             since_ns,
         )
@@ -305,14 +303,14 @@ class HotDb:
         rows = self.rows("SELECT number FROM streams ORDER BY number DESC LIMIT ?", limit)
         return [cast("int", row[0]) for row in rows]
 
-    def space(self) -> Space:
+    def space(self) -> FileSpace:
         def number(pragma: str) -> int:
             row = self.one(f"PRAGMA {pragma}")
             assert row is not None
             return cast("int", row[0])
 
         incremental = number("auto_vacuum") == 2
-        return Space(number("page_count"), number("freelist_count"), number("page_size"), incremental)
+        return FileSpace(number("page_count"), number("freelist_count"), number("page_size"), incremental)
 
     def count_streams(self) -> int:
         row = self.one("SELECT count(*) FROM streams")

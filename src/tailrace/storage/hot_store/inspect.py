@@ -9,13 +9,13 @@ import apsw
 
 from tailrace.storage.hot_store.hot import Execute
 
-TABLES = (
+INSPECTED_TABLES = (
     "streams", "tombstones", "producers", "blocks", "meta", "segments", "heads", "graves", "forks", "due",
     "trims", "documents",
 )  # fmt: skip
 SAMPLE_COUNT = 20
 
-_COUNT = {table: f"SELECT count(*) FROM {table}" for table in TABLES}  # noqa: S608
+_COUNT = {table: f"SELECT count(*) FROM {table}" for table in INSPECTED_TABLES}  # noqa: S608
 _SAMPLE = """
 SELECT s.number, s.name, s.gone, s.deadline_ns, length(s.image),
     (SELECT count(*) FROM producers p WHERE p.number = s.number),
@@ -37,7 +37,7 @@ _SAMPLE_COLUMNS = (
 )
 
 
-def inspect_hot(data_dir: Path) -> dict[str, object]:
+def inspect_hot_store(data_dir: Path) -> dict[str, object]:
     """Facts, rows per table, sizes and the first streams by name; or the `problem` of reading them."""
     path = data_dir / "hot.db"
     described: dict[str, object] = {"file": str(path)}
@@ -47,13 +47,13 @@ def inspect_hot(data_dir: Path) -> dict[str, object]:
         for suffix, name in (("", "bytes"), ("-wal", "wal_bytes")):
             file = path.with_name(path.name + suffix)
             described[name] = file.stat().st_size if file.exists() else 0
-        described.update(_read(path))
+        described.update(_read_summary(path))
     except (apsw.Error, OSError) as error:
         described["problem"] = f"cannot be read: {type(error).__name__}: {error}"
     return described
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read_summary(path: Path) -> dict[str, object]:
     connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
     try:
         connection.set_busy_timeout(5_000)

@@ -10,28 +10,28 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
-    from tailrace.storage.hot_store.hot import HotDb
+    from tailrace.storage.hot_store.hot import HotDatabase
 
-SUBSCRIPTION: Final = "subscription/"
-LINK: Final = "subscription-link/"
-SECRETS: Final = "secret/"
+SUBSCRIPTION_PREFIX: Final = "subscription/"
+LINK_PREFIX: Final = "subscription-link/"
+SECRETS_PREFIX: Final = "secret/"
 
-_SCHEMA: Final = (
+_META_SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS meta_changes(subject TEXT PRIMARY KEY, file INTEGER NOT NULL) WITHOUT ROWID"
 )
 
 
-def subject_of(key: str) -> str | None:
+def meta_subject(key: str) -> str | None:
     """None: the object store need not know."""
-    if key.startswith(SUBSCRIPTION):
+    if key.startswith(SUBSCRIPTION_PREFIX):
         return key
-    if key.startswith(LINK):
-        return SUBSCRIPTION + key[len(LINK) :].partition("/")[0]
-    return SECRETS if key.startswith(SECRETS) else None
+    if key.startswith(LINK_PREFIX):
+        return SUBSCRIPTION_PREFIX + key[len(LINK_PREFIX) :].partition("/")[0]
+    return SECRETS_PREFIX if key.startswith(SECRETS_PREFIX) else None
 
 
 class MetaTables:
-    def __init__(self, db: HotDb) -> None:
+    def __init__(self, db: HotDatabase) -> None:
         self._db = db
 
     def exist(self) -> bool:
@@ -53,12 +53,15 @@ class MetaTables:
 
     def facts_of(self, subject: str) -> dict[str, bytes]:
         """All facts of a subject by their keys; none if it is gone."""
-        if subject == SECRETS:
-            return self._below(SECRETS)
+        if subject == SECRETS_PREFIX:
+            return self._below(SECRETS_PREFIX)
         row = self._db.one("SELECT value FROM meta WHERE key=?", subject)
         if row is None:
             return {}
-        return {subject: cast("bytes", row[0]), **self._below(LINK + subject[len(SUBSCRIPTION) :] + "/")}
+        return {
+            subject: cast("bytes", row[0]),
+            **self._below(LINK_PREFIX + subject[len(SUBSCRIPTION_PREFIX) :] + "/"),
+        }
 
     def _below(self, prefix: str) -> dict[str, bytes]:
         """'0' comes right after '/'."""
@@ -71,7 +74,7 @@ class MetaTables:
     def changed(self, keys: Iterable[str], file: int) -> None:
         """Before the facts themselves are written. A journal file changed these."""
         if not self.exist():
-            self._db.execute(_SCHEMA)
+            self._db.execute(_META_SCHEMA)
             keys = [*keys, *self._db.meta()]
-        for subject in {subject_of(key) for key in keys} - {None}:
+        for subject in {meta_subject(key) for key in keys} - {None}:
             self._db.execute("INSERT OR REPLACE INTO meta_changes VALUES(?, ?)", (subject, file))

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from tailrace.storage.hot_store.hot import HotDb
+    from tailrace.storage.hot_store.hot import HotDatabase
 
-SCHEMA = """
+RETENTION_SCHEMA = """
 CREATE TABLE IF NOT EXISTS forks(
     number INTEGER PRIMARY KEY, parent INTEGER NOT NULL, fork_entry INTEGER NOT NULL,
     earliest INTEGER NOT NULL, gone INTEGER NOT NULL, forks INTEGER NOT NULL);
@@ -31,10 +31,10 @@ class ForkRow(NamedTuple):
     forks: int
 
 
-class TrimTables:
+class RetentionTables:
     """Reached as `HotDb.trims`."""
 
-    def __init__(self, db: HotDb) -> None:
+    def __init__(self, db: HotDatabase) -> None:
         self._db = db
         self._exist = False
 
@@ -93,7 +93,7 @@ class TrimTables:
         """In a store of an older version; True if there was something to do, and rows have to follow."""
         if self.exist():
             return False
-        for statement in SCHEMA.split(";\n"):
+        for statement in RETENTION_SCHEMA.split(";\n"):
             if statement.strip():
                 self._db.execute(statement)
         return True

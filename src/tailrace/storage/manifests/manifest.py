@@ -21,79 +21,79 @@ from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.storage.manifests import manifest_pages
 from tailrace.storage.manifests.compaction import compact_head
-from tailrace.storage.manifests.companion_change import change_companions, retire
-from tailrace.storage.manifests.companion_pages import CompanionPages, ListedCompanions
-from tailrace.storage.manifests.manifest_pages import Listed, Pages, extend
+from tailrace.storage.manifests.companion_change import change_index_files, retire_objects
+from tailrace.storage.manifests.companion_pages import IndexFilePages, ListedIndexFiles
+from tailrace.storage.manifests.manifest_pages import ListedSegments, SegmentPages, append_segments
 from tailrace.storage.manifests.manifest_resolve import (
-    base_of,
-    is_same_life,
-    speaks_for_tail,
-    tombstone,
+    base_head,
+    is_newest_tail_state,
+    is_same_incarnation,
+    tombstone_head,
     with_facts,
 )
 from tailrace.storage.manifests.model import (
     HEAD_KEY,
-    Facts,
     FencedError,
-    Head,
     ManifestConflictError,
     ManifestCorruptError,
-    Producers,
-    decode,
-    encode,
-    new_attempt,
+    ManifestHead,
+    RecordedProducers,
+    StreamFacts,
+    decode_manifest,
+    encode_manifest,
+    new_attempt_id,
     producers_key,
     sha256_of,
 )
 from tailrace.storage.manifests.stream_locks import StreamLocks
-from tailrace.storage.object_store.bucket import clear_folder, clear_trimmed, delete_all, holds_only
+from tailrace.storage.object_store.bucket import delete_folder, delete_keys, delete_trimmed, holds_only
 from tailrace.storage.object_store.objects import (
     ObjectConflictError,
     ObjectMissingError,
-    ObjectsUnavailableError,
+    ObjectStoreUnavailableError,
 )
-from tailrace.storage.segments.companions import Companion
-from tailrace.storage.segments.kept import Kept, Run
+from tailrace.storage.segments.companions import IndexFile
+from tailrace.storage.segments.kept import EntryRange, RetainedRanges
 from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.object_store.objects import ObjectStore
 
 logger = logging.getLogger("tailrace.store")
 
 # Each lost race means that somebody else made progress; so many in a row mean that something is wrong.
-ATTEMPTS_MAX = 16
+CHANGE_ATTEMPTS_MAX = 16
 # A process that was stopped this long makes its pages again: the sweep may have taken them for left behind.
 PLAN_NS_MAX = 10 * 60 * 10**9
 
 
-class Stored(NamedTuple):
+class StoredHead(NamedTuple):
     """A head as it lies in the bucket."""
 
-    head: Head
+    head: ManifestHead
     etag: str
 
 
-class Change(NamedTuple):
+class HeadChange(NamedTuple):
     """What a head becomes, and the keys it no longer needs."""
 
-    head: Head
+    head: ManifestHead
     superseded: Sequence[str] = ()
 
 
-Plan = Callable[[Head | None], Awaitable[Change]]
+PlanHeadChange = Callable[[ManifestHead | None], Awaitable[HeadChange]]
 
 
-class Manifests:
+class ManifestStore:
     """All manifests of a bucket, as one owner with one fence sees and changes them."""
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectStore,
         fence: int,
         *,
-        segments_max: int = manifest_pages.SEGMENTS_MAX,
-        pages_max: int = manifest_pages.PAGES_MAX,
+        segments_max: int = manifest_pages.HEAD_SEGMENTS_MAX,
+        pages_max: int = manifest_pages.SEGMENT_PAGES_MAX,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._objects = objects
@@ -105,21 +105,21 @@ class Manifests:
 
     # -- reading -----------------------------------------------------------------------------------------
 
-    async def load(self, stream_id: str) -> Stored | None:
+    async def load(self, stream_id: str) -> StoredHead | None:
         try:
             data, etag = await self._objects.get(stream_prefix(stream_id) + HEAD_KEY)
         except ObjectMissingError:
             return None
-        head = decode(data, Head, stream_id, HEAD_KEY)
+        head = decode_manifest(data, ManifestHead, stream_id, HEAD_KEY)
         if head.stream_id != stream_id:
             raise ManifestCorruptError(stream_id, f"{HEAD_KEY} is the head of {head.stream_id}")
-        return Stored(head, etag)
+        return StoredHead(head, etag)
 
-    def segments(self, head: Head, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
+    def segments(self, head: ManifestHead, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
         """Every segment with entries at or behind `from_entry`, oldest first, pages included."""
-        return self.pages(head.stream_id).walk(Listed(head.pages, head.segments), from_entry)
+        return self.pages(head.stream_id).walk(ListedSegments(head.pages, head.segments), from_entry)
 
-    async def producers(self, head: Head) -> dict[str, tuple[int, int]]:
+    async def producers(self, head: ManifestHead) -> dict[str, tuple[int, int]]:
         """Producer states as of the head's `tail`."""
         key = head.producers_key
         if key is None:
@@ -127,21 +127,21 @@ class Manifests:
         data, _etag = await self._objects.get(stream_prefix(head.stream_id) + key)
         if key != producers_key(_generation_of(key), sha256_of(data)):
             raise ManifestCorruptError(head.stream_id, f"{key} does not have the content it was given")
-        return decode(data, Producers, head.stream_id, key).producers
+        return decode_manifest(data, RecordedProducers, head.stream_id, key).producers
 
-    def pages(self, stream_id: str) -> Pages:
-        return Pages(self._objects, stream_id, self._segments_max, self._pages_max)
+    def pages(self, stream_id: str) -> SegmentPages:
+        return SegmentPages(self._objects, stream_id, self._segments_max, self._pages_max)
 
     # -- changing ----------------------------------------------------------------------------------------
 
     async def publish(
         self,
-        facts: Facts,
+        facts: StreamFacts,
         added: Sequence[SegmentInfo] = (),
         producers: Mapping[str, tuple[int, int]] | None = None,
         *,
-        known: Stored | None = None,
-    ) -> Head:
+        known: StoredHead | None = None,
+    ) -> ManifestHead:
         """Record segments that are uploaded, and what the stream was in the snapshot they come from.
 
         Segments that are recorded already are skipped; the others must follow the last recorded entry.
@@ -149,25 +149,25 @@ class Manifests:
         The answer is what is recorded, whoever recorded it.
         """
 
-        async def plan(current: Head | None) -> Change:
-            base = base_of(facts, current, self.fence)
+        async def plan(current: ManifestHead | None) -> HeadChange:
+            base = base_head(facts, current, self.fence)
             new = await self._unrecorded(base, added)
-            segments = extend(base, new)
+            segments = append_segments(base, new)
             through = new[-1].last if new else base.uploaded_through
             head = msgspec.structs.replace(base, segments=segments, uploaded_through=through)
             superseded: list[str] = []
-            if producers is not None and speaks_for_tail(facts, base, head, self.fence):
+            if producers is not None and is_newest_tail_state(facts, base, head, self.fence):
                 head = await self._with_producers(head, producers)
                 if base.producers_key is not None and base.producers_key != head.producers_key:
                     superseded.append(base.producers_key)
             head = with_facts(facts, base, head, self.fence)
-            listed = await self.pages(head.stream_id).roll(Listed(head.pages, head.segments))
+            listed = await self.pages(head.stream_id).roll(ListedSegments(head.pages, head.segments))
             head = msgspec.structs.replace(head, pages=listed.pages, segments=listed.segments)
-            return Change(head, superseded)
+            return HeadChange(head, superseded)
 
         return await self._change(facts.stream_id, plan, known, facts=facts)
 
-    async def adopt(self, stream_id: str, epochs: tuple[tuple[int, int], ...] | None = None) -> Head:
+    async def adopt(self, stream_id: str, epochs: tuple[tuple[int, int], ...] | None = None) -> ManifestHead:
         """Put our fence on the head of an earlier owner, who cannot change it from now on.
 
         A server that restores a stream does this before it serves it, with the epoch it continues in. No
@@ -175,74 +175,74 @@ class Manifests:
         owned the bucket: only then are its entries those we have.
         """
 
-        async def plan(current: Head | None) -> Change:
+        async def plan(current: ManifestHead | None) -> HeadChange:
             if current is None:
                 raise ManifestConflictError(stream_id, "there is no head to adopt")
             as_of = current.as_of if current.fence == self.fence else 0
-            return Change(msgspec.structs.replace(current, epochs=epochs or current.epochs, as_of=as_of))
+            return HeadChange(msgspec.structs.replace(current, epochs=epochs or current.epochs, as_of=as_of))
 
         return await self._change(stream_id, plan, adopting=True)
 
-    async def retain(self, stream_id: str, earliest: int, reached: Sequence[Run] = ()) -> Head:
+    async def retain(self, stream_id: str, earliest: int, reached: Sequence[EntryRange] = ()) -> ManifestHead:
         """Forget and delete the segments that end at entry `earliest` or before.
 
         Those with entries that are `reached` by forks stay, in the manifest as well: the stream itself no
         longer shows them.
         """
 
-        async def plan(current: Head | None) -> Change:
+        async def plan(current: ManifestHead | None) -> HeadChange:
             if current is None or earliest > current.uploaded_through:
                 raise ManifestConflictError(
                     stream_id, f"entry {earliest} is not recorded and cannot be trimmed"
                 )
             if current.deleted is not None:
-                return Change(current)
-            kept = Kept(max(earliest, current.earliest), reached)
-            cut = await self.pages(stream_id).cut(Listed(current.pages, current.segments), kept)
+                return HeadChange(current)
+            kept = RetainedRanges(max(earliest, current.earliest), reached)
+            cut = await self.pages(stream_id).cut(ListedSegments(current.pages, current.segments), kept)
             pages, segments = cut.listed
             head = msgspec.structs.replace(current, pages=pages, segments=segments, earliest=kept.earliest)
             head, superseded = await self._trim_companions(head)
-            return Change(head, [*cut.superseded, *superseded])
+            return HeadChange(head, [*cut.superseded, *superseded])
 
         head = await self._change(stream_id, plan)
         failpoints.reached("gc.before_delete")
-        kept = Kept(head.earliest, reached)
-        await clear_trimmed(self._objects, stream_prefix(stream_id), head.epochs, kept)
+        kept = RetainedRanges(head.earliest, reached)
+        await delete_trimmed(self._objects, stream_prefix(stream_id), head.epochs, kept)
         failpoints.reached("gc.after_delete")
         return head
 
     async def publish_companions(
-        self, stream_id: str, added: Sequence[Companion], removed: Sequence[str]
-    ) -> tuple[Head, list[Companion]]:
+        self, stream_id: str, added: Sequence[IndexFile], removed: Sequence[str]
+    ) -> tuple[ManifestHead, list[IndexFile]]:
         """List companions in place of others, in one step. The answer tells which were not listed before.
 
         CompanionMissingError if an object is not there: then nothing is changed.
         """
-        new: list[Companion] = []
+        new: list[IndexFile] = []
 
-        async def plan(current: Head | None) -> Change:
+        async def plan(current: ManifestHead | None) -> HeadChange:
             nonlocal new
             if current is None:
                 raise ManifestConflictError(stream_id, "there is no head that could list companions")
-            changed = await change_companions(self._objects, current, added, removed, self._clock.now_ns())
+            changed = await change_index_files(self._objects, current, added, removed, self._clock.now_ns())
             new = changed.added
-            return Change(changed.head, changed.superseded)
+            return HeadChange(changed.head, changed.superseded)
 
         return await self._change(stream_id, plan), new
 
     async def compact(
         self, stream_id: str, joined: SegmentInfo, replaced: Sequence[SegmentInfo], grace_ns: int
-    ) -> Head:
+    ) -> ManifestHead:
         """List one segment in the place of several, in one step. Their objects stay for the grace time.
 
         If it is listed already, nothing changes. ManifestConflictError if others than these are listed.
         """
 
-        async def plan(current: Head | None) -> Change:
+        async def plan(current: ManifestHead | None) -> HeadChange:
             if current is None:
                 raise ManifestConflictError(stream_id, "there is no head that could list segments")
             now_ns, pages = self._clock.now_ns(), self.pages(stream_id)
-            return Change(*await compact_head(pages, current, joined, replaced, now_ns, grace_ns))
+            return HeadChange(*await compact_head(pages, current, joined, replaced, now_ns, grace_ns))
 
         return await self._change(stream_id, plan)
 
@@ -250,41 +250,41 @@ class Manifests:
         """Keeps everybody else of this process from changing the manifest of a stream."""
         return self._locks.hold(stream_id)
 
-    def companion_pages(self, stream_id: str) -> CompanionPages:
-        return CompanionPages(self._objects, stream_id)
+    def companion_pages(self, stream_id: str) -> IndexFilePages:
+        return IndexFilePages(self._objects, stream_id)
 
-    def companions(self, head: Head) -> AsyncIterator[Companion]:
+    def companions(self, head: ManifestHead) -> AsyncIterator[IndexFile]:
         """Every companion that a head lists."""
-        listed = ListedCompanions(head.companion_pages, head.companions)
-        return CompanionPages(self._objects, head.stream_id).walk(listed)
+        listed = ListedIndexFiles(head.companion_pages, head.companions)
+        return IndexFilePages(self._objects, head.stream_id).walk(listed)
 
-    async def _trim_companions(self, head: Head) -> tuple[Head, list[str]]:
+    async def _trim_companions(self, head: ManifestHead) -> tuple[ManifestHead, list[str]]:
         """Companions go with their entries. Sums that hold some trimmed entries are only unlisted."""
-        pages = CompanionPages(self._objects, head.stream_id)
-        listed = ListedCompanions(head.companion_pages, head.companions)
+        pages = IndexFilePages(self._objects, head.stream_id)
+        listed = ListedIndexFiles(head.companion_pages, head.companions)
         rest, gone = await pages.trimmed(listed, head.earliest)
         if not gone:
             return head, []
-        stay, ripe = retire(head, set(gone), set(), self._clock.now_ns())
+        stay, ripe = retire_objects(head, set(gone), set(), self._clock.now_ns())
         head = msgspec.structs.replace(
             head, companion_pages=rest.pages, companions=rest.companions, retired=stay
         )
         return head, [*pages.superseded, *ripe]
 
-    async def bury(self, facts: Facts, at_ns: int, reason: str) -> Head:
+    async def bury(self, facts: StreamFacts, at_ns: int, reason: str) -> ManifestHead:
         """Replace the head by a tombstone, then delete everything else of the stream.
 
         ManifestConflictError if the head still speaks of this stream afterwards. One of a later stream of the
         same name is left as it is: the earlier one was buried before that was recorded.
         """
 
-        async def plan(current: Head | None) -> Change:
-            return Change(tombstone(facts, current, self.fence, at_ns, reason))
+        async def plan(current: ManifestHead | None) -> HeadChange:
+            return HeadChange(tombstone_head(facts, current, self.fence, at_ns, reason))
 
         head = await self._change(facts.stream_id, plan, facts=facts)
         if head.deleted is not None:
             failpoints.reached("gc.before_delete")
-            await clear_folder(self._objects, stream_prefix(facts.stream_id), keep=HEAD_KEY)
+            await delete_folder(self._objects, stream_prefix(facts.stream_id), keep=HEAD_KEY)
             failpoints.reached("gc.after_delete")
         elif head.created_ns == facts.created_ns:
             raise ManifestConflictError(facts.stream_id, "the head was not replaced by a tombstone")
@@ -312,25 +312,30 @@ class Manifests:
     async def _change(
         self,
         stream_id: str,
-        plan: Plan,
-        known: Stored | None = None,
+        plan: PlanHeadChange,
+        known: StoredHead | None = None,
         *,
-        facts: Facts | None = None,
+        facts: StreamFacts | None = None,
         adopting: bool = False,
-    ) -> Head:
+    ) -> ManifestHead:
         """Plan a head from the present one and put it in its place, until nobody comes in between."""
         async with self._locks.hold(stream_id):
             return await self._change_alone(stream_id, plan, known, facts, adopting)
 
     async def _change_alone(
-        self, stream_id: str, plan: Plan, known: Stored | None, facts: Facts | None, adopting: bool
-    ) -> Head:
+        self,
+        stream_id: str,
+        plan: PlanHeadChange,
+        known: StoredHead | None,
+        facts: StreamFacts | None,
+        adopting: bool,
+    ) -> ManifestHead:
         prefix = stream_prefix(stream_id)
-        for _attempt in range(ATTEMPTS_MAX):
+        for _attempt in range(CHANGE_ATTEMPTS_MAX):
             stored, known = known or await self.load(stream_id), None
             current = None if stored is None else stored.head
             if current is not None:
-                same = facts is not None and is_same_life(facts, current)
+                same = facts is not None and is_same_incarnation(facts, current)
                 self._check_fence(current, adopting=adopting or same)
             planned_ns = self._clock.now_ns()
             try:
@@ -347,10 +352,14 @@ class Manifests:
             head = msgspec.structs.replace(
                 change.head, fence=self.fence, generation=change.head.generation + 1
             )
-            if await self._replace(prefix + HEAD_KEY, encode(head), None if stored is None else stored.etag):
+            if await self._replace(
+                prefix + HEAD_KEY, encode_manifest(head), None if stored is None else stored.etag
+            ):
                 await self._drop([prefix + key for key in change.superseded])
                 return head
-        raise ManifestConflictError(stream_id, f"the head changed {ATTEMPTS_MAX} times while it was written")
+        raise ManifestConflictError(
+            stream_id, f"the head changed {CHANGE_ATTEMPTS_MAX} times while it was written"
+        )
 
     async def _replace(self, key: str, data: bytes, etag: str | None) -> bool:
         try:
@@ -367,11 +376,11 @@ class Manifests:
     async def _drop(self, keys: Sequence[str]) -> None:
         """Delete what the new head does not name. The change is made; `tailrace gc` finds what stays."""
         try:
-            await delete_all(self._objects, keys)
-        except ObjectsUnavailableError as error:
+            await delete_keys(self._objects, keys)
+        except ObjectStoreUnavailableError as error:
             logger.info("superseded objects stay for now: %s", error)
 
-    def _check_fence(self, head: Head, *, adopting: bool = False) -> None:
+    def _check_fence(self, head: ManifestHead, *, adopting: bool = False) -> None:
         if head.fence > self.fence:
             raise FencedError(f"the bucket has a new owner (fence {head.fence}, ours is {self.fence})")
         if head.fence < self.fence and not adopting:
@@ -379,7 +388,7 @@ class Manifests:
             message = f"it was recorded by an earlier owner (fence {head.fence}) and has not been adopted"
             raise ManifestConflictError(head.stream_id, message)
 
-    async def _unrecorded(self, base: Head, added: Sequence[SegmentInfo]) -> Sequence[SegmentInfo]:
+    async def _unrecorded(self, base: ManifestHead, added: Sequence[SegmentInfo]) -> Sequence[SegmentInfo]:
         """The segments behind what is recorded. The others must be exactly those that are recorded."""
         before = [info for info in added if info.first <= base.uploaded_through]
         # What retention trimmed was recorded once.
@@ -394,14 +403,16 @@ class Manifests:
             raise ManifestConflictError(base.stream_id, f"others are recorded in the place of {info.key}")
         return added[len(before) :]
 
-    async def _with_producers(self, head: Head, producers: Mapping[str, tuple[int, int]]) -> Head:
+    async def _with_producers(
+        self, head: ManifestHead, producers: Mapping[str, tuple[int, int]]
+    ) -> ManifestHead:
         """The head with these producers in an object of their own; with the present one if none changed."""
-        sha256 = sha256_of(encode(dict(producers))) if producers else ""
+        sha256 = sha256_of(encode_manifest(dict(producers))) if producers else ""
         if sha256 == head.producers_sha256:
             return head
         key = None
         if producers:
-            data = encode(Producers(attempt=new_attempt(), producers=dict(producers)))
+            data = encode_manifest(RecordedProducers(attempt=new_attempt_id(), producers=dict(producers)))
             key = producers_key(head.generation + 1, sha256_of(data))
             await self._objects.create(stream_prefix(head.stream_id) + key, data)
         return msgspec.structs.replace(head, producers_key=key, producers_sha256=sha256)

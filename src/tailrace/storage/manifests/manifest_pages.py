@@ -12,46 +12,46 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.storage.manifests.model import (
-    Head,
     ManifestConflictError,
     ManifestCorruptError,
-    Page,
-    PageRef,
-    decode,
-    encode,
-    new_attempt,
-    page_key,
+    ManifestHead,
+    SegmentPage,
+    SegmentPageRef,
+    decode_manifest,
+    encode_manifest,
+    new_attempt_id,
+    segment_page_key,
     sha256_of,
 )
 from tailrace.storage.object_store.objects import ObjectExistsError
 from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import Objects
-    from tailrace.storage.segments.kept import Kept
+    from tailrace.storage.object_store.objects import ObjectStore
+    from tailrace.storage.segments.kept import RetainedRanges
 
-SEGMENTS_MAX = 1000
-PAGES_MAX = 1000
+HEAD_SEGMENTS_MAX = 1000
+SEGMENT_PAGES_MAX = 1000
 
 
-class Listed(NamedTuple):
+class ListedSegments(NamedTuple):
     """What a head lists."""
 
-    pages: tuple[PageRef, ...]
+    pages: tuple[SegmentPageRef, ...]
     segments: tuple[SegmentInfo, ...]
 
 
-class Cut(NamedTuple):
+class TrimmedSegments(NamedTuple):
     """What remains listed after retention, and what is no longer needed once that is recorded."""
 
-    listed: Listed
+    listed: ListedSegments
     superseded: list[str]
 
 
-class Pages:
+class SegmentPages:
     """Reads and writes the pages of one stream, for one attempt to change its head."""
 
-    def __init__(self, objects: Objects, stream_id: str, segments_max: int, pages_max: int) -> None:
+    def __init__(self, objects: ObjectStore, stream_id: str, segments_max: int, pages_max: int) -> None:
         assert segments_max > 0
         assert pages_max > 1
         self._objects = objects
@@ -59,58 +59,58 @@ class Pages:
         self._prefix = stream_prefix(stream_id)
         self._segments_max = segments_max
         self._pages_max = pages_max
-        self._attempt = new_attempt()
+        self._attempt = new_attempt_id()
 
-    async def load(self, ref: PageRef) -> Page:
+    async def load(self, ref: SegmentPageRef) -> SegmentPage:
         data, _etag = await self._objects.get(self._prefix + ref.key)
         if sha256_of(data) != ref.sha256:
             raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
-        page = decode(data, Page, self._stream_id, ref.key)
+        page = decode_manifest(data, SegmentPage, self._stream_id, ref.key)
         parts = page.pages if ref.level else page.segments
-        if page.level != ref.level or not parts or _reference(page, ref.key, ref.sha256) != ref:
+        if page.level != ref.level or not parts or _segment_page_ref(page, ref.key, ref.sha256) != ref:
             raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
         return page
 
-    async def _store(self, page: Page) -> PageRef:
+    async def _store(self, page: SegmentPage) -> SegmentPageRef:
         """Create it. One that is there already has the same content, for its name says so."""
         parts = page.pages if page.level else page.segments
-        data = encode(page)
+        data = encode_manifest(page)
         sha256 = sha256_of(data)
-        key = page_key(parts[0].first, parts[-1].last, sha256)
+        key = segment_page_key(parts[0].first, parts[-1].last, sha256)
         try:
             await self._objects.create(self._prefix + key, data)
         except ObjectExistsError:
             pass
-        return _reference(page, key, sha256)
+        return _segment_page_ref(page, key, sha256)
 
-    async def roll(self, listed: Listed) -> Listed:
+    async def roll(self, listed: ListedSegments) -> ListedSegments:
         """Move the oldest segments into pages, and full runs of pages into pages of pages."""
         pages, segments = list(listed.pages), listed.segments
         while len(segments) > self._segments_max:
             pages.append(
-                await self._store(Page(attempt=self._attempt, segments=segments[: self._segments_max]))
+                await self._store(SegmentPage(attempt=self._attempt, segments=segments[: self._segments_max]))
             )
             segments = segments[self._segments_max :]
         level = 0
         while True:
             run = [index for index, ref in enumerate(pages) if ref.level == level]
             if not run:
-                return Listed(tuple(pages), segments)
+                return ListedSegments(tuple(pages), segments)
             if len(run) > self._pages_max:
                 start, stop = run[0], run[0] + self._pages_max
-                folded = Page(attempt=self._attempt, level=level + 1, pages=tuple(pages[start:stop]))
+                folded = SegmentPage(attempt=self._attempt, level=level + 1, pages=tuple(pages[start:stop]))
                 pages[start:stop] = [await self._store(folded)]
             else:
                 level += 1
 
-    async def cut(self, listed: Listed, kept: Kept) -> Cut:
+    async def cut(self, listed: ListedSegments, kept: RetainedRanges) -> TrimmedSegments:
         """Drop segments of which nothing is kept. A page that loses some of its parts gets a replacement."""
         superseded: list[str] = []
         pages = await self._cut_pages(listed.pages, kept, superseded)
         segments = tuple(info for info in listed.segments if kept.some(info.first, info.last))
-        return Cut(Listed(pages, segments), superseded)
+        return TrimmedSegments(ListedSegments(pages, segments), superseded)
 
-    async def within(self, listed: Listed, first: int, last: int) -> list[SegmentInfo]:
+    async def within(self, listed: ListedSegments, first: int, last: int) -> list[SegmentInfo]:
         """The segments with some of these entries, oldest first."""
         found: list[SegmentInfo] = []
         async for info in self.walk(listed, first):
@@ -119,18 +119,18 @@ class Pages:
             found.append(info)
         return found
 
-    async def join(self, listed: Listed, joined: SegmentInfo) -> Cut:
+    async def join(self, listed: ListedSegments, joined: SegmentInfo) -> TrimmedSegments:
         """One segment in the place of all that lie within its range, which is theirs together."""
         superseded: list[str] = []
         pages, placed = await self._join_pages(listed.pages, joined, superseded, placed=False)
         segments = _with_joined(listed.segments, joined, placed=placed)
-        return Cut(Listed(pages, segments), superseded)
+        return TrimmedSegments(ListedSegments(pages, segments), superseded)
 
     async def _join_pages(
-        self, refs: tuple[PageRef, ...], joined: SegmentInfo, superseded: list[str], *, placed: bool
-    ) -> tuple[tuple[PageRef, ...], bool]:
+        self, refs: tuple[SegmentPageRef, ...], joined: SegmentInfo, superseded: list[str], *, placed: bool
+    ) -> tuple[tuple[SegmentPageRef, ...], bool]:
         """The pages afterwards, and whether the segment has found its place: where the first one was."""
-        remaining: list[PageRef] = []
+        remaining: list[SegmentPageRef] = []
         for ref in refs:
             if ref.last < joined.first or joined.last < ref.first:
                 remaining.append(ref)
@@ -144,14 +144,14 @@ class Pages:
             placed = True
             superseded.append(ref.key)
             if pages or segments:
-                shorter = Page(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
+                shorter = SegmentPage(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
                 remaining.append(await self._store(shorter))
         return tuple(remaining), placed
 
     async def _cut_pages(
-        self, refs: tuple[PageRef, ...], kept: Kept, superseded: list[str]
-    ) -> tuple[PageRef, ...]:
-        remaining: list[PageRef] = []
+        self, refs: tuple[SegmentPageRef, ...], kept: RetainedRanges, superseded: list[str]
+    ) -> tuple[SegmentPageRef, ...]:
+        remaining: list[SegmentPageRef] = []
         for ref in refs:
             if kept.all(ref.first, ref.last):
                 remaining.append(ref)
@@ -161,7 +161,9 @@ class Pages:
                 superseded.append(ref.key)
         return tuple(remaining)
 
-    async def _shorter(self, ref: PageRef, kept: Kept, superseded: list[str]) -> PageRef | None:
+    async def _shorter(
+        self, ref: SegmentPageRef, kept: RetainedRanges, superseded: list[str]
+    ) -> SegmentPageRef | None:
         """The page without what is not kept: itself if that is nothing, None if that is everything."""
         page = await self.load(ref)
         pages = await self._cut_pages(page.pages, kept, superseded)
@@ -171,21 +173,21 @@ class Pages:
         if not pages and not segments:
             return None
         superseded.append(ref.key)
-        shorter = Page(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
+        shorter = SegmentPage(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
         return await self._store(shorter)
 
-    async def walk(self, listed: Listed, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
+    async def walk(self, listed: ListedSegments, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
         """Every segment with entries at or behind `from_entry`, oldest first; one page a level is held."""
         for ref in listed.pages:
             if ref.last >= from_entry:
                 page = await self.load(ref)
-                async for info in self.walk(Listed(page.pages, page.segments), from_entry):
+                async for info in self.walk(ListedSegments(page.pages, page.segments), from_entry):
                     yield info
         for info in listed.segments:
             if info.last >= from_entry:
                 yield info
 
-    async def walk_pages(self, refs: Sequence[PageRef]) -> AsyncIterator[PageRef]:
+    async def walk_pages(self, refs: Sequence[SegmentPageRef]) -> AsyncIterator[SegmentPageRef]:
         """Every page, pages of pages included."""
         for ref in refs:
             yield ref
@@ -207,14 +209,14 @@ def _with_joined(
     return (*segments[: inside[0]], *(() if placed else (joined,)), *segments[inside[-1] + 1 :])
 
 
-def _reference(page: Page, key: str, sha256: str) -> PageRef:
+def _segment_page_ref(page: SegmentPage, key: str, sha256: str) -> SegmentPageRef:
     parts = page.pages if page.level else page.segments
     segments = sum(ref.segments for ref in page.pages) + len(page.segments)
     size = sum(part.bytes for part in parts)
-    return PageRef(key, parts[0].first, parts[-1].last, sha256, page.level, segments, size)
+    return SegmentPageRef(key, parts[0].first, parts[-1].last, sha256, page.level, segments, size)
 
 
-def extend(head: Head, added: Sequence[SegmentInfo]) -> tuple[SegmentInfo, ...]:
+def append_segments(head: ManifestHead, added: Sequence[SegmentInfo]) -> tuple[SegmentInfo, ...]:
     """The segments with new ones behind them. Entries are never missing in between and never there twice."""
     stream_id, recorded, uploaded_through = head.stream_id, head.segments, head.uploaded_through
     for info in added:

@@ -15,10 +15,10 @@ from typing import TypeVar
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.storage.segments.companions import Companion
+from tailrace.storage.segments.companions import IndexFile
 from tailrace.storage.segments.segments import SegmentInfo
 
-VERSION = 1
+MANIFEST_VERSION = 1
 HEAD_KEY = "manifest.json"
 NAME_HASH_DIGITS = 16
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class ManifestCorruptError(ManifestError):
     """An object of the manifest is not what was written."""
 
 
-class BuriedError(ManifestError):
+class StreamDeletedError(ManifestError):
     """The stream was deleted; its tombstone takes no segments."""
 
 
@@ -60,7 +60,7 @@ class RecordedLifetime(msgspec.Struct, frozen=True):
     retention_bytes: int | None = None
 
 
-class Deleted(msgspec.Struct, frozen=True):
+class HeadTombstone(msgspec.Struct, frozen=True):
     """A tombstone: the epoch goes on behind it when the name is used again."""
 
     at_ns: int
@@ -68,14 +68,14 @@ class Deleted(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class Parent(msgspec.Struct, frozen=True):
+class ForkParent(msgspec.Struct, frozen=True):
     """Where a fork comes from."""
 
     stream_id: str
     name: str
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the server knows about a stream in one snapshot of it, `tail` being its last entry there.
 
     `closed` to `size_bytes` and the producers are true at `tail` only. They are recorded when the segments
@@ -94,7 +94,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     lifetime: RecordedLifetime = RecordedLifetime()
     asked: RecordedLifetime = RecordedLifetime()
     touched_ns: int = 0
-    parent: Parent | None = None
+    parent: ForkParent | None = None
     fork_entry: int = 0
     fork_sub: int = 0
     forks: int = 0
@@ -108,14 +108,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int = 0
 
 
-CONFIGURATION = (
+CONFIGURATION_FIELDS = (
     "name", "incarnation", "epochs", "created_ns", "as_of", "content_type", "lifetime", "asked", "touched_ns",
     "parent", "fork_entry", "fork_sub", "forks", "gone", "gone_reason", "meta_keys",
 )  # fmt: skip
-STATE_AT_TAIL = ("tail", "closed", "closed_by", "seq", "tail_ns", "size_bytes")
+TAIL_STATE_FIELDS = ("tail", "closed", "closed_by", "seq", "tail_ns", "size_bytes")
 
 
-class PageRef(msgspec.Struct, frozen=True, array_like=True):
+class SegmentPageRef(msgspec.Struct, frozen=True, array_like=True):
     """One page as the head, or a page of pages, names it. The order never changes."""
 
     key: str
@@ -127,17 +127,17 @@ class PageRef(msgspec.Struct, frozen=True, array_like=True):
     bytes: int  # of the segments' files
 
 
-class Page(msgspec.Struct, frozen=True, kw_only=True):
+class SegmentPage(msgspec.Struct, frozen=True, kw_only=True):
     """Either segments or pages, in the order of their entries."""
 
-    version: int = VERSION
+    version: int = MANIFEST_VERSION
     attempt: str
     level: int = 0
     segments: tuple[SegmentInfo, ...] = ()
-    pages: tuple[PageRef, ...] = ()
+    pages: tuple[SegmentPageRef, ...] = ()
 
 
-class CompanionPageRef(msgspec.Struct, frozen=True, array_like=True):
+class IndexFilePageRef(msgspec.Struct, frozen=True, array_like=True):
     """One page of companions as the head, or a page of such pages, names it. The order never changes."""
 
     key: str
@@ -149,17 +149,17 @@ class CompanionPageRef(msgspec.Struct, frozen=True, array_like=True):
     bytes: int  # of their files
 
 
-class CompanionPage(msgspec.Struct, frozen=True, kw_only=True):
+class IndexFilePage(msgspec.Struct, frozen=True, kw_only=True):
     """Either companions or pages of them, in the order of their publication."""
 
-    version: int = VERSION
+    version: int = MANIFEST_VERSION
     attempt: str
     level: int = 0
-    companions: tuple[Companion, ...] = ()
-    pages: tuple[CompanionPageRef, ...] = ()
+    companions: tuple[IndexFile, ...] = ()
+    pages: tuple[IndexFilePageRef, ...] = ()
 
 
-class Retired(msgspec.Struct, frozen=True, array_like=True):
+class RetiredObject(msgspec.Struct, frozen=True, array_like=True):
     """An object that is listed no more, and stays a little while for those who know its name."""
 
     object: str
@@ -167,7 +167,7 @@ class Retired(msgspec.Struct, frozen=True, array_like=True):
     at_ns: int
 
 
-class Replaced(msgspec.Struct, frozen=True, array_like=True):
+class ReplacedRange(msgspec.Struct, frozen=True, array_like=True):
     """Entries whose segments became one. The old objects stay a while for those who know their names."""
 
     first: int
@@ -175,31 +175,31 @@ class Replaced(msgspec.Struct, frozen=True, array_like=True):
     at_ns: int
 
 
-class Producers(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedProducers(msgspec.Struct, frozen=True, kw_only=True):
     """The last epoch and sequence of each idempotent producer, as of `uploaded_through`."""
 
-    version: int = VERSION
+    version: int = MANIFEST_VERSION
     attempt: str
     producers: dict[str, tuple[int, int]]
 
 
-class Head(Facts, frozen=True, kw_only=True):
+class ManifestHead(StreamFacts, frozen=True, kw_only=True):
     """The manifest's head. Its `tail` says of which entry the state is: nearly always `uploaded_through`."""
 
-    version: int = VERSION
+    version: int = MANIFEST_VERSION
     fence: int = 0
     generation: int = 0
-    deleted: Deleted | None = None
+    deleted: HeadTombstone | None = None
     earliest: int = 0  # entries up to this one were trimmed by retention
     uploaded_through: int = 0
-    pages: tuple[PageRef, ...] = ()
+    pages: tuple[SegmentPageRef, ...] = ()
     segments: tuple[SegmentInfo, ...] = ()
     producers_key: str | None = None
     producers_sha256: str = ""  # of the producers alone, to see whether they changed
-    companion_pages: tuple[CompanionPageRef, ...] = ()
-    companions: tuple[Companion, ...] = ()
-    retired: tuple[Retired, ...] = ()
-    replaced: tuple[Replaced, ...] = ()
+    companion_pages: tuple[IndexFilePageRef, ...] = ()
+    companions: tuple[IndexFile, ...] = ()
+    retired: tuple[RetiredObject, ...] = ()
+    replaced: tuple[ReplacedRange, ...] = ()
 
     @property
     def epoch(self) -> int:
@@ -222,28 +222,30 @@ class Head(Facts, frozen=True, kw_only=True):
         return sum(page.bytes for page in self.pages) + sum(info.bytes for info in self.segments)
 
 
-def encode(value: Head | Page | CompanionPage | Producers | dict[str, tuple[int, int]]) -> bytes:
+def encode_manifest(
+    value: ManifestHead | SegmentPage | IndexFilePage | RecordedProducers | dict[str, tuple[int, int]],
+) -> bytes:
     """Canonical: the same content is the same bytes, so that names made from hashes mean something."""
     return msgspec.json.encode(value, order="sorted")
 
 
-def decode(data: bytes, kind: type[T], stream_id: str, key: str) -> T:
+def decode_manifest(data: bytes, kind: type[T], stream_id: str, key: str) -> T:
     try:
         found = msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:  # also values of the wrong type
         raise ManifestCorruptError(stream_id, f"{key} cannot be read: {error}") from None
-    version: int = getattr(found, "version", VERSION)
-    if version > VERSION:
+    version: int = getattr(found, "version", MANIFEST_VERSION)
+    if version > MANIFEST_VERSION:
         message = f"{key} was written by a newer version of Tailrace (format {version})"
         raise ManifestCorruptError(stream_id, message)
     return found
 
 
-def page_key(first: int, last: int, sha256: str) -> str:
+def segment_page_key(first: int, last: int, sha256: str) -> str:
     return f"manifest/{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.json"
 
 
-def companion_page_key(first: int, last: int, sha256: str) -> str:
+def index_file_page_key(first: int, last: int, sha256: str) -> str:
     return f"catalogue/{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.json"
 
 
@@ -251,7 +253,7 @@ def producers_key(generation: int, sha256: str) -> str:
     return f"producers/{generation:010}.{sha256[:NAME_HASH_DIGITS]}.json"
 
 
-def new_attempt() -> str:
+def new_attempt_id() -> str:
     return secrets.token_hex(8)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Steps:
+class BlockingRunner:
     """A loop that runs while somebody waits. It does not survive a fork, so it is made where it is needed."""
 
     def __init__(self) -> None:

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import ObjectInfo, Objects
-    from tailrace.storage.segments.kept import Kept
+    from tailrace.storage.object_store.objects import ObjectInfo, ObjectStore
+    from tailrace.storage.segments.kept import RetainedRanges
 
-STREAMS = "streams/"
+STREAMS_PREFIX = "streams/"
 LIST_PAGE = 1000
 
 _STREAM = re.compile(r"streams/(?P<shard>[0-9a-f]{2})/(?P<id>(?P=shard)[0-9a-f]{30})/")
@@ -21,13 +21,13 @@ _SEGMENT = re.compile(r"segments/(\d{10})-(\d{20})-(\d{20})\.[0-9a-f]{16}\.parqu
 _PAGE = re.compile(r"manifest/(\d{20})-(\d{20})\.[0-9a-f]{16}\.json")
 
 
-def stream_of(key: str) -> str | None:
+def stream_id_of_key(key: str) -> str | None:
     """The id of the stream to whose folder a key belongs."""
     found = _STREAM.match(key)
     return None if found is None else found["id"]
 
 
-def range_of(relative_key: str) -> tuple[int, int] | None:
+def entry_range_of_key(relative_key: str) -> tuple[int, int] | None:
     """First and last entry that the name of a segment or page speaks of."""
     found = _SEGMENT.fullmatch(relative_key)
     if found is not None:
@@ -36,31 +36,31 @@ def range_of(relative_key: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-def epoch_of(relative_key: str) -> int | None:
+def epoch_of_key(relative_key: str) -> int | None:
     """The epoch in the name of a segment."""
     found = _SEGMENT.fullmatch(relative_key)
     return None if found is None else int(found[1])
 
 
-async def stream_ids(objects: Objects, prefix: str = STREAMS) -> AsyncIterator[str]:
+async def list_stream_ids(objects: ObjectStore, prefix: str = STREAMS_PREFIX) -> AsyncIterator[str]:
     """The streams of a bucket in the order of their ids, those without a head included."""
     after = seen = ""
     while True:
         found = await objects.list_after(prefix, after, LIST_PAGE)
         for info in found:
-            stream_id = stream_of(info.key)
+            stream_id = stream_id_of_key(info.key)
             if stream_id is not None and stream_id != seen:
                 seen = stream_id
                 yield stream_id
         if len(found) < LIST_PAGE:
             return
         after = found[-1].key
-        if seen and stream_of(after) == seen:
+        if seen and stream_id_of_key(after) == seen:
             # Behind everything in this folder, however much that is: '0' comes right after '/'.
             after = after[: after.index(seen) + len(seen)] + "0"
 
 
-async def objects_under(objects: Objects, prefix: str) -> AsyncIterator[ObjectInfo]:
+async def list_objects(objects: ObjectStore, prefix: str) -> AsyncIterator[ObjectInfo]:
     """Everything below a prefix, in key order."""
     after = ""
     while True:
@@ -72,30 +72,32 @@ async def objects_under(objects: Objects, prefix: str) -> AsyncIterator[ObjectIn
         after = found[-1].key
 
 
-async def holds_only(objects: Objects, prefix: str, key: str) -> bool:
+async def holds_only(objects: ObjectStore, prefix: str, key: str) -> bool:
     """Whether nothing but one object lies in the folder of a stream."""
     found = await objects.list_after(prefix, limit=2)
     return all(info.key == prefix + key for info in found)
 
 
-async def delete_all(objects: Objects, keys: Sequence[str]) -> None:
+async def delete_keys(objects: ObjectStore, keys: Sequence[str]) -> None:
     for start in range(0, len(keys), LIST_PAGE):
         await objects.delete(keys[start : start + LIST_PAGE])
 
 
-async def clear_folder(objects: Objects, prefix: str, *, keep: str) -> None:
+async def delete_folder(objects: ObjectStore, prefix: str, *, keep: str) -> None:
     """Delete everything in the folder of a stream but one object."""
     doomed: list[str] = []
-    async for info in objects_under(objects, prefix):
+    async for info in list_objects(objects, prefix):
         if info.key != prefix + keep:
             doomed.append(info.key)
         if len(doomed) == LIST_PAGE:
             await objects.delete(doomed)
             doomed = []
-    await delete_all(objects, doomed)
+    await delete_keys(objects, doomed)
 
 
-async def clear_trimmed(objects: Objects, prefix: str, epochs: Sequence[tuple[int, int]], kept: Kept) -> None:
+async def delete_trimmed(
+    objects: ObjectStore, prefix: str, epochs: Sequence[tuple[int, int]], kept: RetainedRanges
+) -> None:
     """Delete segments and pages that hold nothing that is kept.
 
     No head can ever name them again, so this is safe whoever else writes, and may be repeated. What a crash
@@ -103,20 +105,22 @@ async def clear_trimmed(objects: Objects, prefix: str, epochs: Sequence[tuple[in
     """
     following = kept.earliest + 1
     epoch = max((number for number, first in epochs if first < following), default=0)
-    await _clear_trimmed(objects, prefix, "segments/", f"segments/{epoch:010}-{following:020}", kept)
-    await _clear_trimmed(objects, prefix, "manifest/", f"manifest/{following:020}", kept)
+    await _delete_trimmed(objects, prefix, "segments/", f"segments/{epoch:010}-{following:020}", kept)
+    await _delete_trimmed(objects, prefix, "manifest/", f"manifest/{following:020}", kept)
 
 
-async def _clear_trimmed(objects: Objects, prefix: str, kind: str, stop: str, kept: Kept) -> None:
+async def _delete_trimmed(
+    objects: ObjectStore, prefix: str, kind: str, stop: str, kept: RetainedRanges
+) -> None:
     doomed: list[str] = []
-    async for info in objects_under(objects, prefix + kind):
+    async for info in list_objects(objects, prefix + kind):
         relative = info.key.removeprefix(prefix)
         if relative >= stop:
             break
-        entries = range_of(relative)
+        entries = entry_range_of_key(relative)
         if entries is not None and not kept.some(*entries):
             doomed.append(info.key)
         if len(doomed) == LIST_PAGE:
             await objects.delete(doomed)
             doomed = []
-    await delete_all(objects, doomed)
+    await delete_keys(objects, doomed)

@@ -7,17 +7,17 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tailrace.storage.object_store.bucket import stream_ids
+from tailrace.storage.object_store.bucket import list_stream_ids
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.object_store.objects import ObjectStore
 
-STREAMS_AT_ONCE = 8
+STREAMS_IN_PARALLEL = 8
 
 
-async def for_each_stream(objects: Objects, work: Callable[[str], Awaitable[None]]) -> None:
+async def for_each_stream(objects: ObjectStore, work: Callable[[str], Awaitable[None]]) -> None:
     """The first failure ends it."""
-    gate = asyncio.Semaphore(STREAMS_AT_ONCE)
+    gate = asyncio.Semaphore(STREAMS_IN_PARALLEL)
 
     async def one(stream_id: str) -> None:
         try:
@@ -27,7 +27,7 @@ async def for_each_stream(objects: Objects, work: Callable[[str], Awaitable[None
 
     with first_failure():
         async with asyncio.TaskGroup() as tasks:
-            async for stream_id in stream_ids(objects):
+            async for stream_id in list_stream_ids(objects):
                 await gate.acquire()
                 tasks.create_task(one(stream_id))
 
@@ -38,9 +38,9 @@ def first_failure() -> Generator[None]:
     try:
         yield
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        raise _first_error(errors) from None
 
 
-def _first(error: BaseException) -> BaseException:
+def _first_error(error: BaseException) -> BaseException:
     inner: tuple[BaseException, ...] = getattr(error, "exceptions", ())  # only groups have them
-    return _first(inner[0]) if inner else error
+    return _first_error(inner[0]) if inner else error

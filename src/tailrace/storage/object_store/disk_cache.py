@@ -17,14 +17,14 @@ from typing import NamedTuple
 import xxhash
 
 from tailrace.common import private_files
-from tailrace.storage.object_store.request_stats import stream_of
+from tailrace.storage.object_store.request_stats import stream_and_artifact
 
-_NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)")
+_PART_FILE_NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)")
 _UNFINISHED = ".new"
 OWNER_DIGITS = 16
 
 
-class Part(NamedTuple):
+class ObjectRange(NamedTuple):
     """The bytes [start, stop) of one object. `source` stands for the object's key."""
 
     source: str
@@ -36,9 +36,9 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-def source_of(key: str) -> str:
+def cache_source(key: str) -> str:
     """Half of it stands for the stream and the kind of object, so that one can tell what is held of each."""
-    stream_id, artifact = stream_of(key) or ("", "")
+    stream_id, artifact = stream_and_artifact(key) or ("", "")
     return _owner_of(stream_id, artifact) + xxhash.xxh3_64_hexdigest(key.encode())
 
 
@@ -52,7 +52,7 @@ class DiskCache:
         self.bytes_max = bytes_max
         self.bytes = 0
         self.evictions = 0
-        self._recent: OrderedDict[Part, None] = OrderedDict()
+        self._recent: OrderedDict[ObjectRange, None] = OrderedDict()
         self._by_source: dict[str, list[tuple[int, int]]] = {}
         self._by_owner: dict[str, int] = {}  # bytes
 
@@ -61,28 +61,28 @@ class DiskCache:
 
     # -- files, on any thread ----------------------------------------------------------------------------
 
-    def scan(self) -> list[Part]:
+    def scan(self) -> list[ObjectRange]:
         """What an earlier run left behind, the oldest first. Whatever is not a whole part is removed."""
         private_files.make_private_directory(self.directory)
-        found: list[tuple[int, Part]] = []
+        found: list[tuple[int, ObjectRange]] = []
         for entry in os.scandir(self.directory):
             status = entry.stat()
-            named = _NAME.fullmatch(entry.name)
-            part = Part(named[1], int(named[2]), int(named[3])) if named else None
+            named = _PART_FILE_NAME.fullmatch(entry.name)
+            part = ObjectRange(named[1], int(named[2]), int(named[3])) if named else None
             if part is None or part.size != status.st_size:
                 Path(entry.path).unlink(missing_ok=True)
             else:
                 found.append((status.st_mtime_ns, part))
         return [part for _, part in sorted(found)]
 
-    def write(self, part: Part, data: bytes | memoryview) -> None:
+    def write(self, part: ObjectRange, data: bytes | memoryview) -> None:
         """Store a part. It is not synced: what a power cut spoils is recognised when it is read."""
         path = self._path(part)
         unfinished = path.with_name(path.name + _UNFINISHED)
         unfinished.write_bytes(data)
         unfinished.rename(path)
 
-    def read(self, part: Part, start: int, stop: int) -> bytes | None:
+    def read(self, part: ObjectRange, start: int, stop: int) -> bytes | None:
         """Bytes of the object that the part holds, or None if the file is gone or not whole."""
         try:
             with self._path(part).open("rb", buffering=0) as file:
@@ -93,16 +93,16 @@ class DiskCache:
             return None
         return data if len(data) == stop - start else None
 
-    def remove(self, parts: list[Part]) -> None:
+    def remove(self, parts: list[ObjectRange]) -> None:
         for part in parts:
             self._path(part).unlink(missing_ok=True)
 
-    def _path(self, part: Part) -> Path:
+    def _path(self, part: ObjectRange) -> Path:
         return self.directory / f"{part.source}-{part.start}-{part.stop}"
 
     # -- the index, on the loop's thread -----------------------------------------------------------------
 
-    def find(self, source: str, start: int, stop: int) -> Part | None:
+    def find(self, source: str, start: int, stop: int) -> ObjectRange | None:
         """The part that holds these bytes, from now on the most recently used one."""
         ranges = self._by_source.get(source)
         if not ranges:
@@ -110,18 +110,18 @@ class DiskCache:
         at = bisect_right(ranges, (start, 1 << 62)) - 1
         if at < 0 or ranges[at][1] < stop:
             return None
-        part = Part(source, *ranges[at])
+        part = ObjectRange(source, *ranges[at])
         self._recent.move_to_end(part)
         return part
 
-    def add(self, part: Part) -> list[Part]:
+    def add(self, part: ObjectRange) -> list[ObjectRange]:
         """Record a part that was written; answers the ones that have to go, whose files are to be removed."""
         if part in self._recent:
             return []
         self._recent[part] = None
         insort(self._by_source.setdefault(part.source, []), (part.start, part.stop))
         self._count(part, part.size)
-        leaving: list[Part] = []
+        leaving: list[ObjectRange] = []
         while self.bytes > self.bytes_max:
             oldest = next(iter(self._recent))
             self.forget(oldest)
@@ -129,10 +129,10 @@ class DiskCache:
             self.evictions += 1
         return leaving
 
-    def parts_of(self, source: str) -> list[Part]:
-        return [Part(source, *held) for held in self._by_source.get(source, ())]
+    def parts_of(self, source: str) -> list[ObjectRange]:
+        return [ObjectRange(source, *held) for held in self._by_source.get(source, ())]
 
-    def forget(self, part: Part) -> None:
+    def forget(self, part: ObjectRange) -> None:
         if part not in self._recent:
             return
         del self._recent[part]
@@ -146,7 +146,7 @@ class DiskCache:
         """What one stream has in the cache of one kind of object."""
         return self._by_owner.get(_owner_of(stream_id, artifact), 0)
 
-    def _count(self, part: Part, difference: int) -> None:
+    def _count(self, part: ObjectRange, difference: int) -> None:
         self.bytes += difference
         owner = part.source[:OWNER_DIGITS]
         held = self._by_owner.get(owner, 0) + difference

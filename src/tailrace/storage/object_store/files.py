@@ -25,29 +25,29 @@ import xxhash
 
 from tailrace.storage.data_directory import sync_directory
 from tailrace.storage.object_store.objects import (
-    PRIVATE,
+    PRIVATE_DIRECTORY,
     ObjectConflictError,
     ObjectExistsError,
     ObjectInfo,
     ObjectMissingError,
-    ObjectsUnavailableError,
+    ObjectStoreUnavailableError,
     check_key,
     check_prefix,
 )
 
-THREADS: Final = 4
+FILE_THREADS: Final = 4
 LOCKS: Final = 64  # keys share this many lock files, so that these do not pile up
 SYNCED_MAX: Final = 4096
 CHUNK_BYTES: Final = 1024 * 1024
 PLACING_TRIES: Final = 100
 NAMES_AT_ONCE: Final = 1000
 # Opening such a thing is how "there is no object of that name" shows itself in a file system.
-ABSENT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+ABSENT_ERRORS: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 T = TypeVar("T")
 
 
-class FileObjects:
+class FileObjectStore:
     """See `Objects`. The work is done on a few threads, as every call may wait for the disk."""
 
     def __init__(self, root: Path, url: str) -> None:
@@ -55,7 +55,7 @@ class FileObjects:
         self.requests: Counter[str] = Counter()
         self.bytes_out = 0
         self.bytes_in = 0
-        self._files = _Files(root)
+        self._files = _BlockingFiles(root)
         self._threads: ThreadPoolExecutor | None = None
 
     async def create(self, key: str, data: bytes | memoryview) -> str:
@@ -111,7 +111,7 @@ class FileObjects:
 
     async def _run(self, kind: str, key: str, work: Callable[[], T]) -> T:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
+            self._threads = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="objects")
         self.requests[kind] += 1
         loop = asyncio.get_running_loop()
         try:
@@ -120,16 +120,16 @@ class FileObjects:
             self.requests["error"] += 1
             raise self._unavailable(key, error) from error
 
-    def _unavailable(self, key: str, error: OSError) -> ObjectsUnavailableError:
-        return ObjectsUnavailableError(key, f"{self.url} cannot be used: {error.strerror}")
+    def _unavailable(self, key: str, error: OSError) -> ObjectStoreUnavailableError:
+        return ObjectStoreUnavailableError(key, f"{self.url} cannot be used: {error.strerror}")
 
 
-class _Files:
+class _BlockingFiles:
     """The same, blocking. Every method may run on several threads and in several processes at once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._own = root / PRIVATE
+        self._own = root / PRIVATE_DIRECTORY
         # Directories whose own names are on the disk for sure, so that most objects cost one sync of theirs.
         self._synced: OrderedDict[Path, None] = OrderedDict()
         self._swept = False
@@ -169,7 +169,7 @@ class _Files:
             with self._locked(key):  # or a replacement could bring back what was deleted under its eyes
                 try:
                     path.unlink()
-                except ABSENT:
+                except ABSENT_ERRORS:
                     continue
             parents.add(path.parent)
         for parent in parents:
@@ -191,7 +191,7 @@ class _Files:
                     raise
             else:
                 return
-        raise ObjectsUnavailableError(key, "its directory is deleted again and again")
+        raise ObjectStoreUnavailableError(key, "its directory is deleted again and again")
 
     def _refuse_existing(self, key: str, path: Path) -> NoReturn:
         """Whoever hears that an object exists counts on it, so it has to outlive a power cut by now."""
@@ -291,7 +291,7 @@ class _Files:
     def _opened(self, key: str) -> Generator[int]:
         try:
             fd = os.open(self._root / key, os.O_RDONLY | os.O_CLOEXEC)
-        except ABSENT as error:
+        except ABSENT_ERRORS as error:
             if isinstance(error, NotADirectoryError) and not self._root.is_dir():
                 raise  # it is the whole store that is not there
             raise ObjectMissingError(key, "is not there") from error
@@ -361,7 +361,7 @@ class _Files:
 def _names(entries: Iterator[os.DirEntry[str]], prefix: str, after: str, begun: str) -> Iterator[str]:
     for entry in entries:
         # Names that are no text are not ours, and the first level has our own directory in it.
-        if not entry.name.isprintable() or (not prefix and entry.name == PRIVATE):
+        if not entry.name.isprintable() or (not prefix and entry.name == PRIVATE_DIRECTORY):
             continue
         is_directory = entry.is_dir()
         name = prefix + entry.name + "/" * is_directory

@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeVar
 
 from tailrace.common.limits import Limits
 from tailrace.storage.object_store.byte_budget import ByteBudget
-from tailrace.storage.object_store.disk_cache import DiskCache, Part
-from tailrace.storage.object_store.files import FileObjects
-from tailrace.storage.object_store.objects import Objects, open_objects
-from tailrace.storage.object_store.request_stats import ObjectBook
+from tailrace.storage.object_store.disk_cache import DiskCache, ObjectRange
+from tailrace.storage.object_store.files import FileObjectStore
+from tailrace.storage.object_store.objects import ObjectStore, open_object_store
+from tailrace.storage.object_store.request_stats import RequestStats
 
 logger = logging.getLogger("tailrace.store")
 
@@ -27,7 +27,7 @@ FETCH_BYTES_MAX = 32 << 20  # of fetches under way, or on their way into the cac
 T = TypeVar("T")
 
 
-class Work:
+class LoopTasks:
     """The loop's side tasks and the few threads they use, so that all of them can be ended together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
@@ -85,23 +85,23 @@ class Work:
             task.exception()  # whoever waited has it; if nobody did, nobody misses it
 
 
-def fail(future: asyncio.Future[T], error: BaseException) -> None:
+def fail_future(future: asyncio.Future[T], error: BaseException) -> None:
     """Pass an error on to whoever waits, which may be nobody any more."""
     if not future.done():
         future.set_exception(error if isinstance(error, Exception) else asyncio.CancelledError())
         future.exception()
 
 
-class _Fetch(NamedTuple):
+class _PendingFetch(NamedTuple):
     """A ranged get that is under way, or whose bytes are on their way into the cache."""
 
-    part: Part
+    part: ObjectRange
     data: asyncio.Future[bytes]
 
 
-class ObjectParts:
+class ObjectCache:
     def __init__(
-        self, url: str, cache_dir: Path | None, cache_bytes: int, limits: Limits, work: Work
+        self, url: str, cache_dir: Path | None, cache_bytes: int, limits: Limits, work: LoopTasks
     ) -> None:
         self._url = url
         self._limits = limits
@@ -109,20 +109,20 @@ class ObjectParts:
         local = url.startswith("file:")  # the file itself is as near as a copy of it
         cached = cache_dir is not None and cache_bytes > 0 and not local
         self.cache = DiskCache(cache_dir, cache_bytes) if cached and cache_dir is not None else None
-        self.book = ObjectBook()
+        self.book = RequestStats()
         self.fetches = 0
         self.fetched_bytes = 0
         self._budget = ByteBudget(FETCH_BYTES_MAX)
-        self._opening: asyncio.Task[Objects] | None = None
-        self._fetches: dict[str, list[_Fetch]] = {}
+        self._opening: asyncio.Task[ObjectStore] | None = None
+        self._fetches: dict[str, list[_PendingFetch]] = {}
 
-    async def opened(self) -> Objects:
+    async def opened(self) -> ObjectStore:
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
             self._opening = self._work.start(self._open())
         return await asyncio.shield(self._opening)
 
     @property
-    def objects(self) -> Objects | None:
+    def objects(self) -> ObjectStore | None:
         """The object store, once something was read from it."""
         opening = self._opening
         done = opening is not None and opening.done() and not opening.cancelled()
@@ -149,7 +149,7 @@ class ObjectParts:
     def get_now(self, key: str, start: int, stop: int) -> bytes | None:
         """For threads: bytes that lie on this machine, without a way over the loop. None if they do not."""
         objects = self.objects
-        if not isinstance(objects, FileObjects):
+        if not isinstance(objects, FileObjectStore):
             return None
         begun = time.perf_counter()
         data = objects.get_range_now(key, start, stop)
@@ -162,43 +162,43 @@ class ObjectParts:
         self.book.note(key, "gets")
         self.book.note_time("get", seconds)
 
-    def find(self, source: str, start: int, stop: int) -> Part | None:
+    def find(self, source: str, start: int, stop: int) -> ObjectRange | None:
         return None if self.cache is None else self.cache.find(source, start, stop)
 
-    def is_near(self, wanted: Part) -> bool:
+    def is_near(self, wanted: ObjectRange) -> bool:
         """Whether the bytes are in the cache or on their way."""
         return self.find(*wanted) is not None or self._under_way(wanted) is not None
 
-    async def fetch(self, key: str, wanted: Part) -> memoryview:
+    async def fetch(self, key: str, wanted: ObjectRange) -> memoryview:
         """The wanted bytes, by a ranged get, or by the one that somebody has under way."""
         fetch = self._under_way(wanted) or self._start(key, wanted)
         data = await asyncio.shield(fetch.data)
         begin = wanted.start - fetch.part.start
         return memoryview(data)[begin : begin + wanted.size]
 
-    def fetch_ahead(self, key: str, part: Part) -> None:
+    def fetch_ahead(self, key: str, part: ObjectRange) -> None:
         """Get bytes into the cache that somebody will probably want; not while others wait for theirs."""
         if self.cache is not None and self._budget.has_room(part.size):
             self._start(key, part)
 
-    def _under_way(self, wanted: Part) -> _Fetch | None:
+    def _under_way(self, wanted: ObjectRange) -> _PendingFetch | None:
         for fetch in self._fetches.get(wanted.source, ()):
             if fetch.part.start <= wanted.start and wanted.stop <= fetch.part.stop:
                 return fetch
         return None
 
-    def _start(self, key: str, part: Part) -> _Fetch:
-        fetch = _Fetch(part, self._work.loop.create_future())
+    def _start(self, key: str, part: ObjectRange) -> _PendingFetch:
+        fetch = _PendingFetch(part, self._work.loop.create_future())
         self._fetches.setdefault(part.source, []).append(fetch)
         self._work.start(self._get(key, fetch))
         return fetch
 
-    async def read(self, part: Part, wanted: Part) -> bytes | None:
+    async def read(self, part: ObjectRange, wanted: ObjectRange) -> bytes | None:
         """Bytes of a cached part; None if its file is gone."""
         assert self.cache is not None
         return await self._work.on_thread(self.cache.read, part, wanted.start, wanted.stop)
 
-    async def drop(self, part: Part) -> None:
+    async def drop(self, part: ObjectRange) -> None:
         """Take a part that cannot be used out of the cache."""
         assert self.cache is not None
         self.cache.forget(part)
@@ -211,8 +211,8 @@ class ObjectParts:
             await self.drop(part)
         return bool(held)
 
-    async def _open(self) -> Objects:
-        objects = await self._work.on_thread(lambda: open_objects(self._url, limits=self._limits))
+    async def _open(self) -> ObjectStore:
+        objects = await self._work.on_thread(lambda: open_object_store(self._url, limits=self._limits))
         if self.cache is not None:
             try:
                 for part in await self._work.on_thread(self.cache.scan):
@@ -222,7 +222,7 @@ class ObjectParts:
                 self.cache = None
         return objects
 
-    async def _get(self, key: str, fetch: _Fetch) -> None:
+    async def _get(self, key: str, fetch: _PendingFetch) -> None:
         part = fetch.part
         try:
             async with self._budget.hold(part.size):
@@ -231,7 +231,7 @@ class ObjectParts:
                 if self.cache is not None:
                     await self._keep(self.cache, part, data)
         except BaseException as error:
-            fail(fetch.data, error)
+            fail_future(fetch.data, error)
             raise
         finally:
             left = self._fetches[part.source]
@@ -239,7 +239,7 @@ class ObjectParts:
             if not left:
                 del self._fetches[part.source]
 
-    async def _keep(self, cache: DiskCache, part: Part, data: bytes) -> None:
+    async def _keep(self, cache: DiskCache, part: ObjectRange, data: bytes) -> None:
         """A cache that cannot be written is slow, not wrong."""
         try:
             await self._work.on_thread(cache.write, part, data)
@@ -248,6 +248,6 @@ class ObjectParts:
         else:
             await self._remove(cache, cache.add(part))
 
-    async def _remove(self, cache: DiskCache, leaving: list[Part]) -> None:
+    async def _remove(self, cache: DiskCache, leaving: list[ObjectRange]) -> None:
         if leaving:
             await self._work.on_thread(cache.remove, leaving)

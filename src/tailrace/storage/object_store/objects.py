@@ -15,12 +15,12 @@ from urllib.parse import unquote, urlsplit
 from tailrace.common.limits import Limits
 
 KEY_BYTES_MAX: Final = 1024  # what S3, GCS and Azure all take
-SEGMENT_BYTES_MAX: Final = 255  # one name in a directory, on every usual file system
-PRIVATE: Final = ".tailrace"  # first part of keys that file:// keeps for itself
+KEY_PART_BYTES_MAX: Final = 255  # one name in a directory, on every usual file system
+PRIVATE_DIRECTORY: Final = ".tailrace"  # first part of keys that file:// keeps for itself
 SCHEMES: Final = ("file", "s3", "gs", "az", "memory")
 
 
-class ObjectsError(Exception):
+class ObjectStoreError(Exception):
     """What an object store can answer instead of doing what it was asked."""
 
     def __init__(self, key: str, message: str) -> None:
@@ -29,23 +29,23 @@ class ObjectsError(Exception):
         self.message = message
 
 
-class ObjectMissingError(ObjectsError):
+class ObjectMissingError(ObjectStoreError):
     """There is no such object, or it ends before the bytes that were asked for."""
 
 
-class ObjectExistsError(ObjectsError):
+class ObjectExistsError(ObjectStoreError):
     """Somebody created the object before; it was left as it is."""
 
 
-class ObjectConflictError(ObjectsError):
+class ObjectConflictError(ObjectStoreError):
     """The object is not the version that was to be replaced; it was left as it is."""
 
 
-class ObjectsUnavailableError(ObjectsError):
+class ObjectStoreUnavailableError(ObjectStoreError):
     """The store could not be used, after every retry. A write may or may not have happened."""
 
 
-class ObjectsRefusedError(ObjectsUnavailableError):
+class ObjectStoreRefusedError(ObjectStoreUnavailableError):
     """The store refuses us: keys, rights or the bucket's name are wrong. Trying again does not help."""
 
 
@@ -56,7 +56,7 @@ class ObjectInfo(NamedTuple):
     modified_ns: int
 
 
-class Objects(Protocol):
+class ObjectStore(Protocol):
     """One bucket, or a part of one. Keys are relative: parts joined by ``/``, none at the ends.
 
     On ``file://`` a key cannot also be the beginning of another (``a`` and ``a/b``); buckets do not mind.
@@ -116,7 +116,7 @@ class Objects(Protocol):
         ...
 
 
-def open_objects(url: str, *, limits: Limits | None = None) -> Objects:
+def open_object_store(url: str, *, limits: Limits | None = None) -> ObjectStore:
     """The store behind a URL: ``file:///directory``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``memory://name``.
 
     Nothing is asked of a bucket yet. ValueError if the URL is none of these.
@@ -130,16 +130,16 @@ def open_objects(url: str, *, limits: Limits | None = None) -> Objects:
     if parts.scheme == "file":
         from pathlib import Path
 
-        from tailrace.storage.object_store.files import FileObjects
+        from tailrace.storage.object_store.files import FileObjectStore
 
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise ValueError(f"{url!r} needs an absolute directory, as in file:///var/lib/tailrace/objects")
-        return FileObjects(Path(unquote(parts.path)), url)
-    from tailrace.storage.object_store.remote_objects import open_remote
+        return FileObjectStore(Path(unquote(parts.path)), url)
+    from tailrace.storage.object_store.remote_objects import open_cloud_store
 
     if not parts.netloc:
         raise ValueError(f"{url!r} names no bucket, as in {parts.scheme}://bucket/prefix")
-    return open_remote(url, parts.scheme, parts.netloc, unquote(parts.path).strip("/"), limits)
+    return open_cloud_store(url, parts.scheme, parts.netloc, unquote(parts.path).strip("/"), limits)
 
 
 def check_key(key: str) -> None:
@@ -148,13 +148,13 @@ def check_key(key: str) -> None:
         raise ValueError(f"{key[:50]!r} is no key: 1 to {KEY_BYTES_MAX} bytes are")
     parts = key.split("/")
     for part in parts:
-        if part in ("", ".", "..") or len(part.encode()) > SEGMENT_BYTES_MAX or not _is_plain(part):
+        if part in ("", ".", "..") or len(part.encode()) > KEY_PART_BYTES_MAX or not _is_plain_part(part):
             raise ValueError(f"{key!r} is no key: {part!r} cannot be a part of one")
-    if parts[0] == PRIVATE:
-        raise ValueError(f"{key!r} is no key: {PRIVATE} is the store's own")
+    if parts[0] == PRIVATE_DIRECTORY:
+        raise ValueError(f"{key!r} is no key: {PRIVATE_DIRECTORY} is the store's own")
 
 
-def _is_plain(part: str) -> bool:
+def _is_plain_part(part: str) -> bool:
     """Some servers take a backslash for a slash."""
     return part.isprintable() and "\\" not in part
 

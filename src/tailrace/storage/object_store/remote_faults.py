@@ -25,7 +25,7 @@ from obstore.exceptions import (
 )
 
 from tailrace.common.limits import Limits
-from tailrace.storage.object_store.objects import ObjectsRefusedError, ObjectsUnavailableError
+from tailrace.storage.object_store.objects import ObjectStoreRefusedError, ObjectStoreUnavailableError
 
 logger = logging.getLogger("tailrace.store")
 
@@ -35,8 +35,10 @@ MESSAGE_CHARS_MAX: Final = 500
 _STATUS: Final = re.compile(r"non-2xx status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 # Answered with 400, but all of them mean that the request was hurt on its way.
-_HURT: Final = frozenset({"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"})
-_TRY_AGAIN_STATUS: Final = frozenset({408, 425, 429})
+_DAMAGED_CODES: Final = frozenset(
+    {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}
+)
+_RETRY_STATUS: Final = frozenset({408, 425, 429})
 _METADATA_HOSTS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
@@ -49,7 +51,7 @@ class Fault(Enum):
     REFUSED = "refused"  # trying again does not help
 
 
-def fault_of(error: Exception) -> Fault:
+def classify_error(error: Exception) -> Fault:
     text = str(error)
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
@@ -64,7 +66,7 @@ def fault_of(error: Exception) -> Fault:
         return Fault.TAKEN if isinstance(error, AlreadyExistsError) else Fault.CHANGED
     if isinstance(error, _REFUSALS):
         return Fault.REFUSED
-    if 300 <= status < 500 and status not in _TRY_AGAIN_STATUS and code not in _HURT:
+    if 300 <= status < 500 and status not in _RETRY_STATUS and code not in _DAMAGED_CODES:
         return Fault.REFUSED
     return Fault.REFUSED if status == 501 else Fault.PASSING
 
@@ -87,7 +89,7 @@ _REFUSALS: Final = (
 )
 
 
-def in_words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """The error in one line: the library adds pages of its inside, and answers have bodies."""
     text = str(error).split("\n\nDebug source:")[0]
     code = match[1] if (match := _CODE.search(text)) else ""
@@ -98,11 +100,11 @@ def in_words(error: Exception) -> str:
     return f"{text[:MESSAGE_CHARS_MAX]}{f' ({code})' if code else ''}{hint}" or type(error).__name__
 
 
-def refused(url: str, key: str, error: Exception) -> ObjectsRefusedError:
-    return ObjectsRefusedError(key, f"{url} refuses us: {in_words(error)}")
+def refused_error(url: str, key: str, error: Exception) -> ObjectStoreRefusedError:
+    return ObjectStoreRefusedError(key, f"{url} refuses us: {describe_error(error)}")
 
 
-class Patience:
+class RetryBudget:
     """How often and how long one call is tried: a deadline, a number of tries, and pauses between them."""
 
     def __init__(self, url: str, key: str, limits: Limits) -> None:
@@ -127,10 +129,10 @@ class Patience:
         pause_s = random.uniform(bound_ms / 10, bound_ms) / 1000  # noqa: S311 - no secret
         if self.tries >= self._limits.object_tries or pause_s >= self.left_s:
             raise self.exhausted(error) from error
-        logger.debug("object store: %s: try %d failed: %s", self._key, self.tries, in_words(error))
+        logger.debug("object store: %s: try %d failed: %s", self._key, self.tries, describe_error(error))
         await asyncio.sleep(pause_s)
 
-    def exhausted(self, error: Exception) -> ObjectsUnavailableError:
+    def exhausted(self, error: Exception) -> ObjectStoreUnavailableError:
         tries = f"{self.tries} {'try' if self.tries == 1 else 'tries'}"
-        reason = "no answer in time" if isinstance(error, TimeoutError) else in_words(error)
-        return ObjectsUnavailableError(self._key, f"{self._url} cannot be used, after {tries}: {reason}")
+        reason = "no answer in time" if isinstance(error, TimeoutError) else describe_error(error)
+        return ObjectStoreUnavailableError(self._key, f"{self._url} cannot be used, after {tries}: {reason}")

@@ -15,7 +15,7 @@ _ENDPOINTS: Final = {
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 # Each is enough, all of one group together.
-_KEYS: Final = {
+_CREDENTIALS: Final = {
     "s3": (
         ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
         ("AWS_WEB_IDENTITY_TOKEN_FILE",),
@@ -39,14 +39,14 @@ def endpoint_of(scheme: str, env: Mapping[str, str]) -> str:
     return next((env[name] for name in _ENDPOINTS.get(scheme, ()) if env.get(name)), "")
 
 
-def check_keys(url: str, scheme: str, env: Mapping[str, str]) -> None:
+def check_credentials(url: str, scheme: str, env: Mapping[str, str]) -> None:
     """ValueError if a server was named and nothing that could open its door."""
     endpoint = endpoint_of(scheme, env)
     if not endpoint or env.get(_UNSIGNED[scheme], "").lower() in ("1", "true", "yes", "on"):
         return
-    if any(all(env.get(name) for name in group) for group in _KEYS[scheme]):
+    if any(all(env.get(name) for name in group) for group in _CREDENTIALS[scheme]):
         return
-    wanted, unsigned = " and ".join(_KEYS[scheme][0]), _UNSIGNED[scheme]
+    wanted, unsigned = " and ".join(_CREDENTIALS[scheme][0]), _UNSIGNED[scheme]
     raise ValueError(
         f"there are no keys for {url} at {endpoint}: set {wanted}, or {unsigned}=true if it wants none"
     )

@@ -20,23 +20,29 @@ from tailrace.storage.object_store.objects import (
     ObjectExistsError,
     ObjectInfo,
     ObjectMissingError,
-    ObjectsError,
+    ObjectStoreError,
     check_key,
     check_prefix,
 )
-from tailrace.storage.object_store.remote_faults import Fault, Patience, fault_of, is_beyond_end, refused
-from tailrace.storage.object_store.remote_keys import check_keys, endpoint_of
+from tailrace.storage.object_store.remote_faults import (
+    Fault,
+    RetryBudget,
+    classify_error,
+    is_beyond_end,
+    refused_error,
+)
+from tailrace.storage.object_store.remote_keys import check_credentials, endpoint_of
 
 DELETES_AT_ONCE: Final = 1000  # what one request to S3 takes
 DELETES_TOGETHER: Final = 8
 CONNECT_MS_MAX: Final = 5000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_MEMORY: Final[dict[str, Bucket]] = {}
+_MEMORY: Final[dict[str, ObstoreBucket]] = {}
 
 T = TypeVar("T")
 
 
-class Meta(TypedDict):
+class ObstoreMeta(TypedDict):
     path: str
     last_modified: datetime
     size: int
@@ -44,49 +50,51 @@ class Meta(TypedDict):
     version: str | None
 
 
-class Written(TypedDict):
+class ObstorePutResult(TypedDict):
     e_tag: str | None
     version: str | None
 
 
-class Found(Protocol):
+class ObstoreGetResult(Protocol):
     @property
-    def meta(self) -> Meta: ...
+    def meta(self) -> ObstoreMeta: ...
     async def bytes_async(self) -> memoryview: ...
 
 
-class Bucket(Protocol):
+class ObstoreBucket(Protocol):
     """What we use of the library's stores, whose own annotations are only partly known."""
 
     def put_async(
         self, path: str, file: bytes | memoryview, *, mode: str | dict[str, str], use_multipart: bool
-    ) -> Awaitable[Written]: ...
-    def get_async(self, path: str, *, options: dict[str, object] | None = None) -> Awaitable[Found]: ...
-    def head_async(self, path: str) -> Awaitable[Meta]: ...
+    ) -> Awaitable[ObstorePutResult]: ...
+    def get_async(
+        self, path: str, *, options: dict[str, object] | None = None
+    ) -> Awaitable[ObstoreGetResult]: ...
+    def head_async(self, path: str) -> Awaitable[ObstoreMeta]: ...
     def delete_async(self, paths: str | Sequence[str]) -> Awaitable[None]: ...
     def list(
         self, prefix: str | None, *, offset: str | None, chunk_size: int
-    ) -> AsyncIterator[Sequence[Meta]]: ...
+    ) -> AsyncIterator[Sequence[ObstoreMeta]]: ...
 
 
-def open_remote(url: str, scheme: str, bucket: str, prefix: str, limits: Limits) -> RemoteObjects:
+def open_cloud_store(url: str, scheme: str, bucket: str, prefix: str, limits: Limits) -> CloudObjectStore:
     """The keys, endpoint and region come from the environment, under the names each cloud's own tools use."""
     if scheme == "memory":
         from obstore.store import MemoryStore
 
         if prefix:
             raise ValueError(f"{url!r}: a store in memory has a name and nothing behind it")
-        store = _MEMORY.setdefault(bucket, cast("Bucket", MemoryStore()))
+        store = _MEMORY.setdefault(bucket, cast("ObstoreBucket", MemoryStore()))
     else:
-        check_keys(url, scheme, os.environ)
+        check_credentials(url, scheme, os.environ)
         try:
             store = _open_cloud(scheme, bucket, prefix, limits)
         except Exception as error:
-            raise refused(url, "", error) from error
-    return RemoteObjects(url, scheme, store, limits)
+            raise refused_error(url, "", error) from error
+    return CloudObjectStore(url, scheme, store, limits)
 
 
-def _open_cloud(scheme: str, bucket: str, prefix: str, limits: Limits) -> Bucket:
+def _open_cloud(scheme: str, bucket: str, prefix: str, limits: Limits) -> ObstoreBucket:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     options: dict[str, Any] = {
@@ -101,7 +109,7 @@ def _open_cloud(scheme: str, bucket: str, prefix: str, limits: Limits) -> Bucket
     if scheme == "az" and (account := os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")):
         options["account_name"] = account  # the library finds it, but fails to print a store without it
     kinds: dict[str, Callable[..., object]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
-    return cast("Bucket", kinds[scheme](bucket, **options))
+    return cast("ObstoreBucket", kinds[scheme](bucket, **options))
 
 
 def _plain_http_wanted() -> bool:
@@ -112,10 +120,10 @@ def _plain_http_wanted() -> bool:
     return any(value.lower() in ("1", "true", "yes") for value in allowed)
 
 
-class RemoteObjects:
+class CloudObjectStore:
     """See `Objects`."""
 
-    def __init__(self, url: str, scheme: str, store: Bucket, limits: Limits) -> None:
+    def __init__(self, url: str, scheme: str, store: ObstoreBucket, limits: Limits) -> None:
         self.url = url
         self.requests: Counter[str] = Counter()
         self.bytes_out = 0
@@ -200,7 +208,7 @@ class RemoteObjects:
         key: str,
         data: bytes | memoryview,
         mode: str | dict[str, str],
-        patience: Patience,
+        patience: RetryBudget,
     ) -> tuple[str, Fault | None, Exception]:
         """One try. The tag, or what went wrong."""
         self.requests[kind] += 1
@@ -211,11 +219,11 @@ class RemoteObjects:
         except TimeoutError as error:
             return "", Fault.PASSING, error
         except Exception as error:  # noqa: BLE001 - sorted out by what it says
-            return "", fault_of(error), error
+            return "", classify_error(error), error
         return self._tag(written), None, _NOTHING_WRONG
 
     async def _present(
-        self, key: str, data: bytes | memoryview, patience: Patience, *, compare: bool
+        self, key: str, data: bytes | memoryview, patience: RetryBudget, *, compare: bool
     ) -> tuple[str, bool] | None:
         """The tag of what lies there and whether it is exactly `data`; None if nothing does."""
         try:
@@ -233,7 +241,7 @@ class RemoteObjects:
         check_key(key)
         return await self._get(key, self._patience(key))
 
-    async def _get(self, key: str, patience: Patience) -> tuple[bytes, str]:
+    async def _get(self, key: str, patience: RetryBudget) -> tuple[bytes, str]:
         async def fetch() -> tuple[bytes, str]:
             found = await self._store.get_async(key)
             data = bytes(await found.bytes_async())
@@ -271,7 +279,7 @@ class RemoteObjects:
         check_key(key)
         return await self._head(key, self._patience(key))
 
-    async def _head(self, key: str, patience: Patience) -> ObjectInfo:
+    async def _head(self, key: str, patience: RetryBudget) -> ObjectInfo:
         return self._info(await self._read("head", key, patience, lambda: self._store.head_async(key)))
 
     async def list_after(self, prefix: str, after: str = "", limit: int = 1000) -> list[ObjectInfo]:
@@ -293,17 +301,17 @@ class RemoteObjects:
 
     # -- trying ----------------------------------------------------------------------------------------
 
-    async def _read(self, kind: str, key: str, patience: Patience, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _read(self, kind: str, key: str, patience: RetryBudget, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask until there is an answer: for requests that may be repeated freely."""
         while True:
             self.requests[kind] += 1
             try:
                 async with asyncio.timeout(patience.left_s):
                     return await ask()
-            except ObjectsError:
+            except ObjectStoreError:
                 raise
             except Exception as error:
-                fault = Fault.PASSING if isinstance(error, TimeoutError) else fault_of(error)
+                fault = Fault.PASSING if isinstance(error, TimeoutError) else classify_error(error)
                 if fault is Fault.MISSING:
                     raise ObjectMissingError(key, "is not there") from error
                 if fault is not Fault.PASSING and fault is not Fault.BUSY:
@@ -311,25 +319,25 @@ class RemoteObjects:
                 last = error
             await self._again(patience, last)
 
-    async def _again(self, patience: Patience, error: Exception) -> None:
+    async def _again(self, patience: RetryBudget, error: Exception) -> None:
         try:
             await patience.wait(error)
-        except ObjectsError:
+        except ObjectStoreError:
             self.requests["error"] += 1
             raise
         self.requests["retry"] += 1
 
-    def _refused(self, key: str, error: Exception) -> ObjectsError:
+    def _refused(self, key: str, error: Exception) -> ObjectStoreError:
         self.requests["error"] += 1
-        return refused(self.url, key, error)
+        return refused_error(self.url, key, error)
 
-    def _patience(self, key: str) -> Patience:
-        return Patience(self.url, key, self._limits)
+    def _patience(self, key: str) -> RetryBudget:
+        return RetryBudget(self.url, key, self._limits)
 
-    def _tag(self, meta: Meta | Written) -> str:
+    def _tag(self, meta: ObstoreMeta | ObstorePutResult) -> str:
         return (meta["version"] if self._by_version else meta["e_tag"]) or ""
 
-    def _info(self, meta: Meta) -> ObjectInfo:
+    def _info(self, meta: ObstoreMeta) -> ObjectInfo:
         modified_us = (meta["last_modified"] - _EPOCH) // timedelta(microseconds=1)
         return ObjectInfo(meta["path"], meta["size"], self._tag(meta), modified_us * 1000)
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace.storage.object_store.objects import ObjectInfo, Objects
+from tailrace.storage.object_store.objects import ObjectInfo, ObjectStore
 
-STREAMS_MAX = 10_000
+STATS_STREAMS_MAX = 10_000
 _FOLDERS = {
     "segments": "segment",
     "manifest": "manifest",
@@ -31,14 +31,14 @@ _FAMILIES = {
 }
 
 
-class Count(NamedTuple):
+class RequestCount(NamedTuple):
     stream_id: str
     artifact: str
     counter: str  # puts, gets, heads, lists, deletes
     number: int
 
 
-class RecordedHead(msgspec.Struct, frozen=True, array_like=True):
+class UploadedHead(msgspec.Struct, frozen=True, array_like=True):
     """A manifest's head as it was uploaded."""
 
     stream_id: str
@@ -47,7 +47,7 @@ class RecordedHead(msgspec.Struct, frozen=True, array_like=True):
     at_ns: int = 0
 
 
-class Timing(NamedTuple):
+class RequestTiming(NamedTuple):
     """How many calls of one kind there were, and how long all of them took."""
 
     kind: str  # put, get, head, list, delete
@@ -55,25 +55,25 @@ class Timing(NamedTuple):
     seconds: float
 
 
-class ObjectBook:
-    def __init__(self, streams_max: int = STREAMS_MAX) -> None:
-        self._timings: dict[str, Timing] = {}
+class RequestStats:
+    def __init__(self, streams_max: int = STATS_STREAMS_MAX) -> None:
+        self._timings: dict[str, RequestTiming] = {}
         self._streams_max = streams_max
         self._counts: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
-        self._heads: OrderedDict[str, RecordedHead] = OrderedDict()
+        self._heads: OrderedDict[str, UploadedHead] = OrderedDict()
 
     def note(self, key: str, counter: str, number: int = 1) -> None:
-        found = stream_of(key)
+        found = stream_and_artifact(key)
         if found is not None:
-            self._add(Count(*found, counter, number))
+            self._add(RequestCount(*found, counter, number))
 
-    def note_head(self, head: RecordedHead) -> None:
+    def note_head(self, head: UploadedHead) -> None:
         self._heads[head.stream_id] = head
         self._heads.move_to_end(head.stream_id)
         if len(self._heads) > self._streams_max:
             self._heads.popitem(last=False)
 
-    def head(self, stream_id: str) -> RecordedHead | None:
+    def head(self, stream_id: str) -> UploadedHead | None:
         return self._heads.get(stream_id)
 
     @contextmanager
@@ -86,14 +86,14 @@ class ObjectBook:
             self.note_time(kind, time.perf_counter() - begun)
 
     def note_time(self, kind: str, seconds: float) -> None:
-        self._time(Timing(kind, 1, seconds))
+        self._time(RequestTiming(kind, 1, seconds))
 
-    def timing(self, kind: str) -> Timing:
-        return self._timings.get(kind, Timing(kind, 0, 0.0))
+    def timing(self, kind: str) -> RequestTiming:
+        return self._timings.get(kind, RequestTiming(kind, 0, 0.0))
 
-    def _time(self, more: Timing) -> None:
+    def _time(self, more: RequestTiming) -> None:
         _, calls, seconds = self.timing(more.kind)
-        self._timings[more.kind] = Timing(more.kind, calls + more.calls, seconds + more.seconds)
+        self._timings[more.kind] = RequestTiming(more.kind, calls + more.calls, seconds + more.seconds)
 
     def requests(self, stream_id: str) -> dict[str, Counter[str]]:
         """Counters by artifact. `reads` are all that change nothing."""
@@ -105,10 +105,10 @@ class ObjectBook:
                 counters["reads"] += number
         return by_artifact
 
-    def drain(self) -> tuple[list[Count], list[RecordedHead], list[Timing]]:
+    def drain(self) -> tuple[list[RequestCount], list[UploadedHead], list[RequestTiming]]:
         """Everything since the last time, for whoever keeps the book of all."""
         counts = [
-            Count(stream_id, *kind, number)
+            RequestCount(stream_id, *kind, number)
             for stream_id, counters in self._counts.items()
             for kind, number in counters.items()
         ]
@@ -120,9 +120,9 @@ class ObjectBook:
 
     def take(
         self,
-        counts: Sequence[Count],
-        heads: Sequence[RecordedHead],
-        timings: Sequence[Timing],
+        counts: Sequence[RequestCount],
+        heads: Sequence[UploadedHead],
+        timings: Sequence[RequestTiming],
         now_ns: int,
     ) -> None:
         """What another process drained."""
@@ -133,7 +133,7 @@ class ObjectBook:
         for timing in timings:
             self._time(timing)
 
-    def _add(self, count: Count) -> None:
+    def _add(self, count: RequestCount) -> None:
         counters = self._counts.setdefault(count.stream_id, Counter())
         self._counts.move_to_end(count.stream_id)
         counters[count.artifact, count.counter] += count.number
@@ -141,7 +141,7 @@ class ObjectBook:
             self._counts.popitem(last=False)
 
 
-def stream_of(key: str) -> tuple[str, str] | None:
+def stream_and_artifact(key: str) -> tuple[str, str] | None:
     """Stream and kind of an object; None for what belongs to no stream."""
     parts = key.split("/")
     if len(parts) < 4 or parts[0] != "streams":
@@ -153,10 +153,10 @@ def stream_of(key: str) -> tuple[str, str] | None:
     return None if artifact is None else (parts[2], artifact)
 
 
-class BookedObjects:
+class CountingObjectStore:
     """An object store that writes down what it is asked for."""
 
-    def __init__(self, objects: Objects, book: ObjectBook) -> None:
+    def __init__(self, objects: ObjectStore, book: RequestStats) -> None:
         self._objects = objects
         self._book = book
         self.url = objects.url
@@ -179,9 +179,9 @@ class BookedObjects:
         self._book.note(key, "puts")
         with self._book.timed("put"):
             recorded = await self._objects.replace(key, data, etag)
-        found = stream_of(key)
+        found = stream_and_artifact(key)
         if found is not None and key.endswith("/manifest.json"):
-            self._book.note_head(RecordedHead(found[0], recorded, len(data)))
+            self._book.note_head(UploadedHead(found[0], recorded, len(data)))
         return recorded
 
     async def get(self, key: str) -> tuple[bytes, str]:

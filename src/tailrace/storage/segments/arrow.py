@@ -26,24 +26,24 @@ STRING = pa.string()
 MICROS = pa.timestamp("us", "UTC")
 
 
-def integers(kind: Any, data: object, count: int) -> Any:
+def integer_array(kind: Any, data: object, count: int) -> Any:
     """An Arrow array over the bytes of `data`. (`pyarrow.array` looks for pandas on every call.)"""
     return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(data)])
 
 
 def integer_scalar(kind: Any, value: int) -> Any:
     """One number. `pyarrow.scalar` loads pandas where it is installed: half a second in a new process."""
-    return integers(kind, value.to_bytes(kind.byte_width, "little", signed=True), 1)[0]
+    return integer_array(kind, value.to_bytes(kind.byte_width, "little", signed=True), 1)[0]
 
 
-def text_scalar(value: str) -> Any:
+def string_scalar(value: str) -> Any:
     """One string, without pandas either."""
     data = value.encode()
     ends = b"".join(end.to_bytes(4, "little") for end in (0, len(data)))
     return pa.Array.from_buffers(STRING, 1, [None, pa.py_buffer(ends), pa.py_buffer(data)])[0]
 
 
-def numbers_of(code: str, numbers: Any) -> array[int]:
+def to_python_array(code: str, numbers: Any) -> array[int]:
     """The numbers of an Arrow array without nulls as a Python array of the same width."""
     made: array[int] = array(code)
     width = made.itemsize
@@ -51,7 +51,7 @@ def numbers_of(code: str, numbers: Any) -> array[int]:
     return made
 
 
-def row_schema(*, json: bool) -> Any:
+def entry_schema(*, json: bool) -> Any:
     """The columns of a table of entries: those of a segment, and the epoch of each entry's offset."""
     return pa.schema(
         [
@@ -65,7 +65,7 @@ def row_schema(*, json: bool) -> Any:
     )
 
 
-def encode_rows(
+def encode_entries(
     entries: Sequence[int],
     times: array[int],
     keys: Sequence[bytes | None],
@@ -76,20 +76,20 @@ def encode_rows(
 ) -> bytes:
     """Entries with what is known of them, as an Arrow stream of one batch."""
     count = len(entries)
-    times_ns = integers(INT64, times, count)
+    times_ns = integer_array(INT64, times, count)
     micros = pc.divide(times_ns, pa.scalar(1000, INT64))  # times are never before 1970
     below = pc.subtract(times_ns, pc.multiply(micros, pa.scalar(1000, INT64))).cast(INT16)
     payload = pa.array(payloads, BINARY)
     if json:
         payload = pa.Array.from_buffers(STRING, count, payload.buffers())
-    schema = row_schema(json=json)
+    schema = entry_schema(json=json)
     columns = [
-        integers(INT64, array("q", entries), count),
+        integer_array(INT64, array("q", entries), count),
         micros.view(MICROS),
         below,
         pa.array(keys, BINARY),
         payload,
-        integers(INT64, array("q", epochs), count),
+        integer_array(INT64, array("q", epochs), count),
     ]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:

@@ -9,7 +9,7 @@ from typing import Any
 from tailrace.storage.segments.arrow import pa
 
 
-class ByteWindow:
+class PartialFile:
     closed = False
 
     def __init__(self, size: int, stretches: Iterable[tuple[int, bytes | memoryview]]) -> None:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.storage.object_store.byte_budget import ByteBudget
-from tailrace.storage.object_store.disk_cache import Part, source_of
-from tailrace.storage.object_store.object_parts import ObjectParts, Work, fail
-from tailrace.storage.object_store.objects import ObjectMissingError, ObjectsError
+from tailrace.storage.object_store.disk_cache import ObjectRange, cache_source
+from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache, fail_future
+from tailrace.storage.object_store.objects import ObjectMissingError, ObjectStoreError
 from tailrace.storage.segments.segments import (
     FOOTER_GUESS_BYTES,
     CorruptSegmentError,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tailrace.store")
 
-THREADS = 2
+COLD_READ_THREADS = 2
 FOOTER_BYTES_MAX = 16 << 20  # of parsed footers
 LOADING_BYTES_MAX = 64 << 20
 READ_AHEAD_BYTES = 4 << 20  # of a bucket, when somebody reads on and on
@@ -44,7 +44,7 @@ READ_AHEAD_BYTES = 4 << 20  # of a bucket, when somebody reads on and on
 T = TypeVar("T")
 
 
-class ColdCounts:
+class ColdReadCounts:
     """What the cold reader did, in plain numbers."""
 
     __slots__ = ("corrupt", "decoded_groups", "hits", "misses", "shared")
@@ -57,16 +57,16 @@ class ColdCounts:
         self.corrupt = 0  # reads that failed on a missing or damaged segment
 
 
-class _Segment(NamedTuple):
+class _OpenSegment(NamedTuple):
     """One segment as the steps of a read need it."""
 
     key: str
     source: str
     footer: Footer
 
-    def part(self, index: int) -> Part:
+    def part(self, index: int) -> ObjectRange:
         group = self.footer.group(index)
-        return Part(self.source, group.start, group.stop)
+        return ObjectRange(self.source, group.start, group.stop)
 
 
 class ColdReader:
@@ -78,9 +78,9 @@ class ColdReader:
         limits: Limits,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.counts = ColdCounts()
-        self._work = Work(loop, THREADS)
-        self.parts = ObjectParts(url, cache_dir, cache_bytes, limits, self._work)
+        self.counts = ColdReadCounts()
+        self._work = LoopTasks(loop, COLD_READ_THREADS)
+        self.parts = ObjectCache(url, cache_dir, cache_bytes, limits, self._work)
         self._budget = ByteBudget(LOADING_BYTES_MAX)
         self._footers: OrderedDict[str, Footer] = OrderedDict()
         self._footer_bytes = 0
@@ -157,12 +157,12 @@ class ColdReader:
             self.counts.corrupt += 1
             logger.error("the segment %s cannot be read: %s", key, error)
             raise TailraceError("unavailable", "a segment of this stream is missing or damaged") from error
-        except ObjectsError as error:
+        except ObjectStoreError as error:
             raise TailraceError("unavailable", "the object store does not answer") from error
 
     # -- footers -------------------------------------------------------------------------------------------
 
-    async def _segment(self, prefix: str, info: SegmentInfo, kept: bytes) -> _Segment:
+    async def _segment(self, prefix: str, info: SegmentInfo, kept: bytes) -> _OpenSegment:
         key = prefix + info.key
         footer = self._footers.get(key)
         if footer is None:
@@ -173,17 +173,19 @@ class ColdReader:
             footer = await asyncio.shield(task)
         else:
             self._footers.move_to_end(key)
-        return _Segment(key, source_of(key), footer)
+        return _OpenSegment(key, cache_source(key), footer)
 
     async def _load_footer(self, key: str, info: SegmentInfo, kept: bytes) -> Footer:
         footer = None
         if kept:
             try:
-                footer = await self._work.on_thread(_parse, kept, info)
+                footer = await self._work.on_thread(_parse_footer, kept, info)
             except CorruptSegmentError as error:
                 logger.warning("the kept footer of %s cannot be used: %s", key, error)
         if footer is None:
-            footer = await self._work.on_thread(_parse, await self._fetch_footer(key, info.bytes), info)
+            footer = await self._work.on_thread(
+                _parse_footer, await self._fetch_footer(key, info.bytes), info
+            )
         self._footers[key] = footer
         self._footer_bytes += footer.memory_bytes
         while self._footer_bytes > FOOTER_BYTES_MAX and len(self._footers) > 1:
@@ -194,12 +196,12 @@ class ColdReader:
     async def _fetch_footer(self, key: str, size: int) -> bytes:
         found: bytes | int = max(size - FOOTER_GUESS_BYTES, 0)
         while not isinstance(found, bytes):
-            found = await self._work.on_thread(_kept, await self.parts.get(key, found, size), size)
+            found = await self._work.on_thread(_footer_from_end, await self.parts.get(key, found, size), size)
         return found
 
     # -- row groups ----------------------------------------------------------------------------------------
 
-    async def _wanted(self, segment: _Segment, first: int, last: int) -> list[SegmentRows]:
+    async def _wanted(self, segment: _OpenSegment, first: int, last: int) -> list[SegmentRows]:
         """Row groups; those that nobody is loading yet are loaded in runs."""
         wanted: list[asyncio.Future[SegmentRows]] = []
         run: list[int] = []
@@ -217,12 +219,12 @@ class ColdReader:
         # A reader that goes away must not take the row group from the others.
         return await asyncio.gather(*map(asyncio.shield, wanted))
 
-    def _start(self, segment: _Segment, run: list[int]) -> None:
+    def _start(self, segment: _OpenSegment, run: list[int]) -> None:
         if run:
             self._work.start(self._load(segment, run))
 
-    async def _load(self, segment: _Segment, run: list[int]) -> None:
-        stretch = _Stretch(segment, run, [segment.footer.group(index) for index in run])
+    async def _load(self, segment: _OpenSegment, run: list[int]) -> None:
+        stretch = _RowGroupRange(segment, run, [segment.footer.group(index) for index in run])
         futures = [self._groups[segment.key, index] for index in run]
         unpacked_bytes = sum(map(segment.footer.group_bytes, run))
         try:
@@ -232,13 +234,13 @@ class ColdReader:
                 future.set_result(rows)
         except BaseException as error:
             for future in futures:
-                fail(future, error)
+                fail_future(future, error)
             raise
         finally:
             for index in run:
                 del self._groups[segment.key, index]
 
-    async def _load_stretch(self, whole: _Stretch) -> list[SegmentRows]:
+    async def _load_stretch(self, whole: _RowGroupRange) -> list[SegmentRows]:
         """What is cached is read and decoded from there; a gap between cached parts is one ranged get."""
         await self.parts.opened()
         self._read_ahead(whole)
@@ -254,7 +256,7 @@ class ColdReader:
         self.counts.decoded_groups += len(loaded)
         return loaded
 
-    def _next(self, whole: _Stretch, at: int) -> tuple[Part | None, _Stretch]:
+    def _next(self, whole: _RowGroupRange, at: int) -> tuple[ObjectRange | None, _RowGroupRange]:
         """From group `at` on, what one cached part holds, or what no part does."""
         parts, groups = self.parts, whole.groups
         source = whole.segment.source
@@ -265,10 +267,10 @@ class ColdReader:
             if found != cached:
                 break
             end += 1
-        return cached, _Stretch(whole.segment, whole.indices[at:end], groups[at:end])
+        return cached, _RowGroupRange(whole.segment, whole.indices[at:end], groups[at:end])
 
-    async def _pick(self, segment: _Segment, index: int, entries: Sequence[int]) -> dict[int, bytes]:
-        stretch = _Stretch(segment, [index], [segment.footer.group(index)])
+    async def _pick(self, segment: _OpenSegment, index: int, entries: Sequence[int]) -> dict[int, bytes]:
+        stretch = _RowGroupRange(segment, [index], [segment.footer.group(index)])
         pick = partial(stretch.payloads, entries)
         async with self._budget.hold(stretch.part.size + segment.footer.group_bytes(index)):
             await self.parts.opened()
@@ -282,7 +284,7 @@ class ColdReader:
         return found
 
     async def _from_cache(
-        self, cached: Part, stretch: _Stretch, decode: Callable[[bytes | memoryview], T]
+        self, cached: ObjectRange, stretch: _RowGroupRange, decode: Callable[[bytes | memoryview], T]
     ) -> T | None:
         """What is in a cached stretch. None if the file is gone or damaged; then it leaves the cache."""
         raw = await self.parts.read(cached, stretch.part)
@@ -297,7 +299,7 @@ class ColdReader:
         await self.parts.drop(cached)
         return None
 
-    def _read_ahead(self, stretch: _Stretch) -> None:
+    def _read_ahead(self, stretch: _RowGroupRange) -> None:
         """If the reader has come from the row group before, it will want what comes behind these."""
         segment, parts = stretch.segment, self.parts
         footer, first, following = segment.footer, stretch.indices[0], stretch.indices[-1] + 1
@@ -312,19 +314,19 @@ class ColdReader:
                 break
             stop = part.stop
         if stop > start:
-            parts.fetch_ahead(segment.key, Part(segment.source, start, stop))
+            parts.fetch_ahead(segment.key, ObjectRange(segment.source, start, stop))
 
 
-class _Stretch(NamedTuple):
+class _RowGroupRange(NamedTuple):
     """Adjacent row groups of one segment."""
 
-    segment: _Segment
+    segment: _OpenSegment
     indices: list[int]
     groups: list[RowGroup]
 
     @property
-    def part(self) -> Part:
-        return Part(self.segment.source, self.groups[0].start, self.groups[-1].stop)
+    def part(self) -> ObjectRange:
+        return ObjectRange(self.segment.source, self.groups[0].start, self.groups[-1].stop)
 
     def decode(self, raw: bytes | memoryview) -> list[SegmentRows]:
         from tailrace.storage.segments.segment_reader import read_row_groups
@@ -338,15 +340,15 @@ class _Stretch(NamedTuple):
         return read_payloads(self.segment.footer, self.indices[0], raw, entries)
 
 
-def _kept(end: bytes, size: int) -> bytes | int:
+def _footer_from_end(end: bytes, size: int) -> bytes | int:
     """The footer from the end of a file, as it would have been kept; or from where on more are needed."""
     from tailrace.storage.segments import segment_tail
 
-    tail = segment_tail.tail_of(end, size)
-    return segment_tail.keep(tail) if isinstance(tail, bytes) else tail
+    tail = segment_tail.find_tail(end, size)
+    return segment_tail.pack_tail(tail) if isinstance(tail, bytes) else tail
 
 
-def _parse(kept: bytes, info: SegmentInfo) -> Footer:
+def _parse_footer(kept: bytes, info: SegmentInfo) -> Footer:
     from tailrace.storage.segments.segment_reader import Footer
 
     footer = Footer(kept)

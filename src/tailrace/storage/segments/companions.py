@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 
 NAME_HASH_DIGITS = 16
-SEGMENT = "segment"  # in the place of a family: what a publication adds is a segment itself
+SEGMENT_FAMILY = "segment"  # in the place of a family: what a publication adds is a segment itself
 _NAME = re.compile(
     r"companions/(?P<plan>[0-9a-f]{16})/(?P<family>[a-z_]{1,32})/"
     r"(?P<first>\d{20})-(?P<last>\d{20})\.(?P<hash>[0-9a-f]{16})\.(?P<ext>[a-z0-9]{1,16})"
 )
 
 
-class Companion(msgspec.Struct, frozen=True, array_like=True):
+class IndexFile(msgspec.Struct, frozen=True, array_like=True):
     """One file. The order never changes."""
 
     family: str
@@ -37,7 +37,7 @@ class Companion(msgspec.Struct, frozen=True, array_like=True):
     at_ns: int = 0  # when it was published
 
 
-class Quarantine(msgspec.Struct, frozen=True, array_like=True):
+class QuarantinedSegment(msgspec.Struct, frozen=True, array_like=True):
     """A segment of which no companions can be built under a plan."""
 
     object: str
@@ -49,7 +49,7 @@ class Quarantine(msgspec.Struct, frozen=True, array_like=True):
     at_ns: int = 0
 
 
-class PlanEntry(msgspec.Struct, frozen=True):
+class PlanRecord(msgspec.Struct, frozen=True):
     """A plan that companions of a stream were, or are to be, built by."""
 
     generation: int
@@ -58,22 +58,22 @@ class PlanEntry(msgspec.Struct, frozen=True):
     fingerprints: dict[str, str] = {}  # by `field:<name>` and `rollup:<name>`
 
 
-class PlanBook(msgspec.Struct, frozen=True, omit_defaults=True):
+class PlanHistory(msgspec.Struct, frozen=True, omit_defaults=True):
     """The stream's document `index`: its plans, the wanted one last, and whether it has keyed entries."""
 
     keyed: bool = False
-    plans: tuple[PlanEntry, ...] = ()
+    plans: tuple[PlanRecord, ...] = ()
 
     @property
-    def wanted(self) -> PlanEntry | None:
+    def wanted(self) -> PlanRecord | None:
         return self.plans[-1] if self.plans else None
 
-    def plan(self, plan_hash: str) -> PlanEntry | None:
+    def plan(self, plan_hash: str) -> PlanRecord | None:
         """One of the plans that are remembered."""
         return next((plan for plan in self.plans if plan.hash == plan_hash), None)
 
 
-def companion_name(plan_hash: str, family: str, first: int, last: int, sha256: str, ext: str) -> str:
+def index_file_name(plan_hash: str, family: str, first: int, last: int, sha256: str, ext: str) -> str:
     """The key of a companion in its stream's folder: a function of plan, range and content."""
     plan = plan_hash.removeprefix("sha256:")[:NAME_HASH_DIGITS]
     return f"companions/{plan}/{family}/{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.{ext}"
@@ -83,7 +83,7 @@ def plan_name(plan_hash: str) -> str:
     return f"plans/{plan_hash.removeprefix('sha256:')}.json"
 
 
-def is_named_well(companion: Companion) -> bool:
+def has_valid_name(companion: IndexFile) -> bool:
     """Whether the name says what is recorded about the companion, as far as a name can."""
     found = _NAME.fullmatch(companion.object)
     if found is None:
@@ -96,11 +96,11 @@ def is_named_well(companion: Companion) -> bool:
     )
 
 
-def range_in(relative_key: str) -> tuple[int, int] | None:
+def index_file_range(relative_key: str) -> tuple[int, int] | None:
     """First and last entry in the name of a companion; None if it is no such name."""
     found = _NAME.fullmatch(relative_key)
     return None if found is None else (int(found["first"]), int(found["last"]))
 
 
-def in_order(companions: Iterable[Companion]) -> tuple[Companion, ...]:
+def sort_index_files(companions: Iterable[IndexFile]) -> tuple[IndexFile, ...]:
     return tuple(sorted(companions, key=lambda one: (one.family, one.first, one.last, one.object)))

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING
 from tailrace.storage.segments.segments import SegmentInfo
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.object_store.objects import ObjectStore
 
 
-async def fetch_footer(objects: Objects, key: str, info: SegmentInfo) -> bytes:
+async def fetch_footer(objects: ObjectStore, key: str, info: SegmentInfo) -> bytes:
     """Two ranged gets at most: the end of the object, and more of it if that was not enough."""
     from tailrace.storage.segments import segment_tail
 
     start = max(info.bytes - segment_tail.GUESS_BYTES, 0)
     while True:
-        found = segment_tail.tail_of(await objects.get_range(key, start, info.bytes), info.bytes)
+        found = segment_tail.find_tail(await objects.get_range(key, start, info.bytes), info.bytes)
         if isinstance(found, bytes):
-            return segment_tail.keep(found)
+            return segment_tail.pack_tail(found)
         assert found < start, f"{key} wants more of its end, but not from before"
         start = found
 
 
-def has_keys(kept: bytes) -> bool:
+def footer_has_keys(kept: bytes) -> bool:
     """Whether any entry of the segment with this footer has a key."""
     from tailrace.storage.segments.segment_reader import Footer
 

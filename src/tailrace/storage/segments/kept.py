@@ -6,19 +6,19 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
 # A run of entries: those behind the first number, up to and including the second.
-Run = tuple[int, int]
+EntryRange = tuple[int, int]
 
 FOREVER = 2**62
 
 
-class Kept:
+class RetainedRanges:
     """A few runs of entries. The last one begins behind `earliest` and has no end."""
 
     __slots__ = ("_lasts", "_runs", "earliest")
 
-    def __init__(self, earliest: int, reached: Iterable[Run] = ()) -> None:
+    def __init__(self, earliest: int, reached: Iterable[EntryRange] = ()) -> None:
         self.earliest = earliest
-        self._runs = joined([*reached, (earliest, FOREVER)])
+        self._runs = merge_entry_ranges([*reached, (earliest, FOREVER)])
         self._lasts = [last for _, last in self._runs]
 
     def some(self, first: int, last: int) -> bool:
@@ -31,7 +31,7 @@ class Kept:
         index = bisect_left(self._lasts, first)
         return index < len(self._runs) and self._runs[index][0] < first and last <= self._lasts[index]
 
-    def gaps(self) -> Iterator[Run]:
+    def gaps(self) -> Iterator[EntryRange]:
         """The runs in between, which go."""
         behind = 0
         for after, last in self._runs:
@@ -40,9 +40,9 @@ class Kept:
             behind = last
 
 
-def joined(runs: Sequence[Run]) -> list[Run]:
+def merge_entry_ranges(runs: Sequence[EntryRange]) -> list[EntryRange]:
     """The same entries in as few runs as possible, in order."""
-    found: list[Run] = []
+    found: list[EntryRange] = []
     for after, last in sorted(runs):
         if after >= last:
             continue

@@ -7,14 +7,14 @@ from typing import Any, Literal
 import msgspec
 
 
-class InputObject(msgspec.Struct, frozen=True):
+class PublishInput(msgspec.Struct, frozen=True):
     """What something was built from: a segment or a companion."""
 
     object: str
     sha256: str
 
 
-class AddedObject(msgspec.Struct, frozen=True):
+class PublishedObject(msgspec.Struct, frozen=True):
     """What was built, and is in the store: a companion, or a segment (`companions.SEGMENT`)."""
 
     family: str
@@ -27,7 +27,7 @@ class AddedObject(msgspec.Struct, frozen=True):
     stats: dict[str, Any] = {}
 
 
-class GivenUp(msgspec.Struct, frozen=True):
+class UnbuildableInput(msgspec.Struct, frozen=True):
     """An input that nothing can be built from."""
 
     object: str
@@ -35,14 +35,14 @@ class GivenUp(msgspec.Struct, frozen=True):
     message: str
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
+class PublishRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Sent again and again, always the same bytes, until there is an answer."""
 
     stream_id: str
     job: Literal["companions", "merge", "compact"]
     plan_hash: str
-    inputs: list[InputObject]
+    inputs: list[PublishInput]
     writer: str = ""
-    add: list[AddedObject] = []
+    add: list[PublishedObject] = []
     replace: list[str] = []
-    quarantine: list[GivenUp] = []
+    quarantine: list[UnbuildableInput] = []

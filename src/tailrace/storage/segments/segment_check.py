@@ -12,38 +12,38 @@ from tailrace.storage.segments import segment_tail
 from tailrace.storage.segments.segment_reader import Footer, read_row_group
 from tailrace.storage.segments.segments import CorruptSegmentError, SegmentInfo, SegmentRows, segment_name
 
-_NAMED = re.compile(r"(\d{10})-(\d{20})-(\d{20})\.([0-9a-f]{16})\.parquet$")
+_SEGMENT_NAME = re.compile(r"(\d{10})-(\d{20})-(\d{20})\.([0-9a-f]{16})\.parquet$")
 
 
-def footer_of(raw: bytes) -> Footer:
+def file_footer(raw: bytes) -> Footer:
     """The footer of a file that is there as a whole."""
-    tail = segment_tail.tail_of(raw, len(raw))
+    tail = segment_tail.find_tail(raw, len(raw))
     assert isinstance(tail, bytes), "all of the file was given"
-    return Footer(segment_tail.keep(tail))
+    return Footer(segment_tail.pack_tail(tail))
 
 
-def rows_of(raw: bytes, footer: Footer) -> Iterator[SegmentRows]:
+def read_all_rows(raw: bytes, footer: Footer) -> Iterator[SegmentRows]:
     view = memoryview(raw)
     for index, group in enumerate(footer.row_groups):
         yield read_row_group(footer, index, view[group.start : group.stop])
 
 
-def entries_of(raw: bytes) -> Iterator[dict[str, object]]:
+def describe_entries(raw: bytes) -> Iterator[dict[str, object]]:
     """Every entry, as somebody would want to see it: bytes that are no text are in base64."""
-    footer = footer_of(raw)
+    footer = file_footer(raw)
     separator = 1 if footer.json else 0
-    for rows in rows_of(raw, footer):
+    for rows in read_all_rows(raw, footer):
         start = 0
         for index, end in enumerate(rows.ends):
             shown: dict[str, object] = {"entry": rows.first + index, "time_ns": rows.times[index]}
             key = None if rows.keys is None else rows.keys[index]
             if key is not None:
-                shown |= _text("key", key)
-            yield shown | _text("payload", rows.body[start:end])
+                shown |= _describe_value("key", key)
+            yield shown | _describe_value("payload", rows.body[start:end])
             start = end + separator
 
 
-def _text(name: str, value: bytes) -> dict[str, str]:
+def _describe_value(name: str, value: bytes) -> dict[str, str]:
     try:
         return {name: value.decode()}
     except UnicodeDecodeError:
@@ -55,12 +55,12 @@ def check_segment(raw: bytes, info: SegmentInfo) -> list[str]:
     try:
         sha256 = hashlib.sha256(raw).hexdigest()
         problems = [] if sha256 == info.sha256 else [f"its SHA-256 is {sha256}, recorded is {info.sha256}"]
-        footer = footer_of(raw)
+        footer = file_footer(raw)
         problems += _differences(footer, info, len(raw))
         payload = hashlib.sha256()
         payload_bytes = 0
         first_ns = last_ns = None
-        for rows in rows_of(raw, footer):
+        for rows in read_all_rows(raw, footer):
             payload_bytes += _add_payload(payload, rows, footer.json)
             first_ns = rows.times[0] if first_ns is None else first_ns
             last_ns = rows.times[-1]
@@ -77,7 +77,7 @@ def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
     """What a file holds, for people; with a `problem` where it is not what it says it is."""
     described: dict[str, Any] = {"file": name, "bytes": len(raw)}
     try:
-        footer = footer_of(raw)
+        footer = file_footer(raw)
         described |= {
             "sha256": hashlib.sha256(raw).hexdigest(),
             **{fact: footer.facts.get(fact) for fact in ("version", "name", "stream_id", "content_type")},
@@ -92,7 +92,7 @@ def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
         info = _as_described(described, raw, footer)
         described |= {"payload_bytes": info.payload_bytes, "first_ns": info.first_ns, "last_ns": info.last_ns}
         problems = check_segment(raw, info)
-        named = _NAMED.search(name)
+        named = _SEGMENT_NAME.search(name)
         if named and not info.key.endswith(named[0]):
             problems.append(f"by its content it should be called {info.key}")
     except CorruptSegmentError as error:
@@ -105,7 +105,7 @@ def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
 def _as_described(described: dict[str, Any], raw: bytes, footer: Footer) -> SegmentInfo:
     """What would be recorded about a file, if it is taken at its word."""
     first_ns = last_ns = payload_bytes = 0
-    for rows in rows_of(raw, footer):
+    for rows in read_all_rows(raw, footer):
         first_ns = rows.times[0] if rows.first == footer.first else first_ns
         last_ns = rows.times[-1]
         payload_bytes += len(rows.body) - (len(rows.ends) - 1 if footer.json else 0)

@@ -18,14 +18,14 @@ from tailrace.storage.segments.arrow import (
     BINARY,
     INT32,
     INT64,
+    integer_array,
     integer_scalar,
-    integers,
-    numbers_of,
     pa,
     pc,
     pq,
+    to_python_array,
 )
-from tailrace.storage.segments.byte_window import ByteWindow
+from tailrace.storage.segments.byte_window import PartialFile
 from tailrace.storage.segments.segments import FORMAT_VERSION, CorruptSegmentError, SegmentRows
 
 _TIME, _KEY, _PAYLOAD = 1, 3, 4
@@ -47,9 +47,9 @@ class Footer:
     """The parsed footer of one segment, made from the bytes kept in the hot store."""
 
     def __init__(self, kept: bytes) -> None:
-        self._tail = segment_tail.unkeep(kept)
-        self.metadata = segment_tail.metadata_of(self._tail)
-        self.facts = segment_tail.facts_of(self.metadata)
+        self._tail = segment_tail.unpack_tail(kept)
+        self.metadata = segment_tail.parse_tail(self._tail)
+        self.facts = segment_tail.footer_facts(self.metadata)
         segment_tail.check_index(self._tail, self.facts)
         try:
             version = int(self.facts["version"])
@@ -164,7 +164,7 @@ class Footer:
             return True
         start = column.bloom_filter_offset - (self._size - len(self._tail))
         stored = memoryview(self._tail)[start : start + column.bloom_filter_length]
-        return block_filter.may_hold(block_filter.bits_in(stored), hashed)
+        return block_filter.bloom_may_hold(block_filter.bloom_bits(stored), hashed)
 
 
 def read_row_group(footer: Footer, index: int, raw: bytes | memoryview) -> SegmentRows:
@@ -176,14 +176,14 @@ def read_row_groups(footer: Footer, indices: Sequence[int], raw: bytes | memoryv
     """The rows of adjacent row groups, by row group. `raw` is all of their bytes."""
     tables = read_tables(footer, indices, raw, _READ)
     firsts = [footer.group(index).first for index in indices]
-    return [_rows(table, first, footer.json) for table, first in zip(tables, firsts, strict=True)]
+    return [_decode_rows(table, first, footer.json) for table, first in zip(tables, firsts, strict=True)]
 
 
 def read_payloads(
     footer: Footer, index: int, raw: bytes | memoryview, entries: Sequence[int]
 ) -> dict[int, bytes]:
     """The payloads of some entries of one row group."""
-    payload = _joined(read_tables(footer, [index], raw, ["payload"])[0], "payload")
+    payload = _join_column(read_tables(footer, [index], raw, ["payload"])[0], "payload")
     first = footer.group(index).first
     return {entry: payload[entry - first].as_buffer().to_pybytes() for entry in entries}
 
@@ -202,7 +202,7 @@ def read_tables(
     keyless = [name for name in columns if name != "key"]
     try:
         file = pq.ParquetFile(
-            ByteWindow(footer.size, [(start, raw)]),
+            PartialFile(footer.size, [(start, raw)]),
             metadata=footer.metadata,
             read_dictionary=["key"],
             pre_buffer=False,
@@ -217,34 +217,34 @@ def read_tables(
         raise CorruptSegmentError(f"row groups from {indices[0]} cannot be decoded: {error}") from error
 
 
-def _rows(table: Any, first: int, json: bool) -> SegmentRows:
+def _decode_rows(table: Any, first: int, json: bool) -> SegmentRows:
     count: int = table.num_rows
-    payload = _joined(table, "payload")
+    payload = _join_column(table, "payload")
     if json:
         # Arrow has a fast way to put something behind every value, and a slow one to join them.
         payload = pa.Array.from_buffers(BINARY, count, payload.buffers(), offset=payload.offset)
         payload = pc.binary_replace_slice(payload, _BEYOND, _BEYOND, b",")
     _, positions, data = payload.buffers()
     skipped: int = payload.offset
-    offsets = integers(INT32, positions.slice(4 * skipped), count + 1)
+    offsets = integer_array(INT32, positions.slice(4 * skipped), count + 1)
     at: memoryview[int] = memoryview(positions).cast("i")
     begin, end = at[skipped], at[skipped + count] - json
     ends = offsets.slice(1)
     if begin + json:
         ends = pc.subtract(ends, pa.scalar(begin + json, INT32))
     body = b"" if data is None else data.slice(begin, end - begin).to_pybytes()
-    micros = _joined(table, "append_time").view(INT64)
-    times = pc.add(pc.multiply(micros, _THOUSAND), _joined(table, "append_ns"))
-    keys = _keys(_joined(table, "key")) if "key" in table.column_names else None
-    return SegmentRows(first, body, numbers_of("I", ends), numbers_of("q", times), keys)
+    micros = _join_column(table, "append_time").view(INT64)
+    times = pc.add(pc.multiply(micros, _THOUSAND), _join_column(table, "append_ns"))
+    keys = _decode_keys(_join_column(table, "key")) if "key" in table.column_names else None
+    return SegmentRows(first, body, to_python_array("I", ends), to_python_array("q", times), keys)
 
 
-def _joined(table: Any, name: str) -> Any:
+def _join_column(table: Any, name: str) -> Any:
     column = table.column(name)
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
-def _keys(column: Any) -> list[bytes | None] | None:
+def _decode_keys(column: Any) -> list[bytes | None] | None:
     """The keys by row; one object for each distinct key."""
     if column.null_count == len(column):
         return None

@@ -18,15 +18,15 @@ import xxhash
 from tailrace.storage.segments.arrow import pa, pq
 from tailrace.storage.segments.segments import FOOTER_GUESS_BYTES, CorruptSegmentError
 
-BLANK = "0" * 16
+BLANK_CHECKSUM = "0" * 16
 GUESS_BYTES = FOOTER_GUESS_BYTES
 _END = struct.Struct("<I4s")
-_KEPT = struct.Struct("<I")
+_PACKED_LENGTH = struct.Struct("<I")
 _MAGIC = b"PAR1"
 _TAIL_BYTES_MAX = 256 << 20
 
 
-def stamp(tail: bytearray) -> None:
+def stamp_checksums(tail: bytearray) -> None:
     """Fill in the checksums of a tail that was just written."""
     start = _footer_start(tail)
     at = _digits(tail, start, b"tailrace.index_xxh3")
@@ -35,22 +35,22 @@ def stamp(tail: bytearray) -> None:
     tail[at : at + 16] = xxhash.xxh3_64_hexdigest(memoryview(tail)[start:]).encode()
 
 
-def keep(tail: bytes | bytearray) -> bytes:
+def pack_tail(tail: bytes | bytearray) -> bytes:
     """The form in which a tail is kept: footers repeat themselves and shrink to a quarter."""
-    return _KEPT.pack(len(tail)) + pa.compress(tail, codec="zstd", asbytes=True)
+    return _PACKED_LENGTH.pack(len(tail)) + pa.compress(tail, codec="zstd", asbytes=True)
 
 
-def unkeep(kept: bytes) -> bytes:
+def unpack_tail(kept: bytes) -> bytes:
     try:
-        (size,) = _KEPT.unpack_from(kept)
+        (size,) = _PACKED_LENGTH.unpack_from(kept)
         if size > _TAIL_BYTES_MAX:
             raise CorruptSegmentError(f"a footer of {size} bytes")
-        return pa.decompress(kept[_KEPT.size :], decompressed_size=size, codec="zstd", asbytes=True)
+        return pa.decompress(kept[_PACKED_LENGTH.size :], decompressed_size=size, codec="zstd", asbytes=True)
     except (struct.error, OSError, ValueError) as error:
         raise CorruptSegmentError(f"the kept footer cannot be unpacked: {error}") from error
 
 
-def metadata_of(tail: bytes) -> Any:
+def parse_tail(tail: bytes) -> Any:
     """The footer, parsed, if the checksum of the footer is right. `tail` may begin anywhere before it."""
     try:
         start = _footer_start(tail)
@@ -58,7 +58,7 @@ def metadata_of(tail: bytes) -> Any:
     except ValueError as error:
         raise CorruptSegmentError(f"this is not the end of a segment: {error}") from error
     blank = bytearray(tail[start:])
-    blank[at - start : at - start + 16] = BLANK.encode()
+    blank[at - start : at - start + 16] = BLANK_CHECKSUM.encode()
     if xxhash.xxh3_64_hexdigest(blank).encode() != tail[at : at + 16]:
         raise CorruptSegmentError("the footer does not have its checksum")
     # The library takes nothing shorter than a file: the magic and the footer are one.
@@ -71,7 +71,7 @@ def check_index(tail: bytes, facts: dict[str, str]) -> None:
         raise CorruptSegmentError("the indexes do not have their checksum")
 
 
-def tail_of(end: bytes, size: int) -> bytes | int:
+def find_tail(end: bytes, size: int) -> bytes | int:
     """The tail of a file of `size` bytes, found in its last bytes; or from where on more are needed."""
     length = len(end)
     if length < _END.size:
@@ -82,13 +82,13 @@ def tail_of(end: bytes, size: int) -> bytes | int:
         raise CorruptSegmentError("this is not the end of a segment")
     if footer_start < size - length:
         return max(footer_start - GUESS_BYTES, 0)
-    start = row_groups_end(metadata_of(end))
+    start = row_groups_end(parse_tail(end))
     if start < size - length:
         return start
     return end[start - (size - length) :]
 
 
-def facts_of(metadata: Any) -> dict[str, str]:
+def footer_facts(metadata: Any) -> dict[str, str]:
     """What the footer says about the segment, without the common prefix of the names."""
     pairs: dict[bytes, bytes] = metadata.metadata or {}
     return {key[9:].decode(): value.decode() for key, value in pairs.items() if key.startswith(b"tailrace.")}

@@ -62,7 +62,7 @@ class CorruptSegmentError(Exception):
     """Bytes that are not what was written. Nothing of them may reach a reader."""
 
 
-def stream_id(name: str, incarnation: int) -> str:
+def make_stream_id(name: str, incarnation: int) -> str:
     """32 hex digits for one use of a name: a name that was deleted and made again gets another folder."""
     return xxhash.xxh3_128_hexdigest(name.encode() + b"\0" + incarnation.to_bytes(8, "big"))
 

@@ -18,7 +18,18 @@ from typing import Any, Self
 import xxhash
 
 from tailrace.storage.segments import segment_tail
-from tailrace.storage.segments.arrow import BINARY, INT16, INT32, INT64, MICROS, STRING, integers, pa, pc, pq
+from tailrace.storage.segments.arrow import (
+    BINARY,
+    INT16,
+    INT32,
+    INT64,
+    MICROS,
+    STRING,
+    integer_array,
+    pa,
+    pc,
+    pq,
+)
 from tailrace.storage.segments.segments import (
     FORMAT_VERSION,
     SegmentFile,
@@ -34,7 +45,7 @@ BLOOM_FALSE_POSITIVES = 0.05
 _ZSTD_LEVEL = 1  # level 3 is a third slower and saves nothing on the payloads we measured
 _BODY_BYTES_MAX = (1 << 31) - 1  # of one run of rows: Arrow's positions are 32 bits
 
-_ZERO = integers(INT32, array("i", [0]), 1)
+_ZERO = integer_array(INT32, array("i", [0]), 1)
 
 COLUMNS = ("entry", "append_time", "append_ns", "key", "payload")
 
@@ -61,7 +72,7 @@ def write_segment(
         facts["attempt"] = attempt  # nobody makes the same file twice: one left behind is never wanted again
     with path.open("wb", buffering=0) as file:
         sink = _Sink(file.fileno())
-        with _Writer(sink, json) as writer:
+        with _ParquetWriter(sink, json) as writer:
             for group in _groups(rows, 1 if json else 0):
                 writer.write(group)
             if writer.rows == 0:
@@ -84,7 +95,7 @@ def write_segment(
     return SegmentFile(info, footer)
 
 
-class _Group:
+class _PendingGroup:
     """The rows of one row group, collected from the runs they arrived in."""
 
     __slots__ = ("bytes", "ends", "first", "has_keys", "keys", "parts", "times")
@@ -105,7 +116,7 @@ class _Group:
     def take(self, run: SegmentRows, start: int, stop: int, separator: int) -> None:
         begin = run.ends[start - 1] + separator if start else 0
         end = run.ends[stop - 1]
-        ends = integers(INT32, memoryview(run.ends)[start:stop], stop - start)
+        ends = integer_array(INT32, memoryview(run.ends)[start:stop], stop - start)
         self.ends.append(pc.add(ends, pa.scalar(self.bytes - begin + separator, INT32)))
         self.parts.append(memoryview(run.body)[begin:end])
         self.bytes += end - begin + separator
@@ -117,9 +128,9 @@ class _Group:
             self.has_keys = True
 
 
-def _groups(rows: Iterable[SegmentRows], separator: int) -> Iterator[_Group]:
+def _groups(rows: Iterable[SegmentRows], separator: int) -> Iterator[_PendingGroup]:
     """Cut runs of rows into row groups: at most so many rows, and so many bytes unless one row has more."""
-    group: _Group | None = None
+    group: _PendingGroup | None = None
     following: int | None = None
     for run in rows:
         count = len(run.ends)
@@ -131,7 +142,7 @@ def _groups(rows: Iterable[SegmentRows], separator: int) -> Iterator[_Group]:
         at = 0
         while at < count:
             if group is None:
-                group = _Group(run.first + at)
+                group = _PendingGroup(run.first + at)
             begin = run.ends[at - 1] + separator if at else 0
             room = begin + GROUP_BYTES_MAX - group.bytes
             reach = min(count, at + GROUP_ROWS_MAX - group.rows)
@@ -194,7 +205,7 @@ class _Sink:
         self.closed = True
 
 
-class _Writer:
+class _ParquetWriter:
     """One Parquet file being written. The options of the library need the first row group to be chosen."""
 
     def __init__(self, sink: _Sink, json: bool) -> None:
@@ -221,15 +232,15 @@ class _Writer:
         if kind is not None and self._parquet is not None:
             self._parquet.close()  # else it would complain later; what it still writes is dropped
 
-    def write(self, group: _Group) -> None:
+    def write(self, group: _PendingGroup) -> None:
         count = group.rows
         if self._parquet is None:
             self.first, self.first_ns = group.first, group.times[0]
-            self._parquet = _open(self._sink, self._payload, group)
+            self._parquet = _open_writer(self._sink, self._payload, group)
             self._sink.put(self._sink.take())
         payload = self._payloads(group)
-        micros, nanos = _split_times(integers(INT64, group.times, count))
-        entries = integers(INT64, array("q", range(group.first, group.first + count)), count)
+        micros, nanos = _split_times(integer_array(INT64, group.times, count))
+        entries = integer_array(INT64, array("q", range(group.first, group.first + count)), count)
         keys = pa.array(group.keys, BINARY) if group.has_keys else pa.nulls(count, BINARY)
         table = pa.table([entries, micros, nanos, keys, payload], schema=self._parquet.schema)
         self._parquet.write_table(table, row_group_size=count)
@@ -249,17 +260,17 @@ class _Writer:
             "rows": str(self.rows),
             "payload_sha256": self._sha256.hexdigest(),
             "row_group_xxh3": "".join(self._digests),
-            "index_xxh3": segment_tail.BLANK,
-            "footer_xxh3": segment_tail.BLANK,
+            "index_xxh3": segment_tail.BLANK_CHECKSUM,
+            "footer_xxh3": segment_tail.BLANK_CHECKSUM,
         }
         self._parquet.add_key_value_metadata({f"tailrace.{key}": value for key, value in facts.items()})
         self._parquet.close()
         tail = bytearray(self._sink.take())
-        segment_tail.stamp(tail)
+        segment_tail.stamp_checksums(tail)
         self._sink.put(tail)
-        return segment_tail.keep(tail)
+        return segment_tail.pack_tail(tail)
 
-    def _payloads(self, group: _Group) -> Any:
+    def _payloads(self, group: _PendingGroup) -> Any:
         """The payload column: the joined entries and where each ends, without their commas."""
         count = group.rows
         ends = pa.concat_arrays([_ZERO, *group.ends])
@@ -280,7 +291,7 @@ class _Writer:
         self.payload_bytes += len(payload)
 
 
-def _open(sink: _Sink, payload: Any, first: _Group) -> Any:
+def _open_writer(sink: _Sink, payload: Any, first: _PendingGroup) -> Any:
     """The library's writer. Integers are packed so well that compressing them again only costs time."""
     fields = [
         pa.field("entry", INT64, nullable=False),
