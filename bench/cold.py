@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 from tailrace.common.limits import Limits
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.segment_reader import Footer, read_row_group
-from tailrace.storage.segments.segments import (
+from tailrace.storage.segments.model import (
     SegmentFile,
     SegmentInfo,
     SegmentRows,
     make_stream_id,
     stream_prefix,
 )
+from tailrace.storage.segments.reader import Footer, read_row_group
 from tailrace.storage.segments.writer import write_segment
 
 WORDS = (

@@ -27,8 +27,8 @@ from tailrace.profiles.profile import GENERIC, EvlogProfile, install
 from tailrace.query.index_plan import BuildPlan, index_plan
 from tailrace.schema.record import dump_record
 from tailrace.schema.registry import Registry
-from tailrace.storage.segments.arrow import pa, pq
-from tailrace.storage.segments.segments import SegmentRows
+from tailrace.storage.segments.model import SegmentRows
+from tailrace.storage.segments.parquet import pa, pq
 from tailrace.storage.segments.writer import write_segment
 
 STREAM_ID = "ab" * 16

@@ -15,7 +15,7 @@ import pytest
 
 from support import object_writer
 from support.object_writer import content, head_content
-from tailrace.storage.object_store.objects import (
+from tailrace.storage.object_store.interface import (
     PRIVATE_DIRECTORY,
     ObjectExistsError,
     ObjectMissingError,
@@ -201,7 +201,7 @@ def test_a_directory_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
 
 
 def test_importing_the_interface_imports_no_library() -> None:
-    code = "import sys, tailrace.storage.object_store.objects; assert not {'obstore', 'pyarrow'} & sys.modules.keys()"
+    code = "import sys, tailrace.storage.object_store.interface; assert not {'obstore', 'pyarrow'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
-    code = "import sys; from tailrace.storage.object_store.objects import open_objects; open_objects('file:///nowhere')"
+    code = "import sys; from tailrace.storage.object_store.interface import open_objects; open_objects('file:///nowhere')"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'obstore' not in sys.modules"], check=True)

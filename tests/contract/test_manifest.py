@@ -14,7 +14,6 @@ import pytest
 
 from support.manifests import CREATED_NS, facts, run_of, segment
 from support.s3 import S3Server
-from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import (
     FencedError,
     ManifestConflictError,
@@ -23,9 +22,10 @@ from tailrace.storage.manifests.model import (
     RecordedLifetime,
     StreamDeletedError,
 )
-from tailrace.storage.object_store.bucket import list_objects, list_stream_ids
-from tailrace.storage.object_store.objects import ObjectConflictError, ObjectStore, open_object_store
-from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectConflictError, ObjectStore, open_object_store
+from tailrace.storage.object_store.listing import list_objects, list_stream_ids
+from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 
 T = TypeVar("T")
 _NAMES = count()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.s3 import S3Server
-from tailrace.storage.object_store.objects import (
+from tailrace.storage.object_store.interface import (
     ObjectConflictError,
     ObjectExistsError,
     ObjectInfo,

@@ -14,9 +14,8 @@ from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
 from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.owner import BucketOwner
-from tailrace.storage.rolled_back import RolledBackError
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.ownership import BucketOwner, RolledBackError
+from tailrace.storage.segments.model import SegmentInfo
 
 TEXT, JSON = "text/plain", "application/json"
 KEPT: Lifetime = (None, None)

@@ -12,7 +12,7 @@ from crash.wire import TEXT, Content
 from crash.world import World
 from support.sealing import SEALING_ENV, hot, wait_sealed
 from support.server import ServerProcess
-from tailrace.storage.segments.segments import make_stream_id
+from tailrace.storage.segments.model import make_stream_id
 
 DAY_S = 86_400.0
 

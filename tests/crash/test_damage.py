@@ -11,7 +11,7 @@ from crash.faults import HOT, JOURNAL, WRITE, Disk
 from crash.station import Station, eventually
 from crash.wire import Content
 from support.journals import flip
-from tailrace.log.inspect import inspect_journal
+from tailrace.log.journal_check import inspect_journal
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from crash.faults import ALLOCATE, JOURNAL, SYNC, WRITE, Disk
 from crash.station import Station, eventually
 from crash.wire import TEXT
 from support.wire import Wire, fresh
-from tailrace.log.inspect import inspect_journal
+from tailrace.log.journal_check import inspect_journal
 
 OpenStation = Callable[..., Station]
 

@@ -13,8 +13,8 @@ from crash.faults import HOT, WRITE, Disk
 from crash.station import Station, eventually
 from crash.wire import Content
 from crash.writeback import SECTOR_BYTES
-from tailrace.log.inspect import inspect_journal
 from tailrace.log.journal import read_header
+from tailrace.log.journal_check import inspect_journal
 
 
 @pytest.fixture

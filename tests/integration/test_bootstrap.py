@@ -18,7 +18,7 @@ from support.ports import free_port
 from support.s3 import S3Server
 from support.sealing import SEALING_ENV
 from support.server import ServerProcess
-from tailrace.storage.segments.segments import make_stream_id, stream_prefix
+from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 
 class Lost:

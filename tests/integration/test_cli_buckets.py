@@ -11,10 +11,10 @@ import pytest
 from support.buckets import fill, named, overwrite, upload
 from support.cli import tailrace
 from support.manifests import CREATED_NS
-from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import ManifestHead
-from tailrace.storage.object_store.objects import open_object_store
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import open_object_store
+from tailrace.storage.segments.model import stream_prefix
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from support.calls import Caller, eventually
 from support.offers import FakePipeline, configured, events, fill, head_of, plan, seal, sealed
 from support.server import ServerProcess
 from tailrace.common.clock import FakeClock
-from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.sweep import Orphan, Sweeper
 from tailrace.storage.verify import Verifier, VerifyFinding
 

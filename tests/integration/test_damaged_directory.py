@@ -12,7 +12,7 @@ from support.damage import checkpointed, damage_journal, filled, overwrite_page
 from support.journals import append, create, flip, write_journal_file
 from support.ports import free_port
 from support.workers import names_of
-from tailrace.log.inspect import inspect_journal
+from tailrace.log.journal_check import inspect_journal
 
 
 def doctor(directory: Path) -> tuple[int, dict[str, str]]:

@@ -16,7 +16,7 @@ from support.sealing import wait_until
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.protocol.offsets import encode_offset
-from tailrace.storage.segments.segments import make_stream_id, stream_prefix
+from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 # Nothing is due by its age: only what a test asks for is sealed.
 LAZY_ENV = {**ENV, "TAILRACE_SEAL_AGE_MS": "1h", "TAILRACE_SEAL_INTERVAL_MS": "20"}

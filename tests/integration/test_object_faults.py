@@ -14,7 +14,7 @@ from support.faulty_s3 import ANYTIME, Fault, FaultyS3
 from support.ports import free_port
 from support.s3 import S3Server
 from tailrace.common.limits import Limits
-from tailrace.storage.object_store.objects import (
+from tailrace.storage.object_store.interface import (
     ObjectConflictError,
     ObjectExistsError,
     ObjectMissingError,

@@ -7,8 +7,8 @@ import pytest
 from conftest import StartServer
 from support.cli import tailrace
 from support.s3 import S3Server
-from tailrace.storage.object_store.objects import open_object_store
-from tailrace.storage.object_store.remote_keys import check_credentials
+from tailrace.storage.object_store.cloud import check_credentials
+from tailrace.storage.object_store.interface import open_object_store
 from tailrace.testing import ServerFailedError
 
 HERE = "http://127.0.0.1:9"

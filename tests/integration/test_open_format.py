@@ -18,7 +18,7 @@ from conftest import StartServer
 from support.segments import NAME, STREAM_ID, Entry, runs_of, write
 from support.wire import Wire
 from tailrace.protocol.offsets import encode_offset
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.segments.model import stream_prefix
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -31,8 +31,8 @@ from support.offers import (
 )
 from support.server import ServerProcess
 from tailrace.common.clock import FakeClock
-from tailrace.storage.manifests.manifest import ManifestStore
-from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.sweep import Orphan, Sweeper
 from tailrace.storage.verify import Verifier, VerifyFinding
 

@@ -21,9 +21,9 @@ from support.sealing import SEALING_ENV, hot, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.protocol.offsets import encode_offset
-from tailrace.storage.object_store.bucket import entry_range_of_key, list_objects
-from tailrace.storage.object_store.objects import ObjectStore, open_object_store
-from tailrace.storage.segments.segments import make_stream_id, stream_prefix
+from tailrace.storage.object_store.interface import ObjectStore, open_object_store
+from tailrace.storage.object_store.listing import entry_range_of_key, list_objects
+from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 BOUND = {"stream_retention_bytes": str(5 * ENTRY_BYTES)}
 T = TypeVar("T")

@@ -15,11 +15,11 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
+from tailrace.log.commit_path import APPEND_TIMED_OUT
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.log.stalls import APPEND_TIMED_OUT
 from tailrace.log.transaction import Reply, Transaction, ignore_reply
 from tailrace.subscriptions import agent as agent_module
 from tailrace.subscriptions import service as service_module

@@ -16,7 +16,7 @@ from support.sealing import SEALING_ENV, wait_sealed, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
 from support.workers import names_of
-from tailrace.storage.segments.companions import index_file_name
+from tailrace.storage.segments.index_files import index_file_name
 
 ENV = {
     **SEALING_ENV,

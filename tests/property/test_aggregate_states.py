@@ -29,7 +29,7 @@ from tailrace.query.execute import Searcher
 from tailrace.query.sketch import Sketch
 from tailrace.query.tail_index import TailIndex
 from tailrace.query.view import View
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.model import SegmentInfo
 
 NOON = 1767225600000
 TIMES = [NOON, NOON + 1, NOON + 500, NOON + 1000, NOON + 3_600_000, NOON - 1, 0, 5, -5]

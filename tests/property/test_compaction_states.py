@@ -14,8 +14,8 @@ from support.family_states import FamilyStates, subsets
 from support.queries import Question
 from support.query_states import aggregates, filters
 from support.search_states import batches, configured, queries
-from tailrace.log.segment_list import read_segments
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.log.segment_catalogue import read_segments
+from tailrace.storage.segments.model import SegmentInfo
 
 kinds = st.sampled_from(
     [

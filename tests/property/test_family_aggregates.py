@@ -26,7 +26,7 @@ from tailrace.query.aggregate_run import Aggregator
 from tailrace.query.execute import Searcher
 from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK
 from tailrace.query.tail_index import TailIndex
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.model import SegmentInfo
 
 NOON = 1767225600000
 TIMES = [NOON, NOON + 1, NOON + 5, NOON + 500, NOON + 1000, NOON + 3_600_000, NOON - 1, 0, -5]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.manifests import CREATED_NS, CrashError, CrashingObjects, facts, segment
-from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import ManifestHead, StreamDeletedError, StreamFacts
-from tailrace.storage.object_store.bucket import list_objects
-from tailrace.storage.object_store.objects import ObjectExistsError, ObjectStore, open_object_store
-from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectExistsError, ObjectStore, open_object_store
+from tailrace.storage.object_store.listing import list_objects
+from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 
 _NAMES = count()
 T = TypeVar("T")

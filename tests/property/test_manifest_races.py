@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from support.manifests import facts, segment
 from support.turns import Turns, interleave
-from tailrace.storage.manifests.manifest import ManifestStore, StoredHead
 from tailrace.storage.manifests.model import (
     FencedError,
     ManifestConflictError,
     ManifestHead,
     decode_manifest,
 )
-from tailrace.storage.object_store.objects import ObjectExistsError, ObjectStore, open_object_store
+from tailrace.storage.manifests.store import ManifestStore, StoredHead
+from tailrace.storage.object_store.interface import ObjectExistsError, ObjectStore, open_object_store
 from tailrace.storage.ownership import BucketOwnership, OwnedElsewhereError
-from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 
 _NAMES = count()
 STREAM = facts(0).stream_id

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from support.segments import Entry, read_all, runs_of, write
-from tailrace.storage.segments import segment_tail
-from tailrace.storage.segments.segment_reader import Footer
+from tailrace.storage.segments import reader
+from tailrace.storage.segments.reader import Footer
 from tailrace.storage.segments.writer import GROUP_BYTES_MAX, GROUP_ROWS_MAX
 
 TIMES = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2_000_000_000_000_000_000) | st.integers(0, 3000)
@@ -50,9 +50,9 @@ def check(path: Path, given_entries: Sequence[Entry], json: bool, first: int, ru
     assert (footer.json, footer.size, footer.first, footer.last) == (json, len(raw), info.first, info.last)
 
     # The kept footer can be had from the file again, from its end alone.
-    found = segment_tail.find_tail(raw, len(raw))
+    found = reader.find_tail(raw, len(raw))
     assert isinstance(found, bytes)
-    assert segment_tail.pack_tail(found) == made.footer
+    assert reader.pack_tail(found) == made.footer
 
     # Others read the same.
     table = pq.read_table(path, page_checksum_verification=True)

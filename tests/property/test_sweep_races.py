@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from support.manifests import facts, segment
 from support.turns import Turns, interleave
 from tailrace.common.clock import SYSTEM_CLOCK, FakeClock
-from tailrace.storage.manifests.manifest import ManifestStore
-from tailrace.storage.object_store.bucket import list_objects
-from tailrace.storage.object_store.objects import ObjectExistsError, ObjectStore, open_object_store
-from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectExistsError, ObjectStore, open_object_store
+from tailrace.storage.object_store.listing import list_objects
+from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 from tailrace.storage.sweep import Orphan, Sweeper
 
 _NAMES = count()

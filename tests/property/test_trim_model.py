@@ -18,14 +18,14 @@ from tailrace.log.history import FetchedBlock, NotLocalError
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Recorded, Sealed
 from tailrace.log.transaction import ignore_reply
-from tailrace.storage.object_store.bucket import entry_range_of_key
-from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.object_store.interface import open_object_store
+from tailrace.storage.object_store.listing import entry_range_of_key
 from tailrace.storage.ownership import BucketOwnership
 from tailrace.storage.retention_service import scan_due_streams
-from tailrace.storage.seal_job import JobKind, SealerJob, SealerReport, SealerSetup
 from tailrace.storage.sealer import Sealer
+from tailrace.storage.sealer_process import JobKind, SealerJob, SealerReport, SealerSetup
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.segments import make_stream_id, stream_prefix
+from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 TEXT = "text/plain"
 LIMITS = Limits(journal_file_bytes=4096, seal_entries=3, block_cache_bytes=1)

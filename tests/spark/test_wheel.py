@@ -58,7 +58,7 @@ import sys
 import pyarrow as pa
 from tailrace.spark import sink, stream_reader
 from tailrace.spark.columns import offsets_of
-from tailrace.storage.segments.arrow import INT64, integer_scalar, text_scalar
+from tailrace.storage.segments.parquet import INT64, integer_scalar, text_scalar
 entries = pa.repeat(integer_scalar(INT64, 7), 2)
 print(offsets_of(entries, entries).to_pylist()[0], text_scalar("ä").as_py(), "pandas" in sys.modules)
 """

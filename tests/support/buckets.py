@@ -6,10 +6,10 @@ from array import array
 from pathlib import Path
 
 from support.manifests import CREATED_NS, facts
-from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import ManifestHead, StreamFacts
-from tailrace.storage.object_store.objects import ObjectStore
-from tailrace.storage.segments.segments import SegmentInfo, SegmentRows, make_stream_id, stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectStore
+from tailrace.storage.segments.model import SegmentInfo, SegmentRows, make_stream_id, stream_prefix
 from tailrace.storage.segments.writer import write_segment
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.calls import Caller, eventually
 from support.journals import flip
 from support.server import ServerProcess
-from tailrace.log.inspect import inspect_journal
+from tailrace.log.journal_check import inspect_journal
 
 TEXT = {"Content-Type": "text/plain"}
 UNSEALED = {"TAILRACE_SEAL_AGE_MS": "3600000"}

@@ -11,8 +11,8 @@ import msgspec
 
 from support.log_harness import LogHarness
 from tailrace.common.limits import Limits
-from tailrace.log.catalogue import IndexFileSet
 from tailrace.log.model import Stream
+from tailrace.log.segment_catalogue import IndexFileSet
 from tailrace.pipeline.kernels.parquet import Range
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
 from tailrace.pipeline.kernels.splits import merge_splits
@@ -21,9 +21,9 @@ from tailrace.query.families.shelf import Shelf
 from tailrace.query.family_format import FTS, companion_name
 from tailrace.query.index_plan import BuildPlan, index_plan
 from tailrace.schema.registry import Registry
-from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
-from tailrace.storage.segments.companions import IndexFile, PlanHistory, PlanRecord
-from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, stream_prefix
+from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
+from tailrace.storage.segments.index_files import IndexFile, PlanHistory, PlanRecord
+from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix
 
 
 class FamilyStore:

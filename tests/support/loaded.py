@@ -22,7 +22,7 @@ MODULES: Final = (
     "tailrace.cli.app",
     "tailrace.cli.serve",
     "tailrace.client",
-    "tailrace.storage.segments.segment_reader",
+    "tailrace.storage.segments.reader",
 )
 FAILPOINTS: Final = "tailrace.common.failpoints"
 MESSAGE_BYTES_MAX: Final = 128 * 1024

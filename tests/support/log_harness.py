@@ -19,13 +19,13 @@ from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
-from tailrace.log.compaction import CompactionIntent
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.history import FetchedBlock, NotLocalError
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.reader import Page
 from tailrace.log.records import Append, Recorded, Sealed
+from tailrace.log.segment_catalogue import CompactionIntent
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.transaction import Transaction
 from tailrace.pipeline.kernels.compact import compact
@@ -33,12 +33,18 @@ from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
 from tailrace.storage.bootstrap import bootstrap
 from tailrace.storage.checkpointer import checkpoint_file
 from tailrace.storage.data_directory import DataDirectory
-from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.ownership import BucketOwnership
-from tailrace.storage.seal_job import JobKind, ManifestPublication, SealerJob, SealerReport, SealerSetup
 from tailrace.storage.sealer import Sealer
+from tailrace.storage.sealer_process import (
+    JobKind,
+    ManifestPublication,
+    SealerJob,
+    SealerReport,
+    SealerSetup,
+)
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, stream_prefix
+from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix
 
 CENTURY_NS = 100 * 365 * 86_400 * 10**9
 # Thousands of syncs that no power cut will ever test: in memory where there is such a place.

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tailrace.storage.manifests.model import StreamFacts
-from tailrace.storage.object_store.objects import ObjectInfo, ObjectStore
-from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, segment_name
+from tailrace.storage.object_store.interface import ObjectInfo, ObjectStore
+from tailrace.storage.segments.model import SegmentInfo, make_stream_id, segment_name
 
 NAME = "orders/2026"
 CREATED_NS = 1_767_225_600_000_000_000

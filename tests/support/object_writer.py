@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import sys
 
-from tailrace.storage.object_store.objects import (
+from tailrace.storage.object_store.interface import (
     ObjectConflictError,
     ObjectExistsError,
     ObjectMissingError,

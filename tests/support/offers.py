@@ -14,7 +14,7 @@ from typing import Any
 
 from support.calls import Caller, Reply, eventually
 from tailrace.pipeline.kernels.compact import compact
-from tailrace.storage.segments.companions import index_file_name
+from tailrace.storage.segments.index_files import index_file_name
 
 SEARCH: dict[str, Any] = {
     "primaryTimestampField": "at",

@@ -25,10 +25,9 @@ from tailrace.pipeline.model import (
 from tailrace.pipeline.owner import Owner, RefusedError
 from tailrace.pipeline.run import Options, Pipeline
 from tailrace.query.index_plan import BuildPlan, store_plan
-from tailrace.storage.object_store.objects import open_object_store
-from tailrace.storage.segments.companions import plan_name
-from tailrace.storage.segments.offers import PublishRequest
-from tailrace.storage.segments.segments import segment_name, stream_prefix
+from tailrace.storage.object_store.interface import open_object_store
+from tailrace.storage.segments.index_files import PublishRequest, plan_name
+from tailrace.storage.segments.model import segment_name, stream_prefix
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

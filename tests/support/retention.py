@@ -9,8 +9,8 @@ from pathlib import Path
 from support.sealing import hot, wait_until
 from support.wire import Wire
 from tailrace.protocol.offsets import parse_offset
-from tailrace.storage.object_store.bucket import entry_range_of_key
-from tailrace.storage.segments.segments import make_stream_id, stream_prefix
+from tailrace.storage.object_store.listing import entry_range_of_key
+from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 TEXT = "text/plain"
 ENTRY_BYTES = 4

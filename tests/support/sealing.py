@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tailrace.storage.hot_store.inspect import inspect_hot_store
+from tailrace.storage.hot_store.database import inspect_hot_store
 
 # A few entries make a segment, the journal moves on many times a second, and nothing stays in the cache.
 SEALING_ENV = {

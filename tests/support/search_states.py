@@ -31,7 +31,7 @@ from tailrace.query.execute import Outcome, Searcher
 from tailrace.query.search_request import Asked, bind_request
 from tailrace.query.tail_index import TailIndex
 from tailrace.query.view import View
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.model import SegmentInfo
 
 FAR_S = 600.0
 BUDGETS = [0, 4096, 16_384, 1 << 30]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.storage.segments.segment_reader import Footer, read_row_group
-from tailrace.storage.segments.segments import SegmentFile, SegmentRows, make_stream_id
+from tailrace.storage.segments.model import SegmentFile, SegmentRows, make_stream_id
+from tailrace.storage.segments.reader import Footer, read_row_group
 from tailrace.storage.segments.writer import write_segment
 
 NAME = "orders/today"

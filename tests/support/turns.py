@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tailrace.storage.object_store.objects import ObjectStore
+from tailrace.storage.object_store.interface import ObjectStore
 
 
 class Turns:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.storage.adoption import is_prefix_of
-from tailrace.storage.segments.segments import SegmentRows
+from tailrace.storage.sealer import is_prefix_of
+from tailrace.storage.segments.model import SegmentRows
 
 Entry = tuple[bytes, int, bytes | None]  # payload, time, key
 

@@ -21,7 +21,7 @@ from tailrace.query.families.body import WholeBody
 from tailrace.query.families.parquet_file import ParquetFile
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.family_format import AGG
-from tailrace.storage.segments.arrow import pa, pq
+from tailrace.storage.segments.parquet import pa, pq
 
 NOON = 1767225600000
 VIEW = rollup_view(None)

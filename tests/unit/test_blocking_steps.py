@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tailrace.storage.object_store.blocking import BlockingRunner
+from tailrace.storage.object_store.interface import BlockingRunner
 
 
 class _Large:

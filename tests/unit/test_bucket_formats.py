@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tailrace.storage.manifests.manifest_pages import HEAD_SEGMENTS_MAX, SEGMENT_PAGES_MAX
 from tailrace.storage.manifests.model import (
     ForkParent,
     HeadTombstone,
@@ -23,8 +22,9 @@ from tailrace.storage.manifests.model import (
     segment_page_key,
     sha256_of,
 )
+from tailrace.storage.manifests.pages import HEAD_SEGMENTS_MAX, SEGMENT_PAGES_MAX
 from tailrace.storage.ownership import OWNER_KEY, OwnerRecord
-from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, segment_name
+from tailrace.storage.segments.model import SegmentInfo, make_stream_id, segment_name
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 BUCKET = PAGE[PAGE.index("\n## Bucket\n") :]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tailrace.storage.object_store.byte_budget import ByteBudget
+from tailrace.storage.object_store.cache import ByteBudget
 
 
 def test_it_is_never_exceeded_and_everybody_gets_in() -> None:

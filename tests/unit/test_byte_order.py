@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.pipeline.kernels.arrays import byte_order
-from tailrace.storage.segments.arrow import BINARY, STRING, pa
+from tailrace.storage.segments.parquet import BINARY, STRING, pa
 
 # Values that differ behind eight bytes only, or by zeros at the end.
 _PIECES = st.sampled_from([b"", b"\0", b"a", b"b", b"abcdefgh", b"\xff"])

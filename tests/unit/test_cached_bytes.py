@@ -11,9 +11,8 @@ from tailrace.api.inspection.documents import documents_of
 from tailrace.api.inspection.index_status import Manifest
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
-from tailrace.storage.object_store.disk_cache import ObjectRange, cache_source
-from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
-from tailrace.storage.segments.segments import make_stream_id, stream_prefix
+from tailrace.storage.object_store.cache import LoopTasks, ObjectCache, ObjectRange, cache_source
+from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 HELD = {
     "segments/a.parquet": 100,

@@ -17,12 +17,12 @@ from support.ports import free_port
 from support.segments import STREAM_ID, Entry, entries_of, runs_of, write
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.storage.object_store import object_parts
-from tailrace.storage.object_store.objects import ObjectStore, open_object_store
+from tailrace.storage.object_store import cache as object_parts
+from tailrace.storage.object_store.interface import ObjectStore, open_object_store
 from tailrace.storage.segments import cold_reader
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.segment_reader import Footer
-from tailrace.storage.segments.segments import SegmentInfo, SegmentRows, stream_prefix
+from tailrace.storage.segments.model import SegmentInfo, SegmentRows, stream_prefix
+from tailrace.storage.segments.reader import Footer
 
 T = TypeVar("T")
 PREFIX = stream_prefix(STREAM_ID)

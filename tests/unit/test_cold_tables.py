@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 
-from tailrace.storage.hot_store.cold_tables import DeletedStreamRow, SegmentRow
-from tailrace.storage.hot_store.hot import BlockRow, HotDatabase
+from tailrace.storage.hot_store.database import BlockRow, HotDatabase
+from tailrace.storage.hot_store.tables import DeletedStreamRow, SegmentRow
 
 
 def block(first: int, last: int, time_ns: int, body: bytes) -> BlockRow:

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from tailrace.log.commit import CommitBatch, Committer
-from tailrace.log.journal import JournalFile, JournalScan, files_to_replay
-from tailrace.log.rotation import Journal
+from tailrace.log.journal import Journal, JournalFile, JournalScan, files_to_replay
 
 FILE_BYTES = 4096
 

@@ -9,16 +9,16 @@ import pytest
 
 from support.manifests import CREATED_NS, facts, run_of, segment
 from tailrace.common.clock import FakeClock
-from tailrace.storage.manifests.compaction import REPLACED_MAX, is_in_grace, remember_replaced
-from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.manifests.changes import REPLACED_MAX, is_in_grace, remember_replaced
 from tailrace.storage.manifests.model import (
     ManifestConflictError,
     ManifestHead,
     ReplacedRange,
     StreamDeletedError,
 )
-from tailrace.storage.object_store.objects import ObjectStore, open_object_store
-from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectStore, open_object_store
+from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 from tailrace.storage.sweep import Orphan, Sweeper
 
 STREAM = facts(1).stream_id

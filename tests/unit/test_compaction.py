@@ -16,9 +16,9 @@ from tailrace.pipeline.kernels import compact as compaction
 from tailrace.pipeline.kernels.compact import checksum_of, compact
 from tailrace.pipeline.model import CompactWork, PlanRef, Segment, StreamPlan
 from tailrace.pipeline.worker import stores
-from tailrace.storage.segments import segment_tail
-from tailrace.storage.segments.segment_check import check_segment, file_footer
-from tailrace.storage.segments.segments import CorruptSegmentError, stream_prefix
+from tailrace.storage.segments import reader
+from tailrace.storage.segments.model import CorruptSegmentError, stream_prefix
+from tailrace.storage.segments.reader import check_segment, file_footer
 from tailrace.storage.segments.writer import write_segment
 
 entries = st.lists(
@@ -55,9 +55,9 @@ def test_every_entry_is_kept(parts: list[list[Entry]], json: bool) -> None:
         assert check_segment(joined, info) == []
         whole = [entry for part in parts for entry in part]
         assert (info.first, info.last, info.rows) == (5, 4 + len(whole), len(whole))
-        tail = segment_tail.find_tail(joined, len(joined))
+        tail = reader.find_tail(joined, len(joined))
         assert isinstance(tail, bytes)
-        assert read_all(segment_tail.pack_tail(tail), joined) == whole
+        assert read_all(reader.pack_tail(tail), joined) == whole
         # Once more gives the same bytes, and so the same name.
         assert compact(raws, directory / "again.parquet") == info
         total = sum(checksum_of(raw).total for raw in raws) % (1 << 128)

@@ -22,11 +22,10 @@ from tailrace.storage.compaction import (
     decide_compaction,
     due_compactions,
 )
-from tailrace.storage.coverage import Coverage, MergeRule, due_merges
-from tailrace.storage.merged_care import RollupRetention
-from tailrace.storage.segments.companions import IndexFile, PlanRecord
-from tailrace.storage.segments.offers import PublishRequest
-from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.index_coverage import Coverage, MergeRule, due_merges
+from tailrace.storage.index_work import RollupRetention
+from tailrace.storage.segments.index_files import IndexFile, PlanRecord, PublishRequest
+from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 
 RULE = CompactionRule(segments_min=3, small_bytes=1000, age_ns=0)
 FREE = borders_of(NO_LIFETIME, ())

@@ -10,7 +10,7 @@ import pytest
 
 from support.manifests import facts, run_of
 from tailrace.common.clock import FakeClock
-from tailrace.storage.coverage import (
+from tailrace.storage.index_coverage import (
     Coverage,
     MergeRule,
     build_order,
@@ -18,18 +18,18 @@ from tailrace.storage.coverage import (
     stale_index_files,
     uncovered_segments,
 )
-from tailrace.storage.manifests.companion_change import RETIRED_MAX, IndexFileMissingError
-from tailrace.storage.manifests.companion_pages import (
+from tailrace.storage.manifests.changes import RETIRED_MAX, IndexFileMissingError
+from tailrace.storage.manifests.model import ManifestHead, StreamDeletedError, encode_manifest
+from tailrace.storage.manifests.pages import (
     INDEX_FILE_PAGES_MAX,
     INDEX_FILES_MAX,
     IndexFilePages,
     ListedIndexFiles,
 )
-from tailrace.storage.manifests.manifest import ManifestStore
-from tailrace.storage.manifests.model import ManifestHead, StreamDeletedError, encode_manifest
-from tailrace.storage.object_store.objects import ObjectMissingError, ObjectStore, open_object_store
-from tailrace.storage.segments.companions import IndexFile, PlanRecord, index_file_name
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectMissingError, ObjectStore, open_object_store
+from tailrace.storage.segments.index_files import IndexFile, PlanRecord, index_file_name
+from tailrace.storage.segments.model import stream_prefix
 
 PLAN = "sha256:" + "ab" * 32
 STREAM = facts(1).stream_id

@@ -33,9 +33,9 @@ from tailrace.query.families.parquet_file import ParquetFile
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.families.shelf import Opened, Shelf
 from tailrace.query.family_format import FTS
-from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
-from tailrace.storage.object_store.objects import open_object_store
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
+from tailrace.storage.object_store.interface import open_object_store
+from tailrace.storage.segments.model import stream_prefix
 
 T = TypeVar("T")
 KEY = stream_prefix(STREAM_ID) + "companions/0/col/file"

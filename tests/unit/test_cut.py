@@ -7,8 +7,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.storage.cut import slice_run, split_into_segments
-from tailrace.storage.segments.segments import SegmentRows
+from tailrace.storage.sealer import slice_run, split_into_segments
+from tailrace.storage.segments.model import SegmentRows
 
 
 def run_of(first: int, payloads: list[bytes], separator: int, keyed: bool) -> SegmentRows:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.storage.document_objects import (
+from tailrace.storage.manifests.model import FencedError
+from tailrace.storage.meta_objects import (
     DocumentObjects,
+    MetaCorruptError,
+    MetaObjects,
     document_key,
     restored_document,
     versions_within,
 )
-from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.meta_objects import MetaCorruptError, MetaObjects
-from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.object_store.request_stats import CountingObjectStore, RequestStats
 
 ID = "ab" * 16

@@ -14,7 +14,7 @@ from support.log_model import Append
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log.decide import AppendRequest
-from tailrace.log.inspect import inspect_journal
+from tailrace.log.journal_check import inspect_journal
 from tailrace.log.model import Stream
 from tailrace.log.records import Append as AppendOp
 from tailrace.log.records import Describe, decode_record, encode_record

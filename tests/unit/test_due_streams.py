@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
-from tailrace.storage.due import DueStreams
+from tailrace.storage.seal_schedule import DueStreams
 
 LIMITS = Limits(seal_bytes=1000, seal_entries=10, seal_age_ms=60_000)
 

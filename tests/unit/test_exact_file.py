@@ -22,9 +22,9 @@ from tailrace.query.families.exact_file import FILTERED_ROWS_MIN, ExactFile
 from tailrace.query.families.parquet_file import ParquetFile
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.families.shelf import Shelf
-from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
-from tailrace.storage.object_store.objects import open_object_store
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
+from tailrace.storage.object_store.interface import open_object_store
+from tailrace.storage.segments.model import stream_prefix
 
 KEY = stream_prefix(STREAM_ID) + "companions/0/exact/file"
 IDS = 3 * FILTERED_ROWS_MIN

@@ -8,7 +8,7 @@ from pathlib import Path
 from tailrace.log import journal, records
 from tailrace.log.records import Append
 from tailrace.storage.data_directory import DIRECTORY_VERSION
-from tailrace.storage.hot_store.hot import HotDatabase
+from tailrace.storage.hot_store.database import HotDatabase
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 

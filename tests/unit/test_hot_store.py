@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.storage.hot_store.hot import HOT_STORE_VERSION, HotDatabase
+from tailrace.storage.hot_store.database import HOT_STORE_VERSION, HotDatabase
 
 
 def test_a_reader_can_come_while_a_checkpoint_is_written(tmp_path: Path) -> None:

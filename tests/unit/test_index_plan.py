@@ -16,7 +16,7 @@ from tailrace.query.index_plan import FAMILIES, BuildPlan, IndexPlan, index_plan
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.routing import RoutingKey
 from tailrace.schema.search_config import parse_search
-from tailrace.storage.segments.companions import (
+from tailrace.storage.segments.index_files import (
     IndexFile,
     has_valid_name,
     index_file_name,

@@ -9,11 +9,10 @@ from typing import Any
 import orjson
 
 from support.journals import append, create, flip, write_journal_file
-from tailrace.log.inspect import inspect_journal
 from tailrace.log.journal import MARK_BYTES, file_path
+from tailrace.log.journal_check import inspect_journal
 from tailrace.log.records import Bind, Delete, Meta, Op, Touch
-from tailrace.storage.hot_store.hot import BlockRow, HotDatabase
-from tailrace.storage.hot_store.inspect import inspect_hot_store
+from tailrace.storage.hot_store.database import BlockRow, HotDatabase, inspect_hot_store
 
 RECORDS: list[list[Op]] = [
     [create(1, "a"), append(1, 1, b"first")],

@@ -10,7 +10,7 @@ import pytest
 from support.log_harness import LogHarness, Pending
 from support.log_model import Append, Lifetime
 from tailrace.common.limits import Limits
-from tailrace.log.eviction import evict_idle
+from tailrace.log.commit_path import evict_idle
 
 JSON, TEXT = "application/json", "text/plain"
 EMPTY = Append([], None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from support.manifests import facts, run_of, segment
-from tailrace.storage.manifests.manifest import ManifestStore
-from tailrace.storage.manifests.manifest_pages import HEAD_SEGMENTS_MAX, SEGMENT_PAGES_MAX
-from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.manifests.pages import HEAD_SEGMENTS_MAX, SEGMENT_PAGES_MAX
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import open_object_store
 
 
 def test_a_thousand_segments_fill_a_page() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tailrace.storage import meta_facts
-from tailrace.storage.hot_store.hot import HotDatabase
-from tailrace.storage.hot_store.meta_tables import SECRETS_PREFIX, MetaTables
+from tailrace.storage import meta_objects
+from tailrace.storage.hot_store.database import HotDatabase
+from tailrace.storage.hot_store.tables import SECRETS_PREFIX, MetaTables
 from tailrace.storage.manifests.model import FencedError
 from tailrace.storage.meta_objects import (
     MetaCorruptError,
@@ -22,7 +22,7 @@ from tailrace.storage.meta_objects import (
     key_fingerprint,
     subscription_key,
 )
-from tailrace.storage.object_store.objects import check_key, open_object_store
+from tailrace.storage.object_store.interface import check_key, open_object_store
 from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.model import HEAD_PREFIX, Head, Link, SetHead, SetLink, Wake, restore, saved
 
@@ -34,9 +34,9 @@ def names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def test_the_fields_are_those_the_subscriptions_write() -> None:
-    assert names(Config) == meta_facts.CONFIG_FIELDS
-    assert names(Head) == meta_facts.SUBSCRIPTION_FIELDS
-    assert names(Link) == meta_facts.LINK_FIELDS
+    assert names(Config) == meta_objects.CONFIG_FIELDS
+    assert names(Head) == meta_objects.SUBSCRIPTION_FIELDS
+    assert names(Link) == meta_objects.LINK_FIELDS
 
 
 def test_a_subscription_survives_being_an_object() -> None:
@@ -46,10 +46,10 @@ def test_a_subscription_survives_being_an_object() -> None:
         SetLink("c", Link("-1", False, True)),
     ]
     facts = {key: value for key, value in saved("s", changes) if value is not None}
-    found = meta_facts.subscription_object(HEAD_PREFIX + "s", facts, 3)
+    found = meta_objects.subscription_object(HEAD_PREFIX + "s", facts, 3)
     assert (found.id, found.wake_generation, found.as_of) == ("s", 7, 3)
     again = msgspec.json.decode(msgspec.json.encode(found), type=SubscriptionObject)
-    subs, orphans = restore(meta_facts.subscription_facts(again).items())
+    subs, orphans = restore(meta_objects.subscription_facts(again).items())
     assert not orphans
     assert subs["s"].head == msgspec.structs.replace(HEAD, wake=None)
     assert subs["s"].links == {"a/b": Link("0" * 26, True, False), "c": Link("-1", False, True)}
@@ -62,7 +62,7 @@ def test_cursors_are_set_back_and_never_forward() -> None:
     ]
     found = SubscriptionObject(id="s", config={}, created_ms=0, links=links, wake_generation=3)
     tails = {"past": "4", "before": "4", "none": "4"}
-    restored = meta_facts.restored_subscription(found, tails.get)
+    restored = meta_objects.restored_subscription(found, tails.get)
     assert [link.acked for link in restored.links] == ["4", "2", "9", "-1"]
     assert restored.wake_generation > 3 + 10_000
 
@@ -158,7 +158,7 @@ def test_the_example_in_the_documentation_is_a_subscription() -> None:
     written = text.replace("\n", "").encode()
     found = msgspec.json.decode(written, type=SubscriptionObject)
     assert msgspec.json.encode(found, order="sorted") == written
-    assert meta_facts.subscription_facts(found).keys() == {
+    assert meta_objects.subscription_facts(found).keys() == {
         "subscription/orders",
         "subscription-link/orders/orders/1",
     }

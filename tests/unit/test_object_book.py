@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.storage.object_store.disk_cache import DiskCache, ObjectRange, cache_source
-from tailrace.storage.object_store.objects import ObjectMissingError, open_object_store
+from tailrace.storage.object_store.cache import DiskCache, ObjectRange, cache_source
+from tailrace.storage.object_store.interface import ObjectMissingError, open_object_store
 from tailrace.storage.object_store.request_stats import (
     CountingObjectStore,
     RequestStats,
     stream_and_artifact,
 )
-from tailrace.storage.segments.segments import make_stream_id, stream_prefix
+from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 ONE, TWO = make_stream_id("one", 0), make_stream_id("two", 0)
 

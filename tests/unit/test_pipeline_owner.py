@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.pipeline.owner import Owner, RefusedError, UnreachableError
 from tailrace.pipeline.run import PAUSE_S_DONE, Tries
-from tailrace.storage.segments.offers import PublishRequest
+from tailrace.storage.segments.index_files import PublishRequest
 
 PUBLICATION = PublishRequest(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])
 

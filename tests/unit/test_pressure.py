@@ -12,7 +12,7 @@ from support.log_model import Append
 from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
 from tailrace.log.transaction import ignore_reply
-from tailrace.storage.pressure import SealBacklog
+from tailrace.storage.seal_schedule import SealBacklog
 
 BOUND = 100_000
 ENTRY = b"x" * 1000

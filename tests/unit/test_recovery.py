@@ -13,6 +13,7 @@ from tailrace.log.journal import (
     HEADER,
     HEADER_BYTES,
     MARK_BYTES,
+    Journal,
     JournalCorruptError,
     checksum_seed,
     encode_mark,
@@ -22,7 +23,6 @@ from tailrace.log.journal import (
 from tailrace.log.model import Stream
 from tailrace.log.records import Op, encode_record
 from tailrace.log.recovery import replay_journal
-from tailrace.log.rotation import Journal
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.checkpointer import checkpoint_file
 

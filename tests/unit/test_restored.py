@@ -11,7 +11,7 @@ from tailrace.log.decide import resolve_position
 from tailrace.log.model import Stream
 from tailrace.protocol.offsets import parse_offset
 from tailrace.storage.manifests.model import ForkParent, HeadTombstone, ManifestHead, RecordedLifetime
-from tailrace.storage.restored import (
+from tailrace.storage.restore import (
     ForkSource,
     SegmentTotals,
     raise_epoch,
@@ -20,7 +20,7 @@ from tailrace.storage.restored import (
     restored_ranges,
     restored_stream,
 )
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.model import SegmentInfo
 
 
 def head(**more: object) -> ManifestHead:

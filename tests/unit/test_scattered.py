@@ -14,8 +14,8 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log.history import MissingBlock, StoredSegment
 from tailrace.log.model import Block, Stream
+from tailrace.log.reader import PointReader
 from tailrace.log.records import Trim
-from tailrace.log.scattered import PointReader
 
 JSON = "application/json"
 SEGMENT_ROWS = 5

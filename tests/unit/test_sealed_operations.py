@@ -13,7 +13,7 @@ from support.log_model import Append
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, decode_record, encode_record
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.model import SegmentInfo
 
 TEXT = "text/plain"
 

@@ -24,7 +24,7 @@ from tailrace.query.aggregate_run import Aggregator
 from tailrace.query.execute import Searcher
 from tailrace.query.search_request import Asked, bind_request
 from tailrace.query.tail_index import TailIndex
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.model import SegmentInfo
 
 JSON = "application/json"
 FAR_S = 600.0

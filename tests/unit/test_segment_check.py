@@ -10,9 +10,9 @@ import pytest
 
 from support.cli import tailrace
 from support.segments import NAME, STREAM_ID, Entry, runs_of, write
-from tailrace.storage.object_store.objects import open_object_store
-from tailrace.storage.segments.segment_check import check_segment, describe_segment
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.object_store.interface import open_object_store
+from tailrace.storage.segments.model import stream_prefix
+from tailrace.storage.segments.reader import check_segment, describe_segment
 
 ENTRIES = [Entry(b'{"n":%d}' % index, 10**18 + index, b"k") for index in range(1500)]
 

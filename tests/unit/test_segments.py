@@ -13,15 +13,15 @@ import pytest
 import xxhash
 
 from support.segments import STREAM_ID, Entry, read_all, run_of, runs_of, write
-from tailrace.storage.segments import segment_tail
-from tailrace.storage.segments.segment_reader import Footer, read_row_group
-from tailrace.storage.segments.segments import (
+from tailrace.storage.segments import reader
+from tailrace.storage.segments.model import (
     CorruptSegmentError,
     SegmentRows,
     make_stream_id,
     segment_name,
     stream_prefix,
 )
+from tailrace.storage.segments.reader import Footer, read_row_group
 from tailrace.storage.segments.writer import write_segment
 
 HOUR_NS = 3_600_000_000_000
@@ -43,7 +43,7 @@ def test_names() -> None:
 
 
 def test_naming_segments_does_not_cost_an_import_of_arrow() -> None:
-    script = "import sys, tailrace.storage.segments.segments, tailrace.storage.segments.cold_reader; print('pyarrow' in sys.modules)"
+    script = "import sys, tailrace.storage.segments.model, tailrace.storage.segments.cold_reader; print('pyarrow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -156,21 +156,21 @@ def test_the_footer_is_found_from_any_length_of_the_end(tmp_path: Path) -> None:
         found: bytes | int = len(raw) - guess
         looks = 0
         while not isinstance(found, bytes):
-            found = segment_tail.find_tail(raw[found:], len(raw))
+            found = reader.find_tail(raw[found:], len(raw))
             looks += 1
-        assert segment_tail.pack_tail(found) == made.footer
+        assert reader.pack_tail(found) == made.footer
         assert looks <= 3
     for wrong in (b"", b"PAR1", bytes(100), raw[:-1]):
         with pytest.raises(CorruptSegmentError):
-            segment_tail.find_tail(wrong, len(wrong))
+            reader.find_tail(wrong, len(wrong))
 
 
 def _read_damaged(raw: bytes) -> list[Entry] | None:
     """The entries of a file, or None if its damage was noticed."""
     try:
-        found = segment_tail.find_tail(raw, len(raw))
+        found = reader.find_tail(raw, len(raw))
         assert isinstance(found, bytes)
-        return read_all(segment_tail.pack_tail(found), raw)
+        return read_all(reader.pack_tail(found), raw)
     except CorruptSegmentError:
         return None
 
@@ -218,16 +218,16 @@ def test_a_row_group_that_is_cut_short_or_another_one_is_refused(tmp_path: Path)
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "newer.parquet"
     made = write(path, runs_of(1, orders(3), True), True)
-    tail = bytearray(segment_tail.unpack_tail(made.footer))
+    tail = bytearray(reader.unpack_tail(made.footer))
     marker = b"tailrace.version\x18\x01"
     at = tail.index(marker) + len(marker)
     tail[at : at + 1] = b"9"
     for key in (b"tailrace.footer_xxh3", b"tailrace.index_xxh3"):
         at = tail.index(key) + len(key) + 2
         tail[at : at + 16] = b"0" * 16
-    segment_tail.stamp_checksums(tail)
+    reader.stamp_checksums(tail)
     with pytest.raises(CorruptSegmentError, match="format 9"):
-        Footer(segment_tail.pack_tail(tail))
+        Footer(reader.pack_tail(tail))
 
 
 def test_every_fact_of_a_segment_is_documented(tmp_path: Path) -> None:

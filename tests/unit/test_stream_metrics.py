@@ -14,8 +14,8 @@ from tailrace.api.stream_metrics.series import DROPPED, OTHER, SeriesBook, Sourc
 from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import DAY_MS, Limits
-from tailrace.log.system import METRICS_STREAM
-from tailrace.log.traffic import StreamTraffic, TrafficCounts
+from tailrace.log.publish import StreamTraffic, TrafficCounts
+from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.profiles.metrics import normalise
 from tailrace.storage.retention import has_bounds
 

@@ -13,11 +13,11 @@ import pytest
 from support.buckets import fill, named, upload
 from support.manifests import CREATED_NS, CrashError, CrashingObjects, facts, run_of, segment
 from tailrace.common.clock import SYSTEM_CLOCK, FakeClock
-from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import ManifestHead
-from tailrace.storage.object_store.bucket import list_objects
-from tailrace.storage.object_store.objects import ObjectStore, open_object_store
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectStore, open_object_store
+from tailrace.storage.object_store.listing import list_objects
+from tailrace.storage.segments.model import stream_prefix
 from tailrace.storage.sweep import Orphan, Sweeper
 from tailrace.storage.verify import Verifier, VerifyFinding
 

@@ -15,24 +15,23 @@ import pytest
 from support.manifests import CrashError, CrashingObjects, facts, segment
 from tailrace.common.clock import SYSTEM_CLOCK, Clock, FakeClock
 from tailrace.common.limits import Limits
-from tailrace.log.catalogue import INDEX_DOCUMENT, encode_plans
+from tailrace.log.segment_catalogue import INDEX_DOCUMENT, encode_plans
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.companion_seal import IndexFileSealer
-from tailrace.storage.document_objects import DocumentObject, document_key
-from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.index_publication import IndexFileSealer
 from tailrace.storage.manifests.model import ManifestHead
-from tailrace.storage.meta_objects import MetaObjects
-from tailrace.storage.object_store.bucket import list_objects
-from tailrace.storage.object_store.objects import ObjectStore, open_object_store
-from tailrace.storage.seal_job import ManifestPublication, SealerJob, SealerReport
-from tailrace.storage.segments.companions import (
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.meta_objects import DocumentObject, MetaObjects, document_key
+from tailrace.storage.object_store.interface import ObjectStore, open_object_store
+from tailrace.storage.object_store.listing import list_objects
+from tailrace.storage.sealer_process import ManifestPublication, SealerJob, SealerReport
+from tailrace.storage.segments.index_files import (
     IndexFile,
     PlanHistory,
     PlanRecord,
     index_file_name,
     plan_name,
 )
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.segments.model import stream_prefix
 from tailrace.storage.sweep import Orphan, Sweeper
 
 _NAMES = count()

@@ -15,10 +15,9 @@ from tailrace.log.decide import CreateRequest
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Sealed, Trim
 from tailrace.log.transaction import ignore_reply
-from tailrace.storage.hot_store.trim_tables import ForkRow
-from tailrace.storage.retention import SECOND_NS
+from tailrace.storage.hot_store.tables import ForkRow
+from tailrace.storage.retention import SECOND_NS, reached_by_forks
 from tailrace.storage.retention_service import SCAN_COUNT, scan_due_streams
-from tailrace.storage.stored import reached_by_forks
 
 TEXT = "text/plain"
 START = (-(2**63), 0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.storage.hot_store.hot import BlockRow, FileSpace, HotDatabase
-from tailrace.storage.vacuum import SLACK_BYTES, STEP_PAGES, excess_pages, is_vacuum_due, vacuum_step
+from tailrace.storage.checkpointer import SLACK_BYTES, STEP_PAGES, excess_pages, is_vacuum_due, vacuum_step
+from tailrace.storage.hot_store.database import BlockRow, FileSpace, HotDatabase
 
 PAGE = 8192
 BODY = b"x" * (256 * 1024)

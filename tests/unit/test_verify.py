@@ -12,10 +12,10 @@ import pytest
 
 from support.buckets import fill, named, overwrite, upload
 from support.manifests import CREATED_NS, segment
-from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import ManifestHead, encode_manifest
-from tailrace.storage.object_store.objects import ObjectStore, open_object_store
-from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectStore, open_object_store
+from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 from tailrace.storage.verify import Verifier, VerifyFinding, VerifyReport
 
 _NAMES = count()

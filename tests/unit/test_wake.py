@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tailrace.log.model import LiveReader, Stream
-from tailrace.log.wake import READERS_PER_TURN, Waker
+from tailrace.log.publish import READERS_PER_TURN, Waker
 
 MANY = 3 * READERS_PER_TURN + 1
 

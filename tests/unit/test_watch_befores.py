@@ -12,7 +12,7 @@ from msgspec import Raw
 from support.watch_room import DATABASE, Room
 from tailrace.api.watch.resume import resume
 from tailrace.api.watch.subscribing import subscribe
-from tailrace.log.together import append_to_streams
+from tailrace.log.log import append_to_streams
 from tailrace.watch.befores import ENTRY_BYTES, Befores, Bounds
 from tailrace.watch.change import NULL, BeforeUnknownError, ChangeEntry, Images, Prev, decode, encode
 

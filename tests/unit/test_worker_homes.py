@@ -19,7 +19,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.http import Exchange, HttpServer
 from tailrace.http.relay import PeerClient
-from tailrace.log import stalls
+from tailrace.log import commit_path
 from tailrace.log.decide import CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.transaction import ignore_reply
@@ -71,7 +71,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", held)
-        patch.setattr(stalls, "STALL_CHECK_S", 0.001)
+        patch.setattr(commit_path, "STALL_CHECK_S", 0.001)
         try:
             yield going_on
         finally:

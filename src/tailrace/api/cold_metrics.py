@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tailrace.api.companion_files import CompanionFiles
 from tailrace.common.server_metrics import ServerMetrics
-from tailrace.storage.seal import SealingService
+from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 
 

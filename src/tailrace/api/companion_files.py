@@ -12,7 +12,7 @@ from tailrace.log.log import Log
 from tailrace.query.families.keys import KeyLibrary
 from tailrace.query.families.library import Library
 from tailrace.query.families.shelf import Shelf
-from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
+from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 
 if TYPE_CHECKING:
     from tailrace.api.app import TailraceApp

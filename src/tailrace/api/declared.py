@@ -21,8 +21,8 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Setting, SettingsError, parse_setting
 from tailrace.common.timestamps import parse_duration_s
 from tailrace.log.decide import CreateRequest
-from tailrace.log.durable import await_commit
 from tailrace.log.model import Lifetime, Stream
+from tailrace.log.transaction import await_commit
 from tailrace.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
 from tailrace.protocol.http_headers import is_json
 from tailrace.protocol.stream_names import check_creatable_name

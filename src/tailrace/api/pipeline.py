@@ -21,19 +21,18 @@ from tailrace.api.pipeline_state import FAMILIES, Demand, Heartbeat, PipelineSta
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.log.catalogue import durable_plans
 from tailrace.log.model import Stream
+from tailrace.log.segment_catalogue import durable_plans
 from tailrace.protocol.query_params import parse_query
-from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.storage.index_publication import OBJECTS_MAX, PublicationService
+from tailrace.storage.index_work import IndexWork
 from tailrace.storage.manifests.model import ManifestError
-from tailrace.storage.object_store.objects import ObjectStoreError
-from tailrace.storage.publication import OBJECTS_MAX
-from tailrace.storage.publishing import PublicationService
-from tailrace.storage.seal import SealingService
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectStoreError
+from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.offers import PublishRequest
-from tailrace.storage.segments.segments import make_stream_id
-from tailrace.storage.work import IndexWork
+from tailrace.storage.segments.index_files import PublishRequest
+from tailrace.storage.segments.model import make_stream_id
 
 PREFIX: Final = b"/v1/pipeline/"
 PLAN, PUBLISH, HEARTBEAT = PREFIX + b"plan", PREFIX + b"publish", PREFIX + b"heartbeat"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from tailrace.api.pipeline_state import STATES
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log.model import Stream
-from tailrace.log.outbox import has_index_files
 from tailrace.log.records import Op, Published, Sealed
+from tailrace.log.system_streams import has_index_files
 
 if TYPE_CHECKING:
     from tailrace.api.pipeline import PipelineRoutes

@@ -11,19 +11,18 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import SCHEMA
 from tailrace.api.inspection.documents import profile_kind_of
 from tailrace.common.errors import TailraceError
-from tailrace.log.catalogue import decode_plans, durable_plans
 from tailrace.log.model import Stream
-from tailrace.log.outbox import has_index_files
+from tailrace.log.segment_catalogue import decode_plans, durable_plans
+from tailrace.log.system_streams import has_index_files
 from tailrace.profiles.profile import read_profile
 from tailrace.query.index_plan import IndexPlan, index_plan, store_plan
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.storage.coverage import IndexMerge, UncoveredSegment
-from tailrace.storage.merged_care import RollupRewrite
-from tailrace.storage.seal import SealingService
-from tailrace.storage.seal_job import ManifestPublication
-from tailrace.storage.segments.companions import PlanRecord, plan_name
-from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, stream_prefix
-from tailrace.storage.work import IndexWork, StreamIndexWork
+from tailrace.storage.index_coverage import IndexMerge, UncoveredSegment
+from tailrace.storage.index_work import IndexWork, RollupRewrite, StreamIndexWork
+from tailrace.storage.sealer_process import ManifestPublication
+from tailrace.storage.sealing import SealingService
+from tailrace.storage.segments.index_files import PlanRecord, plan_name
+from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix
 
 JOBS: Final = ("companions", "merge", "compact", "match", "shadow")
 LAYOUT: Final = 1

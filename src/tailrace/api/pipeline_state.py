@@ -9,8 +9,8 @@ import msgspec
 
 from tailrace.api.context import Context
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.storage.publishing import PublicationService
-from tailrace.storage.work import IndexWork
+from tailrace.storage.index_publication import PublicationService
+from tailrace.storage.index_work import IndexWork
 
 FRESH_S: Final = 60.0  # a heartbeat that is older counts for nothing
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")

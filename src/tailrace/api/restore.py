@@ -11,7 +11,7 @@ from tailrace.common.settings import Settings
 from tailrace.storage.data_directory import DataDirectory
 
 if TYPE_CHECKING:
-    from tailrace.storage.bootstrap_report import BootstrapReport
+    from tailrace.storage.bootstrap import BootstrapReport
 
 
 async def restore(

@@ -42,7 +42,7 @@ def _encode(
     labels: EntryLabels,
     payloads: list[ReadPart],
 ) -> ReadPart:
-    from tailrace.storage.segments.arrow import encode_entries
+    from tailrace.storage.segments.parquet import encode_entries
 
     count = len(numbers)
     assert count == len(payloads) <= len(labels.times)

@@ -20,8 +20,8 @@ from tailrace.api.contracts import cut
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.log.decide import AppendRequest
-from tailrace.log.durable import await_commit
 from tailrace.log.model import Stream
+from tailrace.log.transaction import await_commit
 from tailrace.profiles.profile import Profile
 from tailrace.protocol.query_params import parse_query
 from tailrace.schema.record import UnusableRecordError, dump_record, load_record

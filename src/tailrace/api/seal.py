@@ -12,7 +12,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
-from tailrace.storage.seal import SealingService
+from tailrace.storage.sealing import SealingService
 
 PATH = b"/v1/server/_seal"
 

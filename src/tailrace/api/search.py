@@ -21,8 +21,8 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
-from tailrace.log.scattered import PointReader
-from tailrace.log.segment_list import read_segments
+from tailrace.log.reader import PointReader
+from tailrace.log.segment_catalogue import read_segments
 from tailrace.protocol.http_headers import SEARCH_HEADERS, expose_headers_line, header_line
 from tailrace.query.chunk_process import ChunkProcess
 from tailrace.query.context_fields import with_context_fields
@@ -34,7 +34,7 @@ from tailrace.query.tail_index import TailIndex
 from tailrace.query.view import View
 from tailrace.schema.body import invalid
 from tailrace.schema.registry import read_registry
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.model import SegmentInfo
 
 logger = logging.getLogger("tailrace.api")
 

@@ -52,12 +52,12 @@ from tailrace.common.settings_loading import CONFIG_NAME, unknown_variable_warni
 from tailrace.http.exchange import App
 from tailrace.http.server import HttpServer
 from tailrace.http.tls import Certificate
-from tailrace.log import registry_snapshot
+from tailrace.log import listing
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
 from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.data_directory import DataDirectory
-from tailrace.storage.seal import SealingService
+from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.subscriptions.service import SubscriptionService
 
@@ -202,7 +202,7 @@ class Server:
         self._memory.start()
         self._stream_metrics.start()
         self._checkpoints.start()
-        await registry_snapshot.republish_registry(self.log)
+        await listing.republish_registry(self.log)
         if self._declared is not None and self.log.refusal is None:
             logger.info("%d declared streams are there", await self._declared.make())
         self.sealing.start()

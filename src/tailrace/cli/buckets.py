@@ -16,7 +16,7 @@ from tailrace.cli.failures import UnreadableError, UsageError
 
 if TYPE_CHECKING:
     from tailrace.common.settings import Settings
-    from tailrace.storage.object_store.objects import ObjectStore
+    from tailrace.storage.object_store.interface import ObjectStore
 
 _GROUP: Final = Group("Object store and output", sort_key=9)
 _REDRAW_S: Final = 0.2
@@ -60,7 +60,7 @@ DEFAULT: Final = Bucket()
 @asynccontextmanager
 async def opened(settings: Settings) -> AsyncGenerator[ObjectStore]:
     """The store; what goes wrong with it becomes one kind of failure."""
-    from tailrace.storage.object_store.objects import ObjectStoreError, open_object_store
+    from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
 
     url = settings.object_store_url
     _check_directory(url, settings)

@@ -232,7 +232,7 @@ def _files(settings: Settings) -> Finding:
 def _stored(settings: Settings) -> Iterator[Finding]:
     """Everything a start would replay. One damaged record that was acknowledged, and no server starts."""
     from tailrace.common.errors import TailraceError
-    from tailrace.storage.directory_check import check_directory
+    from tailrace.storage.verify import check_directory
     from tailrace.workers.layout import is_unused, worker_paths
 
     try:

@@ -48,8 +48,8 @@ def journal(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
     The exit code is 1 if the journal is damaged, so that a server would refuse to start. A last record that a
     crash cut short is no damage.
     """
-    from tailrace.log.inspect import inspect_journal
-    from tailrace.storage.directory_check import check_directory
+    from tailrace.log.journal_check import inspect_journal
+    from tailrace.storage.verify import check_directory
 
     damage: list[str] = []
     for worker, path in _workers(data_dir):
@@ -71,8 +71,8 @@ def hot(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
 
     The exit code is 1 if it cannot be read. `tailrace verify` looks at all of its pages.
     """
-    from tailrace.storage.directory_check import check_hot_store
-    from tailrace.storage.hot_store.inspect import inspect_hot_store
+    from tailrace.storage.hot_store.database import inspect_hot_store
+    from tailrace.storage.verify import check_hot_store
 
     damage: list[str] = []
     for worker, path in _workers(data_dir):
@@ -98,7 +98,7 @@ def segment(
     json: AsJson = False,
 ) -> None:
     """Print what a segment says about itself and where its row groups are, and check all of its checksums."""
-    from tailrace.storage.segments.segment_check import describe_entries, describe_segment
+    from tailrace.storage.segments.reader import describe_entries, describe_segment
 
     raw = _segment_bytes(where, object_store or (data_dir.absolute() / "objects").as_uri())
     described = describe_segment(raw, where)
@@ -135,9 +135,8 @@ def manifest(
 async def _manifest(stream: str, bucket: Bucket, with_segments: bool) -> None:
     from msgspec.structs import asdict
 
-    from tailrace.storage.manifests.manifest import ManifestStore
-    from tailrace.storage.manifests.manifest_lookup import describe_head, find_heads
     from tailrace.storage.manifests.model import ManifestError
+    from tailrace.storage.manifests.store import ManifestStore, describe_head, find_heads
 
     async with opened(bucket.settings()) as objects:
         manifests = ManifestStore(objects, 0)
@@ -187,7 +186,11 @@ def token(
 def _segment_bytes(where: str, url: str) -> bytes:
     if Path(where).is_file():
         return Path(where).read_bytes()
-    from tailrace.storage.object_store.objects import ObjectMissingError, ObjectStoreError, open_object_store
+    from tailrace.storage.object_store.interface import (
+        ObjectMissingError,
+        ObjectStoreError,
+        open_object_store,
+    )
 
     async def fetch() -> bytes:
         objects = open_object_store(url)

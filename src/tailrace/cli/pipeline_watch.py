@@ -248,7 +248,7 @@ def _running(session: Session, engine: Engine, *, asks_server: bool = True) -> G
     from tailrace.pipeline.watch.versions import VersionError
     from tailrace.pipeline.watch.views import PublicationError
     from tailrace.spark.options import OptionError
-    from tailrace.storage.object_store.objects import ObjectStoreError
+    from tailrace.storage.object_store.interface import ObjectStoreError
 
     given = {"endpoint": session.url} | ({"token": session.token} if session.token else {})
     print("starting Spark, a few seconds ...", file=sys.stderr, flush=True)

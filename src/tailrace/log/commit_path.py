@@ -1,4 +1,12 @@
-"""The way of every change: admitted, submitted, durable, published; or failed, and taken back.
+"""The path of every change: admission, commit, publication or rollback, and eviction after a checkpoint.
+
+What memory may let go of once the hot store has it.
+
+Nobody waits for ever: a commit that takes too long is answered, though it may still succeed.
+
+Back to the last durable state, after a commit that failed.
+
+The way of every change: admitted, submitted, durable, published; or failed, and taken back.
 
 What the changes are is the business of `Log`, which is made on top of this.
 """
@@ -6,27 +14,187 @@ What the changes are is the business of `Log`, which is made on top of this.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.log import system_streams
 from tailrace.log.commit import CommitBatch, Committer
-from tailrace.log.eviction import evict_idle, release_checkpointed
+from tailrace.log.journal import Journal, JournalCorruptError
 from tailrace.log.model import Stream
 from tailrace.log.publish import Publisher, send_reply
 from tailrace.log.records import Meta, encode_record
 from tailrace.log.recovery import ReplayResult, replay_journal, sync_tail
-from tailrace.log.rollback import Rollback, journal_unwritable, outcome_unknown
-from tailrace.log.rotation import Journal
-from tailrace.log.stalls import StalledCommits
 from tailrace.log.stored_streams import StoredStreams
+from tailrace.log.streams import Streams
 from tailrace.log.transaction import Reply, Transaction, ignore_reply
 from tailrace.storage.data_directory import make_directory
 
+NEVER_EVICTED = (
+    system_streams.REGISTRY_STREAM,
+    system_streams.SEGMENTS_STREAM,
+)  # their bounds are settings, which the hot store does not have
+
+
+def release_checkpointed(streams: Streams, seq: int) -> list[Stream]:
+    """Frees what was published up to this journal file; the answer is which streams had records in it."""
+    touched: list[Stream] = []
+    for file in [file for file in streams.touched if file <= seq]:
+        for stream in streams.touched.pop(file):
+            if not stream.removed:
+                streams.drop_through(stream, seq)
+                touched.append(stream)
+    for name in [name for name, file in streams.changed_names.items() if file <= seq]:
+        del streams.changed_names[name]
+        streams.tombstones.pop(name, None)
+    for number in [number for number, file in streams.removed.items() if file <= seq]:
+        del streams.removed[number]
+    streams.folded(seq)
+    return touched
+
+
+def evict_idle(streams: Streams, seq: int) -> None:
+    """Forgets streams that nobody uses and the hot store has; the name index finds them again."""
+    for stream in list(streams.by_number.values()):
+        in_use = stream.readers is not None or stream.batch is not None or stream.live
+        in_use = in_use or stream.forks or stream.leaving
+        saved = stream.recent_file <= seq and stream.touched_ns == stream.touched_saved_ns
+        if (
+            saved
+            and not in_use
+            and stream.visible == stream.stored
+            and not stream.name.startswith(NEVER_EVICTED)
+        ):
+            streams.forget(stream)
+
+
+STALL_CHECK_S = 0.5
+APPEND_TIMED_OUT = TailraceError(
+    "append_timeout",
+    "append timed out; append outcome is unknown, check Stream-Next-Offset before retrying",
+)
+
+
+class StalledCommits:
+    """Looks at the batches on their way now and then, and only while there are any."""
+
+    def __init__(self, committer: Committer, patience_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        self._committer = committer
+        self._patience_s = patience_s
+        self._loop = loop
+        self.timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        self.timer = self._loop.call_later(STALL_CHECK_S, self._check)
+
+    def stop(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def _check(self) -> None:
+        self.timer = None
+        for batch in self._committer.older_than(self._patience_s):
+            waiting, batch.waiting = batch.waiting, []
+            for item in batch.items:
+                assert type(item) is Transaction
+                reply, item.reply = item.reply, ignore_reply
+                reply(item, APPEND_TIMED_OUT)
+            for settled in waiting:
+                settled(APPEND_TIMED_OUT)
+        if not self._committer.idle:
+            self.watch()
+
+
 logger = logging.getLogger("tailrace.log")
+
+_PRESERVED_FIELDS = frozenset({"readers", "live"})
+
+
+class Rollback:
+    """Takes back what failed commits had assigned, as soon as the disk can be read."""
+
+    def __init__(self, streams: Streams, store: StoredStreams, journal: Journal) -> None:
+        self._streams = streams
+        self._store = store
+        self._journal = journal
+        self._undone: dict[int, Stream] | None = None  # streams of a failure that is not rolled back yet
+
+    def begin(self, batches: Sequence[CommitBatch]) -> None:
+        """None of these happened."""
+        self._undone = {}
+        for batch in batches:
+            for item in batch.items:
+                assert isinstance(item, Transaction)
+                self._undone |= {stream.number: stream for stream in item.streams if stream is not None}
+
+    def roll_back(self) -> bool:
+        """Rebuilds the state from disk. What readers see is not touched by it, so it can be tried again."""
+        if self._undone is None:
+            return True
+        journal = self._journal
+        try:
+            # One view of the hot store, whatever the checkpointer does to it meanwhile.
+            with self._store.snapshot():
+                durable = replay_journal(
+                    journal.directory, self._store, (journal.durable_seq, journal.durable_end)
+                )
+                durable.streams.on_loaded = self._streams.on_loaded
+                roll_back(self._streams, durable.streams, self._undone)
+        except (OSError, TailraceError, JournalCorruptError):
+            logger.exception("the last durable state cannot be read; trying again")
+            return False
+        self._undone = None
+        return True
+
+
+def journal_unwritable(error: OSError) -> TailraceError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return TailraceError("insufficient_storage", "the disk is full")
+    return TailraceError("unavailable", "the journal cannot be written; the server is trying to recover")
+
+
+def outcome_unknown(refusal: TailraceError) -> TailraceError:
+    """For a change that was written to a journal file which then could neither be synced nor cut.
+
+    Always 503: clients repeat a request after 507, which promises that nothing was changed.
+    """
+    message = f"{refusal.message}; the outcome of this request is unknown, check the stream before retrying"
+    return TailraceError("unavailable", message, outcome="unknown")
+
+
+def roll_back(streams: Streams, durable: Streams, known: Mapping[int, Stream]) -> None:
+    """Puts a state rebuilt from disk into `streams`, and into the objects that readers hold on to.
+
+    `known` are streams by number that somebody may hold although `streams` has let go of them, because their
+    deletion was decided and then failed.
+    """
+    for number, stream in {**known, **streams.by_number}.items():
+        fresh = durable.get(number)
+        if fresh is None:
+            stream.removed = True  # its creation failed, or its deletion was durable
+            continue
+        restore_stream(stream, fresh)
+        durable.by_number[number] = stream
+        durable.by_name[stream.name] = stream
+    for file, touched in durable.touched.items():
+        durable.touched[file] = [durable.by_number.get(stream.number, stream) for stream in touched]
+    durable.file = streams.file
+    vars(streams).update(vars(durable))
+
+
+def restore_stream(stream: Stream, fresh: Stream) -> None:
+    """Gives a stream its durable state back, keeping its identity and whoever waits on it."""
+    # Renewals by readers are written down late; they did happen.
+    touched_ns = max(stream.touched_ns, fresh.touched_ns)
+    for slot in Stream.__slots__:
+        if slot not in _PRESERVED_FIELDS:
+            setattr(stream, slot, getattr(fresh, slot))
+    stream.touched_ns = touched_ns
+
 
 LARGE_CHANGE_BYTES = 64 * 1024  # of one append, when memory is short
 # A journal file is checkpointed whole, and appends that have no room wait for that: files are short then.

@@ -15,14 +15,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.compaction import replacement_segment
 from tailrace.log.decide import offset_gone
 from tailrace.log.model import Block, Stream
+from tailrace.log.segment_catalogue import replacement_segment
 from tailrace.log.stored_streams import StoredStreams, decode_block
 from tailrace.log.streams import Streams
-from tailrace.storage.hot_store.cold_tables import SegmentRow
+from tailrace.storage.hot_store.tables import SegmentRow
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.segments import SegmentInfo, make_stream_id, stream_prefix
+from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix
 
 HISTORY_THREADS = 2
 _SEGMENT_INFO = msgspec.msgpack.Decoder(SegmentInfo)

@@ -1,11 +1,18 @@
-"""Whether a journal could be replayed: every file that a start would read, without changing anything.
+"""Read-only diagnosis of a journal: whether it could be replayed, and what its files hold.
+
+Whether a journal could be replayed: every file that a start would read, without changing anything.
 
 It may run beside a server. A file that is retired meanwhile is not missed: the caller asks again with what
 the hot store has by then.
+
+What the journal's files hold, for people: nothing is changed, and damage is reported instead of raised.
+
+Safe beside a running server: files are only read, and one that is retired meanwhile is said to be gone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,14 +20,37 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.log.journal import (
+    FRAME,
+    FRAME_BYTES,
+    HEADER_BYTES,
+    MARK,
     JournalCorruptError,
     JournalHeader,
     JournalScan,
+    checksum_seed,
+    crc32c_extend,
     files_to_replay,
+    last_mark,
     list_files,
     read_header,
 )
-from tailrace.log.records import UNREADABLE_ERRORS, decode_record
+from tailrace.log.records import (
+    UNREADABLE_ERRORS,
+    Append,
+    Bind,
+    Compacted,
+    Create,
+    Delete,
+    Describe,
+    Meta,
+    Op,
+    Published,
+    Recorded,
+    Sealed,
+    Touch,
+    Trim,
+    decode_record,
+)
 
 
 class JournalProblem(NamedTuple):
@@ -118,3 +148,173 @@ def _add_problem(problems: list[JournalProblem], file: str, text: str) -> None:
     problem = JournalProblem(file, text.removeprefix(f"{file}: "))
     if problem not in problems:
         problems.append(problem)
+
+
+_KINDS: dict[type, str] = {
+    Create: "create",
+    Delete: "delete",
+    Touch: "touch",
+    Meta: "meta",
+    Bind: "bind",
+    Sealed: "sealed",
+    Trim: "trim",
+    Recorded: "recorded",
+    Describe: "describe",
+    Published: "published",
+    Compacted: "compacted",
+}
+
+
+def inspect_journal(data_dir: Path) -> Iterator[dict[str, object]]:
+    """Each file, its records in order, and how it ends. Damaged places carry a `problem`."""
+    try:
+        files = list_files(data_dir / "journal")
+    except OSError as error:
+        yield {"problem": f"the journal directory cannot be read: {error.strerror}"}
+        return
+    headers: dict[int, JournalHeader] = {}
+    others: dict[int, dict[str, object]] = {}
+    for seq, path in files:
+        try:
+            header = read_header(path)
+        except (OSError, JournalCorruptError, TailraceError) as error:
+            others[seq] = {"file": path.name, "problem": str(error)}
+            continue
+        if header is None:
+            others[seq] = {"file": path.name, "state": "prepared, not used yet"}
+        else:
+            headers[seq] = header
+    ends = _file_ends(headers)
+    for seq, path in files:
+        header = headers.get(seq)
+        if header is None:
+            yield others[seq]
+        else:
+            yield from _inspect_file(path, header, ends.get(seq), last=seq == max(headers))
+
+
+def _file_ends(headers: dict[int, JournalHeader]) -> dict[int, int]:
+    """Where each file ends according to the files after it; 0 for those that are passed over."""
+    ends: dict[int, int] = {}
+    for seq in sorted(headers):
+        previous = headers[seq].previous_seq
+        for passed_over in range(previous + 1, seq):
+            ends[passed_over] = 0
+        ends[previous] = headers[seq].previous_end
+    return ends
+
+
+def _inspect_file(
+    path: Path, header: JournalHeader, end: int | None, *, last: bool
+) -> Iterator[dict[str, object]]:
+    described: dict[str, object] = {
+        "file": path.name,
+        "seq": header.seq,
+        "id": f"{header.id:016x}",
+        "previous_seq": header.previous_seq,
+        "previous_end": header.previous_end,
+        "created_ns": header.created_ns,
+    }
+    if header.seq != int(path.stem):
+        described["problem"] = f"the header says it is file {header.seq}"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        yield {**described, "problem": f"cannot be read: {error.strerror}"}
+        return
+    described["bytes"] = len(data)
+    if end is not None:
+        described["end"] = end
+    yield described
+    if end == 0:
+        yield {"file": path.name, "state": "void: a later file continues an older one"}
+        return
+    yield from _inspect_records(path.name, data, header, end, last=last)
+
+
+def _inspect_records(
+    name: str, data: bytes, header: JournalHeader, end: int | None, *, last: bool
+) -> Iterator[dict[str, object]]:
+    seed = checksum_seed(header.id)
+    limit = len(data) if end is None else min(end, len(data))
+    position = HEADER_BYTES
+    count = 0
+    damaged: int | None = None
+    while position + FRAME_BYTES <= limit:
+        length, crc = FRAME.unpack_from(data, position)
+        if length == 0 and crc == 0:
+            break
+        start = position + FRAME_BYTES
+        payload = data[start : start + length]
+        if not 0 < length <= limit - start or crc32c_extend(seed, payload) != crc:
+            damaged = position if damaged is None else damaged
+            # A damaged body leaves its length intact: what follows can still be shown.
+            if not _is_record(data, start + length, limit, seed):
+                break
+            yield {"file": name, "position": position, "bytes": length, "problem": "torn or damaged"}
+        elif payload[0] == 0 and length == MARK.size:
+            yield {"file": name, "position": position, "acknowledged": MARK.unpack(payload)[1]}
+        else:
+            count += 1
+            yield {"file": name, "position": position, "bytes": length, "ops": _inspect_ops(payload)}
+        position = start + length
+    ended: dict[str, object] = {"file": name, "records": count, "ends_at": position}
+    bad = position if damaged is None else damaged
+    acknowledged = last_mark(data, bad, seed) if end is None else end
+    if bad < acknowledged:
+        ended["problem"] = f"damaged at byte {bad}, but records up to byte {acknowledged} were acknowledged"
+    elif damaged is not None and last:
+        ended["problem"] = f"torn at byte {bad}; recovery drops what follows the last good record"
+    yield ended
+
+
+def _is_record(data: bytes, position: int, limit: int, seed: int) -> bool:
+    if position + FRAME_BYTES > limit:
+        return False
+    length, crc = FRAME.unpack_from(data, position)
+    start = position + FRAME_BYTES
+    return 0 < length <= limit - start and crc32c_extend(seed, data[start : start + length]) == crc
+
+
+def _inspect_ops(payload: bytes) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    try:
+        found.extend(_describe_op(op) for op in decode_record(payload))
+    except UNREADABLE_ERRORS as error:
+        found.append({"problem": f"cannot be decoded: {type(error).__name__}: {error}"})
+    return found
+
+
+def _describe_op(op: Op) -> dict[str, object]:
+    if isinstance(op, Append):
+        shown: dict[str, object] = {
+            "kind": "append",
+            "stream": op.stream,
+            "first": op.first,
+            "count": op.count,
+            "bytes": len(op.body) if op.lengths is None else sum(op.lengths),
+            "time_ns": op.time_ns,
+        }
+        if op.producer is not None:
+            shown["producer"] = list(op.producer)
+        for name, raw in (("key", op.key), ("seq", op.seq)):
+            if raw is not None:
+                shown[name] = raw.decode("utf-8", "replace")
+        if op.keys is not None:
+            shown["keys"] = [None if key is None else key.decode("utf-8", "replace") for key in op.keys]
+        if op.binds is not None:
+            shown["binds"] = op.binds
+        if op.closes:
+            shown["closes"] = True
+        return shown
+    fields = msgspec.structs.asdict(op)
+    if isinstance(op, Meta | Describe):
+        fields["value"] = None if op.value is None else f"{len(op.value)} bytes"
+    elif isinstance(op, Sealed):
+        fields["footers"] = [f"{len(footer)} bytes" for footer in op.footers]
+    elif isinstance(op, Compacted):
+        fields["footer"] = f"{len(op.footer)} bytes"
+    described: dict[str, object] = {"kind": _KINDS[type(op)]}
+    for name, value in fields.items():
+        described[name] = msgspec.to_builtins(value)
+    return described

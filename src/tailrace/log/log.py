@@ -1,6 +1,10 @@
-"""The log: which changes there are, and what becomes of them. One owner per stream: all on the loop thread.
+"""The log: every change of every stream, decided on the loop thread and handed to the commit path.
+
+The log: which changes there are, and what becomes of them. One owner per stream: all on the loop thread.
 
 Each verb decides, and hands what it decided to the commit path.
+
+Entries for several streams of the server itself, as one change: all of them are durable, or none is.
 """
 
 from __future__ import annotations
@@ -14,8 +18,7 @@ import msgspec
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.log import compaction, outbox, outbox_events
-from tailrace.log.catalogue import INDEX_DOCUMENT, IndexFileCatalogue, decode_plans, encode_plans
+from tailrace.log import segment_catalogue, system_streams
 from tailrace.log.commit import refuse_after_commit
 from tailrace.log.commit_path import CommitPath
 from tailrace.log.decide import (
@@ -30,7 +33,6 @@ from tailrace.log.expiry import Expiry
 from tailrace.log.forks import fork_point
 from tailrace.log.history import FetchedBlock
 from tailrace.log.model import NO_LIFETIME, Stream
-from tailrace.log.own_streams import SystemStreams
 from tailrace.log.reader import Reader
 from tailrace.log.records import (
     Append,
@@ -44,9 +46,11 @@ from tailrace.log.records import (
     Trim,
     pack_single_append,
 )
+from tailrace.log.segment_catalogue import INDEX_DOCUMENT, IndexFileCatalogue, decode_plans, encode_plans
 from tailrace.log.streams import UNPUBLISHED
+from tailrace.log.system_streams import SystemStreams, create_system_stream
 from tailrace.log.transaction import Reply, Transaction, ignore_reply
-from tailrace.storage.segments.companions import PlanHistory
+from tailrace.storage.segments.index_files import PlanHistory
 
 
 class Log(CommitPath):
@@ -334,7 +338,7 @@ class Log(CommitPath):
             assert removed is not None
             if removed is stream:
                 self.own.tell_deleted(transaction, removed, reason, now_ns)
-            events = outbox_events.events_of_removal(self.store, self.streams, removed, reason, now_ns)
+            events = system_streams.events_of_removal(self.store, self.streams, removed, reason, now_ns)
             self.own.tell(transaction, events, now_ns)
 
     def confirm_deleted(self, name: str, reply: Reply, context: object) -> bool:
@@ -405,13 +409,13 @@ class Log(CommitPath):
             raise self.refusal
         transaction = Transaction(None, reply, None)
         now_ns = self.clock.now_ns()
-        events = outbox_events.events_of_op(op, self.store, self.streams, now_ns)
+        events = system_streams.events_of_op(op, self.store, self.streams, now_ns)
         stream = transaction.add(self.streams, op)
         if stream is not None and isinstance(op, Sealed) and op.keyed:
             self._note_keys(transaction, stream)
         if isinstance(op, Compacted):
             transaction.add(
-                self.streams, Meta(compaction.compaction_fact_key(op.stream), None)
+                self.streams, Meta(segment_catalogue.compaction_fact_key(op.stream), None)
             )  # what was begun is done
         self.own.tell(transaction, events, now_ns)
         self.commit(transaction)
@@ -419,7 +423,7 @@ class Log(CommitPath):
     def _note_keys(self, transaction: Transaction, stream: Stream) -> None:
         """The first keyed entry of a stream that is sealed: from now on its keys are indexed."""
         plans = decode_plans(stream.documents)
-        if not plans.keyed and outbox.has_index_files(stream.name):
+        if not plans.keyed and system_streams.has_index_files(stream.name):
             noted = encode_plans(msgspec.structs.replace(plans, keyed=True))
             transaction.add(self.streams, Describe(stream.number, INDEX_DOCUMENT, noted))
 
@@ -432,7 +436,9 @@ class Log(CommitPath):
         transaction.add(self.streams, Describe(stream.number, INDEX_DOCUMENT, encode_plans(plans)))
         if plans.wanted is not None and plans.wanted != known:
             now_ns = self.clock.now_ns()
-            self.own.tell(transaction, [outbox.plan_insert_event(stream, plans.wanted, now_ns)], now_ns)
+            self.own.tell(
+                transaction, [system_streams.plan_insert_event(stream, plans.wanted, now_ns)], now_ns
+            )
         self.commit(transaction)
 
     def open_outbox(self) -> None:
@@ -441,3 +447,29 @@ class Log(CommitPath):
             transaction = Transaction(None, ignore_reply, None)
             self.own.outbox(transaction)
             self.commit(transaction)
+
+
+def append_to_streams(
+    log: Log,
+    parts: Sequence[tuple[str, Sequence[bytes]]],
+    now_ns: int,
+    reply: Reply,
+    context: object,
+    facts: Sequence[tuple[str, bytes | None]] = (),
+    removed: Sequence[Stream] = (),
+) -> None:
+    """Appends to JSON streams, by name; those that are missing are made in the same record.
+
+    Facts of the server are set, and streams removed, in the same record. An entry's time is `now_ns`, or that
+    of the entry before it if the clock was set back.
+    """
+    found = [log.find(name) for name, _ in parts]  # one that has expired goes before, in a record of its own
+    transaction = log.begin(sum(len(entry) for _, entries in parts for entry in entries), reply, context)
+    for (name, entries), stream in zip(parts, found, strict=True):
+        stream = stream or create_system_stream(log.streams, transaction, name, now_ns)
+        transaction.add_entries(log.streams, stream, entries, now_ns)
+    for key, value in facts:
+        transaction.add(log.streams, Meta(key, value))
+    for stream in removed:
+        log.add_removal(transaction, stream, "deleted", now_ns)
+    log.commit(transaction)

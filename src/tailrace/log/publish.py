@@ -1,4 +1,15 @@
-"""Publishing: what is durable is shown to readers, answered, and made known to whoever follows it."""
+"""Publishing durable changes: shown to readers, answered, observers and live readers notified.
+
+What was appended to which stream since somebody last asked.
+
+Telling those who wait at a stream's tail that there is more.
+
+A few are told at once. Many are told in rounds, some per turn of the loop, so that appends and other readers
+are served in between. Somebody whose turn has not come when the next entries are published gets all of them
+together: the busier the server, the fewer writes an entry costs.
+
+Publishing: what is durable is shown to readers, answered, and made known to whoever follows it.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +20,122 @@ from typing import Protocol
 
 from tailrace.common.errors import TailraceError
 from tailrace.log.commit import CommitBatch
-from tailrace.log.model import Stream
+from tailrace.log.model import LiveReader, Stream
 from tailrace.log.records import Append, Create, Delete, Op, Recorded
 from tailrace.log.streams import Streams
-from tailrace.log.traffic import TrafficCounts
 from tailrace.log.transaction import Transaction
-from tailrace.log.wake import Waker
+
+TRAFFIC_STREAMS_MAX = 4096  # counted one by one; all further streams are one
+
+
+class StreamTraffic:
+    """What one stream got."""
+
+    __slots__ = ("bytes", "entries")
+
+    def __init__(self) -> None:
+        self.entries = 0
+        self.bytes = 0
+
+
+class TrafficCounts:
+    """Counted when entries are published. The server's own streams do not count."""
+
+    def __init__(self, streams_max: int = TRAFFIC_STREAMS_MAX) -> None:
+        self._streams_max = streams_max
+        self.shares: dict[Stream, StreamTraffic] = {}
+        self._others = StreamTraffic()
+
+    def add(self, stream: Stream, entries: int, size_bytes: int) -> None:
+        share = self.shares.get(stream) or self.begin(stream)
+        share.entries += entries
+        share.bytes += size_bytes
+
+    def begin(self, stream: Stream) -> StreamTraffic:
+        """The share of a stream that has none yet."""
+        if stream.name.startswith("__"):
+            return StreamTraffic()
+        if len(self.shares) >= self._streams_max:
+            return self._others
+        share = self.shares[stream] = StreamTraffic()
+        return share
+
+    def take(self) -> tuple[dict[str, StreamTraffic], StreamTraffic]:
+        """Shares by name, and that of all further streams; the next ones begin at nothing."""
+        shares, others = self.shares, self._others
+        self.shares, self._others = {}, StreamTraffic()
+        return {stream.name: share for stream, share in shares.items()}, others
+
 
 logger = logging.getLogger("tailrace.log")
+
+READERS_PER_TURN = 32
+
+
+class WakeRound:
+    """One walk over the readers that a stream had when it began."""
+
+    __slots__ = ("_listed", "_readers", "_told", "again")
+
+    def __init__(self, readers: list[LiveReader]) -> None:
+        self._listed = readers  # the stream's own list; it gets another when somebody leaves
+        self._readers = readers.copy()
+        self._told = 0
+        self.again = False  # more was published since: those who were told first have to be told again
+
+    @property
+    def over(self) -> bool:
+        return self._told >= len(self._readers)
+
+    def next_to_tell(self, stream: Stream) -> list[LiveReader]:
+        """The next few who are still there."""
+        found = self._readers[self._told : self._told + READERS_PER_TURN]
+        self._told += READERS_PER_TURN
+        if stream.readers is self._listed:
+            return found
+        present = set(map(id, stream.readers or ()))
+        return [reader for reader in found if id(reader) in present]
+
+
+class Waker:
+    """Runs on the loop thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._rounds: dict[Stream, WakeRound] = {}
+
+    def wake(self, stream: Stream) -> None:
+        """Tells everybody who waits. They may leave or come back while being told."""
+        readers = stream.readers
+        if readers is None:
+            return
+        under_way = self._rounds.get(stream)
+        if under_way is not None:
+            under_way.again = True
+        elif len(readers) <= READERS_PER_TURN:
+            notify_readers(stream, readers.copy())
+        else:
+            self._rounds[stream] = WakeRound(readers)
+            self._go_on(stream)
+
+    def _go_on(self, stream: Stream) -> None:
+        found = self._rounds[stream]
+        notify_readers(stream, found.next_to_tell(stream))
+        if not found.over:
+            self._loop.call_soon(self._go_on, stream)
+            return
+        del self._rounds[stream]
+        if found.again:
+            # Not now: whatever else waits for the loop comes first.
+            self._loop.call_soon(self.wake, stream)
+
+
+def notify_readers(stream: Stream, readers: list[LiveReader]) -> None:
+    for reader in readers:
+        try:
+            reader.on_published(stream)
+        except Exception:
+            logger.exception("a live reader failed")  # the others are told all the same
 
 
 class StreamObserver(Protocol):

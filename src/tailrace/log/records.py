@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tailrace.log.model import Lifetime
-from tailrace.storage.segments.companions import IndexFile, QuarantinedSegment
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.index_files import IndexFile, QuarantinedSegment
+from tailrace.storage.segments.model import SegmentInfo
 
 APPEND, CREATE, DELETE, TOUCH, META, BIND, SEALED, TRIM, RECORDED, DESCRIBE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 PUBLISHED, COMPACTED = 11, 12

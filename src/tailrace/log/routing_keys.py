@@ -20,9 +20,9 @@ from tailrace.log.history import StoredSegment
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.hot_store.cold_tables import SegmentRow
+from tailrace.storage.hot_store.tables import SegmentRow
 from tailrace.storage.segments.cold_reader import ColdReader
-from tailrace.storage.segments.segments import make_stream_id, stream_prefix
+from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 CACHE_BYTES_MAX = 16 << 20
 SEGMENT_KEY_BYTES_MAX = 4 << 20  # of one segment, to be kept

@@ -21,7 +21,7 @@ from tailrace.log.model import (
     Stream,
     Tombstone,
 )
-from tailrace.storage.hot_store.hot import BlockRow, HotDatabase
+from tailrace.storage.hot_store.database import BlockRow, HotDatabase
 
 
 class StreamImage(msgspec.Struct, array_like=True):

@@ -35,7 +35,7 @@ from tailrace.log.records import (
     Sealed,
     Touch,
 )
-from tailrace.storage.hot_store.meta_tables import meta_subject
+from tailrace.storage.hot_store.tables import meta_subject
 
 # Appends kept one by one at the very tail before they are folded into a block.
 RECENT_COUNT_MAX = 256

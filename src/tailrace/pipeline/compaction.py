@@ -16,11 +16,16 @@ from tailrace.pipeline.kernels.compact import compact
 from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.model import CompactWork, StreamPlan
 from tailrace.pipeline.worker import BUILT, UNDECODABLE, stores
-from tailrace.storage.segments.arrow import pa
-from tailrace.storage.segments.companions import SEGMENT_FAMILY
-from tailrace.storage.segments.offers import PublishedObject, PublishInput, PublishRequest, UnbuildableInput
-from tailrace.storage.segments.segment_check import file_footer, read_all_rows
-from tailrace.storage.segments.segments import CorruptSegmentError, stream_prefix
+from tailrace.storage.segments.index_files import (
+    SEGMENT_FAMILY,
+    PublishedObject,
+    PublishInput,
+    PublishRequest,
+    UnbuildableInput,
+)
+from tailrace.storage.segments.model import CorruptSegmentError, stream_prefix
+from tailrace.storage.segments.parquet import pa
+from tailrace.storage.segments.reader import file_footer, read_all_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

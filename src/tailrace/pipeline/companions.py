@@ -22,7 +22,7 @@ from tailrace.pipeline.worker import (
     RESULT_DDL,
     build_companions,
 )
-from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.parquet import pa
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -25,8 +25,8 @@ from tailrace.query.family_format import (
     ROUTING_KEY_LEXICON,
     companion_name,
 )
-from tailrace.storage.segments.arrow import pa, pq
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.segments.model import stream_prefix
+from tailrace.storage.segments.parquet import pa, pq
 
 FILE_DDL: Final = "object string, rows bigint, bytes bigint, sha256 string, stats string"
 FILE: Final = pa.schema(

@@ -16,7 +16,7 @@ import httpx2
 import msgspec
 
 from tailrace.pipeline.model import Heartbeat, HeartbeatAnswer, PlanAnswer
-from tailrace.storage.segments.offers import PublishRequest
+from tailrace.storage.segments.index_files import PublishRequest
 
 logger = logging.getLogger("tailrace.pipeline")
 

@@ -12,7 +12,12 @@ from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.owner import Owner, RefusedError
 from tailrace.pipeline.status import Status
 from tailrace.pipeline.worker import BUILT, FAILED, UNDECODABLE
-from tailrace.storage.segments.offers import PublishedObject, PublishInput, PublishRequest, UnbuildableInput
+from tailrace.storage.segments.index_files import (
+    PublishedObject,
+    PublishInput,
+    PublishRequest,
+    UnbuildableInput,
+)
 
 logger = logging.getLogger("tailrace.pipeline")
 

@@ -24,7 +24,7 @@ from tailrace.pipeline.owner import Owner
 from tailrace.pipeline.publisher import Publisher, send
 from tailrace.pipeline.session import HEAP_BYTES, cores_of, master_of, open_session
 from tailrace.pipeline.status import Heartbeats, Status, now
-from tailrace.storage.segments.offers import PublishRequest
+from tailrace.storage.segments.index_files import PublishRequest
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

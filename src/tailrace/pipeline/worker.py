@@ -24,16 +24,16 @@ from tailrace.pipeline.kernels.parquet import WRITER, Built
 from tailrace.pipeline.kernels.segment import BuildRequest, UnusablePlanError, build_segment, check_built
 from tailrace.query.family_format import companion_name
 from tailrace.query.index_plan import BuildPlan, load_plan
-from tailrace.storage.object_store.blocking import BlockingRunner
-from tailrace.storage.object_store.objects import (
+from tailrace.storage.object_store.interface import (
+    BlockingRunner,
     ObjectExistsError,
     ObjectMissingError,
     ObjectStore,
     ObjectStoreError,
     open_object_store,
 )
-from tailrace.storage.segments.arrow import pa
-from tailrace.storage.segments.segments import CorruptSegmentError, stream_prefix
+from tailrace.storage.segments.model import CorruptSegmentError, stream_prefix
+from tailrace.storage.segments.parquet import pa
 
 PLANS_KEPT: Final = 16
 ERROR_CHARACTERS_MAX: Final = 300

@@ -39,7 +39,7 @@ from tailrace.query.page import coverage_of
 from tailrace.query.plan import Stretch, plan, stretches
 from tailrace.query.view import View
 from tailrace.schema.instants import from_unix_ms
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.model import SegmentInfo
 
 if TYPE_CHECKING:
     from tailrace.query.aggregate_states import ArrayStates

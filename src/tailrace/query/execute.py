@@ -36,7 +36,7 @@ from tailrace.query.scan import Counts, Payload
 from tailrace.query.search_request import SearchRequest
 from tailrace.query.tail_index import TailIndex
 from tailrace.query.view import View
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.model import SegmentInfo
 
 if TYPE_CHECKING:
     from tailrace.query.span_run import SpanRun

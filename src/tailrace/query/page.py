@@ -10,7 +10,7 @@ import orjson
 
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
-from tailrace.log.scattered import PointReader
+from tailrace.log.reader import PointReader
 from tailrace.query.collect import Hit
 from tailrace.query.execute import Outcome
 from tailrace.query.search_request import SearchRequest

@@ -19,10 +19,10 @@ from tailrace.protocol import offsets
 from tailrace.protocol.stream_names import NamePattern
 from tailrace.spark.options import STREAMS_MAX, OptionError, ReadOptions
 from tailrace.spark.server import Server, server_of
-from tailrace.storage.manifests.manifest import ManifestStore
 from tailrace.storage.manifests.model import ManifestError
-from tailrace.storage.object_store.objects import ObjectStoreError, open_object_store
-from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
+from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 
 logger = logging.getLogger("tailrace.spark")
 

@@ -25,7 +25,7 @@ from pyspark.sql.types import (
 
 from tailrace.protocol.offsets import ALPHABET
 from tailrace.spark.options import OptionError
-from tailrace.storage.segments.arrow import (
+from tailrace.storage.segments.parquet import (
     BINARY,
     INT32,
     INT64,

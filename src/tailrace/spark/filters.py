@@ -20,8 +20,8 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
-from tailrace.storage.segments.arrow import BINARY, INT64, MICROS, pa, pc
-from tailrace.storage.segments.segment_reader import Footer
+from tailrace.storage.segments.parquet import BINARY, INT64, MICROS, pa, pc
+from tailrace.storage.segments.reader import Footer
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)

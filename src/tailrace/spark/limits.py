@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tailrace.protocol import offsets
 from tailrace.spark.catalogue import Catalogue, Position, StreamState
-from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.parquet import pa
 
 SAMPLE_ENTRIES = 256  # whose average says what entries weigh that are in no segment
 

@@ -16,8 +16,8 @@ from pyspark.sql.datasource import InputPartition
 from tailrace.spark.catalogue import Catalogue, SealedSegment, StreamState, Versions
 from tailrace.spark.columns import About
 from tailrace.spark.segment_objects import row_group_ends
-from tailrace.storage.object_store.objects import ObjectStoreError, open_object_store
-from tailrace.storage.segments.segments import CorruptSegmentError
+from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
+from tailrace.storage.segments.model import CorruptSegmentError
 
 PARTITION_BYTES = 16 << 20  # of payload, up to which small segments share a task
 

@@ -11,7 +11,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
 from tailrace.spark.options import Options, connection_of
 from tailrace.spark.server import Server
-from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.parquet import pa
 
 
 class StreamLag(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tailrace.storage.segments.arrow import BINARY, pa, pq
+from tailrace.storage.segments.parquet import BINARY, pa, pq
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tailrace.spark.process_cache import ProcessCache
-from tailrace.storage.object_store.blocking import BlockingRunner
-from tailrace.storage.object_store.objects import ObjectStore, open_object_store
-from tailrace.storage.segments.arrow import BINARY, INT64, integer_scalar, pa
-from tailrace.storage.segments.segment_reader import Footer, read_tables
-from tailrace.storage.segments.segment_tail import find_tail, pack_tail
-from tailrace.storage.segments.segments import FOOTER_GUESS_BYTES
+from tailrace.storage.object_store.interface import BlockingRunner, ObjectStore, open_object_store
+from tailrace.storage.segments.model import FOOTER_GUESS_BYTES
+from tailrace.storage.segments.parquet import BINARY, INT64, integer_scalar, pa
+from tailrace.storage.segments.reader import Footer, find_tail, pack_tail, read_tables
 
 STORES_KEPT = 4
 BATCH_ROWS = 4096

@@ -25,7 +25,7 @@ from tailrace.spark.sink_appends import appends_of
 from tailrace.spark.sink_options import WriteOptions
 from tailrace.spark.sink_rows import SinkError, check_columns, rows_of
 from tailrace.spark.staging import INLINE_BYTES_MAX, Commit, Part, Staging, decode_part, encode_parts, part_of
-from tailrace.storage.object_store.objects import ObjectStoreError
+from tailrace.storage.object_store.interface import ObjectStoreError
 
 logger = logging.getLogger("tailrace.spark")
 

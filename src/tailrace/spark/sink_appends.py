@@ -10,7 +10,7 @@ import numpy as np
 
 from tailrace.spark.sink_options import WriteOptions
 from tailrace.spark.sink_rows import SinkError, SinkRows, grouped
-from tailrace.storage.segments.arrow import STRING, pa, pc
+from tailrace.storage.segments.parquet import STRING, pa, pc
 
 _BEYOND = 1 << 40  # the end of every value
 _text = msgspec.json.Decoder(msgspec.Raw)

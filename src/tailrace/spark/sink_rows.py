@@ -15,7 +15,7 @@ from pyspark.sql.types import BinaryType, DataType, StringType, StructType
 
 from tailrace.spark.options import OptionError
 from tailrace.spark.sink_options import WriteOptions
-from tailrace.storage.segments.arrow import (
+from tailrace.storage.segments.parquet import (
     BINARY,
     INT32,
     INT64,

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.spark.options import Options, connection_of
 from tailrace.spark.server import Server
-from tailrace.storage.manifests.companion_pages import IndexFilePages, ListedIndexFiles
-from tailrace.storage.manifests.manifest import ManifestStore
-from tailrace.storage.object_store.objects import open_object_store
+from tailrace.storage.manifests.pages import IndexFilePages, ListedIndexFiles
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import open_object_store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from tailrace.storage.segments.companions import IndexFile
-    from tailrace.storage.segments.segments import SegmentInfo
+    from tailrace.storage.segments.index_files import IndexFile
+    from tailrace.storage.segments.model import SegmentInfo
 
 CATALOGUE = {
     "streams": (

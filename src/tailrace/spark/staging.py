@@ -18,9 +18,13 @@ import numpy as np
 
 from tailrace.spark.sink_appends import Append, value_ends
 from tailrace.spark.sink_rows import SinkError
-from tailrace.storage.object_store.blocking import BlockingRunner
-from tailrace.storage.object_store.objects import ObjectExistsError, ObjectStore, open_object_store
-from tailrace.storage.segments.arrow import BINARY, INT32, STRING, integer_array, pa, pq
+from tailrace.storage.object_store.interface import (
+    BlockingRunner,
+    ObjectExistsError,
+    ObjectStore,
+    open_object_store,
+)
+from tailrace.storage.segments.parquet import BINARY, INT32, STRING, integer_array, pa, pq
 
 FILE_BYTES_MAX = 32 << 20  # of rows in one file of a partition
 INLINE_BYTES_MAX = 256 << 10  # of rows that a task hands over without a file

@@ -11,7 +11,7 @@ from tailrace.spark.catalogue import START, Catalogue, Position, StreamState, po
 from tailrace.spark.options import OptionError, Positions, ReadOptions
 from tailrace.spark.reading import DataLossError
 from tailrace.spark.server import is_gone
-from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.parquet import pa
 
 logger = logging.getLogger("tailrace.spark")
 

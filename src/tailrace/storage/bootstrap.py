@@ -1,4 +1,10 @@
-"""Bootstrap: a server with an empty disk gets everything back from the object store.
+"""Bootstrap: a server with an empty disk restores everything from the object store.
+
+What a bootstrap has done so far: a bar for people who watch, lines in the log for everybody else.
+
+Where a bootstrap may work: a data directory that nobody would miss.
+
+Bootstrap: a server with an empty disk gets everything back from the object store.
 
 It takes the bucket over, so that a server that still runs somewhere can change nothing any more, reads every
 manifest, records in each that its stream goes on in a new epoch, and builds a hot store out of them. Entries
@@ -10,8 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -22,36 +30,171 @@ from tailrace.common import failpoints
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
-from tailrace.log.journal import list_files
+from tailrace.log import system_streams
+from tailrace.log.journal import JournalCorruptError, list_files
 from tailrace.log.model import Tombstone
-from tailrace.storage.bootstrap_place import is_bootstrapped
-from tailrace.storage.bootstrap_report import BootstrapReport, show_progress
+from tailrace.log.recovery import ReplayResult, replay_journal
+from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
-from tailrace.storage.document_objects import DocumentObjects
-from tailrace.storage.manifests.manifest import StoredHead
-from tailrace.storage.manifests.manifest_takeover import TakeoverManifestStore
+from tailrace.storage.hot_store.tables import SUBSCRIPTION_PREFIX
 from tailrace.storage.manifests.model import HEAD_KEY, ManifestError, ManifestHead, decode_manifest
-from tailrace.storage.meta_objects import MetaCorruptError, MetaObjects, SubscriptionObject
-from tailrace.storage.object_store.bucket import STREAMS_PREFIX, list_stream_ids
-from tailrace.storage.object_store.objects import (
-    ObjectMissingError,
-    ObjectStore,
-    ObjectStoreError,
-    open_object_store,
-)
-from tailrace.storage.ownership import BucketOwnership
-from tailrace.storage.restore_meta import (
+from tailrace.storage.manifests.store import StoredHead, TakeoverManifestStore
+from tailrace.storage.meta_objects import (
+    DocumentObjects,
+    MetaCorruptError,
+    MetaObjects,
+    SubscriptionObject,
     put_server_facts,
     restore_secrets,
     restore_subscription,
     stream_tails,
 )
-from tailrace.storage.restore_store import FoundHead, RestoreOutcome, RestoreStore, WaitingHead
-from tailrace.storage.restored import SegmentTotals, restored_head, restored_ranges, restored_stream
-from tailrace.storage.segments.companions import IndexFile
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.object_store.interface import (
+    ObjectMissingError,
+    ObjectStore,
+    ObjectStoreError,
+    open_object_store,
+)
+from tailrace.storage.object_store.listing import STREAMS_PREFIX, list_stream_ids
+from tailrace.storage.ownership import BucketOwnership
+from tailrace.storage.restore import (
+    FoundHead,
+    RestoreOutcome,
+    RestoreStore,
+    SegmentTotals,
+    WaitingHead,
+    restored_head,
+    restored_ranges,
+    restored_stream,
+)
+from tailrace.storage.segments.index_files import IndexFile
+from tailrace.storage.segments.model import SegmentInfo
 
 logger = logging.getLogger("tailrace.bootstrap")
+
+PROBLEMS_MAX = 100
+LINE_S = 5.0
+BAR_S = 0.2
+
+
+class BootstrapReport(msgspec.Struct):
+    """Counts, and what could not be restored as it was."""
+
+    found: int = 0  # manifests, those of deleted streams included
+    done: int = 0
+    streams: int = 0
+    forks: int = 0
+    tombstones: int = 0
+    segments: int = 0
+    entries: int = 0
+    payload_bytes: int = 0
+    producers: int = 0
+    subscriptions: int = 0
+    seconds: float = 0.0
+    problems_count: int = 0
+    problems: list[str] = []
+
+    def problem(self, text: str) -> None:
+        self.problems_count += 1
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(text)
+            logger.warning("bootstrap: %s", text)
+
+    def summary(self) -> str:
+        return (
+            f"restored {self.streams} streams ({self.forks} of them forks) with {self.entries} entries and "
+            f"{self.payload_bytes} bytes in {self.segments} segments, {self.tombstones} tombstones, "
+            f"{self.producers} producers and {self.subscriptions} subscriptions in {self.seconds:.1f} s; "
+            f"{self.problems_count} could not be restored as they were"
+        )
+
+
+@asynccontextmanager
+async def show_progress(restored: BootstrapReport) -> AsyncGenerator[None]:
+    """Shows the counts while they grow."""
+    loop = asyncio.get_running_loop()
+    begun_s = loop.time()
+    work = _draw_progress_bar(restored) if sys.stderr.isatty() else _log_progress(restored)
+    task = loop.create_task(work)
+    try:
+        yield
+    finally:
+        restored.seconds = loop.time() - begun_s
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _log_progress(restored: BootstrapReport) -> None:
+    while True:
+        await asyncio.sleep(LINE_S)
+        logger.info(
+            "bootstrap: %d of %d manifests, %d entries, %d bytes",
+            restored.done,
+            restored.found,
+            restored.entries,
+            restored.payload_bytes,
+        )
+
+
+async def _draw_progress_bar(restored: BootstrapReport) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("restoring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[more]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("streams", total=None, more="")
+
+        def draw() -> None:
+            more = f"{restored.entries:,} entries, {restored.payload_bytes / 1e6:,.1f} MB"
+            progress.update(task, completed=restored.done, total=restored.found or None, more=more)
+
+        try:
+            while True:
+                await asyncio.sleep(BAR_S)
+                draw()
+        finally:
+            draw()
+
+
+def is_bootstrapped(path: Path) -> bool:
+    """Whether a bootstrap got as far as its last step here. Raises if the directory is in use."""
+    hot = path / "hot.db"
+    make_directory(path / "journal")
+    if not hot.exists() and not list_files(path / "journal"):
+        return False
+    try:
+        store = StoredStreams(hot)
+        found = replay_journal(path / "journal", store)
+        count = _count_streams(store, found)
+        subscriptions = sum(key.startswith(SUBSCRIPTION_PREFIX) for key in found.streams.meta)
+        finished = store.db.fact("bootstrapped_ns", None) is not None and not found.records
+        store.db.close()
+    except JournalCorruptError as error:
+        raise _refusal(path, f"it holds a journal that cannot be read ({error})") from error
+    if finished:
+        return True
+    if count or subscriptions:
+        raise _refusal(path, f"it holds {count} streams and {subscriptions} subscriptions")
+    return False
+
+
+def _count_streams(store: StoredStreams, found: ReplayResult) -> int:
+    """Apart from the server's own as long as the registry is empty: one started by mistake makes them."""
+    names = {name for name, _ in store.db.images_after("", "", 3)} | found.streams.by_name.keys()
+    own = found.streams.find(system_streams.REGISTRY_STREAM)
+    if names <= set(system_streams.BOUNDED_STREAMS) and (own is None or own.tail == 0):
+        return 0
+    return max(store.db.count_streams(), len(names))
+
+
+def _refusal(path: Path, why: str) -> TailraceError:
+    message = (
+        f"--bootstrap needs a data directory without streams, and {path} is none: {why}. To go on with what "
+        "is there, start without --bootstrap; to restore from the object store, move hot.db, hot.db-* and "
+        "journal/ away first"
+    )
+    return TailraceError("unavailable", message)
+
 
 WORK_DIRECTORY = "bootstrap"  # what is being built, in the data directory
 LISTS_IN_PARALLEL = 16

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.owner import BucketOwner
-from tailrace.storage.seal_job import JobKind, SealerReport
+from tailrace.storage.ownership import BucketOwner
+from tailrace.storage.sealer_process import JobKind, SealerReport
 
 logger = logging.getLogger("tailrace.seal")
 

@@ -9,7 +9,7 @@ from collections import deque
 
 from tailrace.common.errors import TailraceError
 from tailrace.log.log import Log
-from tailrace.storage.vacuum import is_vacuum_due
+from tailrace.storage.checkpointer import is_vacuum_due
 
 logger = logging.getLogger("tailrace.checkpoint")
 

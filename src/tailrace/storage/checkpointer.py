@@ -1,4 +1,16 @@
-"""The checkpointer: a process of its own that folds retired journal files into the hot store.
+"""The checkpointer process: folds retired journal files into the hot store and vacuums it.
+
+Gives the free pages of the hot store back to the disk.
+
+SQLite reuses pages that were freed, but keeps the file as large as it ever was. The checkpointer process, the
+only writer of the file, moves pages from its end into free ones and cuts the end off: a bounded number per
+step and only while no journal file waits. A file that an older version made has no map of its pages; it is
+rebuilt once, within the write-ahead log, so that a crash leaves the old content or the new one. Readers are
+not disturbed.
+
+What a journal file says about the object store, gathered during its replay, written with the rest.
+
+The checkpointer: a process of its own that folds retired journal files into the hot store.
 
 It replays a file with the same `apply` the server uses and writes what changed in one transaction, together
 with the number of the file. Being another process, it takes no time from the server's loop; being a fold of
@@ -13,6 +25,7 @@ answer of its own. It ends when its input does.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -21,13 +34,28 @@ from array import array
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import apsw
+import msgspec
 
 from tailrace.common import failpoints, process
 from tailrace.log.journal import JournalScan, file_path, read_header
 from tailrace.log.model import Block, Stream
-from tailrace.log.records import Describe, Op, decode_record
+from tailrace.log.records import (
+    Append,
+    Bind,
+    Compacted,
+    Create,
+    Delete,
+    Describe,
+    Op,
+    Published,
+    Recorded,
+    Sealed,
+    Trim,
+    decode_record,
+)
 from tailrace.log.recovery import apply_plain_append
 from tailrace.log.stored_streams import (
     StoredStreams,
@@ -37,11 +65,197 @@ from tailrace.log.stored_streams import (
     encode_tombstone,
 )
 from tailrace.log.streams import Streams
-from tailrace.storage.cold_changes import ObjectStoreChanges
-from tailrace.storage.hot_store.hot import HotDatabase
-from tailrace.storage.hot_store.meta_tables import MetaTables
-from tailrace.storage.stored import put_due, put_stream
-from tailrace.storage.vacuum import vacuum_step
+from tailrace.storage.hot_store.database import FileSpace, HotDatabase
+from tailrace.storage.hot_store.tables import DeletedStreamRow, MetaTables, SegmentRow
+from tailrace.storage.manifest_recording import encode_deleted
+from tailrace.storage.retention import put_due, put_stream, reached_by_forks, stored_stream
+from tailrace.storage.segments.model import RetainedRanges, make_stream_id
+
+logger = logging.getLogger("tailrace.checkpoint")
+
+STEP_PAGES: Final = 2048  # 16 MiB: some 60 ms
+# Free pages that are kept, because the next checkpoints need them again.
+SLACK_BYTES: Final = 64 * 1024 * 1024
+SLACK_SHARE: Final = 0.5  # of what is used
+# A rebuilt file is written twice, to a temporary file and to the write-ahead log, before the old one is cut.
+REBUILD_COPIES: Final = 2
+REBUILD_MARGIN_BYTES: Final = 1024 * 1024
+
+
+def excess_pages(space: FileSpace, *, short: bool) -> int:
+    """Free pages to be given back; all of them if the disk is `short` of room."""
+    kept = 0 if short else max(SLACK_BYTES, int(space.used_bytes * SLACK_SHARE)) // space.page_bytes
+    return max(0, space.free_pages - kept)
+
+
+def is_vacuum_due(space: FileSpace, *, short: bool) -> bool:
+    excess = excess_pages(space, short=short)
+    if space.incremental:
+        return excess > 0
+    # A rebuild costs what is used, and should give more than that back.
+    return excess > 0 and space.free_bytes >= space.used_bytes
+
+
+def vacuum_step(data_dir: Path, db: HotDatabase, *, short: bool) -> int:
+    """Gives some pages back; how many. 0 if there is nothing to do, or no room to do it."""
+    space = db.space()
+    if not is_vacuum_due(space, short=short):
+        return 0
+    if space.incremental:
+        for _ in db.rows(f"PRAGMA incremental_vacuum({min(STEP_PAGES, excess_pages(space, short=short))})"):
+            pass  # one row for each page, in some versions
+    else:
+        free = os.statvfs(data_dir)
+        if free.f_bavail * free.f_frsize < REBUILD_COPIES * space.used_bytes + REBUILD_MARGIN_BYTES:
+            return 0
+        # The temporary file would else be made in /tmp, which may be memory. It has no name there: a crash
+        # leaves nothing behind.
+        os.environ["SQLITE_TMPDIR"] = str(data_dir)
+        db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        db.execute("VACUUM")
+    truncate_wal(db)
+    return space.pages - db.space().pages
+
+
+def truncate_wal(db: HotDatabase) -> None:
+    """Moves everything from the write-ahead log to the file, which is cut by that, and empties the log."""
+    db.connection.set_busy_timeout(100)
+    try:
+        db.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+    except apsw.BusyError:
+        pass  # a reader still needs it; the next checkpoint does it
+    finally:
+        db.connection.set_busy_timeout(10_000)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class ObjectStoreChanges:
+    """The operations of one journal file that concern segments and manifests."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._changed: dict[int, None] = {}  # streams whose manifest has to be written again
+        self._sealed: list[Sealed] = []
+        self._published: list[Published] = []
+        self._compacted: list[Compacted] = []
+        self._trimmed: dict[int, None] = {}  # streams that show less than before, or less than their source
+        self._left: dict[int, None] = {}  # streams that lost a fork
+        self._recorded: list[Recorded] = []
+        self._removed: list[tuple[Delete, Stream]] = []
+
+    def take(self, op: Op, stream: Stream | None) -> None:
+        if type(op) is Append:
+            if op.closes or op.binds is not None:
+                self._changed[op.stream] = None
+        elif isinstance(op, Create | Bind | Describe):
+            self._changed[op.stream] = None
+            if isinstance(op, Create) and op.parent:
+                self._changed[op.parent] = None  # a manifest tells how many forks need it
+                if stream is not None and stream.earliest:
+                    self._trimmed[op.stream] = None
+        elif isinstance(op, Delete):
+            assert stream is not None
+            if stream.parent:
+                self._left[stream.parent] = None
+            if op.soft:
+                self._changed[op.stream] = None
+            else:
+                self._removed.append((op, stream))
+                if stream.parent:
+                    self._changed[stream.parent] = None
+        elif isinstance(op, Sealed):
+            self._sealed.append(op)
+        elif isinstance(op, Published):
+            self._published.append(op)
+        elif isinstance(op, Compacted):
+            self._compacted.append(op)
+        elif isinstance(op, Trim):
+            self._trimmed[op.stream] = None
+        elif isinstance(op, Recorded):
+            self._recorded.append(op)
+
+    def dig_graves(self, store: StoredStreams) -> None:
+        """For removed streams that the sealer may have seen. Before their rows are deleted."""
+        for op, stream in self._removed:
+            if store.db.image_by_number(stream.number) is None:
+                continue  # made and removed within this file: nothing of it ever left the journal
+            folder = make_stream_id(stream.name, stream.incarnation)
+            image = encode_deleted(stream, op.at_ns, op.reason)
+            store.db.cold.put_grave(DeletedStreamRow(stream.number, stream.name, folder, image))
+
+    @property
+    def trims(self) -> bool:
+        """Whether entries leave the hot store by it."""
+        return bool(self._sealed)
+
+    def write(self, store: StoredStreams) -> None:
+        """Segments in and blocks out, in the same transaction. Before new blocks are written."""
+        cold = store.db.cold
+        removed = {stream.number for _, stream in self._removed}
+        for op in self._sealed:
+            if op.stream in removed:
+                continue
+            for segment, footer in zip(op.segments, op.footers, strict=True):
+                row = SegmentRow(segment.first, segment.last, _ENCODER.encode(segment), footer)
+                cold.put_segment(op.stream, row, segment.last_ns)
+            if op.segments:
+                cold.drop_blocks(op.stream, op.segments[-1].last)
+            cold.head_recorded(op.stream, op.as_of_file, op.generation)
+        self._join_segments(store.db, removed)
+        self._write_companions(store.db, removed)
+        for recorded in self._recorded:
+            for number, generation in recorded.heads:
+                if number not in removed and store.db.image_by_number(number) is not None:
+                    cold.head_recorded(number, recorded.as_of_file, generation)
+            for number in recorded.buried:
+                cold.delete_grave(number)
+            for number in recorded.trimmed:
+                store.db.trims.delete_pending(number, recorded.as_of_file)
+        for number in self._changed:
+            if number not in removed:
+                cold.head_changed(number, self._file)
+
+    def _join_segments(self, db: HotDatabase, removed: set[int]) -> None:
+        for op in self._compacted:
+            if op.stream not in removed:
+                row = SegmentRow(op.segment.first, op.segment.last, _ENCODER.encode(op.segment), op.footer)
+                db.cold.join_segments(op.stream, row, op.segment.last_ns)
+                db.cold.head_recorded(op.stream, 0, op.generation)
+
+    def _write_companions(self, db: HotDatabase, removed: set[int]) -> None:
+        for op in self._published:
+            if op.stream in removed:
+                continue
+            for key in op.removed:
+                db.companions.drop(op.stream, key)
+            for companion in op.added:
+                db.companions.put(op.stream, companion)
+            for found in op.quarantined:
+                db.companions.put_quarantine(op.stream, found)
+            db.cold.head_recorded(op.stream, 0, op.generation)
+
+    def trim(self, db: HotDatabase) -> None:
+        """Segments out that no stream shows any more. After the streams are written."""
+        affected = [*self._trimmed, *self._left]
+        seen: set[int] = set()
+        while affected:
+            number = affected.pop()
+            stream = None if number in seen else stored_stream(db, number)
+            seen.add(number)
+            if stream is None:
+                continue
+            if stream.parent:
+                affected.append(stream.parent)  # may have kept something for this one
+            if not stream.earliest:
+                continue
+            db.companions.trim(number, stream.earliest)
+            kept = RetainedRanges(stream.earliest, reached_by_forks(db, stream))
+            dropped = sum(db.cold.drop_segments(number, behind, upto) for behind, upto in kept.gaps())
+            if dropped or number in self._trimmed:
+                db.trims.put_pending(number, self._file)
+
 
 BLOCK_BYTES = 256 * 1024
 MERGE_BELOW_BYTES = 64 * 1024

@@ -1,21 +1,63 @@
-"""Which small segments should become one, and whether what was made of them may stand for them.
+"""Compaction: which segments become one, proof, replacement in the manifest, completion after a crash.
+
+Which small segments should become one, and whether what was made of them may stand for them.
 
 Pure: what is listed in, work or a decision out.
+
+The sealer's part in a compaction: the joined segment is read once more, then put into the manifest.
+
+Compactions carried out: written down as begun, put into the manifest, written down as done.
+
+A crash before the manifest leaves an object that nobody names. After it, the owner would go on with segments
+whose objects are deleted some day. So what was begun is a fact of the log, and whoever starts finishes it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from concurrent.futures import Executor
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
-from tailrace.log.compaction import CompactionIntent
-from tailrace.log.model import Lifetime
-from tailrace.storage.coverage import Coverage
-from tailrace.storage.segments.companions import SEGMENT_FAMILY, IndexFile, PlanRecord
-from tailrace.storage.segments.offers import PublishedObject, PublishRequest
-from tailrace.storage.segments.segments import SegmentInfo, segment_name, stream_prefix
+from tailrace.common.limits import Limits
+from tailrace.log import segment_catalogue
+from tailrace.log.log import Log
+from tailrace.log.model import Lifetime, Stream
+from tailrace.log.segment_catalogue import CompactionIntent
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.log.transaction import await_commit
+from tailrace.storage.index_coverage import Coverage
+from tailrace.storage.manifest_recording import stored_manifest_facts
+from tailrace.storage.manifests.model import ManifestConflictError, StreamDeletedError, StreamFacts
+from tailrace.storage.manifests.store import ManifestStore, StoredHead, StreamLocks
+from tailrace.storage.object_store.interface import ObjectMissingError
+from tailrace.storage.sealer_process import ManifestPublication, SealerJob, SealerReport
+from tailrace.storage.sealing import SealingService
+from tailrace.storage.segments.index_files import (
+    SEGMENT_FAMILY,
+    IndexFile,
+    PlanRecord,
+    PublishedObject,
+    PublishRequest,
+)
+from tailrace.storage.segments.model import (
+    CorruptSegmentError,
+    SegmentInfo,
+    fetch_footer,
+    make_stream_id,
+    segment_name,
+    stream_prefix,
+)
+
+if TYPE_CHECKING:
+    from tailrace.storage.object_store.interface import ObjectStore
+
 
 HOUR_NS: Final = 3600 * 10**9
 BYTES_MAX: Final = 64 << 20  # payload of a joined segment, with something for each entry
@@ -214,3 +256,208 @@ def _check_companions(joined: SegmentInfo, plan: PlanRecord | None, companions: 
         ):
             message = f"{family} of entries {joined.first} to {joined.last} is being built"
             raise TailraceError("range_conflict", message)
+
+
+MS_NS: Final = 1_000_000
+
+
+class UnfitSegmentError(Exception):
+    """What was offered cannot be listed."""
+
+
+class CompactionSealer:
+    def __init__(
+        self,
+        store: StoredStreams,
+        objects: ObjectStore,
+        manifests: ManifestStore,
+        threads: Executor,
+        limits: Limits,
+    ) -> None:
+        self._store = store
+        self._objects = objects
+        self._manifests = manifests
+        self._threads = threads
+        self._grace_ns = limits.gc_segment_grace * MS_NS
+        # A sweep may be about to take what is older than its age: half of that is surely safe.
+        self._age_ns_max = limits.sweep_age_ms * MS_NS // 2
+
+    async def do(self, job: SealerJob, report: SealerReport) -> None:
+        assert job.publication is not None
+        assert job.publication.segment is not None
+        loop = asyncio.get_running_loop()
+        facts = await loop.run_in_executor(self._threads, stored_manifest_facts, self._store, job.numbers[0])
+        if facts is None:
+            report.refused, report.detail = "buried", "the stream was deleted"
+            return
+        joined = job.publication.segment
+        try:
+            stored = await self._manifests.load(facts.stream_id)
+            if stored is None or stored.head.fence < self._manifests.fence:
+                await self._manifests.publish(facts, known=stored)  # ours from before somebody took over
+            if not await self._is_listed(stored, joined):
+                await self._check(facts, joined)
+            failpoints.reached("compact.before_manifest")
+            head = await self._manifests.compact(
+                facts.stream_id, joined, job.publication.replaced, self._grace_ns
+            )
+            failpoints.reached("compact.after_manifest")
+        except StreamDeletedError as error:
+            report.refused, report.detail = "buried", str(error)
+        except UnfitSegmentError as error:
+            report.refused, report.detail = "missing", str(error)
+        except ManifestConflictError as error:
+            report.refused, report.detail = "changed", str(error)
+        else:
+            key = stream_prefix(facts.stream_id) + joined.key
+            report.generation = head.generation
+            report.footers = [await fetch_footer(self._objects, key, joined)]
+
+    async def _is_listed(self, stored: StoredHead | None, joined: SegmentInfo) -> bool:
+        """Whether an earlier try got this far."""
+        if stored is None:
+            return False
+        async for info in self._manifests.segments(stored.head, joined.first):
+            return info == joined
+        return False
+
+    async def _check(self, facts: StreamFacts, joined: SegmentInfo) -> None:
+        """Others are deleted for this one some day, so all of it is read: every checksum has to be right."""
+        key = stream_prefix(facts.stream_id) + joined.key
+        try:
+            found = await self._objects.head(key)
+            if found.size != joined.bytes:
+                raise UnfitSegmentError(
+                    f"{joined.key} has {found.size} bytes, and {joined.bytes} were reported"
+                )
+            if time.time_ns() - found.modified_ns > self._age_ns_max:
+                raise UnfitSegmentError(f"{joined.key} has lain there for too long; it has to be built again")
+            raw, _etag = await self._objects.get(key)
+        except ObjectMissingError:
+            raise UnfitSegmentError(f"{joined.key} is not there") from None
+        loop = asyncio.get_running_loop()
+        problems = await loop.run_in_executor(self._threads, _segment_problems, raw, joined, facts)
+        if problems:
+            raise UnfitSegmentError(f"{joined.key}: {'; '.join(problems)}")
+
+
+def _segment_problems(raw: bytes, joined: SegmentInfo, facts: StreamFacts) -> list[str]:
+    from tailrace.storage.segments.reader import check_segment, file_footer
+
+    problems = check_segment(raw, joined)
+    try:
+        told = file_footer(raw).facts
+    except CorruptSegmentError:
+        return problems  # said already
+    if (told.get("name"), told.get("stream_id")) != (facts.name, facts.stream_id):
+        problems.append("it is of another stream")
+    return problems
+
+
+logger = logging.getLogger("tailrace.pipeline")
+
+COMPACTION_RETRY_S: Final = 10.0
+_REFUSAL_CODES: Final = {"missing": "object_missing", "changed": "inputs_changed", "buried": "stream_gone"}
+
+
+class CompactionService:
+    """Owned by the loop thread. Whoever calls holds the lock of the stream."""
+
+    def __init__(
+        self, log: Log, sealing: SealingService, locks: StreamLocks, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._log = log
+        self._sealing = sealing
+        self._locks = locks
+        self._loop = loop
+        self._task: asyncio.Task[None] | None = None
+        self.segments = self.rows = 0  # that became part of others, since the start
+
+    def start(self) -> None:
+        """Finishes what an earlier life of the server began."""
+        self._finish_later()
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def begin(self, stream: Stream, intent: CompactionIntent) -> int:
+        """The generation of the manifest that lists the new segment. TailraceError if it is not listed."""
+        await self._note(stream.number, intent)
+        failpoints.reached("compact.after_intent")
+        if intent.segment.first <= stream.earliest:
+            # Retention had decided before it could know of this.
+            await self._note(stream.number, None)
+            raise TailraceError("inputs_changed", "retention has taken some of the entries")
+        try:
+            return await self._carry_out(stream, intent)
+        except TailraceError:
+            self._finish_later()
+            raise
+
+    async def finish(self, stream: Stream) -> None:
+        """What was begun before and is not known to be done."""
+        raw = self._log.streams.meta.get(segment_catalogue.compaction_fact_key(stream.number))
+        if raw is not None:
+            try:
+                await self._carry_out(stream, segment_catalogue.decode_intent(raw))
+            except TailraceError as error:
+                if segment_catalogue.compaction_fact_key(stream.number) in self._log.streams.meta:
+                    raise
+                logger.info("a compaction of %s was given up: %s", stream.name, error)
+
+    async def _carry_out(self, stream: Stream, intent: CompactionIntent) -> int:
+        publication = ManifestPublication(
+            stream_id=make_stream_id(stream.name, stream.incarnation),
+            segment=intent.segment,
+            replaced=list(intent.replaced),
+        )
+        if not self._sealing.standing.owned:
+            raise TailraceError("unavailable", "the object store cannot be used just now")
+        report = await self._sealing.ask("compact", [stream.number], publication=publication)
+        if report.error:
+            raise TailraceError("unavailable", f"the manifest cannot be written: {report.error}")
+        if report.refused or stream.removed:
+            await self._note(stream.number, None)
+            raise TailraceError(
+                _REFUSAL_CODES.get(report.refused, "stream_gone"), report.detail or "it was deleted"
+            )
+        now_ns = self._log.clock.now_ns()
+        await self._sealing.journal(intent.done(stream.number, report.generation, report.footers[0], now_ns))
+        failpoints.reached("compact.after_journal")
+        self.segments += len(intent.replaced)
+        self.rows += intent.segment.rows
+        return report.generation
+
+    async def _note(self, number: int, intent: CompactionIntent | None) -> None:
+        """Returns when it is durable."""
+        value = None if intent is None else segment_catalogue.encode_intent(intent)
+        await await_commit(partial(self._log.put_meta, segment_catalogue.compaction_fact_key(number), value))
+
+    # -- what was not finished -----------------------------------------------------------------------------
+
+    def _finish_later(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = self._loop.create_task(self._finish_all())
+
+    async def _finish_all(self) -> None:
+        """Until nothing is left that was begun."""
+        while numbers := [number for number, _ in segment_catalogue.pending_compactions(self._log.streams)]:
+            for number in numbers:
+                try:
+                    await self._finish_one(number)
+                except TailraceError as error:
+                    logger.warning("a compaction of stream %d is not finished yet: %s", number, error)
+                except Exception:
+                    logger.exception("a compaction of stream %d cannot be finished", number)
+            if any(True for _ in segment_catalogue.pending_compactions(self._log.streams)):
+                await asyncio.sleep(COMPACTION_RETRY_S)
+
+    async def _finish_one(self, number: int) -> None:
+        stream = self._log.streams.get(number)
+        if stream is None or stream.removed:
+            await self._note(number, None)
+            return
+        async with self._locks.hold(make_stream_id(stream.name, stream.incarnation)):
+            await self.finish(stream)

@@ -1,22 +1,66 @@
-"""Who owns a bucket: one deployment at a time, by a number that only grows.
+"""Bucket ownership: claim and fence, and the checks before a claim.
+
+Who owns a bucket: one deployment at a time, by a number that only grows.
 
 The number, the fence, is written into every head its owner changes. Taking a bucket over raises it, and a
 head with a higher fence refuses everybody with a lower one. See docs/decisions.
+
+Whether everything that a bucket records is known here: asked before a server makes a bucket its own.
+
+A stream that somebody else recorded cannot be gone on with by a server that does not have it: whatever that
+server made under the same name could never be sealed, and nobody would notice before the disk is lost.
+
+Whether the data directory is older than its bucket: asked before a server goes on with the two.
+
+A backup that is put back has the identity of the server that went on after it was made, so nothing else would
+refuse it: its next entries would get numbers that the bucket has other entries for. A few streams are asked,
+however many there are. Whichever difference they do not show is found when its stream is sealed.
+
+This server's claim to its bucket: made at start, checked now and then, lost when somebody takes over.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
-from tailrace.storage.manifests.model import MANIFEST_VERSION, FencedError
-from tailrace.storage.object_store.objects import ObjectConflictError, ObjectMissingError
+from tailrace.log import system_streams
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.log.records import Sealed
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.protocol.stream_names import is_system_name
+from tailrace.storage.manifest_recording import manifest_facts
+from tailrace.storage.manifests.changes import is_same_incarnation
+from tailrace.storage.manifests.model import (
+    MANIFEST_VERSION,
+    FencedError,
+    ManifestCorruptError,
+    ManifestError,
+    ManifestHead,
+)
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import (
+    ObjectConflictError,
+    ObjectMissingError,
+    ObjectStoreError,
+    open_object_store,
+)
+from tailrace.storage.object_store.listing import for_each_stream
+from tailrace.storage.segments.model import make_stream_id
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import ObjectStore
+    from tailrace.storage.object_store.interface import ObjectStore
+
 
 OWNER_KEY = "meta/owner.json"
 # Each lost race means that somebody else became the owner meanwhile.
@@ -98,3 +142,214 @@ class BucketOwnership:
         if owner.version > MANIFEST_VERSION:
             raise TailraceError("unavailable", f"{OWNER_KEY} was written by a newer version of Tailrace")
         return owner, etag
+
+
+class ForeignStreamsError(TailraceError):
+    """The bucket has streams of somebody else. Nothing was changed."""
+
+    def __init__(self, url: str, name: str) -> None:
+        super().__init__(
+            "unavailable",
+            f"the object store {url} holds streams that this data directory does not have, such as {name!r}. "
+            "To go on with them, start with --bootstrap on an empty data directory; to begin without them, "
+            "name another bucket or prefix",
+        )
+
+
+async def refuse_foreign_streams(objects: ObjectStore, stores: Sequence[StoredStreams]) -> None:
+    """Raises at the first stream of the bucket that none of our hot stores has.
+
+    Reads every manifest, a few at a time.
+    """
+    manifests = ManifestStore(objects, 0)
+    loop = asyncio.get_running_loop()
+    thread = ThreadPoolExecutor(1, "strangers")
+
+    def is_known(head: ManifestHead) -> bool:
+        return any(is_known_stream(store, head) for store in stores)
+
+    async def look(stream_id: str) -> None:
+        try:
+            stored = await manifests.load(stream_id)
+        except ManifestCorruptError:
+            raise ForeignStreamsError(objects.url, f"id {stream_id}") from None
+        if stored is not None and not await loop.run_in_executor(thread, is_known, stored.head):
+            raise ForeignStreamsError(objects.url, stored.head.name)
+
+    try:
+        await for_each_stream(objects, look)
+    finally:
+        thread.shutdown(wait=False)
+
+
+def is_known_stream(store: StoredStreams, head: ManifestHead) -> bool:
+    """Whether the hot store has the very stream a manifest speaks of, or knows that it is gone."""
+    with store.snapshot():
+        stream = store.stream_by_name(head.name)
+        if head.deleted is None:
+            same = stream is not None and stream.incarnation == head.incarnation
+            if same and stream is not None and is_same_incarnation(manifest_facts(stream, 0), head):
+                return True
+            return store.db.cold.has_grave(head.stream_id)
+        tombstone = store.tombstone(head.name)
+        epoch = max(
+            -1 if stream is None else stream.epochs[-1][0], -1 if tombstone is None else tombstone.epoch
+        )
+        return epoch >= head.deleted.epoch  # nobody here begins in one that was used
+
+
+SAMPLED_OF_EACH = 8
+
+
+class RolledBackError(TailraceError):
+    """The bucket tells of what this directory has yet to do. Nothing was changed."""
+
+    def __init__(self, url: str, name: str) -> None:
+        super().__init__(
+            "unavailable",
+            f"the data directory is older than the object store {url}, which has something of {name!r} that "
+            "never happened here: it is a backup, or a copy that others went on from. To go on with what the "
+            "bucket has, start with --bootstrap on an empty data directory. To go back to the backup, name a "
+            "copy of the bucket that was made together with it. To look at what is here nevertheless, add "
+            "--take-over: streams that differ are not sealed then",
+        )
+
+
+async def refuse_rolled_back(objects: ObjectStore, log: Log, fence: int) -> None:
+    """Raises if a manifest speaks of what has not happened here. The fence is that of this deployment."""
+    manifests = ManifestStore(objects, fence)
+
+    async def look(stream: Stream) -> bool:
+        try:
+            stored = await manifests.load(make_stream_id(stream.name, stream.incarnation))
+        except ManifestError:
+            return False  # whoever needs it is told what is wrong with it
+        return stored is not None and is_manifest_ahead(stored.head, stream, fence, log.recovered.seq)
+
+    streams = sampled_streams(log)
+    ahead = await asyncio.gather(*map(look, streams))
+    names = [stream.name for stream, found in zip(streams, ahead, strict=True) if found]
+    if names:
+        raise RolledBackError(
+            objects.url, min(names, key=is_system_name)
+        )  # one that somebody knows, if possible
+
+
+def is_manifest_ahead(head: ManifestHead, stream: Stream, fence: int, journal_seq: int) -> bool:
+    """Whether a manifest tells of entries, or was made from a journal file, that this directory never had."""
+    later_file = head.fence == fence and head.as_of > journal_seq
+    return is_same_incarnation(manifest_facts(stream, 0), head) and (
+        later_file or head.uploaded_through > stream.tail
+    )
+
+
+def sampled_streams(log: Log) -> list[Stream]:
+    """Those that a server which went on would have sealed more of, most likely."""
+    found = (log.streams.get(number) for number in dict.fromkeys(_sampled_numbers(log)))
+    return [stream for stream in found if stream is not None]
+
+
+def _sampled_numbers(log: Log) -> Iterator[int]:
+    for name in (
+        system_streams.BOUNDED_STREAMS
+    ):  # is written as long as the server runs, or whenever something happens
+        stream = log.streams.find(name + log.own_suffix)
+        if stream is not None:
+            yield stream.number
+    yield from tuple(islice(log.streams.by_number, SAMPLED_OF_EACH))  # with records in the journal
+    yield from log.store.db.cold.hot_numbers(0, SAMPLED_OF_EACH)
+    yield from log.store.db.newest_numbers(SAMPLED_OF_EACH)
+
+
+logger = logging.getLogger("tailrace.seal")
+
+# A server must come up although its object store does not answer: the claim is then made later.
+START_S_MAX = 5.0
+
+
+class SealedElsewhereError(TailraceError):
+    """Streams are sealed, but not to this object store: serving them would be serving holes."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            "unavailable",
+            f"the object store {url} has nothing of the history that this data directory sealed before; name "
+            "the store that has it, or copy all of it there. To go on without it, start with --take-over",
+        )
+
+
+def has_sealed(log: Log) -> bool:
+    """Whether there are segments, be it that only the journal knows of them."""
+    unfolded = (op for ops in log.streams.unfolded.values() for _, op in ops)
+    in_journal = any(isinstance(op, Sealed) and op.segments for op in unfolded)
+    return in_journal or log.store.db.cold.any_segments()
+
+
+class BucketOwner:
+    """The fence we write with, 0 while we have none."""
+
+    def __init__(self, url: str, deployment: str, take_over: bool, log: Log) -> None:
+        try:
+            self._objects = open_object_store(url, limits=log.limits)
+        except (ValueError, ObjectStoreError) as error:
+            raise TailraceError("unavailable", str(error)) from error
+        self._ownership = BucketOwnership(self._objects)
+        self._url = url
+        self.deployment = deployment
+        self._take_over = take_over
+        self._log = log
+        self._sealed = has_sealed(log)  # there is history to be found there
+        self.fence = 0
+        self.failure = ""
+
+    @property
+    def requests(self) -> Counter[str]:
+        return self._objects.requests
+
+    async def start(self) -> None:
+        """Refuses to start beside another owner; without an answer, the question stays open."""
+        try:
+            # Whoever asks for a bucket that is somebody's waits until all that is in it has been looked at.
+            async with asyncio.timeout(None if self._take_over else START_S_MAX):
+                await self.claim()
+        except OwnedElsewhereError as error:
+            raise TailraceError(
+                "unavailable",
+                f"the object store {self._url} belongs to deployment {error.owner.deployment}; give this "
+                "server another bucket or prefix. If the disk of the other one is lost, start this one with "
+                "--bootstrap to get its streams back; else stop the other one and start this one with "
+                "--take-over",
+            ) from error
+        except (TimeoutError, ObjectStoreError, OSError) as error:
+            self.failure = str(error) or "no answer"
+            logger.error("the object store %s cannot be used yet: %s", self._url, self.failure)
+
+    async def claim(self) -> None:
+        """Before the bucket becomes ours, everything in it must be; found again later, it is not asked."""
+        owner = await self._ownership.current()
+        if owner is None and self._sealed and not self._take_over:
+            raise SealedElsewhereError(self._url)
+        if owner is None or (owner.deployment != self.deployment and self._take_over):
+            await refuse_foreign_streams(self._objects, [self._log.store])
+        if owner is not None and owner.deployment == self.deployment and not self._take_over:
+            await refuse_rolled_back(self._objects, self._log, owner.fence)
+        self.fence = await self._ownership.claim(self.deployment, self._take_over)
+        self.failure = ""
+
+    async def confirm(self) -> None:
+        """Raises FencedError once the bucket is somebody else's. A store without an answer says nothing."""
+        try:
+            if not self.fence:
+                await self.claim()
+            else:
+                await self._ownership.confirm(self.deployment, self.fence)
+            self.failure = ""
+        except (OwnedElsewhereError, SealedElsewhereError, RolledBackError, ForeignStreamsError) as error:
+            raise FencedError(error.message) from error
+        except (ObjectStoreError, OSError) as error:
+            if not self.failure:
+                logger.warning("the owner of %s cannot be confirmed: %s", self._url, error)
+            self.failure = str(error)
+
+    async def close(self) -> None:
+        await self._objects.close()

@@ -1,18 +1,28 @@
-"""What retention takes away. Pure: what a stream shows, its bounds and the time in, a decision out.
+"""Retention rules: which entries are over their bounds, and the same for streams of the hot store.
+
+What retention takes away. Pure: what a stream shows, its bounds and the time in, a decision out.
 
 A stream shows its own entries and, being a fork, entries of its ancestors. Its retention bounds what *it*
 shows: its `earliest` moves on and its readers are told. Whether an entry is also deleted is another question,
 asked of the stream that stores it: not before every stream that shows it has moved on.
+
+Streams as the hot store is given them, and what it tells about their retention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
-from tailrace.log.model import Lifetime
-from tailrace.storage.hot_store.trim_tables import ForkRow
-from tailrace.storage.segments.kept import FOREVER, EntryRange
+import msgspec
+
+from tailrace.common.timestamps import TIMESTAMP_NS_MAX
+from tailrace.log.model import Lifetime, Stream
+from tailrace.log.stored_streams import decode_stream, encode_stream
+from tailrace.storage.hot_store.database import HotDatabase
+from tailrace.storage.hot_store.tables import ForkRow
+from tailrace.storage.segments.model import FOREVER, EntryRange, SegmentInfo
 
 SECOND_NS = 1_000_000_000
 
@@ -102,3 +112,119 @@ def ranges_reached_by_forks(
             if fork.forks:
                 open_streams.append((fork.number, fork.forks, shared))
     return runs
+
+
+# One decision looks at no more than so many segments; the next one goes on behind them.
+SHOWN_SEGMENTS_MAX = 1000
+
+_INFO = msgspec.msgpack.Decoder(SegmentInfo)
+
+
+def put_stream(db: HotDatabase, stream: Stream) -> None:
+    """Everything of a stream but its entries and producers."""
+    deadline_ns = stored_deadline_ns(stream)
+    db.put_stream(stream.number, stream.name, stream.gone, deadline_ns, encode_stream(stream))
+    if stream.parent:
+        row = ForkRow(stream.number, stream.fork_entry, stream.earliest, stream.gone, stream.forks)
+        db.trims.put_fork(stream.parent, row)
+
+
+def put_due(db: HotDatabase, stream: Stream) -> None:
+    """When retention has to look at the stream. After its segments and those of its ancestors are written."""
+    if has_bounds(stream.lifetime):
+        sealed_ns = decide_stored_retention(db, stream, stream.lifetime, now_ns=-1).next_ns
+        unsealed_ns = unsealed_over_bounds_ns(db, stream, stream.lifetime)
+        due = [at_ns for at_ns in (sealed_ns, unsealed_ns) if at_ns is not None]
+        db.trims.put_due(stream.number, min(due, default=None))
+
+
+def stored_deadline_ns(stream: Stream) -> int | None:
+    """When the sweep of the hot store may look at the stream; errs towards later."""
+    if stream.gone:
+        return None
+    deadline_ns = stream.deadline_ns()
+    if deadline_ns is not None and stream.lifetime.ttl_s is not None:
+        deadline_ns += stream.lifetime.ttl_s * 100_000_000
+    return None if deadline_ns is None else min(deadline_ns, TIMESTAMP_NS_MAX)
+
+
+def stored_stream(db: HotDatabase, number: int) -> Stream | None:
+    raw = db.image_by_number(number)
+    return None if raw is None else decode_stream(raw)
+
+
+def decide_stored_retention(
+    db: HotDatabase, stream: Stream, lifetime: Lifetime, now_ns: int, upto: int | None = None
+) -> RetentionDecision:
+    """What retention does to a stream as the hot store has it; entries behind `upto` stay in any case."""
+    shown_bytes = stream.size_bytes
+    inherits = stream.parent and stream.earliest < stream.fork_entry
+    if inherits and lifetime.retention_bytes is not None:
+        shown_bytes += sum(part.payload_bytes for part in shown_segments(db, stream) if not part.own)
+    shown: Iterable[ShownSegment] = shown_segments(db, stream, SHOWN_SEGMENTS_MAX)
+    if upto is not None:
+        shown = takewhile(lambda segment: segment.last <= upto, shown)
+    decision = decide_retention(stream.earliest, shown, lifetime, shown_bytes, now_ns)
+    if decision.to_the_end and inherits and decision.earliest < stream.fork_entry:
+        # Its source has yet to seal what it shows of it, and nobody will say when that is done.
+        return decision._replace(next_ns=0)
+    return decision
+
+
+def unsealed_over_bounds_ns(db: HotDatabase, stream: Stream, lifetime: Lifetime) -> int | None:
+    """When the oldest of the entries that are not sealed is over a bound, and they have to be, to go at all.
+
+    0 if it is by size. None: there are none, or only newer entries can bring it about.
+    """
+    oldest_ns = db.cold.hot_time_ns(stream.number, stream.sealed + 1)
+    if oldest_ns is None:
+        return None
+    return over_bounds_at_ns(
+        ShownSegment(0, oldest_ns, 0), lifetime, stream.size_bytes - stream.sealed_bytes - 1
+    )
+
+
+def shown_segments(db: HotDatabase, stream: Stream, count_max: int | None = None) -> Iterator[ShownSegment]:
+    """The segments that a stream shows, its ancestors' first, up to the first entry that is not sealed."""
+    levels: list[tuple[Stream, int]] = [(stream, stream.sealed)]
+    while (owner := levels[-1][0]).parent and stream.earliest < owner.fork_entry:
+        source = stored_stream(db, owner.parent)
+        assert source is not None, f"the source of fork {owner.name} is missing"
+        levels.append((source, min(owner.fork_entry, levels[-1][1])))
+    entry = stream.earliest + 1
+    for owner, upto in reversed(levels):
+        if entry > upto:
+            continue
+        for raw in db.cold.infos_from(owner.number, entry):
+            info = _INFO.decode(raw)
+            if count_max == 0 or info.first > entry:
+                return
+            whole = info.first == entry and info.last <= upto
+            last = min(info.last, upto)
+            payload_bytes = info.payload_bytes if whole else 0
+            yield ShownSegment(last, info.last_ns, payload_bytes, owner is stream, info.bytes)
+            count_max = None if count_max is None else count_max - 1
+            entry = last + 1
+            if entry > upto:
+                break
+        else:
+            return
+
+
+def reached_by_forks(db: HotDatabase, stream: Stream) -> list[EntryRange]:
+    """Entries of the stream, and of its ancestors, that its forks show."""
+    return ranges_reached_by_forks(stream.number, stream.forks, db.trims.forks_of)
+
+
+def fork_points(db: HotDatabase, number: int) -> set[int]:
+    """The last entries of a stream that its forks show, and the forks of those, and so on."""
+    points: set[int] = set()
+    open_streams = [(number, FOREVER)]
+    while open_streams:
+        source, upto = open_streams.pop()
+        for fork in db.trims.forks_of(source):
+            shared = min(upto, fork.fork_entry)
+            points.add(shared)
+            if fork.forks:
+                open_streams.append((fork.number, shared))
+    return points

@@ -15,17 +15,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
-from tailrace.log import system
-from tailrace.log.compaction import has_uncheckpointed_compaction
+from tailrace.log import system_streams
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime
 from tailrace.log.records import Recorded, Trim
+from tailrace.log.segment_catalogue import has_uncheckpointed_compaction
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.retention import has_bounds
-from tailrace.storage.stored import decide_stored_retention, stored_stream, unsealed_over_bounds_ns
+from tailrace.storage.retention import (
+    decide_stored_retention,
+    has_bounds,
+    stored_stream,
+    unsealed_over_bounds_ns,
+)
 
 if TYPE_CHECKING:
-    from tailrace.storage.seal import SealingService
+    from tailrace.storage.sealing import SealingService
 
 SCAN_COUNT = 100  # streams in one look
 TRIM_PAGE_COUNT = 64  # streams in one job of the sealer
@@ -174,7 +178,7 @@ class RetentionService:
         if self._seen != _START:
             return []
         suffix = self._log.own_suffix
-        found = [self._log.streams.by_name.get(name + suffix) for name in system.BOUNDED_STREAMS]
+        found = [self._log.streams.by_name.get(name + suffix) for name in system_streams.BOUNDED_STREAMS]
         own = [
             RetentionBound(stream.number, stream.lifetime)
             for stream in found

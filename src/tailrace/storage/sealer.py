@@ -1,4 +1,15 @@
-"""The sealer: a process of its own that moves entries from the hot store to the object store.
+"""The sealer process: moves entries from the hot store to segments and records them in manifests.
+
+Cutting a stream's hot entries into segments. Pure: runs of entries in, runs of entries out.
+
+Segments in the bucket that the journal does not tell of: ours only if they hold the entries we hold.
+
+A sealer whose server was killed leaves such segments behind, and their entries are still in the hot store.
+But so does a server that went on after the backup was made which is in use now, or one that runs on a copy of
+this directory: its entries have the same numbers and are others. Taking those for ours would drop what we
+acknowledged.
+
+The sealer: a process of its own that moves entries from the hot store to the object store.
 
 It only reads the hot store, one snapshot for each stream and job, and is the only one who writes segments and
 manifests. What it did becomes part of the log when the server journals its report. It may be killed at any
@@ -15,25 +26,23 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from tailrace.common import failpoints, process
 from tailrace.common.logging_setup import configure_logging
 from tailrace.log.model import Stream
-from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.adoption import SegmentAdoption, hot_runs_after
-from tailrace.storage.compact_seal import CompactionSealer
-from tailrace.storage.companion_seal import IndexFileSealer
-from tailrace.storage.cut import SegmentPortion, split_into_segments
+from tailrace.log.stored_streams import StoredStreams, decode_block
+from tailrace.storage.compaction import CompactionSealer
 from tailrace.storage.data_directory import make_directory
-from tailrace.storage.document_objects import DocumentObjects, versions_within
-from tailrace.storage.facts import decode_deleted, manifest_facts, stored_manifest_facts
-from tailrace.storage.manifests.manifest import ManifestStore, StoredHead
+from tailrace.storage.index_publication import IndexFileSealer
+from tailrace.storage.manifest_recording import decode_deleted, manifest_facts, stored_manifest_facts
+from tailrace.storage.manifests.changes import is_same_incarnation
 from tailrace.storage.manifests.model import (
     FencedError,
     ManifestConflictError,
@@ -42,28 +51,213 @@ from tailrace.storage.manifests.model import (
     StreamDeletedError,
     StreamFacts,
 )
-from tailrace.storage.meta_objects import MetaObjects
-from tailrace.storage.meta_seal import MetaObjectSealer
-from tailrace.storage.object_store.objects import (
+from tailrace.storage.manifests.store import ManifestStore, StoredHead
+from tailrace.storage.meta_objects import DocumentObjects, MetaObjects, MetaObjectSealer, versions_within
+from tailrace.storage.object_store.interface import (
     ObjectExistsError,
     ObjectStoreUnavailableError,
     open_object_store,
 )
 from tailrace.storage.object_store.request_stats import CountingObjectStore, RequestStats
 from tailrace.storage.ownership import BucketOwnership
-from tailrace.storage.seal_job import (
+from tailrace.storage.retention import reached_by_forks
+from tailrace.storage.sealer_process import (
     RECOVERY_KEY_VARIABLE,
     SealerJob,
     SealerReport,
     SealerSetup,
     SealerUsage,
 )
-from tailrace.storage.segments.companions import PlanHistory
-from tailrace.storage.segments.kept import EntryRange
-from tailrace.storage.segments.segments import SegmentFile, SegmentRows, stream_prefix
-from tailrace.storage.stored import reached_by_forks
-from tailrace.storage.sweep import Orphan, Sweeper
-from tailrace.storage.sweep_plans import has_same_stream, stored_plans
+from tailrace.storage.segments.index_files import PlanHistory
+from tailrace.storage.segments.model import (
+    EntryRange,
+    SegmentFile,
+    SegmentInfo,
+    SegmentRows,
+    footer_has_keys,
+    stream_prefix,
+)
+from tailrace.storage.sweep import Orphan, Sweeper, has_same_stream, stored_plans
+
+if TYPE_CHECKING:
+    from tailrace.storage.object_store.interface import ObjectStore
+
+
+class SegmentPortion(NamedTuple):
+    """The rows of one segment: consecutive, of one epoch."""
+
+    epoch: int
+    runs: list[SegmentRows]
+
+
+def slice_run(run: SegmentRows, begin: int, end: int, separator: int) -> SegmentRows:
+    """Rows `begin` to `end` (not included) of a run, counted from 0."""
+    if begin == 0 and end == len(run.ends):
+        return run
+    start = run.ends[begin - 1] + separator if begin else 0
+    ends = run.ends[begin:end]
+    if start:
+        for index, stop in enumerate(ends):
+            ends[index] = stop - start
+    body = run.body[start : run.ends[end - 1]]
+    keys = None if run.keys is None else run.keys[begin:end]
+    return SegmentRows(run.first + begin, body, ends, run.times[begin:end], keys)
+
+
+def split_into_segments(
+    runs: Iterable[SegmentRows],
+    epochs: Sequence[tuple[int, int]],
+    separator: int,
+    *,
+    bytes_max: int,
+    entries_max: int,
+) -> Iterator[SegmentPortion]:
+    """What goes into each segment: at most so many bytes and entries, one larger entry alone excepted."""
+    held: list[SegmentRows] = []
+    held_bytes = held_entries = 0
+    epoch = 0
+    for run in runs:
+        at, count = 0, len(run.ends)
+        while at < count:
+            entry_epoch, epoch_last = _epoch_at(epochs, run.first + at)
+            if held and (held_bytes >= bytes_max or held_entries >= entries_max or entry_epoch != epoch):
+                yield SegmentPortion(epoch, held)
+                held, held_bytes, held_entries = [], 0, 0
+            epoch = entry_epoch
+            start = run.ends[at - 1] + separator if at else 0
+            reach = min(count, at + entries_max - held_entries, epoch_last - run.first + 1)
+            stop = bisect_right(run.ends, start + bytes_max - held_bytes, at, reach)
+            if stop == at:
+                if held:
+                    held_bytes = bytes_max  # the next entry does not fit any more
+                    continue
+                stop = at + 1
+            held.append(slice_run(run, at, stop, separator))
+            held_bytes += run.ends[stop - 1] - start
+            held_entries += stop - at
+            at = stop
+    if held:
+        yield SegmentPortion(epoch, held)
+
+
+def _epoch_at(epochs: Sequence[tuple[int, int]], entry: int) -> tuple[int, int]:
+    """The epoch an entry was written in, and the last entry that this epoch can have."""
+    index = bisect_right(epochs, entry, key=lambda pair: pair[1]) - 1
+    last = epochs[index + 1][1] - 1 if index + 1 < len(epochs) else 2**62
+    return epochs[max(index, 0)][0], last
+
+
+class SegmentAdoption:
+    """Compares what the bucket has with what the hot store has, and reports as sealed what is the same."""
+
+    def __init__(
+        self,
+        store: StoredStreams,
+        objects: ObjectStore,
+        manifests: ManifestStore,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self._store = store
+        self._objects = objects
+        self._manifests = manifests
+        self._threads = threads
+
+    def is_ahead(self, head: ManifestHead, facts: StreamFacts, job: SealerJob) -> bool:
+        """Whether more is recorded than the server knows of; by somebody who may have been us."""
+        if head.deleted is not None or head.uploaded_through <= job.sealed:
+            return False
+        return head.fence == self._manifests.fence or is_same_incarnation(facts, head)
+
+    async def adopt(
+        self, job: SealerJob, facts: StreamFacts, head: ManifestHead, report: SealerReport, count_max: int
+    ) -> None:
+        """ManifestConflictError if an entry in the bucket is not the one we have; then nothing is taken."""
+        if not is_same_incarnation(facts, head):
+            raise _conflict(facts, "that stream was created elsewhere")
+        following = job.sealed + 1
+        async for info in self._manifests.segments(head, following):
+            if info.first != following:
+                raise _conflict(facts, f"entry {following} is not where it was left")
+            report.footers.append(await self._footer(job.numbers[0], facts, info))
+            report.segments.append(info)
+            report.keyed = report.keyed or footer_has_keys(report.footers[-1])
+            following = info.last + 1
+            if len(report.segments) == count_max:
+                break
+        if not report.segments:
+            raise _conflict(facts, f"entry {following} was trimmed there")
+        report.generation = head.generation
+        report.more = True  # the stream may have grown since, and its head may be behind
+
+    async def _footer(self, number: int, facts: StreamFacts, info: SegmentInfo) -> bytes:
+        """The footer of a segment that holds what the hot store has."""
+        raw, _etag = await self._objects.get(stream_prefix(facts.stream_id) + info.key)
+        loop = asyncio.get_running_loop()
+        footer = await loop.run_in_executor(self._threads, self._compared, number, info, raw)
+        if footer is None:
+            raise _conflict(facts, f"entries {info.first} to {info.last} differ or are not here")
+        return footer
+
+    def _compared(self, number: int, info: SegmentInfo, raw: bytes) -> bytes | None:
+        from tailrace.storage.segments import reader
+        from tailrace.storage.segments.reader import file_footer, read_all_rows
+
+        with self._store.snapshot():
+            stream = self._store.stream_by_number(number)
+            if stream is None:
+                return None
+            held = hot_runs_after(self._store, stream, info.first - 1)
+            if not is_prefix_of(read_all_rows(raw, file_footer(raw)), held, stream.separator):
+                return None
+        tail = reader.find_tail(raw, len(raw))
+        assert isinstance(tail, bytes), "all of the file was given"
+        return reader.pack_tail(tail)
+
+
+def hot_runs_after(store: StoredStreams, stream: Stream, entry: int) -> Iterator[SegmentRows]:
+    """What the hot store has behind an entry of a stream, in order."""
+    following = entry + 1
+    for row in store.db.blocks_from(stream.number, following):
+        block = decode_block(row)
+        assert block.first <= following <= block.last, f"entry {following} of {stream.name} is missing"
+        run = SegmentRows(block.first, block.body, block.ends, block.times, block.keys)
+        yield slice_run(run, following - block.first, len(block.ends), stream.separator)
+        following = block.last + 1
+
+
+def is_prefix_of(some: Iterable[SegmentRows], all_of: Iterator[SegmentRows], separator: int) -> bool:
+    """Whether the one begins with exactly the entries of the other, however either is cut into runs."""
+    held: SegmentRows | None = None
+    for run in some:
+        at, count = 0, len(run.ends)
+        while at < count:
+            held = held or next(all_of, None)
+            if held is None:
+                return False
+            shared = min(count - at, len(held.ends))
+            part = slice_run(run, at, at + shared, separator)
+            if not _equal_runs(part, slice_run(held, 0, shared, separator)):
+                return False
+            rest = len(held.ends) - shared
+            held = slice_run(held, shared, len(held.ends), separator) if rest else None
+            at += shared
+    return True
+
+
+def _equal_runs(one: SegmentRows, other: SegmentRows) -> bool:
+    """A run may come with a list of keys that are all missing, or without any list."""
+    return one[:4] == other[:4] and _run_keys(one) == _run_keys(other)
+
+
+def _run_keys(run: SegmentRows) -> list[bytes | None]:
+    return run.keys or [None] * len(run.ends)
+
+
+def _conflict(facts: StreamFacts, why: str) -> ManifestConflictError:
+    return ManifestConflictError(
+        facts.stream_id, f"the object store has other entries of {facts.name!r} than this server: {why}"
+    )
+
 
 logger = logging.getLogger("tailrace.sealer")
 

@@ -1,4 +1,8 @@
-"""Finds what no manifest names any more, and deletes it: leftovers of crashes, of deletions, of replacements.
+"""The sweep: finds objects that no manifest can name any more and deletes them; its schedule.
+
+Which plans in the folder of a stream are still needed. All others may be swept.
+
+Finds what no manifest names any more, and deletes it: leftovers of crashes, of deletions, of replacements.
 
 It may run beside a server, and be killed at any moment. An object goes only if no head can ever name it
 again, whoever is writing:
@@ -18,37 +22,119 @@ Tombstones that nobody needs any more go if the owner of the bucket sweeps (`own
 Several workers are one owner in several processes (`share`): what anybody may take away is the first one's to
 find; what the pipeline made is for the worker that has the stream, since it keeps others from publishing
 meanwhile. Tombstones stay: a fork of that name may be recorded by any of them at that very moment.
+
+The sweep on a schedule: now and then the sealer walks the bucket and takes away what nobody can need.
+
+One page of the listing at a time, with pauses, so that it never holds up sealing. How far it came is a fact
+of the log, so a restart goes on there: a server that is restarted every day sweeps its whole bucket all the
+same. A turn that a crash cut short is done again, and finds less.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Literal
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
 from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
-from tailrace.storage.manifests.compaction import is_in_grace
-from tailrace.storage.manifests.manifest import ManifestStore
+from tailrace.common.errors import TailraceError
+from tailrace.log.log import Log
+from tailrace.log.segment_catalogue import INDEX_DOCUMENT, decode_plans
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.manifests.changes import is_in_grace
 from tailrace.storage.manifests.model import HEAD_KEY, HeadTombstone, ManifestCorruptError, ManifestHead
-from tailrace.storage.object_store.bucket import (
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.meta_objects import DocumentObject, MetaCorruptError, MetaObjects, document_key
+from tailrace.storage.object_store.interface import ObjectMissingError
+from tailrace.storage.object_store.listing import (
     LIST_PAGE,
+    STREAMS_IN_PARALLEL,
     STREAMS_PREFIX,
     delete_keys,
     entry_range_of_key,
     epoch_of_key,
+    first_failure,
     stream_id_of_key,
 )
-from tailrace.storage.object_store.crowd import STREAMS_IN_PARALLEL, first_failure
-from tailrace.storage.object_store.objects import ObjectMissingError
-from tailrace.storage.segments.companions import index_file_range
-from tailrace.storage.segments.segments import stream_prefix
-from tailrace.storage.sweep_plans import LookUpPlans, superseded_plans
+from tailrace.storage.segments.index_files import IndexFile, PlanHistory, index_file_range, plan_name
+from tailrace.storage.segments.model import stream_prefix
 
 if TYPE_CHECKING:
-    from tailrace.storage.object_store.objects import ObjectInfo, ObjectStore
+    from tailrace.storage.object_store.interface import ObjectInfo, ObjectStore
+    from tailrace.storage.sealing import SealingService
+
+
+_PLAN: Final = re.compile(r"plans/[0-9a-f]{64}\.json")
+
+# The plans that the server itself remembers of a stream; those in the bucket may be behind.
+LookUpPlans = Callable[[ManifestHead], Awaitable[PlanHistory]]
+
+
+def has_same_stream(store: StoredStreams, head: ManifestHead) -> bool:
+    """On a thread: whether the hot store has the very stream of a manifest."""
+    stream = store.stream_by_name(head.name)
+    return stream is not None and stream.incarnation == head.incarnation
+
+
+def stored_plans(store: StoredStreams, head: ManifestHead) -> PlanHistory:
+    """On a thread: the plans of a stream in the hot store."""
+    stream = store.stream_by_name(head.name)
+    if stream is None or stream.incarnation != head.incarnation:
+        return PlanHistory()
+    return decode_plans(stream.documents)
+
+
+async def superseded_plans(
+    objects: ObjectStore,
+    head: ManifestHead,
+    companions: AsyncIterator[IndexFile],
+    found: Sequence[ObjectInfo],
+    oldest_ns: int,
+    remembered: LookUpPlans | None,
+) -> list[ObjectInfo]:
+    """Plans that are not the wanted one and no companion was built by. No plan may be stored meanwhile.
+
+    A stream remembers the fingerprints of some plans before the wanted one; the object of such a plan is
+    needed only as long as a companion was built by it. One that is wanted again is stored again, so each is
+    looked at once more: the listing is of before.
+    """
+    prefix = stream_prefix(head.stream_id)
+    plans = [info for info in found if _PLAN.fullmatch(info.key.removeprefix(prefix))]
+    book = await _recorded_plans(objects, head) if plans else None
+    if book is None:
+        return []
+    books = [book] if remembered is None else [book, await remembered(head)]
+    known = {each.wanted.hash for each in books if each.wanted is not None}
+    known |= {one.plan_hash async for one in companions}
+    named = {prefix + plan_name(plan_hash) for plan_hash in known}
+    return [
+        info for info in plans if info.key not in named and await _is_older_than(objects, info.key, oldest_ns)
+    ]
+
+
+async def _recorded_plans(objects: ObjectStore, head: ManifestHead) -> PlanHistory | None:
+    """The plans that the bucket remembers of a stream; None if that cannot be told."""
+    if INDEX_DOCUMENT not in head.meta_keys:
+        return PlanHistory()
+    try:
+        found = await MetaObjects(objects, 0).load(
+            document_key(head.stream_id, INDEX_DOCUMENT), DocumentObject
+        )
+        return None if found is None else decode_plans({INDEX_DOCUMENT: bytes(found[0].document)})
+    except (MetaCorruptError, msgspec.DecodeError):
+        return None
+
+
+async def _is_older_than(objects: ObjectStore, key: str, oldest_ns: int) -> bool:
+    try:
+        return (await objects.head(key)).modified_ns <= oldest_ns
+    except ObjectMissingError:
+        return False
+
 
 SECOND_NS = 10**9
 GRACE_NS = 3600 * SECOND_NS
@@ -313,3 +399,91 @@ def _is_obsolete(key: str, head: ManifestHead) -> bool:
 
 def _orphan(info: ObjectInfo, reason: str) -> Orphan:
     return Orphan(info.key, info.size, info.modified_ns, reason)
+
+
+SWEEP_FACT: Final = "swept"
+MS_NS: Final = 1_000_000
+FIRST_S_MAX: Final = 600.0  # a server that has just started has other things to do
+SWEEP_CHECK_S: Final = 60.0
+SWEEP_PAUSE_S: Final = 0.5
+SWEEP_PAUSE_SHARE: Final = 4.0  # a turn is followed by a pause of so many times its length
+TURNS_PER_NOTE: Final = 16  # so much is done again after a crash
+
+
+class SweepProgress(NamedTuple):
+    """When the present pass began, or the last one if `after` is empty; the key it has come to."""
+
+    begun_ns: int
+    after: str
+
+    @classmethod
+    def decode(cls, value: bytes) -> SweepProgress:
+        begun, _, after = value.decode().partition(" ")
+        return cls(int(begun), after)
+
+    def encode(self) -> bytes:
+        return f"{self.begun_ns} {self.after}".encode()
+
+
+class SweepSchedule:
+    """One turn at a time."""
+
+    def __init__(self, sealing: SealingService, log: Log) -> None:
+        self._sealing = sealing
+        self._log = log
+        self._interval_ns = log.limits.sweep_interval_ms * MS_NS
+        self._progress: SweepProgress | None = None
+        self._running = False
+        self._look_at_s: float | None = None
+        self._turns = 0
+        self.passes = 0
+        self.seen = SweepReport()
+
+    def look(self, now_s: float) -> None:
+        """Called every second; does something when a turn is due."""
+        if not self._interval_ns or self._running or self._log.refusal is not None:
+            return
+        if self._look_at_s is None:
+            self._look_at_s = now_s + min(self._interval_ns / 1e9, FIRST_S_MAX)
+        if now_s < self._look_at_s:
+            return
+        progress = self._due()
+        if progress is None:
+            self._look_at_s = now_s + min(self._interval_ns / 1e9, SWEEP_CHECK_S)
+            return
+        self._running = True
+        self._sealing.spawn(self._turn(progress, now_s))
+
+    def _due(self) -> SweepProgress | None:
+        """Where the next turn begins; None if there is none yet."""
+        now_ns = self._log.clock.now_ns()
+        noted = self._log.streams.meta.get(SWEEP_FACT)
+        if self._progress is None and noted is not None:
+            self._progress = SweepProgress.decode(noted)
+        if self._progress is None:
+            # There is nothing to sweep before there was something to seal.
+            return None if self._sealing.sealer is None else SweepProgress(now_ns, "")
+        if self._progress.after:
+            return self._progress
+        # A clock that was set back must not stop it for ever.
+        waited_ns = abs(now_ns - self._progress.begun_ns)
+        return SweepProgress(now_ns, "") if waited_ns >= self._interval_ns else None
+
+    async def _turn(self, progress: SweepProgress, begun_s: float) -> None:
+        pause_s = SWEEP_CHECK_S
+        try:
+            report = await self._sealing.ask("sweep", [], after=progress.after)
+            if report.error:
+                return
+            self.seen.add(report.swept)
+            self._turns += 1
+            self.passes += not report.after
+            self._progress = progress._replace(after=report.after)
+            if not report.after or self._turns % TURNS_PER_NOTE == 0:
+                self._log.put_meta(SWEEP_FACT, self._progress.encode())
+            pause_s = max(SWEEP_PAUSE_S, SWEEP_PAUSE_SHARE * (self._sealing.now_s() - begun_s))
+        except TailraceError:
+            pass  # the journal takes nothing just now; only the note is missing
+        finally:
+            self._running = False
+            self._look_at_s = self._sealing.now_s() + pause_s

@@ -92,7 +92,7 @@ def parts_of(moment: Moment, number: int) -> Iterator[list[Row]]:
 
 def encode_part(rows: Iterable[Row]) -> bytes:
     """Rows as a Parquet file. Arrow is loaded when the first view is published."""
-    from tailrace.storage.segments.arrow import pa, pq
+    from tailrace.storage.segments.parquet import pa, pq
 
     columns: list[list[Any]] = [list(column) for column in zip(*rows, strict=True)]
     columns[COLUMNS.index("deleted")] = [bool(value) for value in columns[COLUMNS.index("deleted")]]
@@ -104,7 +104,7 @@ def encode_part(rows: Iterable[Row]) -> bytes:
 
 
 def decode_part(raw: bytes) -> list[Row]:
-    from tailrace.storage.segments.arrow import pa, pq
+    from tailrace.storage.segments.parquet import pa, pq
 
     try:
         table = pq.read_table(io.BytesIO(raw))

@@ -16,12 +16,10 @@ from tailrace.api.restore import restore
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.bootstrap_place import is_bootstrapped
-from tailrace.storage.bootstrap_report import BootstrapReport
+from tailrace.storage.bootstrap import BootstrapReport, is_bootstrapped
 from tailrace.storage.data_directory import DataDirectory
-from tailrace.storage.object_store.objects import ObjectStoreError, open_object_store
-from tailrace.storage.ownership import BucketOwnership
-from tailrace.storage.strangers import refuse_foreign_streams
+from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
+from tailrace.storage.ownership import BucketOwnership, refuse_foreign_streams
 from tailrace.workers.layout import Layout, read_layout
 from tailrace.workers.migrate import fold
 

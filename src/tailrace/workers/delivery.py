@@ -18,18 +18,20 @@ import msgspec
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import PeerClient
-from tailrace.log import outbox, registry, registry_snapshot
-from tailrace.log.log import Log
+from tailrace.log import listing, system_streams
+from tailrace.log.log import Log, append_to_streams
 from tailrace.log.model import Stream
-from tailrace.log.system import METRICS_STREAM
-from tailrace.log.together import append_to_streams
+from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.log.transaction import Transaction
 
 logger = logging.getLogger("tailrace.workers")
 
 PATH: Final = "/_worker/deliver"
 FACT: Final = "delivered/"
-ARRIVING: Final = (registry.REGISTRY_STREAM, outbox.SEGMENTS_STREAM)  # nobody may miss one of these
+ARRIVING: Final = (
+    system_streams.REGISTRY_STREAM,
+    system_streams.SEGMENTS_STREAM,
+)  # nobody may miss one of these
 NAMES: Final = (*ARRIVING, METRICS_STREAM)
 PAGE_ENTRIES: Final = 500
 PAGE_BYTES: Final = 1024 * 1024
@@ -134,8 +136,8 @@ class Incoming:
         delivery = msgspec.json.decode(exchange.body, type=Delivery)
         assert delivery.stream in NAMES
         if (
-            delivery.stream == registry.REGISTRY_STREAM
-            and registry_snapshot.REGISTRY_SNAPSHOT_DUE in self._log.streams.meta
+            delivery.stream == system_streams.REGISTRY_STREAM
+            and listing.REGISTRY_SNAPSHOT_DUE in self._log.streams.meta
         ):
             raise TailraceError("unavailable", "the registry begins anew first")
         key = f"{FACT}{delivery.worker}/{delivery.stream}"

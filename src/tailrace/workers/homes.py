@@ -18,8 +18,8 @@ import msgspec
 from tailrace.common.errors import TailraceError
 from tailrace.http.relay import peer_unavailable_error
 from tailrace.log.commit import CommitBatch
+from tailrace.log.commit_path import APPEND_TIMED_OUT
 from tailrace.log.log import Log
-from tailrace.log.stalls import APPEND_TIMED_OUT
 from tailrace.workers.circle import Circle
 
 NOTE: Final = "home/"

@@ -22,14 +22,14 @@ import msgspec
 from tailrace.api.watch.service import FILE as VIEW
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
-from tailrace.log import compaction
+from tailrace.log import segment_catalogue
+from tailrace.log.listing import REGISTRY_SNAPSHOT_DUE
 from tailrace.log.recovery import replay_journal, sync_tail
-from tailrace.log.registry_snapshot import REGISTRY_SNAPSHOT_DUE
 from tailrace.log.stored_streams import StoredStreams, StreamImage, decode_stream
 from tailrace.storage.checkpointer import checkpoint_file, write_fork_rows
 from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
-from tailrace.storage.hot_store.hot import Execute, HotDatabase
-from tailrace.storage.hot_store.meta_tables import MetaTables
+from tailrace.storage.hot_store.database import Execute, HotDatabase
+from tailrace.storage.hot_store.tables import MetaTables
 from tailrace.workers.delivery import ARRIVING, NAMES
 from tailrace.workers.delivery import FACT as DELIVERED
 from tailrace.workers.homes import NOTE
@@ -251,10 +251,12 @@ class Migration:
         """Facts about a stream go with it; those of the server itself are the first worker's."""
         first = self._targets[FIRST]
         for key, value in source.meta().items():
-            if key.startswith(compaction.COMPACTION_FACT_PREFIX):
-                place = self._places[index].get(int(key[len(compaction.COMPACTION_FACT_PREFIX) :]))
+            if key.startswith(segment_catalogue.COMPACTION_FACT_PREFIX):
+                place = self._places[index].get(int(key[len(segment_catalogue.COMPACTION_FACT_PREFIX) :]))
                 if place is not None:
-                    self._targets[place.worker].put_meta(compaction.compaction_fact_key(place.number), value)
+                    self._targets[place.worker].put_meta(
+                        segment_catalogue.compaction_fact_key(place.number), value
+                    )
             elif index == FIRST and not key.startswith(NOTE):
                 first.put_meta(key, value)
         if index == FIRST and MetaTables(source).exist():

@@ -17,7 +17,7 @@ from tailrace.http.exchange import App, Exchange
 from tailrace.http.handover import HandoverReceiver, HandoverSender
 from tailrace.http.relay import PeerClient
 from tailrace.http.server import HttpServer
-from tailrace.log.system import METRICS_STREAM
+from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.protocol.query_params import parse_query
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService

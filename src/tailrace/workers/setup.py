@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tailrace.common.settings import Settings
-from tailrace.storage.bootstrap_report import BootstrapReport
+from tailrace.storage.bootstrap import BootstrapReport
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging
 from tailrace.common.settings import Settings
 from tailrace.common.settings_loading import unknown_variable_warnings
-from tailrace.storage.bootstrap_report import BootstrapReport
+from tailrace.storage.bootstrap import BootstrapReport
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.workers import bucket
 from tailrace.workers.arrange import arrange

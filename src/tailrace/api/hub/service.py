@@ -31,7 +31,7 @@ from tailrace.log.model import Lifetime
 from tailrace.storage.retention_service import RetentionBound
 
 if TYPE_CHECKING:
-    from tailrace.storage.seal import SealingService
+    from tailrace.storage.sealing import SealingService
 
 logger = logging.getLogger("tailrace.hub")
 

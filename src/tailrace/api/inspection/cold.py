@@ -10,10 +10,10 @@ from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.index_status import TailRows
 from tailrace.log.model import Stream
 from tailrace.query.tail_index import TailIndex
-from tailrace.storage.object_store.object_parts import ObjectCache
+from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.object_store.request_stats import UploadedHead
-from tailrace.storage.seal import SealingService
-from tailrace.storage.segments.segments import make_stream_id
+from tailrace.storage.sealing import SealingService
+from tailrace.storage.segments.model import make_stream_id
 
 
 def connect_details(

@@ -9,7 +9,7 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.protocol.stream_names import is_system_name
 from tailrace.query.index_plan import members_of
-from tailrace.storage.index_summary import EMPTY_SUMMARY, FamilySummary, IndexSummary
+from tailrace.storage.index_coverage import EMPTY_SUMMARY, FamilySummary, IndexSummary
 
 BUNDLED: Final = ("col", "fts", "agg", "mblk")  # built for each segment and found by it
 QUARANTINED_MAX: Final = 100

@@ -18,8 +18,8 @@ from tailrace.api.search import SearchRoutes
 from tailrace.api.touch import TouchRoutes
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.storage.checkpoint import CheckpointService
-from tailrace.storage.object_store.object_parts import ObjectCache
-from tailrace.storage.seal import SealingService
+from tailrace.storage.object_store.cache import ObjectCache
+from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 
 Group = dict[str, int]

@@ -7,7 +7,7 @@ from heapq import nlargest
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from tailrace.log.traffic import StreamTraffic
+from tailrace.log.publish import StreamTraffic
 from tailrace.profiles.metrics import Record, normalise
 
 QUIET_MS_MAX = 300_000  # something unchanged is told again after this time

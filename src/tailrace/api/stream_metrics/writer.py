@@ -14,8 +14,8 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
-from tailrace.log.system import METRICS_STREAM
-from tailrace.log.traffic import TrafficCounts
+from tailrace.log.publish import TrafficCounts
+from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.log.transaction import ignore_reply
 from tailrace.profiles.canonical import METRICS_SCHEMA_ONLY
 from tailrace.profiles.profile import API_VERSION

@@ -7,7 +7,7 @@ from tailrace.api.context import Context
 from tailrace.api.pipeline_state import PipelineState
 from tailrace.api.tracing.exporter import Exporter, read_headers
 from tailrace.api.tracing.tracer import Tracer
-from tailrace.storage.seal import SealingService
+from tailrace.storage.sealing import SealingService
 from tailrace.subscriptions.webhooks import Webhooks
 
 

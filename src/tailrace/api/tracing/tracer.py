@@ -11,7 +11,7 @@ from tailrace.api.tracing.span import CLIENT, INTERNAL, SERVER, TRACESTATE_MAX, 
 from tailrace.common.clock import Clock
 from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.http.exchange import Exchange
-from tailrace.storage.seal_runs import SealRun
+from tailrace.storage.sealing import SealRun
 
 RUNS_MAX: Final = 1000  # runs of the pipeline that are followed at once
 

@@ -17,9 +17,9 @@ from tailrace.api.context import Context
 from tailrace.api.watch.collection import Collection
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
+from tailrace.log.log import append_to_streams
 from tailrace.log.model import Lifetime
-from tailrace.log.system import AUDIT_STREAM
-from tailrace.log.together import append_to_streams
+from tailrace.log.system_streams import AUDIT_STREAM
 from tailrace.log.transaction import Transaction
 from tailrace.watch.syntax import shape
 

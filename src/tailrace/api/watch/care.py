@@ -16,11 +16,11 @@ from tailrace.api.watch.published_views import PublishedViews
 from tailrace.api.watch.token_keys import TokenKeys
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Lifetime
-from tailrace.storage.object_store.objects import ObjectStoreError
+from tailrace.storage.object_store.interface import ObjectStoreError
 from tailrace.storage.retention_service import RetentionBound
 
 if TYPE_CHECKING:
-    from tailrace.storage.seal import SealingService
+    from tailrace.storage.sealing import SealingService
 
 logger = logging.getLogger("tailrace.watch")
 

@@ -27,7 +27,7 @@ from tailrace.api.watch.collection import (
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.log.together import append_to_streams
+from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import document, names
 

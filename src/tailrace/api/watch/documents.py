@@ -14,7 +14,7 @@ from tailrace.api.watch.repeats import digest_of, first_results, same_request, u
 from tailrace.api.watch.writes import Result, State, Write
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.log.together import append_to_streams
+from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import document, names
 from tailrace.watch.change import NULL, Change, ChangeEntry, Images, Op, Prev, Txn, encode

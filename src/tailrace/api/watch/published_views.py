@@ -15,7 +15,7 @@ from typing import Final
 from tailrace.api.context import Context
 from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection
-from tailrace.storage.object_store.objects import (
+from tailrace.storage.object_store.interface import (
     ObjectConflictError,
     ObjectMissingError,
     ObjectStore,

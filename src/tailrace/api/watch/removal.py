@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection, config_entry, control_entry
 from tailrace.common.errors import TailraceError
-from tailrace.log.together import append_to_streams
+from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction, ignore_reply
 from tailrace.watch import names
 

@@ -18,7 +18,7 @@ from tailrace.api.watch.source_progress import Progress, fact_of, read_progress
 from tailrace.api.watch.writes import State
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.log.together import append_to_streams
+from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import names
 from tailrace.watch.change import MISSING, NULL, ChangeEntry, Images, Op, Prev, Source, Txn, encode

@@ -30,8 +30,8 @@ from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import split_list
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.listing import list_streams
+from tailrace.log.log import append_to_streams
 from tailrace.log.model import Stream
-from tailrace.log.together import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import names
 from tailrace.watch.sources import mongo, postgres

@@ -22,8 +22,8 @@ from tailrace.api.watch.subscription import Subscription
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
+from tailrace.log.log import append_to_streams
 from tailrace.log.model import Lifetime
-from tailrace.log.together import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.storage.retention_service import NO_END, RetentionBound
 from tailrace.watch.deliveries import DELIVERIES

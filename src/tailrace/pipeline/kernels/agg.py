@@ -49,7 +49,7 @@ from tailrace.schema.instants import FIRST_MS, LAST_MS
 from tailrace.schema.pointer import parse_pointer
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.search_rollups import Measure, Rollup, interval_ms
-from tailrace.storage.segments.arrow import INT64, STRING, pa
+from tailrace.storage.segments.parquet import INT64, STRING, pa
 
 GROUP_ROWS: Final = 16_384
 GROUPS_AT_ONCE: Final = 4096  # so many groups and more are made by themselves

@@ -11,7 +11,7 @@ from typing import Any, Final
 from tailrace.pipeline.kernels.arrays import byte_order, np, to_numpy
 from tailrace.pipeline.kernels.batch_runs import BatchRun
 from tailrace.query.family_format import DIMENSIONS, INTERVAL_MS, MEASURE, ROLLUP, WINDOW_START
-from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.parquet import pa
 
 READ_ROWS: Final = 2048  # of one run at a time: sketches are large
 

@@ -25,7 +25,7 @@ from tailrace.query.family_format import (
 )
 from tailrace.query.measures import Summary
 from tailrace.query.values import INT64_MAX
-from tailrace.storage.segments.arrow import pa, pc
+from tailrace.storage.segments.parquet import pa, pc
 
 ADDED_ROWS: Final = 4096
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy
 
-from tailrace.storage.segments.arrow import BINARY, INT32, INT64, STRING, pa, pc, pq
+from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa, pc, pq
 
 __all__ = [
     "BINARY",

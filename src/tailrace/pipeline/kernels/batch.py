@@ -12,7 +12,7 @@ from tailrace.pipeline.kernels.decoding import Decoder, Leaves, Tokens
 from tailrace.query.values import converter, values_at
 from tailrace.query.view import View
 from tailrace.schema.pointer import parse_pointer
-from tailrace.storage.segments.arrow import pa, pq
+from tailrace.storage.segments.parquet import pa, pq
 
 ENTRY, KEY, PAYLOAD = "entry", "key", "payload"
 

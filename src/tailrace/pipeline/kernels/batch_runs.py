@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
-from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.parquet import pa
 
 
 class BatchRun:

@@ -11,7 +11,7 @@ from tailrace.pipeline.kernels.columns import ARROW
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.query.family_format import COL, ENTRY
 from tailrace.schema.search_config import SearchConfig
-from tailrace.storage.segments.arrow import INT64, pa, pc
+from tailrace.storage.segments.parquet import INT64, pa, pc
 
 GROUP_ROWS: Final = 8192
 GROUP_BYTES_MAX: Final = 8 << 20

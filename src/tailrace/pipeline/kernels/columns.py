@@ -13,7 +13,7 @@ from tailrace.pipeline.kernels.arrays import BOOL, DOUBLE, np, offsets_of, to_nu
 from tailrace.pipeline.kernels.decoding import Leaves
 from tailrace.query.values import Value, converter, leaves
 from tailrace.schema.search_fields import Field
-from tailrace.storage.segments.arrow import INT64, STRING, pa, pc
+from tailrace.storage.segments.parquet import INT64, STRING, pa, pc
 
 ARROW: Final = {
     "keyword": STRING,

@@ -9,9 +9,8 @@ from typing import Final, NamedTuple
 import msgspec
 import xxhash
 
-from tailrace.storage.segments.segment_check import file_footer, read_all_rows
-from tailrace.storage.segments.segment_reader import Footer
-from tailrace.storage.segments.segments import CorruptSegmentError, SegmentInfo, SegmentRows
+from tailrace.storage.segments.model import CorruptSegmentError, SegmentInfo, SegmentRows
+from tailrace.storage.segments.reader import Footer, file_footer, read_all_rows
 from tailrace.storage.segments.writer import write_segment
 
 RAW_BYTES_MAX: Final = 256 << 20  # unpacked, all columns; whoever plans keeps well below

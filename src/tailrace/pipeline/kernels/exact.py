@@ -19,7 +19,7 @@ from tailrace.query.family_format import (
     stored_value,
 )
 from tailrace.schema.search_config import SearchConfig
-from tailrace.storage.segments.arrow import BINARY, pa, pc, pq
+from tailrace.storage.segments.parquet import BINARY, pa, pc, pq
 
 _SIGN: Final = np.uint64(1 << 63)
 

@@ -11,7 +11,7 @@ from typing import Any
 from tailrace.pipeline.kernels.arrays import np, to_numpy
 from tailrace.pipeline.kernels.exact_tables import rows_of
 from tailrace.query.family_format import ENTRIES, FIELD, VALUE
-from tailrace.storage.segments.arrow import pa, pc
+from tailrace.storage.segments.parquet import pa, pc
 
 
 class _Run:

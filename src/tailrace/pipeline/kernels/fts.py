@@ -19,7 +19,7 @@ from tailrace.query.analyze import cut
 from tailrace.query.family_format import FACT_PREFIX, FTS, KEYWORD_BYTES_MAX, SPLIT_FACTS, SPLIT_TERMS
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.search_fields import Field
-from tailrace.storage.segments.arrow import STRING, pa, pc
+from tailrace.storage.segments.parquet import STRING, pa, pc
 
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first one a zip can have
 

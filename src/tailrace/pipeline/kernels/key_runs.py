@@ -18,7 +18,7 @@ from tailrace.query.family_format import (
     SPAN_FIRSTS,
     SPAN_LASTS,
 )
-from tailrace.storage.segments.arrow import INT64, pa, pc
+from tailrace.storage.segments.parquet import INT64, pa, pc
 
 _ADDED_UP = {FIRST_ENTRY: np.minimum, LAST_ENTRY: np.maximum, ENTRY_COUNT: np.add}
 _SPANS = (SPAN_FIRSTS, SPAN_LASTS)

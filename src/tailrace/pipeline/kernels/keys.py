@@ -27,7 +27,7 @@ from tailrace.query.family_format import (
     SPAN_LASTS,
     unsigned_key_hash,
 )
-from tailrace.storage.segments.arrow import BINARY, INT64, pa, pc
+from tailrace.storage.segments.parquet import BINARY, INT64, pa, pc
 
 GROUP_ROWS: Final = 4096  # small: a page of a listing reads one row group
 

@@ -29,7 +29,7 @@ from tailrace.query.family_format import (
 from tailrace.query.measures import PartsReader
 from tailrace.query.values import leaves, to_integer, to_string
 from tailrace.schema.search_rollups import Measure
-from tailrace.storage.segments.arrow import BINARY, INT32, INT64, STRING, pa
+from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
 
 GROUP_ROWS: Final = 8192
 

@@ -26,8 +26,8 @@ from tailrace.query.family_format import (
     FACT_WRITER,
     FORMATS,
 )
-from tailrace.storage.segments import segment_tail
-from tailrace.storage.segments.arrow import pa, pq
+from tailrace.storage.segments import reader
+from tailrace.storage.segments.parquet import pa, pq
 
 WRITER: Final = f"tailrace-pipeline/{__version__}"
 # Whoever reads a page reads its neighbours too, and every page is compressed by itself: short ones are larger
@@ -124,13 +124,13 @@ class _CheckedSink:
             FACT_BLOCK_BYTES: str(BLOCK_BYTES),
             FACT_BLOCK_XXH3: "".join(self._digests),
             FACT_CHECKED_BYTES: str(self._position),
-            FACT_INDEX_XXH3: segment_tail.BLANK_CHECKSUM,
-            FACT_FOOTER_XXH3: segment_tail.BLANK_CHECKSUM,
+            FACT_INDEX_XXH3: reader.BLANK_CHECKSUM,
+            FACT_FOOTER_XXH3: reader.BLANK_CHECKSUM,
         }
 
     def end_tail(self) -> None:
         assert self._tail is not None
-        segment_tail.stamp_checksums(self._tail)
+        reader.stamp_checksums(self._tail)
         self._target.write(self._tail)
 
     def tell(self) -> int:

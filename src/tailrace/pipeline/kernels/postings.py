@@ -17,7 +17,7 @@ from tailrace.query.family_format import (
     POSITIONS,
     TERM,
 )
-from tailrace.storage.segments.arrow import INT32, INT64, STRING, pa
+from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa
 
 GROUP_ROWS: Final = 4096
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.parquet import pa
 
 
 def row_groups(tables: Iterable[Any], size: int) -> Iterator[Any]:

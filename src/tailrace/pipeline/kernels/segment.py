@@ -25,8 +25,8 @@ from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK, ROUTING_KEY
 from tailrace.query.index_plan import BuildPlan
 from tailrace.query.view import View
 from tailrace.schema.search_config import SearchConfig
-from tailrace.storage.segments.arrow import pa, pq
-from tailrace.storage.segments.segments import CorruptSegmentError
+from tailrace.storage.segments.model import CorruptSegmentError
+from tailrace.storage.segments.parquet import pa, pq
 
 MEMORY_BYTES: Final = 400 << 20
 

@@ -32,7 +32,7 @@ from tailrace.query.family_format import (
     SPLIT_TERMS,
     TERM,
 )
-from tailrace.storage.segments.arrow import pa, pc, pq
+from tailrace.storage.segments.parquet import pa, pc, pq
 
 PIECE_POSTINGS: Final = 1 << 18  # that are put in order at once
 

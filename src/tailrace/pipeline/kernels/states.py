@@ -24,7 +24,7 @@ from tailrace.query.measures import SCALE, Histogram, Number, Summary, nearest_r
 from tailrace.query.states.exact_sums import halves_of
 from tailrace.query.states.spread import Spread, coded, joined_spreads, sketch_from
 from tailrace.query.states.summaries import Summaries
-from tailrace.storage.segments.arrow import BINARY, INT32, INT64, pa
+from tailrace.storage.segments.parquet import BINARY, INT32, INT64, pa
 
 Row = tuple[object, ...]
 

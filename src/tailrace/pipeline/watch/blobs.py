@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from tailrace.spark.process_cache import ProcessCache
-from tailrace.storage.object_store.blocking import BlockingRunner
-from tailrace.storage.object_store.objects import (
+from tailrace.storage.object_store.interface import (
+    BlockingRunner,
     ObjectConflictError,
     ObjectExistsError,
     ObjectMissingError,

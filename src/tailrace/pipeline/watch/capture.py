@@ -22,8 +22,8 @@ from tailrace.pipeline.watch.mask import Masker
 from tailrace.pipeline.watch.place import Bound, ChangeRange, Place
 from tailrace.pipeline.watch.subscriptions import read_set
 from tailrace.spark.sink_options import store_url
-from tailrace.storage.object_store.objects import ObjectMissingError
-from tailrace.storage.segments.arrow import BINARY, INT32, INT64, STRING, pa, pq
+from tailrace.storage.object_store.interface import ObjectMissingError
+from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa, pq
 from tailrace.watch.change import encode
 
 HEAD: Final = "capture.json"

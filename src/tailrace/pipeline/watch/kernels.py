@@ -12,7 +12,7 @@ from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.watch.compiled import told_of
 from tailrace.pipeline.watch.place import ChangeRange
 from tailrace.pipeline.watch.subscriptions import compiled_set
-from tailrace.storage.segments.arrow import BINARY, STRING, pa
+from tailrace.storage.segments.parquet import BINARY, STRING, pa
 from tailrace.watch import deliveries
 from tailrace.watch.change import Change, decode
 from tailrace.watch.deliveries import Batch, Item, Told

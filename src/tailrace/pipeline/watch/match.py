@@ -19,7 +19,7 @@ from tailrace.pipeline.watch.place import Bound, ChangeRange, Place
 from tailrace.pipeline.watch.subscriptions import put_set, read_set
 from tailrace.protocol import offsets
 from tailrace.spark.sink_options import store_url
-from tailrace.storage.object_store.objects import ObjectMissingError
+from tailrace.storage.object_store.interface import ObjectMissingError
 
 CHOICE: Final = "match.json"
 

@@ -19,7 +19,7 @@ from tailrace.pipeline.watch.blobs import blobs
 from tailrace.pipeline.watch.kernels import entries_of
 from tailrace.pipeline.watch.place import Bound, ChangeRange, Place
 from tailrace.pipeline.watch.views import find_head, publish_view
-from tailrace.storage.segments.arrow import BINARY, INT32, INT64, STRING, pa
+from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
 from tailrace.watch import view_files
 from tailrace.watch.change import Change
 from tailrace.watch.view import Purged

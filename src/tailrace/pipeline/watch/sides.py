@@ -16,7 +16,7 @@ import msgspec
 
 from tailrace.pipeline.watch.matcher_process import read_frame, write_frame
 from tailrace.pipeline.watch.versions import unpack
-from tailrace.storage.segments.arrow import INT32, INT64, STRING, pa
+from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa
 
 ROWS_MAX: Final = 200  # sent at once, so that neither side waits for a full pipe
 GROWTH: Final = 1.05  # from one bucket of times to the next

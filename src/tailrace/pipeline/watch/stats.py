@@ -20,7 +20,7 @@ from tailrace.pipeline.watch.compiled import SubscriptionSet, told_of
 from tailrace.pipeline.watch.kernels import entries_of
 from tailrace.pipeline.watch.place import Bound, ChangeRange, Place
 from tailrace.pipeline.watch.subscriptions import compiled_set, put_set, read_set
-from tailrace.storage.segments.arrow import INT32, INT64, STRING, pa
+from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa
 from tailrace.watch.bloom import BITS_PER_KEY, HASHES, Bloom, key_of
 from tailrace.watch.document import RESERVED
 from tailrace.watch.lower import MISSING, getter

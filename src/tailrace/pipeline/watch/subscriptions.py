@@ -13,7 +13,7 @@ from tailrace.pipeline.watch.compiled import Compiled, SubscriptionSet, decode_s
 from tailrace.protocol import offsets
 from tailrace.spark.process_cache import ProcessCache
 from tailrace.spark.server import Server
-from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.parquet import pa
 from tailrace.watch.summary import Summary
 
 FOLDER: Final = "watch/index/"

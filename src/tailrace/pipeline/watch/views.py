@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 from tailrace.pipeline.watch.blobs import blobs
 from tailrace.pipeline.watch.place import ChangeRange, Place
-from tailrace.storage.segments.arrow import INT64, STRING, pa
+from tailrace.storage.segments.parquet import INT64, STRING, pa
 from tailrace.watch import view_files
 from tailrace.watch.view import Purged, Row
 from tailrace.watch.view_files import Head

@@ -17,7 +17,7 @@ from tailrace.query.families.published import UnusableFileError
 from tailrace.query.measures import Histogram, Number, Summary, total_of
 from tailrace.query.states.spread import sketch_from
 from tailrace.query.states.stored import KeptStates
-from tailrace.storage.segments.arrow import pa, pc
+from tailrace.storage.segments.parquet import pa, pc
 
 # What tells which states are wanted, and of a state of one number all there is to know.
 _KEYS = (names.WINDOW_START, names.DIMENSIONS, names.MEASURE, names.COUNT)

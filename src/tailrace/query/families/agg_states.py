@@ -15,7 +15,7 @@ from tailrace.query.states.keyed import KeyedStates
 from tailrace.query.states.spread import CODE_MAX, Spread
 from tailrace.query.states.stored import StoredStates
 from tailrace.query.states.summaries import Summaries
-from tailrace.storage.segments.arrow import pa, pc
+from tailrace.storage.segments.parquet import pa, pc
 
 _EDGES = (names.MIN, names.MAX)
 _WHOLE_EDGES = (names.MIN_WHOLE, names.MAX_WHOLE)

@@ -12,8 +12,8 @@ from concurrent.futures import CancelledError
 from typing import NamedTuple, Protocol
 
 from tailrace.query.families.published import Published, UnusableFileError
-from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
-from tailrace.storage.object_store.objects import ObjectStoreError
+from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
+from tailrace.storage.object_store.interface import ObjectStoreError
 
 GAP_BYTES_MAX = 128 << 10  # between two stretches: fetching it as well is cheaper than another request
 STRETCH_BYTES_MAX = 8 << 20  # of stretches that were joined

@@ -10,7 +10,7 @@ from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.family_format import ENTRY
 from tailrace.query.values import Value, is_outside
-from tailrace.storage.segments.arrow import INT64, pa, to_python_array
+from tailrace.storage.segments.parquet import INT64, pa, to_python_array
 
 
 class ColFile:

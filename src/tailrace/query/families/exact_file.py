@@ -11,8 +11,8 @@ import xxhash
 from tailrace.query.families.numbers import NONE, np, numbers_in
 from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.family_format import ENTRIES, FIELD, VALUE
-from tailrace.storage.segments import block_filter
-from tailrace.storage.segments.arrow import BINARY, pa, pc
+from tailrace.storage.segments import parquet
+from tailrace.storage.segments.parquet import BINARY, pa, pc
 
 _FOUND_MAX = 64  # look-ups that are kept
 _COLUMNS = (VALUE, ENTRIES)
@@ -119,7 +119,7 @@ def _not_ruled_out(groups: Sequence[int], filters: _Filters, stored: bytes) -> l
     return [
         group
         for group in groups
-        if (bits := filters[group]) is None or block_filter.bloom_may_hold(memoryview(bits), hashed)
+        if (bits := filters[group]) is None or parquet.bloom_may_hold(memoryview(bits), hashed)
     ]
 
 

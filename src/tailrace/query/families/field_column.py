@@ -12,7 +12,7 @@ from typing import Any, cast
 from tailrace.query.families.numbers import np, numbers_in
 from tailrace.query.packed import bits_of
 from tailrace.query.values import Value
-from tailrace.storage.segments.arrow import pa, pc
+from tailrace.storage.segments.parquet import pa, pc
 
 _COMPARE = {"=": "equal", ">": "greater", ">=": "greater_equal", "<": "less", "<=": "less_equal"}
 _OVERHEAD_BYTES = 1000  # of the objects around the buffers

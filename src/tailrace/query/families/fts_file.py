@@ -19,8 +19,7 @@ from tailrace.query.families.body import Body, InnerBody, turns
 from tailrace.query.families.numbers import NONE, narrowed, np, numbers_in
 from tailrace.query.families.parquet_file import ParquetFile, array_in, check_facts
 from tailrace.query.families.published import UnusableFileError
-from tailrace.storage.segments.arrow import pc
-from tailrace.storage.segments.byte_window import PartialFile
+from tailrace.storage.segments.parquet import PartialFile, pc
 
 _FOUND_MAX = 64  # look-ups that are kept
 _TERMS = (names.FIELD, names.TERM)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tailrace.log.routing_keys import LexiconTimes
 from tailrace.query import family_format as names
 from tailrace.query.families.parquet_file import ParquetFile, array_in
-from tailrace.storage.segments.arrow import pa, pc
+from tailrace.storage.segments.parquet import pa, pc
 
 _KNOWN_MAX = 256  # look-ups that are kept
 _PLACES_BYTES = 500

@@ -16,8 +16,8 @@ from tailrace.query.families.library import Library
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.families.span import Served
 from tailrace.query.family_format import ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
-from tailrace.storage.segments.companions import IndexFile
-from tailrace.storage.segments.segments import make_stream_id, stream_prefix
+from tailrace.storage.segments.index_files import IndexFile
+from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 if TYPE_CHECKING:
     from tailrace.query.families.key_files import KeyIndexFile, LexiconFile

@@ -12,15 +12,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from tailrace.log.catalogue import IndexFileSet
 from tailrace.log.model import Stream
+from tailrace.log.segment_catalogue import IndexFileSet
 from tailrace.query.families.body import Body
 from tailrace.query.families.shelf import Opened, Shelf
 from tailrace.query.families.span import Prints, Served, Span, rollups_of, spans_of
 from tailrace.query.view import View
 from tailrace.schema.registry import Boundary, Registry, read_registry
-from tailrace.storage.segments.kept import FOREVER
-from tailrace.storage.segments.segments import make_stream_id
+from tailrace.storage.segments.model import FOREVER, make_stream_id
 
 STREAMS_MAX = 256  # whose spans are kept
 SCHEMA = "schema"  # key of the document with a stream's registry

@@ -10,7 +10,7 @@ from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.measures import Histogram, Number, Parts
 from tailrace.query.sketch import sketch_of
-from tailrace.storage.segments.arrow import INT64, pa, pc
+from tailrace.storage.segments.parquet import INT64, pa, pc
 
 _COLUMNS = (
     names.COUNT,

@@ -18,10 +18,9 @@ from tailrace.query import family_format as names
 from tailrace.query.families.body import Body, Range, Stretch, bytes_of, turns
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.families.shelf import WholeWantedError
-from tailrace.storage.segments import block_filter, segment_tail
-from tailrace.storage.segments.arrow import pa, pq
-from tailrace.storage.segments.byte_window import PartialFile
-from tailrace.storage.segments.segments import FOOTER_GUESS_BYTES, CorruptSegmentError
+from tailrace.storage.segments import parquet, reader
+from tailrace.storage.segments.model import FOOTER_GUESS_BYTES, CorruptSegmentError
+from tailrace.storage.segments.parquet import PartialFile, pa, pq
 
 _GROUP_OVERHEAD_BYTES = 2048  # of the parsed footer
 _PARSED = 2  # what a footer takes in memory besides, for each of its bytes
@@ -139,16 +138,16 @@ class ParquetFile:
             if at is None or length is None:
                 found.append(None)
                 continue
-            if not start <= at < at + block_filter.BLOOM_BLOCK_BYTES <= at + length <= self.size:
+            if not start <= at < at + parquet.BLOOM_BLOCK_BYTES <= at + length <= self.size:
                 raise UnusableFileError("a filter lies where none can be")
             stored = stretch.data[at - stretch.start : at - stretch.start + length]
-            found.append(bytes(block_filter.bloom_bits(stored)))
+            found.append(bytes(parquet.bloom_bits(stored)))
         return found
 
     def _are_indexes(self, stretch: Stretch) -> bool:
         """Whether what lies between the row groups and the footer is as it was written."""
         try:
-            segment_tail.check_index(bytes(stretch.data), segment_tail.footer_facts(self.metadata))
+            reader.check_index(bytes(stretch.data), reader.footer_facts(self.metadata))
         except (CorruptSegmentError, ValueError):
             return False
         return True
@@ -232,7 +231,7 @@ class ParquetFile:
         """Where columns of row groups lie. A column of lists is all leaves below its name."""
         leaves = [at for path, at in self._leaves.items() if _is_of(path, columns)]
         rows = map(self.metadata.row_group, groups)
-        return [segment_tail.column_range(row.column(at)) for row in rows for at in leaves]
+        return [reader.column_range(row.column(at)) for row in rows for at in leaves]
 
     def _reader(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
         """The library's reader of a file that has at least the bytes of these row groups."""
@@ -300,7 +299,7 @@ def _footer(body: Body) -> tuple[Any, int]:
     if _STAMP not in end:
         raise WholeWantedError
     try:
-        return segment_tail.parse_tail(end), length
+        return reader.parse_tail(end), length
     except CorruptSegmentError as error:
         raise UnusableFileError(str(error)) from error
 

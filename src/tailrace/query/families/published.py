@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tailrace.storage.object_store.disk_cache import ObjectRange, cache_source
+from tailrace.storage.object_store.cache import ObjectRange, cache_source
 from tailrace.storage.object_store.request_stats import stream_and_artifact
 
 

@@ -19,9 +19,8 @@ from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 from tailrace.query.families.body import Body, PartsBody, WholeBody
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.family_format import ROUTING_KEY_LEXICON
-from tailrace.storage.object_store.byte_budget import ByteBudget
-from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache
-from tailrace.storage.object_store.objects import ObjectStoreError
+from tailrace.storage.object_store.cache import ByteBudget, LoopTasks, ObjectCache
+from tailrace.storage.object_store.interface import ObjectStoreError
 
 logger = logging.getLogger("tailrace.query")
 

@@ -15,8 +15,8 @@ from tailrace.query.families.published import Published
 from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK
 from tailrace.query.index_plan import index_plan, members_of
 from tailrace.query.view import View
-from tailrace.storage.segments.companions import IndexFile, PlanRecord
-from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.segments.index_files import IndexFile, PlanRecord
+from tailrace.storage.segments.model import stream_prefix
 
 SEARCHED = (COL, EXACT, FTS)
 BY_ROWS = (*SEARCHED, MBLK)  # speak of entries one by one

@@ -12,7 +12,7 @@ from tailrace.query.families.numbers import np
 from tailrace.query.states.keyed import Key, KeyedStates, group_ids
 from tailrace.query.states.shown import joined
 from tailrace.schema.instants import from_unix_ms
-from tailrace.storage.segments.arrow import BINARY, pa
+from tailrace.storage.segments.parquet import BINARY, pa
 
 # A window mostly ends where the next one starts, and is asked for again.
 _shown_at = lru_cache(16_384)(from_unix_ms)

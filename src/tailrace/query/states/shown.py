@@ -16,7 +16,7 @@ from tailrace.query.sketch import nearest_rank
 from tailrace.query.states.exact_sums import averages
 from tailrace.query.states.spread import Spread, values_at
 from tailrace.query.states.summaries import Summaries
-from tailrace.storage.segments.arrow import BINARY, pa, pc
+from tailrace.storage.segments.parquet import BINARY, pa, pc
 
 _COMMA: Final = ord(",")
 _END: Final = ord("}")

@@ -15,7 +15,7 @@ from tailrace.query.families.numbers import np, numbers_in
 from tailrace.query.states.keyed import Piece, Rows, Texts
 from tailrace.query.states.shown import measure_texts
 from tailrace.query.states.summaries import Summaries
-from tailrace.storage.segments.arrow import pa, pc
+from tailrace.storage.segments.parquet import pa, pc
 
 _OVERHEAD_BYTES: Final = 2000  # of the objects around the arrays
 _WORD_BYTES: Final = 100  # of one value of a dimension

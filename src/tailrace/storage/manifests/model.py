@@ -15,8 +15,8 @@ from typing import TypeVar
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.storage.segments.companions import IndexFile
-from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.segments.index_files import IndexFile
+from tailrace.storage.segments.model import SegmentInfo
 
 MANIFEST_VERSION = 1
 HEAD_KEY = "manifest.json"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace.storage.object_store.objects import ObjectInfo, ObjectStore
+from tailrace.storage.object_store.interface import ObjectInfo, ObjectStore
 
 STATS_STREAMS_MAX = 10_000
 _FOLDERS = {

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.storage.object_store.byte_budget import ByteBudget
-from tailrace.storage.object_store.disk_cache import ObjectRange, cache_source
-from tailrace.storage.object_store.object_parts import LoopTasks, ObjectCache, fail_future
-from tailrace.storage.object_store.objects import ObjectMissingError, ObjectStoreError
-from tailrace.storage.segments.segments import (
-    FOOTER_GUESS_BYTES,
-    CorruptSegmentError,
-    SegmentInfo,
-    SegmentRows,
+from tailrace.storage.object_store.cache import (
+    ByteBudget,
+    LoopTasks,
+    ObjectCache,
+    ObjectRange,
+    cache_source,
+    fail_future,
 )
+from tailrace.storage.object_store.interface import ObjectMissingError, ObjectStoreError
+from tailrace.storage.segments.model import FOOTER_GUESS_BYTES, CorruptSegmentError, SegmentInfo, SegmentRows
 
 if TYPE_CHECKING:
-    from tailrace.storage.segments.segment_reader import Footer, RowGroup
+    from tailrace.storage.segments.reader import Footer, RowGroup
 
 logger = logging.getLogger("tailrace.store")
 
@@ -329,27 +329,27 @@ class _RowGroupRange(NamedTuple):
         return ObjectRange(self.segment.source, self.groups[0].start, self.groups[-1].stop)
 
     def decode(self, raw: bytes | memoryview) -> list[SegmentRows]:
-        from tailrace.storage.segments.segment_reader import read_row_groups
+        from tailrace.storage.segments.reader import read_row_groups
 
         return read_row_groups(self.segment.footer, self.indices, raw)
 
     def payloads(self, entries: Sequence[int], raw: bytes | memoryview) -> dict[int, bytes]:
         """Of its first row group."""
-        from tailrace.storage.segments.segment_reader import read_payloads
+        from tailrace.storage.segments.reader import read_payloads
 
         return read_payloads(self.segment.footer, self.indices[0], raw, entries)
 
 
 def _footer_from_end(end: bytes, size: int) -> bytes | int:
     """The footer from the end of a file, as it would have been kept; or from where on more are needed."""
-    from tailrace.storage.segments import segment_tail
+    from tailrace.storage.segments import reader
 
-    tail = segment_tail.find_tail(end, size)
-    return segment_tail.pack_tail(tail) if isinstance(tail, bytes) else tail
+    tail = reader.find_tail(end, size)
+    return reader.pack_tail(tail) if isinstance(tail, bytes) else tail
 
 
 def _parse_footer(kept: bytes, info: SegmentInfo) -> Footer:
-    from tailrace.storage.segments.segment_reader import Footer
+    from tailrace.storage.segments.reader import Footer
 
     footer = Footer(kept)
     if (footer.first, footer.last, footer.size) != (info.first, info.last, info.bytes):

@@ -17,8 +17,15 @@ from typing import Any, Self
 
 import xxhash
 
-from tailrace.storage.segments import segment_tail
-from tailrace.storage.segments.arrow import (
+from tailrace.storage.segments import reader
+from tailrace.storage.segments.model import (
+    FORMAT_VERSION,
+    SegmentFile,
+    SegmentInfo,
+    SegmentRows,
+    segment_name,
+)
+from tailrace.storage.segments.parquet import (
     BINARY,
     INT16,
     INT32,
@@ -29,13 +36,6 @@ from tailrace.storage.segments.arrow import (
     pa,
     pc,
     pq,
-)
-from tailrace.storage.segments.segments import (
-    FORMAT_VERSION,
-    SegmentFile,
-    SegmentInfo,
-    SegmentRows,
-    segment_name,
 )
 
 GROUP_ROWS_MAX = 1024
@@ -260,15 +260,15 @@ class _ParquetWriter:
             "rows": str(self.rows),
             "payload_sha256": self._sha256.hexdigest(),
             "row_group_xxh3": "".join(self._digests),
-            "index_xxh3": segment_tail.BLANK_CHECKSUM,
-            "footer_xxh3": segment_tail.BLANK_CHECKSUM,
+            "index_xxh3": reader.BLANK_CHECKSUM,
+            "footer_xxh3": reader.BLANK_CHECKSUM,
         }
         self._parquet.add_key_value_metadata({f"tailrace.{key}": value for key, value in facts.items()})
         self._parquet.close()
         tail = bytearray(self._sink.take())
-        segment_tail.stamp_checksums(tail)
+        reader.stamp_checksums(tail)
         self._sink.put(tail)
-        return segment_tail.pack_tail(tail)
+        return reader.pack_tail(tail)
 
     def _payloads(self, group: _PendingGroup) -> Any:
         """The payload column: the joined entries and where each ends, without their commas."""

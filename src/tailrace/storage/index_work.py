@@ -1,0 +1,472 @@
+"""Index work per stream: what has to be built, merged, rewritten for retention, or compacted.
+
+Merged companions and retention.
+
+Sums over many segments are no use once some of their entries are trimmed: so they are only merged within a
+part of the time that is retained, and taken apart again before retention comes to that part. Other merged
+files stay right, but carry trimmed entries along: when these are too many, the rest is built again. Pure:
+lists in, work out.
+
+What there is to do for the pipeline, stream by stream.
+
+A stream is looked at when it is sealed, trimmed, configured or published to, and once at the start of the
+server. Reading lists from the hot store happens on a thread; everything else is on the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import msgspec
+
+from tailrace.common.errors import TailraceError
+from tailrace.log import system_streams
+from tailrace.log.log import Log
+from tailrace.log.model import Lifetime, Stream
+from tailrace.log.records import Compacted, Delete, Describe, Op, Published, Sealed, Trim
+from tailrace.log.segment_catalogue import (
+    NO_PLANS,
+    UncheckpointedOps,
+    decode_plans,
+    durable_plans,
+    read_index_files,
+    read_segments,
+)
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.log.transaction import await_commit
+from tailrace.storage.compaction import RETENTION_SHARE, CompactionRule, borders_of, due_compactions
+from tailrace.storage.index_coverage import (
+    EMPTY_SUMMARY,
+    Coverage,
+    IndexMerge,
+    IndexSummary,
+    MergeRule,
+    UncoveredSegment,
+    build_order,
+    due_merges,
+    stale_index_files,
+    summarise_index,
+    uncovered_segments,
+)
+from tailrace.storage.meta_objects import version_cuts
+from tailrace.storage.retention import fork_points
+from tailrace.storage.segments.index_files import IndexFile, PlanHistory, PlanRecord
+from tailrace.storage.segments.model import SegmentInfo
+
+ROLLUP_FAMILY: Final = "agg"
+REWRITES_OFFERED_MAX: Final = 4  # of one stream in one answer
+REWRITE_SEGMENTS_MAX: Final = 512  # of one rewrite: all are published at once
+TRIMMED_SHARE: Final = 0.3  # of a merged file, beyond which the rest of it is built again
+
+
+class RollupRewrite(NamedTuple):
+    """A merged file that is to be built again, for each of the segments that are left by itself."""
+
+    merged: IndexFile
+    segments: tuple[SegmentInfo, ...]
+
+
+class RollupRetention:
+    """The segments that a stream shows, oldest first, and its bounds. `shown_bytes` is all its payload."""
+
+    def __init__(
+        self, segments: Sequence[SegmentInfo], lifetime: Lifetime, shown_bytes: int, now_ns: int
+    ) -> None:
+        self._segments = segments
+        self._firsts = [info.first for info in segments]
+        self._lifetime = lifetime
+        self._borders = borders_of(lifetime, ())
+        self.soon = self._soon(shown_bytes, now_ns)  # entries up to this one go within one part of the time
+
+    def _soon(self, newer_bytes: int, now_ns: int) -> int:
+        through = 0
+        bound = self._lifetime.retention_bytes
+        for info in self._segments:
+            newer_bytes -= info.payload_bytes
+            at_ns = self._due_ns(info)
+            by_age = at_ns is not None and at_ns <= now_ns
+            by_size = bound is not None and newer_bytes >= bound - bound // RETENTION_SHARE
+            if not by_age and not by_size:
+                break
+            through = info.last
+        return through
+
+    def _due_ns(self, info: SegmentInfo) -> int | None:
+        """One part of the time before a segment is trimmed for its age."""
+        if self._lifetime.retention_s is None:
+            return None
+        return info.last_ns + self._lifetime.retention_s * 10**9 - self._borders.bucket_ns
+
+    def part(self, companion: IndexFile) -> int | None:
+        """The part of time in which it may be merged with others; None if with nobody."""
+        parts = {self._borders.bucket(info) for info in self._touched(companion)}
+        return parts.pop() if len(parts) == 1 and companion.first > self.soon else None
+
+    def _touched(self, companion: IndexFile) -> Sequence[SegmentInfo]:
+        begin = max(0, bisect_right(self._firsts, companion.first) - 1)
+        return self._segments[begin : bisect_right(self._firsts, companion.last)]
+
+    def _within(self, companion: IndexFile) -> Sequence[SegmentInfo]:
+        """The segments it speaks of, if these are whole ones."""
+        found = self._touched(companion)
+        whole = found and (found[0].first, found[-1].last) == (companion.first, companion.last)
+        return found if whole else ()
+
+    def _left(self, companion: IndexFile, earliest: int) -> Sequence[SegmentInfo]:
+        """The segments that are left of a merged file, if it speaks of trimmed entries for the most part."""
+        trimmed, rows = earliest - companion.first + 1, companion.last - companion.first + 1
+        if not companion.level or trimmed <= rows * TRIMMED_SHARE:
+            return ()
+        found = self._touched(companion)
+        return found if found and found[-1].last == companion.last else ()
+
+    def rewrites(
+        self, plan: PlanRecord, companions: Sequence[IndexFile], coverage: Coverage, earliest: int
+    ) -> tuple[list[RollupRewrite], int | None]:
+        """Those that are due, oldest first; and when the next is. `earliest` is the last trimmed entry."""
+        due: list[RollupRewrite] = []
+        next_ns: int | None = None
+        for one in companions:
+            if one.fingerprint != plan.families.get(one.family):
+                continue
+            found = self._within(one) if one.family == ROLLUP_FAMILY else self._left(one, earliest)
+            settled = not any(coverage.missing(info.first, info.last) for info in found)
+            if (
+                not settled
+                or not (2 if one.family == ROLLUP_FAMILY else 1) <= len(found) <= REWRITE_SEGMENTS_MAX
+            ):
+                continue
+            if one.family != ROLLUP_FAMILY or one.first <= self.soon:
+                due.append(RollupRewrite(one, tuple(found)))
+            elif (at_ns := self._due_ns(found[0])) is not None:
+                next_ns = at_ns if next_ns is None else min(next_ns, at_ns)
+        return due[:REWRITES_OFFERED_MAX], next_ns
+
+
+logger = logging.getLogger("tailrace.pipeline")
+
+SEGMENTS_OFFERED_MAX: Final = 512  # segments of one stream in one answer
+SUMMARIES_MAX: Final = 10_000
+PLANS_MAX: Final = 8  # that are remembered of a stream
+START_PAGE: Final = 256
+INDEX_RETRY_S: Final = 5.0
+TIMERS_MAX: Final = 100_000  # streams that are looked at again later; others when something happens to them
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class WantedPlan(Protocol):
+    """An index plan, as far as it matters here."""
+
+    @property
+    def hash(self) -> str: ...
+    @property
+    def families(self) -> tuple[str, ...]: ...
+    @property
+    def fingerprints(self) -> Mapping[str, str]: ...
+
+
+class StreamIndexWork(msgspec.Struct, frozen=True):
+    """What is to be done for one stream, in the order in which it should be done."""
+
+    number: int
+    plan: PlanRecord
+    offered: tuple[UncoveredSegment, ...] = ()
+    merges: tuple[IndexMerge, ...] = ()
+    compactions: tuple[tuple[SegmentInfo, ...], ...] = ()  # segments that should become one, each
+    rewrites: tuple[RollupRewrite, ...] = ()
+    segments: int = 0  # all that lack companions, those given up included
+    raw_bytes: int = 0
+    oldest_ns: int = 0  # last append time of the oldest of those that are not given up
+    given_up: int = 0
+    stale: tuple[str, ...] = ()  # objects of older plans that may go
+    summary: IndexSummary = EMPTY_SUMMARY
+    look_at_ns: int | None = None  # when there will be more to do without anything new
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.offered or self.merges or self.compactions or self.rewrites)
+
+
+class IndexWorkScope(NamedTuple):
+    """What the work of one stream depends on, besides what is listed."""
+
+    merge: MergeRule
+    compact: CompactionRule
+    lifetime: Lifetime
+    shown_bytes: int
+    schema: bytes | None
+    now_ns: int
+
+
+class IndexWork:
+    """Owned by the loop thread. `wanted` makes the plan of a stream from its documents."""
+
+    def __init__(
+        self, log: Log, wanted: Callable[[Stream, bool], WantedPlan], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._log = log
+        self._wanted = wanted
+        self._loop = loop
+        limits = log.limits
+        self._merge = MergeRule(limits.index_l0_span, limits.index_compaction_fanout, limits.index_max_level)
+        age_ns = limits.compact_age_ms * 1_000_000
+        self._compact = CompactionRule(limits.compact_segments, limits.compact_small_bytes, age_ns)
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self.by_stream: dict[int, StreamIndexWork] = {}  # those with something to do
+        self.summaries: OrderedDict[int, StreamIndexWork] = (
+            OrderedDict()
+        )  # of streams that were looked at lately
+        self.given_up: dict[int, int] = {}  # streams with segments that were given up, and how many
+        self._dirty: dict[int, None] = {}
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._scanned = False
+        self._threads = ThreadPoolExecutor(1, "work")  # SQLite has one connection for each thread
+        self.on_stale: Callable[[Stream, tuple[str, ...]], None] | None = None
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._log.publisher.on_change.append(self._on_change)
+        for number, stream in self._log.streams.by_number.items():
+            if stream.visible_documents:
+                self._dirty[number] = None
+        for number in self._log.streams.unfolded:
+            self._dirty[number] = None
+        self._task = self._loop.create_task(self._run())
+        self._wake.set()
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for timer in self._timers.values():
+            timer.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _on_change(self, op: Op, stream: Stream) -> None:
+        if isinstance(op, Sealed | Published | Compacted | Trim | Describe | Delete):
+            self.look_at(stream.number)
+
+    def look_at(self, number: int) -> None:
+        self._dirty[number] = None
+        self._wake.set()
+
+    async def change(self, wait_s: float) -> None:
+        """Returns when there may be other work than now, or the time is up."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything that changed has been looked at."""
+        return self._scanned and not self._dirty
+
+    # -- looking ---------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        await self._find_described()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._dirty:
+                number = next(iter(self._dirty))
+                del self._dirty[number]
+                try:
+                    await self._look(number)
+                except TailraceError as error:
+                    logger.warning("the work of stream %d is not known yet: %s", number, error)
+                    self._loop.call_later(INDEX_RETRY_S, self.look_at, number)
+                except Exception:
+                    logger.exception("the work of stream %d cannot be told", number)
+            self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _find_described(self) -> None:
+        """Once: every stream that has documents an index plan is made of, or many segments."""
+        store, count = self._log.store, self._compact.segments_min
+        for find in (_described_after, partial(_segmented_after, count=count)):
+            after = 0
+            while True:
+                found = await self._on_thread(find, store, after)
+                self._dirty.update(dict.fromkeys(found))
+                if len(found) < START_PAGE:
+                    break
+                after = found[-1]
+        self._scanned = True
+        self._wake.set()
+
+    async def _on_thread(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        return await self._loop.run_in_executor(self._threads, partial(work, *args, **named))
+
+    async def _look(self, number: int) -> None:
+        stream = self._log.streams.get(number)
+        if stream is None or stream.removed or stream.gone:
+            self._set(number, None)
+            return
+        planned = system_streams.has_index_files(stream.name) and await self._plan(stream) is not None
+        if not planned and stream.cold.segments < self._compact.segments_min:
+            self._set(number, None)
+            return
+        work = await self._find(stream, decode_plans(stream.documents) if planned else NO_PLANS)
+        self._set(number, work)
+        if planned:
+            self._log.publisher.waker.wake(stream)  # whoever watches how far its indexes are
+        if work.stale and self.on_stale is not None:
+            self.on_stale(stream, work.stale)
+
+    async def _find(self, stream: Stream, plans: PlanHistory) -> StreamIndexWork:
+        unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
+        schema = None if stream.documents is None else stream.documents.get("schema")
+        scope = IndexWorkScope(
+            self._merge, self._compact, stream.lifetime, stream.size_bytes, schema, self._log.clock.now_ns()
+        )
+        return await self._on_thread(
+            find_index_work, self._log.store, stream.number, stream.earliest, unfolded, plans, scope
+        )
+
+    def _look_later(self, number: int, at_ns: int | None) -> None:
+        timer = self._timers.pop(number, None)
+        if timer is not None:
+            timer.cancel()
+        if at_ns is not None and len(self._timers) < TIMERS_MAX:
+            delay_s = max(0, at_ns - self._log.clock.now_ns()) / 1e9
+            self._timers[number] = self._loop.call_later(delay_s, self.look_at, number)
+
+    async def _plan(self, stream: Stream) -> PlanRecord | None:
+        """The plan that holds now. One that was not known before is written down first."""
+        known = decode_plans(stream.documents)
+        entry = desired_plan(known, self._wanted(stream, known.keyed))
+        if entry is None or entry == known.wanted:
+            return entry
+        older = [plan for plan in known.plans if plan.hash != entry.hash]
+        plans = PlanHistory(known.keyed, (*older[-(PLANS_MAX - 1) :], entry))
+        await await_commit(partial(self._log.plan, stream, plans))
+        return entry
+
+    def _set(self, number: int, work: StreamIndexWork | None) -> None:
+        self._look_later(number, None if work is None else work.look_at_ns)
+        self.summaries.pop(number, None)
+        if work is not None:
+            self.summaries[number] = work
+            if len(self.summaries) > SUMMARIES_MAX:
+                self.summaries.popitem(last=False)
+        if work is None or not work.pending:
+            self.by_stream.pop(number, None)
+        else:
+            self.by_stream[number] = work
+        if work is None or not work.given_up:
+            self.given_up.pop(number, None)
+        else:
+            self.given_up[number] = work.given_up
+
+    # -- for whoever asks --------------------------------------------------------------------------------
+
+    def known(self, stream: Stream) -> StreamIndexWork | None:
+        """What the last look at a stream found; None if it has to be looked at first."""
+        if not durable_plans(stream).plans or not system_streams.has_index_files(stream.name):
+            return StreamIndexWork(stream.number, NO_PLAN)
+        return self.summaries.get(stream.number)
+
+    async def of(self, stream: Stream) -> StreamIndexWork:
+        """What is to be done for one stream right now."""
+        known = durable_plans(stream)
+        if not known.plans or not system_streams.has_index_files(stream.name):
+            known = NO_PLANS
+        if known is NO_PLANS and stream.cold.segments < self._compact.segments_min:
+            return StreamIndexWork(stream.number, NO_PLAN)
+        return await self._find(stream, known)
+
+    def after(self, place: tuple[int, int], limit: int) -> list[StreamIndexWork]:
+        """Streams with work, those that wait longest first, behind a place in that order."""
+        waiting = sorted((work.oldest_ns, work.number) for work in self.by_stream.values())
+        found = [number for key in waiting if key > place for number in (key[1],)]
+        return [self.by_stream[number] for number in found[:limit]]
+
+
+NO_PLAN: Final = PlanRecord(0, "", {})
+
+
+def desired_plan(known: PlanHistory, plan: WantedPlan) -> PlanRecord | None:
+    """The stream's plan with its generation; None while nothing was ever to be built."""
+    last = known.wanted
+    if last is None and not plan.families:
+        return None
+    if last is not None and last.hash == plan.hash:
+        return last
+    return PlanRecord(
+        1 if last is None else last.generation + 1,
+        plan.hash,
+        {family: plan.fingerprints[f"family:{family}"] for family in plan.families},
+        {name: value for name, value in plan.fingerprints.items() if not name.startswith("family:")},
+    )
+
+
+def _described_after(store: StoredStreams, number: int) -> list[int]:
+    return store.db.companions.described_after(number, START_PAGE)
+
+
+def _segmented_after(store: StoredStreams, number: int, count: int) -> list[int]:
+    return store.db.cold.crowded_after(number, count, START_PAGE)
+
+
+def find_index_work(
+    store: StoredStreams,
+    number: int,
+    earliest: int,
+    unfolded: UncheckpointedOps,
+    plans: PlanHistory,
+    scope: IndexWorkScope,
+) -> StreamIndexWork:
+    """On a thread: one look at everything that is known of a stream's segments and companions."""
+    plan = plans.wanted or NO_PLAN
+    with store.snapshot():
+        segments = read_segments(store, number, earliest, unfolded)
+        known = msgspec.structs.replace(read_index_files(store, number, earliest, unfolded), plans=plans)
+        cuts = fork_points(store.db, number)
+    coverage = Coverage(plan, known.companions)
+    given_up = {one.object for one in known.quarantined if one.plan_hash == plan.hash}
+    found, stuck = uncovered_segments(segments, coverage, given_up)
+    if scope.schema is not None:
+        cuts.update(version_cuts(scope.schema))
+    unsound = {one.object for one in known.quarantined}
+    care = RollupRetention(segments, scope.lifetime, scope.shown_bytes, scope.now_ns)
+
+    def is_settled(info: SegmentInfo) -> bool:
+        stays = info.first > max(earliest, care.soon) and info.key not in unsound
+        return stays and not coverage.missing(info.first, info.last)
+
+    small = due_compactions(
+        segments, scope.compact, borders_of(scope.lifetime, cuts), is_settled, scope.now_ns
+    )
+    rewrites, rewrite_ns = care.rewrites(plan, known.companions, coverage, earliest)
+    return StreamIndexWork(
+        number,
+        plan,
+        tuple(build_order(found)[:SEGMENTS_OFFERED_MAX]),
+        tuple(due_merges(plan, known.companions, scope.merge, care.part)),
+        small.runs,
+        tuple(rewrites),
+        len(found) + len(stuck),
+        sum(one.info.payload_bytes for one in found),
+        found[0].info.last_ns if found else 0,
+        len(stuck),
+        tuple(stale_index_files(plan, known.companions, coverage)),
+        summarise_index(plan, segments, known, coverage),
+        min((at_ns for at_ns in (small.next_ns, rewrite_ns) if at_ns is not None), default=None),
+    )

@@ -1,0 +1,412 @@
+"""Pages of a manifest: how a head lists any number of segments and index files and stays small.
+
+Pages of a manifest: how segments move from the head into pages, and pages into pages of pages.
+
+The head's list of pages reads from the oldest to the newest, higher levels first. Each level grows to
+`pages_max` and is then folded into one page of the next level, so a head stays small however long the stream
+gets and recording one segment writes a bounded number of objects.
+
+Pages of companions: how a head lists any number of them and stays small.
+
+The newest are in the head itself. When there are too many, the oldest become a page; when there are too many
+pages of a level, the oldest become a page of pages. Pages are in the order of publication, not of entries, so
+each one knows the range that its companions speak of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from tailrace.storage.manifests.model import (
+    IndexFilePage,
+    IndexFilePageRef,
+    ManifestConflictError,
+    ManifestCorruptError,
+    ManifestHead,
+    SegmentPage,
+    SegmentPageRef,
+    decode_manifest,
+    encode_manifest,
+    index_file_page_key,
+    new_attempt_id,
+    segment_page_key,
+    sha256_of,
+)
+from tailrace.storage.object_store.interface import ObjectExistsError
+from tailrace.storage.segments.index_files import IndexFile, index_file_range
+from tailrace.storage.segments.model import SegmentInfo, stream_prefix
+
+if TYPE_CHECKING:
+    from tailrace.storage.object_store.interface import ObjectStore
+    from tailrace.storage.segments.model import RetainedRanges
+
+
+HEAD_SEGMENTS_MAX = 1000
+SEGMENT_PAGES_MAX = 1000
+
+
+class ListedSegments(NamedTuple):
+    """What a head lists."""
+
+    pages: tuple[SegmentPageRef, ...]
+    segments: tuple[SegmentInfo, ...]
+
+
+class TrimmedSegments(NamedTuple):
+    """What remains listed after retention, and what is no longer needed once that is recorded."""
+
+    listed: ListedSegments
+    superseded: list[str]
+
+
+class SegmentPages:
+    """Reads and writes the pages of one stream, for one attempt to change its head."""
+
+    def __init__(self, objects: ObjectStore, stream_id: str, segments_max: int, pages_max: int) -> None:
+        assert segments_max > 0
+        assert pages_max > 1
+        self._objects = objects
+        self._stream_id = stream_id
+        self._prefix = stream_prefix(stream_id)
+        self._segments_max = segments_max
+        self._pages_max = pages_max
+        self._attempt = new_attempt_id()
+
+    async def load(self, ref: SegmentPageRef) -> SegmentPage:
+        data, _etag = await self._objects.get(self._prefix + ref.key)
+        if sha256_of(data) != ref.sha256:
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
+        page = decode_manifest(data, SegmentPage, self._stream_id, ref.key)
+        parts = page.pages if ref.level else page.segments
+        if page.level != ref.level or not parts or _segment_page_ref(page, ref.key, ref.sha256) != ref:
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
+        return page
+
+    async def _store(self, page: SegmentPage) -> SegmentPageRef:
+        """Create it. One that is there already has the same content, for its name says so."""
+        parts = page.pages if page.level else page.segments
+        data = encode_manifest(page)
+        sha256 = sha256_of(data)
+        key = segment_page_key(parts[0].first, parts[-1].last, sha256)
+        try:
+            await self._objects.create(self._prefix + key, data)
+        except ObjectExistsError:
+            pass
+        return _segment_page_ref(page, key, sha256)
+
+    async def roll(self, listed: ListedSegments) -> ListedSegments:
+        """Move the oldest segments into pages, and full runs of pages into pages of pages."""
+        pages, segments = list(listed.pages), listed.segments
+        while len(segments) > self._segments_max:
+            pages.append(
+                await self._store(SegmentPage(attempt=self._attempt, segments=segments[: self._segments_max]))
+            )
+            segments = segments[self._segments_max :]
+        level = 0
+        while True:
+            run = [index for index, ref in enumerate(pages) if ref.level == level]
+            if not run:
+                return ListedSegments(tuple(pages), segments)
+            if len(run) > self._pages_max:
+                start, stop = run[0], run[0] + self._pages_max
+                folded = SegmentPage(attempt=self._attempt, level=level + 1, pages=tuple(pages[start:stop]))
+                pages[start:stop] = [await self._store(folded)]
+            else:
+                level += 1
+
+    async def cut(self, listed: ListedSegments, kept: RetainedRanges) -> TrimmedSegments:
+        """Drop segments of which nothing is kept. A page that loses some of its parts gets a replacement."""
+        superseded: list[str] = []
+        pages = await self._cut_pages(listed.pages, kept, superseded)
+        segments = tuple(info for info in listed.segments if kept.some(info.first, info.last))
+        return TrimmedSegments(ListedSegments(pages, segments), superseded)
+
+    async def within(self, listed: ListedSegments, first: int, last: int) -> list[SegmentInfo]:
+        """The segments with some of these entries, oldest first."""
+        found: list[SegmentInfo] = []
+        async for info in self.walk(listed, first):
+            if info.first > last:
+                break
+            found.append(info)
+        return found
+
+    async def join(self, listed: ListedSegments, joined: SegmentInfo) -> TrimmedSegments:
+        """One segment in the place of all that lie within its range, which is theirs together."""
+        superseded: list[str] = []
+        pages, placed = await self._join_pages(listed.pages, joined, superseded, placed=False)
+        segments = _with_joined(listed.segments, joined, placed=placed)
+        return TrimmedSegments(ListedSegments(pages, segments), superseded)
+
+    async def _join_pages(
+        self, refs: tuple[SegmentPageRef, ...], joined: SegmentInfo, superseded: list[str], *, placed: bool
+    ) -> tuple[tuple[SegmentPageRef, ...], bool]:
+        """The pages afterwards, and whether the segment has found its place: where the first one was."""
+        remaining: list[SegmentPageRef] = []
+        for ref in refs:
+            if ref.last < joined.first or joined.last < ref.first:
+                remaining.append(ref)
+                continue
+            page = await self.load(ref)
+            pages, _ = await self._join_pages(page.pages, joined, superseded, placed=placed)
+            segments = _with_joined(page.segments, joined, placed=placed)
+            if (pages, segments) == (page.pages, page.segments):
+                remaining.append(ref)
+                continue
+            placed = True
+            superseded.append(ref.key)
+            if pages or segments:
+                shorter = SegmentPage(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
+                remaining.append(await self._store(shorter))
+        return tuple(remaining), placed
+
+    async def _cut_pages(
+        self, refs: tuple[SegmentPageRef, ...], kept: RetainedRanges, superseded: list[str]
+    ) -> tuple[SegmentPageRef, ...]:
+        remaining: list[SegmentPageRef] = []
+        for ref in refs:
+            if kept.all(ref.first, ref.last):
+                remaining.append(ref)
+            elif kept.some(ref.first, ref.last) and (shorter := await self._shorter(ref, kept, superseded)):
+                remaining.append(shorter)
+            else:
+                superseded.append(ref.key)
+        return tuple(remaining)
+
+    async def _shorter(
+        self, ref: SegmentPageRef, kept: RetainedRanges, superseded: list[str]
+    ) -> SegmentPageRef | None:
+        """The page without what is not kept: itself if that is nothing, None if that is everything."""
+        page = await self.load(ref)
+        pages = await self._cut_pages(page.pages, kept, superseded)
+        segments = tuple(info for info in page.segments if kept.some(info.first, info.last))
+        if (pages, segments) == (page.pages, page.segments):
+            return ref
+        if not pages and not segments:
+            return None
+        superseded.append(ref.key)
+        shorter = SegmentPage(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
+        return await self._store(shorter)
+
+    async def walk(self, listed: ListedSegments, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
+        """Every segment with entries at or behind `from_entry`, oldest first; one page a level is held."""
+        for ref in listed.pages:
+            if ref.last >= from_entry:
+                page = await self.load(ref)
+                async for info in self.walk(ListedSegments(page.pages, page.segments), from_entry):
+                    yield info
+        for info in listed.segments:
+            if info.last >= from_entry:
+                yield info
+
+    async def walk_pages(self, refs: Sequence[SegmentPageRef]) -> AsyncIterator[SegmentPageRef]:
+        """Every page, pages of pages included."""
+        for ref in refs:
+            yield ref
+            if ref.level:
+                async for inner in self.walk_pages((await self.load(ref)).pages):
+                    yield inner
+
+
+def _with_joined(
+    segments: tuple[SegmentInfo, ...], joined: SegmentInfo, *, placed: bool
+) -> tuple[SegmentInfo, ...]:
+    inside = [
+        index
+        for index, info in enumerate(segments)
+        if joined.first <= info.first and info.last <= joined.last
+    ]
+    if not inside:
+        return segments
+    return (*segments[: inside[0]], *(() if placed else (joined,)), *segments[inside[-1] + 1 :])
+
+
+def _segment_page_ref(page: SegmentPage, key: str, sha256: str) -> SegmentPageRef:
+    parts = page.pages if page.level else page.segments
+    segments = sum(ref.segments for ref in page.pages) + len(page.segments)
+    size = sum(part.bytes for part in parts)
+    return SegmentPageRef(key, parts[0].first, parts[-1].last, sha256, page.level, segments, size)
+
+
+def append_segments(head: ManifestHead, added: Sequence[SegmentInfo]) -> tuple[SegmentInfo, ...]:
+    """The segments with new ones behind them. Entries are never missing in between and never there twice."""
+    stream_id, recorded, uploaded_through = head.stream_id, head.segments, head.uploaded_through
+    for info in added:
+        if info.first > info.last or info.rows != info.last - info.first + 1:
+            raise ManifestConflictError(stream_id, f"{info.key} counts {info.rows} entries wrongly")
+        if info.epoch < head.epoch:
+            raise ManifestConflictError(stream_id, f"{info.key} is of an epoch before {head.epoch}")
+    if added and added[0].first != uploaded_through + 1:
+        message = f"{added[0].key} begins at {added[0].first}, and {uploaded_through} is recorded as the last"
+        raise ManifestConflictError(stream_id, message)
+    # What forks keep of entries that retention took away has nothing behind it.
+    before_added = recorded[-1:] if recorded and recorded[-1].last > head.earliest else ()
+    for before, after in pairwise((*before_added, *added)):
+        if after.first != before.last + 1 or after.epoch < before.epoch:
+            raise ManifestConflictError(stream_id, f"{after.key} does not follow {before.key}")
+    return (*recorded, *added)
+
+
+INDEX_FILES_MAX = 256
+INDEX_FILE_PAGES_MAX = 256
+IndexFilePageRefs = tuple[IndexFilePageRef, ...]
+
+
+class ListedIndexFiles(NamedTuple):
+    """What a head lists."""
+
+    pages: IndexFilePageRefs
+    companions: tuple[IndexFile, ...]
+
+
+class IndexFilePages:
+    """Reads and writes the pages of one stream, for one attempt to change its head."""
+
+    def __init__(self, objects: ObjectStore, stream_id: str, companions_max: int = INDEX_FILES_MAX) -> None:
+        self._objects = objects
+        self._stream_id = stream_id
+        self._prefix = stream_prefix(stream_id)
+        self._companions_max = companions_max
+        self._attempt = new_attempt_id()
+        self.superseded: list[str] = []  # pages that are not needed once the head is replaced
+
+    async def load(self, ref: IndexFilePageRef) -> IndexFilePage:
+        data, _etag = await self._objects.get(self._prefix + ref.key)
+        if sha256_of(data) != ref.sha256:
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
+        page = decode_manifest(data, IndexFilePage, self._stream_id, ref.key)
+        if page.level != ref.level or _index_file_page_ref(page, ref.key, ref.sha256) != ref:
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
+        return page
+
+    async def walk(self, listed: ListedIndexFiles) -> AsyncIterator[IndexFile]:
+        """Every companion; one page a level is held."""
+        for ref in listed.pages:
+            page = await self.load(ref)
+            async for companion in self.walk(ListedIndexFiles(page.pages, page.companions)):
+                yield companion
+        for companion in listed.companions:
+            yield companion
+
+    async def walk_pages(self, refs: Sequence[IndexFilePageRef]) -> AsyncIterator[IndexFilePageRef]:
+        """Every page, pages of pages included."""
+        for ref in refs:
+            yield ref
+            if ref.level:
+                async for inner in self.walk_pages((await self.load(ref)).pages):
+                    yield inner
+
+    async def found(self, listed: ListedIndexFiles, keys: Collection[str]) -> set[str]:
+        """Which of these objects are listed. Only pages that can hold one of them are looked at."""
+        found = {one.object for one in listed.companions if one.object in keys}
+        for ref in listed.pages:
+            if any(_may_hold(ref, key) for key in keys):
+                page = await self.load(ref)
+                found |= await self.found(ListedIndexFiles(page.pages, page.companions), keys)
+        return found
+
+    async def twins(
+        self, listed: ListedIndexFiles, added: Sequence[IndexFile], kept: Collection[str]
+    ) -> set[str]:
+        """Listed companions of the family, making and range of one that is added, other than those kept."""
+        wanted = {_build_identity(one) for one in added}
+        ranges = {(one.first, one.last) for one in added}
+        found = {one.object for one in listed.companions if _build_identity(one) in wanted}
+        for ref in listed.pages:
+            if any(ref.first <= first and last <= ref.last for first, last in ranges):
+                page = await self.load(ref)
+                found |= await self.twins(ListedIndexFiles(page.pages, page.companions), added, kept)
+        return found.difference(kept)
+
+    async def without(self, listed: ListedIndexFiles, keys: Collection[str]) -> ListedIndexFiles:
+        """The list without some objects. A page that loses some of its companions gets a replacement."""
+        if not keys:
+            return listed
+        companions = tuple(one for one in listed.companions if one.object not in keys)
+        return ListedIndexFiles(await self._pages_without(listed.pages, keys), companions)
+
+    async def trimmed(self, listed: ListedIndexFiles, earliest: int) -> tuple[ListedIndexFiles, list[str]]:
+        """The list without what speaks of trimmed entries only, or sums some of them; and those objects."""
+        gone: list[str] = []
+        for ref in listed.pages:
+            if ref.first <= earliest:
+                page = await self.load(ref)
+                inner = self.walk(ListedIndexFiles(page.pages, page.companions))
+                gone += [one.object async for one in inner if is_trimmed(one, earliest)]
+        gone += [one.object for one in listed.companions if is_trimmed(one, earliest)]
+        return await self.without(listed, set(gone)), gone
+
+    async def _pages_without(self, refs: IndexFilePageRefs, keys: Collection[str]) -> IndexFilePageRefs:
+        remaining: list[IndexFilePageRef] = []
+        for ref in refs:
+            if not any(_may_hold(ref, key) for key in keys):
+                remaining.append(ref)
+                continue
+            page = await self.load(ref)
+            listed = ListedIndexFiles(page.pages, page.companions)
+            shorter = await self.without(listed, keys)
+            if shorter == listed:
+                remaining.append(ref)
+                continue
+            self.superseded.append(ref.key)
+            if shorter.pages or shorter.companions:
+                remaining.append(await self._store(page.level, shorter))
+        return tuple(remaining)
+
+    async def roll(self, listed: ListedIndexFiles) -> ListedIndexFiles:
+        """Moves the oldest into pages until the head holds no more than it may."""
+        pages, companions = list(listed.pages), listed.companions
+        while len(companions) > self._companions_max:
+            oldest, companions = companions[: self._companions_max], companions[self._companions_max :]
+            pages.append(await self._store(0, ListedIndexFiles((), oldest)))
+        level = 0
+        while run := [index for index, ref in enumerate(pages) if ref.level == level]:
+            if len(run) > INDEX_FILE_PAGES_MAX:
+                start, stop = run[0], run[0] + INDEX_FILE_PAGES_MAX
+                pages[start:stop] = [
+                    await self._store(level + 1, ListedIndexFiles(tuple(pages[start:stop]), ()))
+                ]
+            else:
+                level += 1
+        return ListedIndexFiles(tuple(pages), companions)
+
+    async def _store(self, level: int, listed: ListedIndexFiles) -> IndexFilePageRef:
+        page = IndexFilePage(
+            attempt=self._attempt, level=level, companions=listed.companions, pages=listed.pages
+        )
+        data = encode_manifest(page)
+        sha256 = sha256_of(data)
+        first, last = _page_range(page)
+        key = index_file_page_key(first, last, sha256)
+        try:
+            await self._objects.create(self._prefix + key, data)
+        except ObjectExistsError:
+            pass  # with the same content, for its name says so
+        return _index_file_page_ref(page, key, sha256)
+
+
+def is_trimmed(companion: IndexFile, earliest: int) -> bool:
+    """Whether retention leaves it nothing to say. Sums over trimmed entries are no longer right."""
+    return (companion.first if companion.family == "agg" else companion.last) <= earliest
+
+
+def _build_identity(companion: IndexFile) -> tuple[str, str, int, int]:
+    return companion.family, companion.fingerprint, companion.first, companion.last
+
+
+def _may_hold(ref: IndexFilePageRef, key: str) -> bool:
+    entries = index_file_range(key)
+    return entries is not None and ref.first <= entries[0] and entries[1] <= ref.last
+
+
+def _page_range(page: IndexFilePage) -> tuple[int, int]:
+    parts = page.pages if page.level else page.companions
+    return min(part.first for part in parts), max(part.last for part in parts)
+
+
+def _index_file_page_ref(page: IndexFilePage, key: str, sha256: str) -> IndexFilePageRef:
+    first, last = _page_range(page)
+    count = sum(ref.companions for ref in page.pages) + len(page.companions)
+    size = sum(ref.bytes for ref in page.pages) + sum(one.bytes for one in page.companions)
+    return IndexFilePageRef(key, first, last, sha256, page.level, count, size)

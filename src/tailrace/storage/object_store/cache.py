@@ -1,0 +1,452 @@
+"""Ranged reads of immutable objects through an LRU disk cache, bounded in bytes; fetches are shared.
+
+A bound on the bytes that are held at once, for coroutines: whoever would exceed it waits.
+
+A cache of parts of objects on the local disk, least recently used out first, bounded in bytes.
+
+One file per part, named after the object and the bytes it holds. Objects never change, so a part is never
+stale; a file that a crash cut short has the wrong size and is thrown away. The index belongs to the loop's
+thread; the files are read and written on other threads, and a file that is gone is only a miss.
+
+Stretches of immutable objects: fetched once for everybody who asks, and kept in the cache on disk.
+
+The object store is opened by the first fetch, on a thread, because its library is large.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import xxhash
+
+from tailrace.common import private_files
+from tailrace.common.limits import Limits
+from tailrace.storage.object_store.files import FileObjectStore
+from tailrace.storage.object_store.interface import ObjectStore, open_object_store
+from tailrace.storage.object_store.request_stats import RequestStats, stream_and_artifact
+
+
+class ByteBudget:
+    """First come, first served. Something larger than everything is let in alone."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes could be held at once, without waiting."""
+        return not self._waiting and self.held + size <= self.bytes_max
+
+    @asynccontextmanager
+    async def hold(self, size: int) -> AsyncGenerator[None]:
+        size = min(size, self.bytes_max)
+        if not self.has_room(size):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((size, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._release(size)
+                raise
+        else:
+            self.held += size
+        try:
+            yield
+        finally:
+            self._release(size)
+
+    def _release(self, size: int) -> None:
+        self.held -= size
+        while self._waiting:
+            wanted, turn = self._waiting[0]
+            if turn.done():
+                self._waiting.popleft()
+            elif self.held + wanted <= self.bytes_max:
+                self._waiting.popleft()
+                self.held += wanted
+                turn.set_result(None)
+            else:
+                break
+
+
+_PART_FILE_NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)")
+_UNFINISHED = ".new"
+OWNER_DIGITS = 16
+
+
+class ObjectRange(NamedTuple):
+    """The bytes [start, stop) of one object. `source` stands for the object's key."""
+
+    source: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def cache_source(key: str) -> str:
+    """Half of it stands for the stream and the kind of object, so that one can tell what is held of each."""
+    stream_id, artifact = stream_and_artifact(key) or ("", "")
+    return _owner_of(stream_id, artifact) + xxhash.xxh3_64_hexdigest(key.encode())
+
+
+def _owner_of(stream_id: str, artifact: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{stream_id}/{artifact}".encode())
+
+
+class DiskCache:
+    def __init__(self, directory: Path, bytes_max: int) -> None:
+        self.directory = directory
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self.evictions = 0
+        self._recent: OrderedDict[ObjectRange, None] = OrderedDict()
+        self._by_source: dict[str, list[tuple[int, int]]] = {}
+        self._by_owner: dict[str, int] = {}  # bytes
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    # -- files, on any thread ----------------------------------------------------------------------------
+
+    def scan(self) -> list[ObjectRange]:
+        """What an earlier run left behind, the oldest first. Whatever is not a whole part is removed."""
+        private_files.make_private_directory(self.directory)
+        found: list[tuple[int, ObjectRange]] = []
+        for entry in os.scandir(self.directory):
+            status = entry.stat()
+            named = _PART_FILE_NAME.fullmatch(entry.name)
+            part = ObjectRange(named[1], int(named[2]), int(named[3])) if named else None
+            if part is None or part.size != status.st_size:
+                Path(entry.path).unlink(missing_ok=True)
+            else:
+                found.append((status.st_mtime_ns, part))
+        return [part for _, part in sorted(found)]
+
+    def write(self, part: ObjectRange, data: bytes | memoryview) -> None:
+        """Store a part. It is not synced: what a power cut spoils is recognised when it is read."""
+        path = self._path(part)
+        unfinished = path.with_name(path.name + _UNFINISHED)
+        unfinished.write_bytes(data)
+        unfinished.rename(path)
+
+    def read(self, part: ObjectRange, start: int, stop: int) -> bytes | None:
+        """Bytes of the object that the part holds, or None if the file is gone or not whole."""
+        try:
+            with self._path(part).open("rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size != part.size:
+                    return None
+                data = os.pread(file.fileno(), stop - start, start - part.start)
+        except OSError:
+            return None
+        return data if len(data) == stop - start else None
+
+    def remove(self, parts: list[ObjectRange]) -> None:
+        for part in parts:
+            self._path(part).unlink(missing_ok=True)
+
+    def _path(self, part: ObjectRange) -> Path:
+        return self.directory / f"{part.source}-{part.start}-{part.stop}"
+
+    # -- the index, on the loop's thread -----------------------------------------------------------------
+
+    def find(self, source: str, start: int, stop: int) -> ObjectRange | None:
+        """The part that holds these bytes, from now on the most recently used one."""
+        ranges = self._by_source.get(source)
+        if not ranges:
+            return None
+        at = bisect_right(ranges, (start, 1 << 62)) - 1
+        if at < 0 or ranges[at][1] < stop:
+            return None
+        part = ObjectRange(source, *ranges[at])
+        self._recent.move_to_end(part)
+        return part
+
+    def add(self, part: ObjectRange) -> list[ObjectRange]:
+        """Record a part that was written; answers the ones that have to go, whose files are to be removed."""
+        if part in self._recent:
+            return []
+        self._recent[part] = None
+        insort(self._by_source.setdefault(part.source, []), (part.start, part.stop))
+        self._count(part, part.size)
+        leaving: list[ObjectRange] = []
+        while self.bytes > self.bytes_max:
+            oldest = next(iter(self._recent))
+            self.forget(oldest)
+            leaving.append(oldest)
+            self.evictions += 1
+        return leaving
+
+    def parts_of(self, source: str) -> list[ObjectRange]:
+        return [ObjectRange(source, *held) for held in self._by_source.get(source, ())]
+
+    def forget(self, part: ObjectRange) -> None:
+        if part not in self._recent:
+            return
+        del self._recent[part]
+        self._count(part, -part.size)
+        ranges = self._by_source[part.source]
+        ranges.remove((part.start, part.stop))
+        if not ranges:
+            del self._by_source[part.source]
+
+    def bytes_of(self, stream_id: str, artifact: str) -> int:
+        """What one stream has in the cache of one kind of object."""
+        return self._by_owner.get(_owner_of(stream_id, artifact), 0)
+
+    def _count(self, part: ObjectRange, difference: int) -> None:
+        self.bytes += difference
+        owner = part.source[:OWNER_DIGITS]
+        held = self._by_owner.get(owner, 0) + difference
+        if held:
+            self._by_owner[owner] = held
+        else:
+            del self._by_owner[owner]
+
+
+logger = logging.getLogger("tailrace.store")
+
+FETCH_BYTES_MAX = 32 << 20  # of fetches under way, or on their way into the cache
+
+T = TypeVar("T")
+
+
+class LoopTasks:
+    """The loop's side tasks and the few threads they use, so that all of them can be ended together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
+        self.loop = loop
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cold")
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._over = False
+
+    async def on_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await self.loop.run_in_executor(self._pool, function, *arguments)
+
+    def start(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def wait(self, make: Callable[[], Coroutine[object, object, T]], timeout_s: float) -> T:
+        """For a thread that has to have something done by the loop.
+
+        Not for the loop's own thread, nor for those of this pool, which the work may need.
+        """
+        done: Future[T] = Future()
+
+        def begin() -> None:
+            if self._over:
+                done.cancel()
+            else:
+                self.start(make()).add_done_callback(ended)
+
+        def ended(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                done.cancel()
+            elif (error := task.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(task.result())
+
+        try:
+            self.loop.call_soon_threadsafe(begin)
+        except RuntimeError as error:
+            raise CancelledError from error  # the loop is closed
+        return done.result(timeout_s)
+
+    async def end(self) -> None:
+        self._over = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; if nobody did, nobody misses it
+
+
+def fail_future(future: asyncio.Future[T], error: BaseException) -> None:
+    """Pass an error on to whoever waits, which may be nobody any more."""
+    if not future.done():
+        future.set_exception(error if isinstance(error, Exception) else asyncio.CancelledError())
+        future.exception()
+
+
+class _PendingFetch(NamedTuple):
+    """A ranged get that is under way, or whose bytes are on their way into the cache."""
+
+    part: ObjectRange
+    data: asyncio.Future[bytes]
+
+
+class ObjectCache:
+    def __init__(
+        self, url: str, cache_dir: Path | None, cache_bytes: int, limits: Limits, work: LoopTasks
+    ) -> None:
+        self._url = url
+        self._limits = limits
+        self._work = work
+        local = url.startswith("file:")  # the file itself is as near as a copy of it
+        cached = cache_dir is not None and cache_bytes > 0 and not local
+        self.cache = DiskCache(cache_dir, cache_bytes) if cached and cache_dir is not None else None
+        self.book = RequestStats()
+        self.fetches = 0
+        self.fetched_bytes = 0
+        self._budget = ByteBudget(FETCH_BYTES_MAX)
+        self._opening: asyncio.Task[ObjectStore] | None = None
+        self._fetches: dict[str, list[_PendingFetch]] = {}
+
+    async def opened(self) -> ObjectStore:
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._opening = self._work.start(self._open())
+        return await asyncio.shield(self._opening)
+
+    @property
+    def objects(self) -> ObjectStore | None:
+        """The object store, once something was read from it."""
+        opening = self._opening
+        done = opening is not None and opening.done() and not opening.cancelled()
+        return opening.result() if opening is not None and done and opening.exception() is None else None
+
+    @property
+    def cached_bytes(self) -> int:
+        return 0 if self.cache is None else self.cache.bytes
+
+    async def close(self) -> None:
+        if self.objects is not None:
+            await self.objects.close()
+
+    async def get(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes that are asked for once, past the cache."""
+        objects = await self.opened()
+        with self.book.timed("get"):
+            data = await objects.get_range(key, start, stop)
+        self.fetches += 1
+        self.book.note(key, "gets")
+        self.fetched_bytes += len(data)
+        return data
+
+    def get_now(self, key: str, start: int, stop: int) -> bytes | None:
+        """For threads: bytes that lie on this machine, without a way over the loop. None if they do not."""
+        objects = self.objects
+        if not isinstance(objects, FileObjectStore):
+            return None
+        begun = time.perf_counter()
+        data = objects.get_range_now(key, start, stop)
+        self._work.loop.call_soon_threadsafe(self._got, key, len(data), time.perf_counter() - begun)
+        return data
+
+    def _got(self, key: str, size: int, seconds: float) -> None:
+        self.fetches += 1
+        self.fetched_bytes += size
+        self.book.note(key, "gets")
+        self.book.note_time("get", seconds)
+
+    def find(self, source: str, start: int, stop: int) -> ObjectRange | None:
+        return None if self.cache is None else self.cache.find(source, start, stop)
+
+    def is_near(self, wanted: ObjectRange) -> bool:
+        """Whether the bytes are in the cache or on their way."""
+        return self.find(*wanted) is not None or self._under_way(wanted) is not None
+
+    async def fetch(self, key: str, wanted: ObjectRange) -> memoryview:
+        """The wanted bytes, by a ranged get, or by the one that somebody has under way."""
+        fetch = self._under_way(wanted) or self._start(key, wanted)
+        data = await asyncio.shield(fetch.data)
+        begin = wanted.start - fetch.part.start
+        return memoryview(data)[begin : begin + wanted.size]
+
+    def fetch_ahead(self, key: str, part: ObjectRange) -> None:
+        """Get bytes into the cache that somebody will probably want; not while others wait for theirs."""
+        if self.cache is not None and self._budget.has_room(part.size):
+            self._start(key, part)
+
+    def _under_way(self, wanted: ObjectRange) -> _PendingFetch | None:
+        for fetch in self._fetches.get(wanted.source, ()):
+            if fetch.part.start <= wanted.start and wanted.stop <= fetch.part.stop:
+                return fetch
+        return None
+
+    def _start(self, key: str, part: ObjectRange) -> _PendingFetch:
+        fetch = _PendingFetch(part, self._work.loop.create_future())
+        self._fetches.setdefault(part.source, []).append(fetch)
+        self._work.start(self._get(key, fetch))
+        return fetch
+
+    async def read(self, part: ObjectRange, wanted: ObjectRange) -> bytes | None:
+        """Bytes of a cached part; None if its file is gone."""
+        assert self.cache is not None
+        return await self._work.on_thread(self.cache.read, part, wanted.start, wanted.stop)
+
+    async def drop(self, part: ObjectRange) -> None:
+        """Take a part that cannot be used out of the cache."""
+        assert self.cache is not None
+        self.cache.forget(part)
+        await self._work.on_thread(self.cache.remove, [part])
+
+    async def forget(self, source: str) -> bool:
+        """Take all parts of an object out of the cache; False if it has none."""
+        held = [] if self.cache is None else self.cache.parts_of(source)
+        for part in held:
+            await self.drop(part)
+        return bool(held)
+
+    async def _open(self) -> ObjectStore:
+        objects = await self._work.on_thread(lambda: open_object_store(self._url, limits=self._limits))
+        if self.cache is not None:
+            try:
+                for part in await self._work.on_thread(self.cache.scan):
+                    await self._remove(self.cache, self.cache.add(part))
+            except OSError as error:
+                logger.warning("the cache of segments cannot be used: %s", error)
+                self.cache = None
+        return objects
+
+    async def _get(self, key: str, fetch: _PendingFetch) -> None:
+        part = fetch.part
+        try:
+            async with self._budget.hold(part.size):
+                data = await self.get(key, part.start, part.stop)
+                fetch.data.set_result(data)
+                if self.cache is not None:
+                    await self._keep(self.cache, part, data)
+        except BaseException as error:
+            fail_future(fetch.data, error)
+            raise
+        finally:
+            left = self._fetches[part.source]
+            left.remove(fetch)
+            if not left:
+                del self._fetches[part.source]
+
+    async def _keep(self, cache: DiskCache, part: ObjectRange, data: bytes) -> None:
+        """A cache that cannot be written is slow, not wrong."""
+        try:
+            await self._work.on_thread(cache.write, part, data)
+        except OSError as error:
+            logger.warning("the cache of segments cannot be written: %s", error)
+        else:
+            await self._remove(cache, cache.add(part))
+
+    async def _remove(self, cache: DiskCache, leaving: list[ObjectRange]) -> None:
+        if leaving:
+            await self._work.on_thread(cache.remove, leaving)

@@ -1,0 +1,167 @@
+"""Walking a bucket: its streams, the objects under a prefix, deleting them, a task for each stream.
+
+Walking a bucket: which streams it has, what lies in the folder of one, and clearing it.
+
+Lists come in pages and are never held whole, so a bucket may be of any size.
+
+Does the same to every stream of a bucket, a few at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailrace.storage.object_store.interface import ObjectInfo, ObjectStore
+    from tailrace.storage.segments.model import RetainedRanges
+
+
+STREAMS_PREFIX = "streams/"
+LIST_PAGE = 1000
+
+_STREAM = re.compile(r"streams/(?P<shard>[0-9a-f]{2})/(?P<id>(?P=shard)[0-9a-f]{30})/")
+_SEGMENT = re.compile(r"segments/(\d{10})-(\d{20})-(\d{20})\.[0-9a-f]{16}\.parquet")
+_PAGE = re.compile(r"manifest/(\d{20})-(\d{20})\.[0-9a-f]{16}\.json")
+
+
+def stream_id_of_key(key: str) -> str | None:
+    """The id of the stream to whose folder a key belongs."""
+    found = _STREAM.match(key)
+    return None if found is None else found["id"]
+
+
+def entry_range_of_key(relative_key: str) -> tuple[int, int] | None:
+    """First and last entry that the name of a segment or page speaks of."""
+    found = _SEGMENT.fullmatch(relative_key)
+    if found is not None:
+        return int(found[2]), int(found[3])
+    found = _PAGE.fullmatch(relative_key)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def epoch_of_key(relative_key: str) -> int | None:
+    """The epoch in the name of a segment."""
+    found = _SEGMENT.fullmatch(relative_key)
+    return None if found is None else int(found[1])
+
+
+async def list_stream_ids(objects: ObjectStore, prefix: str = STREAMS_PREFIX) -> AsyncIterator[str]:
+    """The streams of a bucket in the order of their ids, those without a head included."""
+    after = seen = ""
+    while True:
+        found = await objects.list_after(prefix, after, LIST_PAGE)
+        for info in found:
+            stream_id = stream_id_of_key(info.key)
+            if stream_id is not None and stream_id != seen:
+                seen = stream_id
+                yield stream_id
+        if len(found) < LIST_PAGE:
+            return
+        after = found[-1].key
+        if seen and stream_id_of_key(after) == seen:
+            # Behind everything in this folder, however much that is: '0' comes right after '/'.
+            after = after[: after.index(seen) + len(seen)] + "0"
+
+
+async def list_objects(objects: ObjectStore, prefix: str) -> AsyncIterator[ObjectInfo]:
+    """Everything below a prefix, in key order."""
+    after = ""
+    while True:
+        found = await objects.list_after(prefix, after, LIST_PAGE)
+        for info in found:
+            yield info
+        if len(found) < LIST_PAGE:
+            return
+        after = found[-1].key
+
+
+async def holds_only(objects: ObjectStore, prefix: str, key: str) -> bool:
+    """Whether nothing but one object lies in the folder of a stream."""
+    found = await objects.list_after(prefix, limit=2)
+    return all(info.key == prefix + key for info in found)
+
+
+async def delete_keys(objects: ObjectStore, keys: Sequence[str]) -> None:
+    for start in range(0, len(keys), LIST_PAGE):
+        await objects.delete(keys[start : start + LIST_PAGE])
+
+
+async def delete_folder(objects: ObjectStore, prefix: str, *, keep: str) -> None:
+    """Delete everything in the folder of a stream but one object."""
+    doomed: list[str] = []
+    async for info in list_objects(objects, prefix):
+        if info.key != prefix + keep:
+            doomed.append(info.key)
+        if len(doomed) == LIST_PAGE:
+            await objects.delete(doomed)
+            doomed = []
+    await delete_keys(objects, doomed)
+
+
+async def delete_trimmed(
+    objects: ObjectStore, prefix: str, epochs: Sequence[tuple[int, int]], kept: RetainedRanges
+) -> None:
+    """Delete segments and pages that hold nothing that is kept.
+
+    No head can ever name them again, so this is safe whoever else writes, and may be repeated. What a crash
+    left behind the last time goes as well.
+    """
+    following = kept.earliest + 1
+    epoch = max((number for number, first in epochs if first < following), default=0)
+    await _delete_trimmed(objects, prefix, "segments/", f"segments/{epoch:010}-{following:020}", kept)
+    await _delete_trimmed(objects, prefix, "manifest/", f"manifest/{following:020}", kept)
+
+
+async def _delete_trimmed(
+    objects: ObjectStore, prefix: str, kind: str, stop: str, kept: RetainedRanges
+) -> None:
+    doomed: list[str] = []
+    async for info in list_objects(objects, prefix + kind):
+        relative = info.key.removeprefix(prefix)
+        if relative >= stop:
+            break
+        entries = entry_range_of_key(relative)
+        if entries is not None and not kept.some(*entries):
+            doomed.append(info.key)
+        if len(doomed) == LIST_PAGE:
+            await objects.delete(doomed)
+            doomed = []
+    await delete_keys(objects, doomed)
+
+
+STREAMS_IN_PARALLEL = 8
+
+
+async def for_each_stream(objects: ObjectStore, work: Callable[[str], Awaitable[None]]) -> None:
+    """The first failure ends it."""
+    gate = asyncio.Semaphore(STREAMS_IN_PARALLEL)
+
+    async def one(stream_id: str) -> None:
+        try:
+            await work(stream_id)
+        finally:
+            gate.release()
+
+    with first_failure():
+        async with asyncio.TaskGroup() as tasks:
+            async for stream_id in list_stream_ids(objects):
+                await gate.acquire()
+                tasks.create_task(one(stream_id))
+
+
+@contextmanager
+def first_failure() -> Generator[None]:
+    """Of a group of failures, raise the first: the others followed from it."""
+    try:
+        yield
+    except BaseExceptionGroup as errors:
+        raise _first_error(errors) from None
+
+
+def _first_error(error: BaseException) -> BaseException:
+    inner: tuple[BaseException, ...] = getattr(error, "exceptions", ())  # only groups have them
+    return _first_error(inner[0]) if inner else error

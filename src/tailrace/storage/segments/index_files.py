@@ -1,0 +1,151 @@
+"""Index files beside the segments: what is recorded about each, index plans, the publish request.
+
+Companions: files beside the segments that answer questions about them. What is recorded about each.
+
+A companion is made by the pipeline from segments or from other companions, created once and never changed.
+The manifest of the stream says which ones count. Docs: docs/formats.md, "Companions".
+
+What the pipeline offers to have listed: the one body of a publication, as it is sent and as it is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+NAME_HASH_DIGITS = 16
+SEGMENT_FAMILY = "segment"  # in the place of a family: what a publication adds is a segment itself
+_NAME = re.compile(
+    r"companions/(?P<plan>[0-9a-f]{16})/(?P<family>[a-z_]{1,32})/"
+    r"(?P<first>\d{20})-(?P<last>\d{20})\.(?P<hash>[0-9a-f]{16})\.(?P<ext>[a-z0-9]{1,16})"
+)
+
+
+class IndexFile(msgspec.Struct, frozen=True, array_like=True):
+    """One file. The order never changes."""
+
+    family: str
+    first: int  # entry it begins with
+    last: int
+    rows: int
+    object: str  # key, relative to the folder of the stream
+    bytes: int
+    sha256: str
+    stats: dict[str, Any]
+    plan_hash: str  # of the plan it was built by
+    level: int = 0  # how many times it was merged
+    fingerprint: str = ""  # of its family in that plan: equal means built alike
+    at_ns: int = 0  # when it was published
+
+
+class QuarantinedSegment(msgspec.Struct, frozen=True, array_like=True):
+    """A segment of which no companions can be built under a plan."""
+
+    object: str
+    first: int
+    last: int
+    plan_hash: str
+    code: str
+    message: str
+    at_ns: int = 0
+
+
+class PlanRecord(msgspec.Struct, frozen=True):
+    """A plan that companions of a stream were, or are to be, built by."""
+
+    generation: int
+    hash: str
+    families: dict[str, str]  # with their fingerprints
+    fingerprints: dict[str, str] = {}  # by `field:<name>` and `rollup:<name>`
+
+
+class PlanHistory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The stream's document `index`: its plans, the wanted one last, and whether it has keyed entries."""
+
+    keyed: bool = False
+    plans: tuple[PlanRecord, ...] = ()
+
+    @property
+    def wanted(self) -> PlanRecord | None:
+        return self.plans[-1] if self.plans else None
+
+    def plan(self, plan_hash: str) -> PlanRecord | None:
+        """One of the plans that are remembered."""
+        return next((plan for plan in self.plans if plan.hash == plan_hash), None)
+
+
+def index_file_name(plan_hash: str, family: str, first: int, last: int, sha256: str, ext: str) -> str:
+    """The key of a companion in its stream's folder: a function of plan, range and content."""
+    plan = plan_hash.removeprefix("sha256:")[:NAME_HASH_DIGITS]
+    return f"companions/{plan}/{family}/{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.{ext}"
+
+
+def plan_name(plan_hash: str) -> str:
+    return f"plans/{plan_hash.removeprefix('sha256:')}.json"
+
+
+def has_valid_name(companion: IndexFile) -> bool:
+    """Whether the name says what is recorded about the companion, as far as a name can."""
+    found = _NAME.fullmatch(companion.object)
+    if found is None:
+        return False
+    return (
+        found["plan"] == companion.plan_hash.removeprefix("sha256:")[:NAME_HASH_DIGITS]
+        and found["family"] == companion.family
+        and int(found["first"]) == companion.first
+        and int(found["last"]) == companion.last
+    )
+
+
+def index_file_range(relative_key: str) -> tuple[int, int] | None:
+    """First and last entry in the name of a companion; None if it is no such name."""
+    found = _NAME.fullmatch(relative_key)
+    return None if found is None else (int(found["first"]), int(found["last"]))
+
+
+def sort_index_files(companions: Iterable[IndexFile]) -> tuple[IndexFile, ...]:
+    return tuple(sorted(companions, key=lambda one: (one.family, one.first, one.last, one.object)))
+
+
+class PublishInput(msgspec.Struct, frozen=True):
+    """What something was built from: a segment or a companion."""
+
+    object: str
+    sha256: str
+
+
+class PublishedObject(msgspec.Struct, frozen=True):
+    """What was built, and is in the store: a companion, or a segment (`companions.SEGMENT`)."""
+
+    family: str
+    first: int
+    last: int
+    rows: int
+    object: str
+    bytes: int
+    sha256: str
+    stats: dict[str, Any] = {}
+
+
+class UnbuildableInput(msgspec.Struct, frozen=True):
+    """An input that nothing can be built from."""
+
+    object: str
+    code: str
+    message: str
+
+
+class PublishRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent again and again, always the same bytes, until there is an answer."""
+
+    stream_id: str
+    job: Literal["companions", "merge", "compact"]
+    plan_hash: str
+    inputs: list[PublishInput]
+    writer: str = ""
+    add: list[PublishedObject] = []
+    replace: list[str] = []
+    quarantine: list[UnbuildableInput] = []

@@ -1,0 +1,157 @@
+"""Segments: names, what is recorded about each, and which entries stay retained. Imports no Arrow.
+
+Segments: what one is called, where it lies, and what is recorded about it.
+
+A segment is an immutable Parquet file with consecutive entries of one stream. This file is the part that
+everybody needs and that costs nothing to import; `segment_writer.py` makes the files and `segment_reader.py`
+takes them apart, and both bring Arrow with them. The format is described in docs/formats.md.
+
+Which entries of a stream stay stored: those it shows itself, and older ones that forks still show.
+
+The footer of a segment of which only the object is left, in the form the hot store keeps.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import xxhash
+
+if TYPE_CHECKING:
+    from tailrace.storage.object_store.interface import ObjectStore
+
+
+FORMAT_VERSION = 1
+FOOTER_GUESS_BYTES = 64 << 10  # how much of the end of a file to read for its footer, at first
+NAME_HASH_DIGITS = 16  # of the file's SHA-256: enough that a name never stands for two contents
+
+
+class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What manifests, the journal and the hot store record about one segment. The order never changes."""
+
+    key: str  # relative to the folder of the stream, as `segment_name` makes it
+    epoch: int
+    first: int
+    last: int
+    rows: int
+    bytes: int  # of the file
+    payload_bytes: int
+    sha256: str  # of the file, in hex
+    first_ns: int
+    last_ns: int
+
+
+class SegmentRows(NamedTuple):
+    """Consecutive entries, in exactly the form of a block of the log.
+
+    `body` is the entries one after the other, on JSON streams joined by a comma; `ends[i]` is where entry
+    `first + i` ends in it, `times[i]` its append time in nanoseconds.
+    """
+
+    first: int
+    body: bytes
+    ends: array[int]
+    times: array[int]
+    keys: list[bytes | None] | None
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.ends) - 1
+
+
+class SegmentFile(NamedTuple):
+    """A segment that was written and synced, and the footer that reads of it start with."""
+
+    info: SegmentInfo
+    footer: bytes
+
+
+class CorruptSegmentError(Exception):
+    """Bytes that are not what was written. Nothing of them may reach a reader."""
+
+
+def make_stream_id(name: str, incarnation: int) -> str:
+    """32 hex digits for one use of a name: a name that was deleted and made again gets another folder."""
+    return xxhash.xxh3_128_hexdigest(name.encode() + b"\0" + incarnation.to_bytes(8, "big"))
+
+
+def stream_prefix(stream_id: str) -> str:
+    return f"streams/{stream_id[:2]}/{stream_id}/"
+
+
+def segment_name(epoch: int, first: int, last: int, sha256: str) -> str:
+    """The key of a segment in its stream's folder; names sort as entries do."""
+    return f"segments/{epoch:010}-{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.parquet"
+
+
+# A run of entries: those behind the first number, up to and including the second.
+EntryRange = tuple[int, int]
+
+FOREVER = 2**62
+
+
+class RetainedRanges:
+    """A few runs of entries. The last one begins behind `earliest` and has no end."""
+
+    __slots__ = ("_lasts", "_runs", "earliest")
+
+    def __init__(self, earliest: int, reached: Iterable[EntryRange] = ()) -> None:
+        self.earliest = earliest
+        self._runs = merge_entry_ranges([*reached, (earliest, FOREVER)])
+        self._lasts = [last for _, last in self._runs]
+
+    def some(self, first: int, last: int) -> bool:
+        """Whether at least one of these entries stays."""
+        index = bisect_left(self._lasts, first)
+        return index < len(self._runs) and self._runs[index][0] < last
+
+    def all(self, first: int, last: int) -> bool:
+        """Whether every one of these entries stays."""
+        index = bisect_left(self._lasts, first)
+        return index < len(self._runs) and self._runs[index][0] < first and last <= self._lasts[index]
+
+    def gaps(self) -> Iterator[EntryRange]:
+        """The runs in between, which go."""
+        behind = 0
+        for after, last in self._runs:
+            if behind < after:
+                yield behind, after
+            behind = last
+
+
+def merge_entry_ranges(runs: Sequence[EntryRange]) -> list[EntryRange]:
+    """The same entries in as few runs as possible, in order."""
+    found: list[EntryRange] = []
+    for after, last in sorted(runs):
+        if after >= last:
+            continue
+        if found and after <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((after, last))
+    return found
+
+
+async def fetch_footer(objects: ObjectStore, key: str, info: SegmentInfo) -> bytes:
+    """Two ranged gets at most: the end of the object, and more of it if that was not enough."""
+    from tailrace.storage.segments import reader
+
+    start = max(info.bytes - reader.GUESS_BYTES, 0)
+    while True:
+        found = reader.find_tail(await objects.get_range(key, start, info.bytes), info.bytes)
+        if isinstance(found, bytes):
+            return reader.pack_tail(found)
+        assert found < start, f"{key} wants more of its end, but not from before"
+        start = found
+
+
+def footer_has_keys(kept: bytes) -> bool:
+    """Whether any entry of the segment with this footer has a key."""
+    from tailrace.storage.segments.reader import Footer
+
+    footer = Footer(kept)
+    return any(footer.has_keys(index) for index in range(footer.count))
