@@ -25,7 +25,7 @@ from bench.peers import ALL, US
 from bench.places import BUILD, DATA, RESULTS, ROOT
 from bench.processes import PeerError
 from bench.run import cpus, say
-from tailrace.profiles.canonical import EVLOG
+from tailrace.schema.profiles.canonical import EVLOG
 
 PEER = "prisma-raised"
 

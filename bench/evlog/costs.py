@@ -17,21 +17,21 @@ import orjson
 from bench.evlog.events import DAY_MS, block_of
 from tailrace.log.commit import frame_records
 from tailrace.log.records import Append
-from tailrace.profiles.canonical import EVLOG
-from tailrace.profiles.evlog import Evlog
-from tailrace.profiles.evlog_config import parse_evlog
 from tailrace.protocol import json_split
-from tailrace.query.bind import bind_query
-from tailrace.query.chunk import Chunk, columns_from, join_chunks
-from tailrace.query.collect import Collector
-from tailrace.query.dialect import SEARCH
-from tailrace.query.scan import Counts
-from tailrace.query.search_request import SearchRequest
-from tailrace.query.sort import parse_sort
-from tailrace.query.view import Decoder, View
+from tailrace.schema.profiles.canonical import EVLOG
+from tailrace.schema.profiles.evlog import Evlog
+from tailrace.schema.profiles.evlog_config import parse_evlog
 from tailrace.schema.record import dump_record, load_record
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.search_config import parse_search
+from tailrace.search.bind import bind_query
+from tailrace.search.chunk import Chunk, columns_from, join_chunks
+from tailrace.search.collect import Collector
+from tailrace.search.dialect import SEARCH
+from tailrace.search.scan import Counts
+from tailrace.search.search_request import SearchRequest
+from tailrace.search.sort import parse_sort
+from tailrace.search.view import Decoder, View
 
 BATCH = 1000
 CHUNK = 8192

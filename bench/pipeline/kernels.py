@@ -21,12 +21,12 @@ from bench.pipeline.place import Figures, Place
 from bench.run import say
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, no_cycles, prepare, read_segment
-from tailrace.profiles.evlog import Evlog
-from tailrace.profiles.evlog_config import EvlogConfig
-from tailrace.profiles.profile import GENERIC, EvlogProfile, install
-from tailrace.query.index_plan import BuildPlan, index_plan
+from tailrace.schema.profiles.evlog import Evlog
+from tailrace.schema.profiles.evlog_config import EvlogConfig
+from tailrace.schema.profiles.profile import GENERIC, EvlogProfile, install
 from tailrace.schema.record import dump_record
 from tailrace.schema.registry import Registry
+from tailrace.search.index_files.index_plan import BuildPlan, index_plan
 from tailrace.storage.segments.model import SegmentRows
 from tailrace.storage.segments.parquet import pa, pq
 from tailrace.storage.segments.writer import write_segment

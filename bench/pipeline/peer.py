@@ -20,7 +20,7 @@ from bench.pipeline.asking import classes
 from bench.pipeline.place import Figures, Place
 from bench.processes import Peak
 from bench.run import say
-from tailrace.profiles.canonical import EVLOG
+from tailrace.schema.profiles.canonical import EVLOG
 
 PEER = "prisma-raised"
 LOAD_S_MAX = 300.0

@@ -25,7 +25,7 @@ from support.offers import (
     uncovered,
 )
 from support.server import ServerProcess
-from tailrace.query.index_plan import load_plan
+from tailrace.search.index_files.index_plan import load_plan
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from conftest import StartServer
 from support.calls import eventually
 from support.wire import Answer, Connection, Wire, fresh, request_bytes
-from tailrace.profiles.touch import keys
+from tailrace.schema.profiles import keys
 
 JSON = "application/json"
 ENTITY = "public.todos"

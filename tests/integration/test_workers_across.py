@@ -25,7 +25,7 @@ from support.server import ServerProcess
 from support.sources import BASE, documents, wait_phase, wait_until
 from support.watch_client import Live
 from support.workers import names_of, pid_of
-from tailrace.profiles.touch import keys
+from tailrace.schema.profiles import keys
 from tailrace.workers.layout import read_layout
 
 WORKERS = 2

@@ -25,7 +25,7 @@ from tailrace.pipeline.kernels.splits import PIECE_POSTINGS, merge_splits
 from tailrace.pipeline.merge import MergeJob
 from tailrace.pipeline.model import MergeWork, StreamPlan
 from tailrace.pipeline.worker import build_one
-from tailrace.query.family_format import key_hash
+from tailrace.search.index_files.format import key_hash
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

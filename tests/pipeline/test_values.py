@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from support.companions import Split, Stored, plan_of, rows_in
 from support.pipeline import Shelf
 from tailrace.pipeline.companions import CompanionJob
-from tailrace.query.family_format import value_of
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.search_config import parse_search
+from tailrace.search.index_files.format import value_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

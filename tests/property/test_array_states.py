@@ -9,11 +9,11 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.query.measures import SCALE, Summary, exact, nearest_ratio
-from tailrace.query.states.exact_sums import averages, halves_of, merged_sums, sums_of
-from tailrace.query.states.shown import joined, summary_pieces
-from tailrace.query.states.summaries import Summaries, joined_summaries, numbers_from, summaries_of
-from tailrace.query.values import INT64_MAX
+from tailrace.search.aggregates.exact_sums import averages, halves_of, merged_sums, sums_of
+from tailrace.search.aggregates.measures import SCALE, Summary, exact, nearest_ratio
+from tailrace.search.aggregates.shown import joined, summary_pieces
+from tailrace.search.aggregates.summaries import Summaries, joined_summaries, numbers_from, summaries_of
+from tailrace.search.values import INT64_MAX
 
 np: Any = numpy
 GROUPS = 5

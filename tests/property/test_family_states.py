@@ -13,11 +13,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from support.family_states import FamilyStates
 from support.search_model import registry_of
 from support.search_states import configured
-from tailrace.query.execute import Outcome
-from tailrace.query.families.keys import KeyLibrary
-from tailrace.query.family_format import FAMILIES
-from tailrace.query.search_request import Asked, bind_request
-from tailrace.query.view import View
+from tailrace.search.index_files.format import FAMILIES
+from tailrace.search.index_files.keys import KeyLibrary
+from tailrace.search.run import Outcome
+from tailrace.search.search_request import Asked, bind_request
+from tailrace.search.view import View
 
 NOON = 1767225600000
 

@@ -17,15 +17,15 @@ from support.log_harness import LogHarness, Pending
 from support.log_model import Append
 from support.queries import FILTERS, SEARCH_BODY, Question, payload_of, questions, records
 from tailrace.api.context import Context
-from tailrace.api.filtered import FilteredReads
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
-from tailrace.query.view import View
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.search_config import parse_search
+from tailrace.search.filtered import FilteredReads
+from tailrace.search.view import View
 
 JSON = "application/json"
 NAMES = (f"s{number}" for number in itertools.count())

@@ -18,9 +18,9 @@ from tailrace.common.errors import TailraceError
 from tailrace.hub import members
 from tailrace.hub.errors import HubError
 from tailrace.protocol import json_split
-from tailrace.query import lexer
-from tailrace.query.dialect import FILTER
 from tailrace.schema.pointer import parse_pointer
+from tailrace.search import lexer
+from tailrace.search.dialect import FILTER
 from tailrace.watch.sources import pgtypes
 
 MIB = 1024 * 1024

@@ -15,8 +15,8 @@ from tailrace.schema.convert import LensFailureError
 from tailrace.schema.documents import Document
 from tailrace.schema.lens import run
 from tailrace.schema.lens_parse import parse_lens
+from tailrace.schema.lens_proof import prove, resolve_defaults
 from tailrace.schema.promote import Promoter
-from tailrace.schema.proof import prove, resolve_defaults
 from tailrace.schema.record import dump_record, load_record
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.validate import compile_schema

@@ -17,13 +17,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
 from tailrace.common.errors import TailraceError
-from tailrace.profiles.otel.cleaning import is_secret, secrets_of, shortened, without_queries
-from tailrace.profiles.otel.config import OtelConfig, OtlpLimits, parse_otel
-from tailrace.profiles.otel.export import JSON, PROTOBUF, Export
-from tailrace.profiles.otel.otlp_json import read_json
-from tailrace.profiles.otel.otlp_protobuf import read_protobuf
-from tailrace.profiles.otel.registry import OTEL_TRACES
-from tailrace.profiles.otel.span import OtelTraces
+from tailrace.schema.profiles.cleaning import is_secret, secrets_of, shortened, without_queries
+from tailrace.schema.profiles.config import OtelConfig, OtlpLimits, parse_otel
+from tailrace.schema.profiles.export import JSON, PROTOBUF, Export
+from tailrace.schema.profiles.otlp_json import read_json
+from tailrace.schema.profiles.otlp_protobuf import read_protobuf
+from tailrace.schema.profiles.registry import OTEL_TRACES
+from tailrace.schema.profiles.span import OtelTraces
 from tailrace.schema.record import dump_record, load_record
 from tailrace.schema.validate import compile_schema
 

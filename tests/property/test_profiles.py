@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
-from tailrace.profiles import canonical, metrics
-from tailrace.profiles.evlog import SECRETS, Evlog
-from tailrace.profiles.evlog_config import KEYS, EvlogConfig, parse_evlog
-from tailrace.profiles.redaction import REDACTED
+from tailrace.schema.profiles import canonical, metrics
+from tailrace.schema.profiles.evlog import SECRETS, Evlog
+from tailrace.schema.profiles.evlog_config import KEYS, EvlogConfig, parse_evlog
+from tailrace.schema.profiles.redaction import REDACTED
 from tailrace.schema.record import dump_record, load_record
 from tailrace.schema.search_config import parse_search
 from tailrace.schema.validate import compile_schema

@@ -22,16 +22,16 @@ from support.queries import (
     records,
 )
 from tailrace.common.errors import TailraceError
-from tailrace.query.bind import bind_query
-from tailrace.query.compiled import Matcher
-from tailrace.query.dialect import FILTER, SEARCH, Dialect
-from tailrace.query.evaluate import evaluate
-from tailrace.query.parser import parse
-from tailrace.query.values import to_string, values_of
-from tailrace.query.view import Extractor, View
 from tailrace.schema.payload import decode_record
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.search_config import SearchConfig, parse_search
+from tailrace.search.bind import bind_query
+from tailrace.search.compiled import Matcher
+from tailrace.search.dialect import FILTER, SEARCH, Dialect
+from tailrace.search.evaluate import evaluate
+from tailrace.search.parser import parse
+from tailrace.search.values import to_string, values_of
+from tailrace.search.view import Extractor, View
 
 SOME = settings(max_examples=100, deadline=None)
 MANY = settings(max_examples=20_000, deadline=None)

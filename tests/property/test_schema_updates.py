@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.api.contracts import Contract
 from tailrace.common.errors import TailraceError
 from tailrace.log.decide import AppendRequest
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.schema.update import decide_update, prepare_update
+from tailrace.schema.registry_update import decide_update, prepare_update
+from tailrace.schema.stream_schema import Contract
 
 T = TypeVar("T")
 WORDS = st.sampled_from(

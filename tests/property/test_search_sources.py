@@ -21,19 +21,19 @@ from support.queries import SEARCHES, Question, payload_of, questions, records
 from support.search_model import SearchModel, registry_of
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.query.bind import Equals, StartsWith, bind_query
-from tailrace.query.chunk import Chunk, columns_from, join_chunks
-from tailrace.query.column_build import column_of
-from tailrace.query.compiled import Matcher
-from tailrace.query.dialect import SEARCH
-from tailrace.query.execute import Outcome, Searcher
-from tailrace.query.gate import Gate
-from tailrace.query.needle import needles_of
-from tailrace.query.packed import rows_of
-from tailrace.query.search_request import Asked, SearchRequest, bind_request
-from tailrace.query.tail_index import TailIndex
-from tailrace.query.values import dates_of, to_date, values_of
-from tailrace.query.view import Decoder, Extractor, View
+from tailrace.search.bind import Equals, StartsWith, bind_query
+from tailrace.search.chunk import Chunk, columns_from, join_chunks
+from tailrace.search.column_build import column_of
+from tailrace.search.compiled import Matcher
+from tailrace.search.dialect import SEARCH
+from tailrace.search.gate import Gate
+from tailrace.search.needle import needles_of
+from tailrace.search.packed import rows_of
+from tailrace.search.run import Outcome, Searcher
+from tailrace.search.search_request import Asked, SearchRequest, bind_request
+from tailrace.search.tail_index import TailIndex
+from tailrace.search.values import dates_of, to_date, values_of
+from tailrace.search.view import Decoder, Extractor, View
 
 SOME = settings(max_examples=60, deadline=None)
 MANY = settings(max_examples=5000, deadline=None)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tailrace.common.clock import FakeClock
-from tailrace.profiles.touch import keys
-from tailrace.profiles.touch.config import parse_touch
-from tailrace.profiles.touch.journal import Layer
-from tailrace.profiles.touch.state import Stale, TouchState, new_document
-from tailrace.profiles.touch.waits import parse_wait
+from tailrace.schema.profiles import keys
+from tailrace.schema.profiles.journal import Layer
+from tailrace.schema.profiles.profiles_touch_config import parse_touch
+from tailrace.schema.profiles.state import Stale, TouchState, new_document
+from tailrace.schema.profiles.touch_waits import parse_wait
 
 ENTITIES = ("todos", "users")
 VALUES = ("a", "a", "b", None)

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from support.search_model import registry_of, search_body
-from tailrace.query.bind import bind_query
-from tailrace.query.dialect import SEARCH
-from tailrace.query.evaluate import evaluate
-from tailrace.query.sketch import nearest_rank
-from tailrace.query.values import values_of
-from tailrace.query.view import View
-from tailrace.schema.instants import from_unix_ms
 from tailrace.schema.search_config import parse_search
 from tailrace.schema.search_rollups import interval_ms
+from tailrace.schema.timestamps import from_unix_ms
+from tailrace.search.aggregates.sketch import nearest_rank
+from tailrace.search.bind import bind_query
+from tailrace.search.dialect import SEARCH
+from tailrace.search.evaluate import evaluate
+from tailrace.search.values import values_of
+from tailrace.search.view import View
 
 INTERVALS = ["7ms", "1s", "1h"]
 PARTS = {

@@ -11,8 +11,8 @@ from typing import Any
 from support.offers import FakePipeline, plan, uncovered
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
-from tailrace.query.family_format import companion_name
-from tailrace.query.index_plan import load_plan
+from tailrace.search.index_files.format import companion_name
+from tailrace.search.index_files.index_plan import load_plan
 
 
 class Builder(FakePipeline):

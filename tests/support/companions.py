@@ -17,19 +17,19 @@ import pytest
 
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, check_built
-from tailrace.query.analyze import cut, tokens_of
-from tailrace.query.bind import bind_query
-from tailrace.query.dialect import SEARCH
-from tailrace.query.evaluate import evaluate
-from tailrace.query.family_format import stored_value, value_of
-from tailrace.query.index_plan import BuildPlan, index_plan
-from tailrace.query.measures import PartsReader, Summary
-from tailrace.query.values import values_of
-from tailrace.query.view import View
 from tailrace.schema.convert import text_of
-from tailrace.schema.instants import FIRST_MS, LAST_MS
 from tailrace.schema.registry import Registry
 from tailrace.schema.search_rollups import interval_ms
+from tailrace.schema.timestamps import FIRST_MS, LAST_MS
+from tailrace.search.aggregates.measures import PartsReader, Summary
+from tailrace.search.analyze import cut, tokens_of
+from tailrace.search.bind import bind_query
+from tailrace.search.dialect import SEARCH
+from tailrace.search.evaluate import evaluate
+from tailrace.search.index_files.format import stored_value, value_of
+from tailrace.search.index_files.index_plan import BuildPlan, index_plan
+from tailrace.search.values import values_of
+from tailrace.search.view import View
 
 STREAM_ID = "ab" * 16
 

@@ -16,11 +16,11 @@ from tailrace.log.segment_catalogue import IndexFileSet
 from tailrace.pipeline.kernels.parquet import Range
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
 from tailrace.pipeline.kernels.splits import merge_splits
-from tailrace.query.families.library import Library
-from tailrace.query.families.shelf import Shelf
-from tailrace.query.family_format import FTS, companion_name
-from tailrace.query.index_plan import BuildPlan, index_plan
 from tailrace.schema.registry import Registry
+from tailrace.search.index_files.format import FTS, companion_name
+from tailrace.search.index_files.index_plan import BuildPlan, index_plan
+from tailrace.search.index_files.library import Library
+from tailrace.search.index_files.shelf import Shelf
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.segments.index_files import IndexFile, PlanHistory, PlanRecord
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix

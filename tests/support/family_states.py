@@ -16,11 +16,11 @@ from support.queries import Question
 from support.query_states import QueryStates, aggregates, filters
 from support.search_model import registry_of
 from support.search_states import batches, queries
-from tailrace.query.families.keys import KeyLibrary
-from tailrace.query.families.library import Library
-from tailrace.query.family_format import COL, EXACT, FAMILIES, FTS
 from tailrace.schema.registry import Registry
 from tailrace.schema.routing import RoutingKey
+from tailrace.search.index_files.format import COL, EXACT, FAMILIES, FTS
+from tailrace.search.index_files.keys import KeyLibrary
+from tailrace.search.index_files.library import Library
 
 subsets = st.one_of(
     st.just(FAMILIES), st.just((COL, EXACT, FTS)), st.lists(st.sampled_from(FAMILIES), unique=True)

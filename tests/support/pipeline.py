@@ -24,7 +24,7 @@ from tailrace.pipeline.model import (
 )
 from tailrace.pipeline.owner import Owner, RefusedError
 from tailrace.pipeline.run import Options, Pipeline
-from tailrace.query.index_plan import BuildPlan, store_plan
+from tailrace.search.index_files.index_plan import BuildPlan, store_plan
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.index_files import PublishRequest, plan_name
 from tailrace.storage.segments.model import segment_name, stream_prefix

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from tailrace.query.analyze import tokens_of
-from tailrace.query.values import Value, values_of
 from tailrace.schema.search_config import SearchConfig, parse_search
+from tailrace.search.analyze import tokens_of
+from tailrace.search.values import Value, values_of
 
 VERSION = 1
 

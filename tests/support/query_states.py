@@ -18,15 +18,15 @@ from support.log_model import Append
 from support.queries import FILTERS, Question, payload_of, questions
 from support.search_states import FAR_S, SearchStates, actions, queries
 from tailrace.api.context import Context
-from tailrace.api.filtered import FilteredReads
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
 from tailrace.log.routing_keys import KeyListing, LexiconReader
-from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate
-from tailrace.query.aggregate_run import Aggregator
-from tailrace.query.view import View
+from tailrace.search.aggregate_request import bind_aggregate, parse_aggregate
+from tailrace.search.aggregates.run import Aggregator
+from tailrace.search.filtered import FilteredReads
+from tailrace.search.view import View
 
 KEYS: list[bytes | None] = [None, b"a", b"B", "á".encode(), "😀".encode(), b"ab"]
 NOON = 1767225600000

@@ -9,8 +9,10 @@ from functools import cmp_to_key
 from typing import Any, NamedTuple
 
 from support.queries import SEARCH_BODY
-from tailrace.query.analyze import tokens_of
-from tailrace.query.bind import (
+from tailrace.schema.registry import Boundary, Registry
+from tailrace.schema.search_config import parse_search
+from tailrace.search.analyze import tokens_of
+from tailrace.search.bind import (
     All,
     AnyOf,
     Anywhere,
@@ -22,12 +24,10 @@ from tailrace.query.bind import (
     Words,
     bind_query,
 )
-from tailrace.query.dialect import SEARCH
-from tailrace.query.evaluate import evaluate
-from tailrace.query.values import values_of
-from tailrace.query.view import View
-from tailrace.schema.registry import Boundary, Registry
-from tailrace.schema.search_config import parse_search
+from tailrace.search.dialect import SEARCH
+from tailrace.search.evaluate import evaluate
+from tailrace.search.values import values_of
+from tailrace.search.view import View
 
 SORTABLE = ("id", "service", "status", "ratio", "ok")
 RENAMED = "/renamed"

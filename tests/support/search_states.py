@@ -26,11 +26,11 @@ from support.search_model import ModelHit, SearchModel, registry_of
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
-from tailrace.query import collect
-from tailrace.query.execute import Outcome, Searcher
-from tailrace.query.search_request import Asked, bind_request
-from tailrace.query.tail_index import TailIndex
-from tailrace.query.view import View
+from tailrace.search import collect
+from tailrace.search.run import Outcome, Searcher
+from tailrace.search.search_request import Asked, bind_request
+from tailrace.search.tail_index import TailIndex
+from tailrace.search.view import View
 from tailrace.storage.segments.model import SegmentInfo
 
 FAR_S = 600.0

@@ -12,15 +12,15 @@ from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
 from tailrace.common.timestamps import parse_rfc3339_ns
-from tailrace.query.aggregate import Groups
-from tailrace.query.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
-from tailrace.query.aggregate_spans import states_wanted
-from tailrace.query.aggregate_states import ArrayStates
-from tailrace.query.families.agg_file import KEPT_BYTES_MIN, AggFile, Wanted
-from tailrace.query.families.body import WholeBody
-from tailrace.query.families.parquet_file import ParquetFile
-from tailrace.query.families.published import UnusableFileError
-from tailrace.query.family_format import AGG
+from tailrace.search.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
+from tailrace.search.aggregates.aggregate import Groups
+from tailrace.search.aggregates.aggregate_states import ArrayStates
+from tailrace.search.aggregates.rollup_ranges import states_wanted
+from tailrace.search.index_files.agg_file import KEPT_BYTES_MIN, AggFile, Wanted
+from tailrace.search.index_files.body import WholeBody
+from tailrace.search.index_files.format import AGG
+from tailrace.search.index_files.parquet_file import ParquetFile
+from tailrace.search.index_files.published import UnusableFileError
 from tailrace.storage.segments.parquet import pa, pq
 
 NOON = 1767225600000

@@ -10,11 +10,11 @@ from typing import Any
 import orjson
 import pytest
 
-from tailrace.query.chunk import Chunk
-from tailrace.query.chunk_process import ChunkProcess, ChunkProcessError, make_chunk
-from tailrace.query.view import Decoder, View
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.search_config import parse_search
+from tailrace.search.chunk import Chunk
+from tailrace.search.chunk_process import ChunkProcess, ChunkProcessError, make_chunk
+from tailrace.search.view import Decoder, View
 
 
 def field(kind: str, pointer: str, **flags: object) -> dict[str, Any]:

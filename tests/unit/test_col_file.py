@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.query.families.body import WholeBody
-from tailrace.query.families.col_file import ColFile
-from tailrace.query.families.parquet_file import ParquetFile
+from tailrace.search.index_files.body import WholeBody
+from tailrace.search.index_files.col_file import ColFile
+from tailrace.search.index_files.parquet_file import ParquetFile
 
 GROUP_ROWS = 3
 KINDS = {

@@ -26,13 +26,13 @@ from support.queries import payload_of
 from support.s3 import S3Server
 from tailrace.common.limits import Limits
 from tailrace.pipeline.kernels.parquet import CompanionWriter
-from tailrace.query.families import body as bodies
-from tailrace.query.families.body import Body, WholeBody, joined, turns
-from tailrace.query.families.fts_file import FtsFile
-from tailrace.query.families.parquet_file import ParquetFile
-from tailrace.query.families.published import Published, UnusableFileError
-from tailrace.query.families.shelf import Opened, Shelf
-from tailrace.query.family_format import FTS
+from tailrace.search.index_files import body as bodies
+from tailrace.search.index_files.body import Body, WholeBody, joined, turns
+from tailrace.search.index_files.format import FTS
+from tailrace.search.index_files.fts_file import FtsFile
+from tailrace.search.index_files.parquet_file import ParquetFile
+from tailrace.search.index_files.published import Published, UnusableFileError
+from tailrace.search.index_files.shelf import Opened, Shelf
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix

@@ -12,9 +12,7 @@ import pytest
 from support.log_harness import LogHarness
 from support.log_model import Append
 from tailrace import __version__
-from tailrace.api import contracts
 from tailrace.api.context import Context
-from tailrace.api.contracts import PAGE_BYTES, Contract, Contracts
 from tailrace.api.follower import Follower
 from tailrace.api.live import Live
 from tailrace.api.live_wires import SseWire
@@ -25,8 +23,10 @@ from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
+from tailrace.schema import stream_schema
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.routing import RoutingKey
+from tailrace.schema.stream_schema import PAGE_BYTES, Contract, Contracts
 
 JSON = "application/json"
 
@@ -99,7 +99,7 @@ def test_contracts_are_made_once_and_kept_within_bounds(monkeypatch: pytest.Monk
     contract = kept.of({"schema": first})
     assert contract is not None
     assert kept.of({"schema": bytes(bytearray(first))}) is contract
-    monkeypatch.setattr(contracts, "KEPT_BYTES", len(first) + 10)
+    monkeypatch.setattr(stream_schema, "KEPT_BYTES", len(first) + 10)
     kept.of({"schema": document(RENAME, boundary=4)})
     assert kept.of({"schema": first}) is not contract
 

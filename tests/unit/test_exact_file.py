@@ -17,11 +17,11 @@ from support.buckets import overwrite
 from support.companions import STREAM_ID
 from tailrace.common.limits import Limits
 from tailrace.pipeline.kernels.exact_tables import SCHEMA, write_exact
-from tailrace.query.families.body import Body, WholeBody
-from tailrace.query.families.exact_file import FILTERED_ROWS_MIN, ExactFile
-from tailrace.query.families.parquet_file import ParquetFile
-from tailrace.query.families.published import Published, UnusableFileError
-from tailrace.query.families.shelf import Shelf
+from tailrace.search.index_files.body import Body, WholeBody
+from tailrace.search.index_files.exact_file import FILTERED_ROWS_MIN, ExactFile
+from tailrace.search.index_files.parquet_file import ParquetFile
+from tailrace.search.index_files.published import Published, UnusableFileError
+from tailrace.search.index_files.shelf import Shelf
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.query.family_format import (
+from tailrace.search.aggregates.measures import exact_sum
+from tailrace.search.index_files.format import (
     companion_name,
     is_cut,
     key_hash,
@@ -14,7 +15,6 @@ from tailrace.query.family_format import (
     sum_of,
     value_of,
 )
-from tailrace.query.measures import exact_sum
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False).map(lambda number: number + 0.0)

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.companions import STREAM_ID, Stored, build, plan_of
 
-from tailrace.query.analyze import tokens_of
-from tailrace.query.families.body import WholeBody
-from tailrace.query.families.fts_file import FtsFile
-from tailrace.query.families.published import UnusableFileError
 from tailrace.schema.registry import Registry
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.search_fields import Binding, Field
+from tailrace.search.analyze import tokens_of
+from tailrace.search.index_files.body import WholeBody
+from tailrace.search.index_files.fts_file import FtsFile
+from tailrace.search.index_files.published import UnusableFileError
 
 FIELDS = {
     "message": Field(kind="text", bindings=(Binding(0, "/message"),), positions=True),

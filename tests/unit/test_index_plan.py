@@ -11,11 +11,18 @@ import msgspec
 import pytest
 
 from support.companions import Stored, build, plan_of, rows_in
-from tailrace.query.family_format import FTS
-from tailrace.query.index_plan import FAMILIES, BuildPlan, IndexPlan, index_plan, load_plan, store_plan
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.routing import RoutingKey
 from tailrace.schema.search_config import parse_search
+from tailrace.search.index_files.format import FTS
+from tailrace.search.index_files.index_plan import (
+    FAMILIES,
+    BuildPlan,
+    IndexPlan,
+    index_plan,
+    load_plan,
+    store_plan,
+)
 from tailrace.storage.segments.index_files import (
     IndexFile,
     has_valid_name,

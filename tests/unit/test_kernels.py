@@ -27,12 +27,12 @@ from tailrace.pipeline.kernels.fts import is_elsewhere
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import column_fields
 from tailrace.pipeline.kernels.states import summary_of
-from tailrace.profiles.profile import GENERIC, MetricsProfile, install
-from tailrace.query.analyze import tokens_of
-from tailrace.query.family_format import key_hash
-from tailrace.query.view import View
+from tailrace.schema.profiles.profile import GENERIC, MetricsProfile, install
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.search_config import parse_search
+from tailrace.search.analyze import tokens_of
+from tailrace.search.index_files.format import key_hash
+from tailrace.search.view import View
 
 
 def rollup_view(evolved_at: int | None = None) -> View:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.query.measures import Number, PartsReader, Summary, exponent_of
-from tailrace.query.sketch import BUCKETS_MAX, Sketch, nearest_rank, sketch_in, sketch_of
 from tailrace.schema.search_rollups import Measure
+from tailrace.search.aggregates.measures import Number, PartsReader, Summary, exponent_of
+from tailrace.search.aggregates.sketch import BUCKETS_MAX, Sketch, nearest_rank, sketch_in, sketch_of
 
 # Subnormal numbers have too few digits for any relative error.
 doubles = st.floats(allow_nan=False, allow_infinity=False, allow_subnormal=False).map(

@@ -9,9 +9,9 @@ import pytest
 
 from tailrace.api import otlp
 from tailrace.api.otlp import APPEND_SPANS, Batches
-from tailrace.profiles.otel.export import Export
-from tailrace.profiles.otel.otlp_json import read_json
-from tailrace.profiles.profile import OtelTracesProfile
+from tailrace.schema.profiles.export import Export
+from tailrace.schema.profiles.otlp_json import read_json
+from tailrace.schema.profiles.profile import OtelTracesProfile
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PROFILE = OtelTracesProfile({"kind": "otel-traces"}, "profile")

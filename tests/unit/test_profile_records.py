@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.profiles import metrics, state_protocol
-from tailrace.profiles.evlog import Evlog, default_key
-from tailrace.profiles.evlog_config import EvlogConfig
-from tailrace.profiles.redaction import KEYS_KNOWN_MAX, PATHS_MAX, REDACTED, SecretKeys, redact
+from tailrace.schema.profiles import metrics, state_protocol
+from tailrace.schema.profiles.evlog import Evlog, default_key
+from tailrace.schema.profiles.evlog_config import EvlogConfig
+from tailrace.schema.profiles.redaction import KEYS_KNOWN_MAX, PATHS_MAX, REDACTED, SecretKeys, redact
 
 NOW_MS = 1_763_244_775_603
 NOW = "2025-11-15T22:12:55.603Z"

@@ -14,11 +14,11 @@ from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
 from support.search_model import registry_of
-from tailrace.query.collect import Collector
-from tailrace.query.families.body import WholeBody
-from tailrace.query.families.parquet_file import ParquetFile
-from tailrace.query.search_request import Asked, bind_request
-from tailrace.query.view import View
+from tailrace.search.collect import Collector
+from tailrace.search.index_files.body import WholeBody
+from tailrace.search.index_files.parquet_file import ParquetFile
+from tailrace.search.search_request import Asked, bind_request
+from tailrace.search.view import View
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.query.bind import (
+from tailrace.schema.search_config import SearchConfig, parse_search
+from tailrace.search.bind import (
     All,
     AnyOf,
     Anywhere,
@@ -19,11 +20,10 @@ from tailrace.query.bind import (
     Words,
     bind_query,
 )
-from tailrace.query.dialect import FILTER, SEARCH, Dialect
-from tailrace.query.includes import check_includes
-from tailrace.query.lexer import tokenize
-from tailrace.query.parser import And, Bare, Compare, Has, Literally, Node, Not, Or, parse
-from tailrace.schema.search_config import SearchConfig, parse_search
+from tailrace.search.dialect import FILTER, SEARCH, Dialect
+from tailrace.search.includes import check_includes
+from tailrace.search.lexer import tokenize
+from tailrace.search.parser import And, Bare, Compare, Has, Literally, Node, Not, Or, parse
 
 BIND = [{"version": 1, "jsonPointer": "/v"}]
 TEXT = {"kind": "text", "analyzer": "unicode_word_v1", "bindings": BIND}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tailrace.query.analyze import TOKEN_BYTES_MAX, tokens_of
-from tailrace.query.values import leaves, to_string, values_of
-from tailrace.query.view import Extractor, View
 from tailrace.schema.payload import UnreadableRecordError, decode_record
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.search_config import parse_search
+from tailrace.search.analyze import TOKEN_BYTES_MAX, tokens_of
+from tailrace.search.values import leaves, to_string, values_of
+from tailrace.search.view import Extractor, View
 
 CORPUS: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "corpus" / "values" / "vectors.json").read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.queries import CONFIG, LEAVES
-from tailrace.query.column_build import column_from
-from tailrace.query.scan import bounds_of
+from tailrace.search.column_build import column_from
+from tailrace.search.scan import bounds_of
 
 AT = CONFIG.fields["at"]
 

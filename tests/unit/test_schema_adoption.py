@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.api.schema_adoption import Candidate, profile_check, schema_check
 from tailrace.common.errors import TailraceError
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
-from tailrace.profiles.profile import parse_profile
+from tailrace.schema.adoption import Candidate, profile_check, schema_check
+from tailrace.schema.profiles.profile import parse_profile
 from tailrace.schema.record import dump_record
 
 JSON = "application/json"

@@ -9,7 +9,7 @@ import pytest
 from tailrace.common.errors import TailraceError
 from tailrace.schema.documents import Document
 from tailrace.schema.lens_parse import parse_lens
-from tailrace.schema.proof import prove, resolve_defaults
+from tailrace.schema.lens_proof import prove, resolve_defaults
 
 STRING, INTEGER, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 

@@ -10,8 +10,8 @@ from tailrace.common.errors import TailraceError
 from tailrace.schema.convert import LensFailureError
 from tailrace.schema.promote import Promoter
 from tailrace.schema.registry import Boundary, Registry, forked, read_registry
+from tailrace.schema.registry_update import decide_update, prepare_update
 from tailrace.schema.routing import KeyRule, RoutingKey
-from tailrace.schema.update import decide_update, prepare_update
 
 EMPTY = Registry(name="orders")
 V1 = {

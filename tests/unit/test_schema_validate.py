@@ -9,8 +9,8 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.schema.documents import Document
-from tailrace.schema.instants import from_unix_ms, is_date_time, to_unix_ms
 from tailrace.schema.record import UnusableRecordError, dump_record, load_record
+from tailrace.schema.timestamps import from_unix_ms, is_date_time, to_unix_ms
 from tailrace.schema.validate import compile_schema, read_document
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"

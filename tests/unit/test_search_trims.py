@@ -19,11 +19,11 @@ from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page, Reader
 from tailrace.log.records import Trim
-from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate
-from tailrace.query.aggregate_run import Aggregator
-from tailrace.query.execute import Searcher
-from tailrace.query.search_request import Asked, bind_request
-from tailrace.query.tail_index import TailIndex
+from tailrace.search.aggregate_request import bind_aggregate, parse_aggregate
+from tailrace.search.aggregates.run import Aggregator
+from tailrace.search.run import Searcher
+from tailrace.search.search_request import Asked, bind_request
+from tailrace.search.tail_index import TailIndex
 from tailrace.storage.segments.model import SegmentInfo
 
 JSON = "application/json"

@@ -16,7 +16,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import DAY_MS, Limits
 from tailrace.log.publish import StreamTraffic, TrafficCounts
 from tailrace.log.system_streams import METRICS_STREAM
-from tailrace.profiles.metrics import normalise
+from tailrace.schema.profiles.metrics import normalise
 from tailrace.storage.retention import has_bounds
 
 FLUSH_MS = 10_000

@@ -8,10 +8,10 @@ import pytest
 
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
-from tailrace.profiles.touch import keys
-from tailrace.profiles.touch.config import TouchConfig, parse_touch
-from tailrace.profiles.touch.state import Stale, TouchState, new_document
-from tailrace.profiles.touch.waits import parse_wait
+from tailrace.schema.profiles import keys
+from tailrace.schema.profiles.profiles_touch_config import TouchConfig, parse_touch
+from tailrace.schema.profiles.state import Stale, TouchState, new_document
+from tailrace.schema.profiles.touch_waits import parse_wait
 
 ENTITY = "public.todos"
 OPEN = {"status": "open", "tenantId": "t1", "title": "x"}

@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable
 
 from tailrace.api import answers
-from tailrace.api.aggregate import AggregateRoutes
 from tailrace.api.answers import add_phase, not_allowed
 from tailrace.api.context import Context
-from tailrace.api.guard import Guard
 from tailrace.api.health import HealthRoutes
 from tailrace.api.hub.service import HubService
 from tailrace.api.identities import IdentityRoutes
@@ -25,14 +23,10 @@ from tailrace.api.otlp import PATH as TRACES_PATH
 from tailrace.api.otlp import OtlpRoutes
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
 from tailrace.api.pipeline import PipelineRoutes
-from tailrace.api.profile import ProfileRoutes
 from tailrace.api.proxies import proxies_of
 from tailrace.api.rates import IdentityRates
 from tailrace.api.read import ReadRoutes
-from tailrace.api.schema import SchemaRoutes
-from tailrace.api.schema_adoption import Adoptions
 from tailrace.api.seal import PATH as SEAL_PATH
-from tailrace.api.search import SearchRoutes
 from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.api.touch import TouchRoutes
 from tailrace.api.vouched import Vouching
@@ -43,6 +37,12 @@ from tailrace.common.errors import TailraceError
 from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import http_headers, stream_names
+from tailrace.schema.adoption import Adoptions
+from tailrace.schema.append_validation import Guard
+from tailrace.schema.profile import ProfileRoutes
+from tailrace.schema.schema import SchemaRoutes
+from tailrace.search.aggregate import AggregateRoutes
+from tailrace.search.search import SearchRoutes
 
 logger = logging.getLogger("tailrace.api")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from tailrace.api.companion_files import CompanionFiles
 from tailrace.common.server_metrics import ServerMetrics
+from tailrace.search.index_files.companion_files import CompanionFiles
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 

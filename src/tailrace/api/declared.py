@@ -13,21 +13,21 @@ from typing import Any, Final
 import msgspec
 
 from tailrace.api.context import Context
-from tailrace.api.contracts import SCHEMA
-from tailrace.api.guard import PROFILE
-from tailrace.api.profile import profile_changes
-from tailrace.api.schema import document_of, prepare
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Setting, SettingsError, parse_setting
 from tailrace.common.timestamps import parse_duration_s
 from tailrace.log.decide import CreateRequest
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.transaction import await_commit
-from tailrace.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
 from tailrace.protocol.http_headers import is_json
 from tailrace.protocol.stream_names import check_creatable_name
+from tailrace.schema.append_validation import PROFILE
+from tailrace.schema.profile import profile_changes
+from tailrace.schema.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.schema.update import decide_update
+from tailrace.schema.registry_update import decide_update
+from tailrace.schema.schema import document_of, prepare
+from tailrace.schema.stream_schema import SCHEMA
 
 FILE_BYTES_MAX: Final = 4 * 1024 * 1024
 STREAMS_MAX: Final = 10_000

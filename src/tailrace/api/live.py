@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.contracts import Contracts
 from tailrace.api.follower import Follower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
 from tailrace.api.read_request import ReadRequest
@@ -32,6 +31,7 @@ from tailrace.log.reader import Page
 from tailrace.protocol.http_headers import is_text
 from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS
+from tailrace.schema.stream_schema import Contracts
 
 TICK_S = 1.0
 # Of one page for a follower that catches up.

@@ -10,9 +10,6 @@ from typing import Final, NamedTuple, Self
 
 from tailrace.api import answers, parse
 from tailrace.api.context import Context
-from tailrace.api.contracts import SCHEMA
-from tailrace.api.guard import PROFILE, Guard
-from tailrace.api.schema import document_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
@@ -20,15 +17,18 @@ from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.profiles.otel.config import OtlpLimits
-from tailrace.profiles.otel.export import JSON, PROTOBUF, Export, Record, UnusableSpanError
-from tailrace.profiles.otel.otlp_json import read_json
-from tailrace.profiles.otel.otlp_protobuf import read_protobuf
-from tailrace.profiles.profile import GENERIC, OtelTracesProfile, install, parse_profile, to_document
 from tailrace.protocol.http_headers import header_line, media_type
 from tailrace.protocol.stream_names import check_creatable_name
+from tailrace.schema.append_validation import PROFILE, Guard
+from tailrace.schema.profiles.config import OtlpLimits
+from tailrace.schema.profiles.export import JSON, PROTOBUF, Export, Record, UnusableSpanError
+from tailrace.schema.profiles.otlp_json import read_json
+from tailrace.schema.profiles.otlp_protobuf import read_protobuf
+from tailrace.schema.profiles.profile import GENERIC, OtelTracesProfile, install, parse_profile, to_document
 from tailrace.schema.record import dump_record
 from tailrace.schema.registry import read_registry
+from tailrace.schema.schema import document_of
+from tailrace.schema.stream_schema import SCHEMA
 
 PATH: Final = b"/v1/traces"
 ROUTE: Final = "v1/traces"

@@ -8,15 +8,15 @@ from functools import lru_cache
 from typing import Final
 
 from tailrace.api.context import Context
-from tailrace.api.contracts import SCHEMA
 from tailrace.api.inspection.documents import profile_kind_of
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.segment_catalogue import decode_plans, durable_plans
 from tailrace.log.system_streams import has_index_files
-from tailrace.profiles.profile import read_profile
-from tailrace.query.index_plan import IndexPlan, index_plan, store_plan
+from tailrace.schema.profiles.profile import read_profile
 from tailrace.schema.registry import Registry, read_registry
+from tailrace.schema.stream_schema import SCHEMA
+from tailrace.search.index_files.index_plan import IndexPlan, index_plan, store_plan
 from tailrace.storage.index_coverage import IndexMerge, UncoveredSegment
 from tailrace.storage.index_work import IndexWork, RollupRewrite, StreamIndexWork
 from tailrace.storage.sealer_process import ManifestPublication

@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.filtered import FilteredReads
 from tailrace.api.live import Live
 from tailrace.api.long_poll import LongPoll
 from tailrace.api.parse import at_most
@@ -34,8 +33,9 @@ from tailrace.protocol.query_params import (
     wait_limit_lines,
     wait_ms,
 )
-from tailrace.query.filtering import Sieve
 from tailrace.schema.registry import Registry
+from tailrace.search.filtered import FilteredReads
+from tailrace.search.filtering import Sieve
 
 Answer = Callable[[Exchange], None]
 

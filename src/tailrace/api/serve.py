@@ -21,7 +21,6 @@ from tailrace import __version__
 from tailrace.api import request_log, restore
 from tailrace.api.app import TailraceApp
 from tailrace.api.cold_metrics import connect_cold
-from tailrace.api.companion_files import CompanionFiles
 from tailrace.api.context import Context
 from tailrace.api.declared import DeclaredStreams
 from tailrace.api.disk import DiskGuard
@@ -55,6 +54,7 @@ from tailrace.http.tls import Certificate
 from tailrace.log import listing
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
+from tailrace.search.index_files.companion_files import CompanionFiles
 from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.sealing import SealingService

@@ -11,10 +11,7 @@ import orjson
 
 from tailrace.api import answers, parse
 from tailrace.api.context import Context
-from tailrace.api.contracts import SCHEMA
-from tailrace.api.guard import PROFILE, Guard
 from tailrace.api.plain_append import PlainAppend
-from tailrace.api.profile import TOUCH
 from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise, is_allowed
 from tailrace.common.errors import TailraceError
@@ -28,7 +25,10 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol import json_split
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line, is_json
 from tailrace.protocol.stream_names import check_creatable_name, is_system_name
+from tailrace.schema.append_validation import PROFILE, Guard
+from tailrace.schema.profile import TOUCH
 from tailrace.schema.registry import forked, read_registry
+from tailrace.schema.stream_schema import SCHEMA
 
 # An append with none of these is nothing but a body: most are.
 SPECIAL_HEADERS = frozenset(

@@ -9,21 +9,21 @@ import orjson
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.guard import PROFILE
-from tailrace.api.profile import TOUCH
-from tailrace.api.schema import parse
 from tailrace.api.touch_feed import Feed
 from tailrace.auth import Action, Identity, authorise, invalid_token_error
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.profiles.profile import StateProtocolProfile, read_profile
-from tailrace.profiles.touch.config import TouchConfig
-from tailrace.profiles.touch.state import Stale, TouchState
-from tailrace.profiles.touch.templates import parse_ttl
-from tailrace.profiles.touch.waits import TIMEOUT_MS, TIMEOUT_MS_MAX, Waiter, WaitRequest, parse_wait
 from tailrace.protocol.query_params import parse_query
+from tailrace.schema.append_validation import PROFILE
+from tailrace.schema.profile import TOUCH
+from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
+from tailrace.schema.profiles.profiles_touch_config import TouchConfig
+from tailrace.schema.profiles.state import Stale, TouchState
+from tailrace.schema.profiles.touch_templates import parse_ttl
+from tailrace.schema.profiles.touch_waits import TIMEOUT_MS, TIMEOUT_MS_MAX, Waiter, WaitRequest, parse_wait
+from tailrace.schema.schema import parse
 
 FEEDS_MAX = 1000  # streams whose touches are followed; cursors outlive their feed
 SWEEP_S = 0.05

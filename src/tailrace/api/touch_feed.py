@@ -9,8 +9,8 @@ from collections.abc import Callable
 from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.profiles.touch.journal import Layer
-from tailrace.profiles.touch.state import Stale, TouchState
+from tailrace.schema.profiles.journal import Layer
+from tailrace.schema.profiles.state import Stale, TouchState
 from tailrace.schema.record import UnusableRecordError, load_record
 
 STEP_ENTRIES = 500

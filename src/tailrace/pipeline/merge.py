@@ -9,7 +9,7 @@ import msgspec
 from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.merge_worker import FILE_DDL, MergeOrder, MergeRuns, MergeSplits
 from tailrace.pipeline.model import MergeWork, StreamPlan
-from tailrace.query.family_format import AGG, EXACT, FTS, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
+from tailrace.search.index_files.format import AGG, EXACT, FTS, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
 from tailrace.storage.segments.index_files import PublishedObject, PublishInput, PublishRequest
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tailrace.pipeline.kernels.parquet import CompanionWriter, Range, facts_of
 from tailrace.pipeline.kernels.row_groups import row_groups
 from tailrace.pipeline.kernels.segment import check_file
 from tailrace.pipeline.worker import StoredFile, shed, stores
-from tailrace.query.family_format import (
+from tailrace.search.index_files.format import (
     AGG,
     EXACT,
     FACT_ROWS,

@@ -22,8 +22,8 @@ import msgspec
 from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels.parquet import WRITER, Built
 from tailrace.pipeline.kernels.segment import BuildRequest, UnusablePlanError, build_segment, check_built
-from tailrace.query.family_format import companion_name
-from tailrace.query.index_plan import BuildPlan, load_plan
+from tailrace.search.index_files.format import companion_name
+from tailrace.search.index_files.index_plan import BuildPlan, load_plan
 from tailrace.storage.object_store.interface import (
     BlockingRunner,
     ObjectExistsError,

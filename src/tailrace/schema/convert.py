@@ -7,8 +7,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from tailrace.schema.instants import from_unix_ms, to_unix_ms
 from tailrace.schema.pointer import ABSENT
+from tailrace.schema.timestamps import from_unix_ms, to_unix_ms
 
 TYPES: Final = frozenset({"string", "integer", "number", "boolean", "null"})
 _INTEGER = re.compile(r"-?[0-9]{1,1000}")

@@ -11,8 +11,8 @@ import msgspec
 
 from tailrace.schema.body import invalid, shown
 from tailrace.schema.documents import DEPTH_MAX, SCHEMA_BYTES_MAX, Document, depth_of
-from tailrace.schema.instants import is_date_time
 from tailrace.schema.record import without_surrogates
+from tailrace.schema.timestamps import is_date_time
 
 ERRORS_SHOWN: Final = 5
 REASON_CHARACTERS_MAX: Final = 200

@@ -25,9 +25,9 @@ from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import MODE_UPGRADE, App, Exchange
 from tailrace.http.handover import HandoverSender
 from tailrace.http.relay import ALONE_HEADER, restore_relayed_request
-from tailrace.profiles.touch.waits import TIMEOUT_MS_MAX
 from tailrace.protocol.query_params import parse_query
 from tailrace.protocol.stream_names import check_creatable_name, is_sub_resource_name
+from tailrace.schema.profiles.touch_waits import TIMEOUT_MS_MAX
 from tailrace.workers.circle import Circle
 from tailrace.workers.gather import METRICS, READY, Gather
 from tailrace.workers.gather import STREAMS as LISTING

@@ -9,7 +9,7 @@ from tailrace.api.inspection.descriptor import ARTIFACTS
 from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.index_status import TailRows
 from tailrace.log.model import Stream
-from tailrace.query.tail_index import TailIndex
+from tailrace.search.tail_index import TailIndex
 from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.object_store.request_stats import UploadedHead
 from tailrace.storage.sealing import SealingService

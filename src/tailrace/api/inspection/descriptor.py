@@ -16,7 +16,7 @@ from tailrace.api.inspection.index_status import BUNDLED, Manifest, TailRows, in
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE
-from tailrace.query.index_plan import FAMILIES
+from tailrace.search.index_files.index_plan import FAMILIES
 
 ARTIFACTS = (
     "segment",

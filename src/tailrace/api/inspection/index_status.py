@@ -8,7 +8,7 @@ from tailrace.api.inspection.documents import Documents
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.protocol.stream_names import is_system_name
-from tailrace.query.index_plan import members_of
+from tailrace.search.index_files.index_plan import members_of
 from tailrace.storage.index_coverage import EMPTY_SUMMARY, FamilySummary, IndexSummary
 
 BUNDLED: Final = ("col", "fts", "agg", "mblk")  # built for each segment and found by it

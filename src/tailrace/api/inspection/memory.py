@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import apsw
 
-from tailrace.api.companion_files import CompanionFiles
 from tailrace.api.context import Context
-from tailrace.api.contracts import KEPT_BYTES
 from tailrace.api.inspection.allocator import heap
 from tailrace.api.live import Live
 from tailrace.api.memory_guard import MemoryGuard, mapped_file_bytes
-from tailrace.api.search import SearchRoutes
 from tailrace.api.touch import TouchRoutes
 from tailrace.common.timestamps import format_rfc3339
+from tailrace.schema.stream_schema import KEPT_BYTES
+from tailrace.search.index_files.companion_files import CompanionFiles
+from tailrace.search.search import SearchRoutes
 from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.sealing import SealingService

@@ -7,7 +7,7 @@ from typing import Final
 from tailrace.api.openapi.objects import array, closed, obj
 from tailrace.api.openapi.operations import answer, operation, query, request, schema
 from tailrace.api.openapi.values import BOOLEAN, COUNT, COUNT_TEXT, OBJECT, STRING, Json, nullable
-from tailrace.query.index_plan import FAMILIES
+from tailrace.search.index_files.index_plan import FAMILIES
 
 TAG: Final = "pipeline"
 _ID: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{32}$"}

@@ -17,8 +17,8 @@ from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.publish import TrafficCounts
 from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.log.transaction import ignore_reply
-from tailrace.profiles.canonical import METRICS_SCHEMA_ONLY
-from tailrace.profiles.profile import API_VERSION
+from tailrace.schema.profiles.canonical import METRICS_SCHEMA_ONLY
+from tailrace.schema.profiles.profile import API_VERSION
 from tailrace.schema.registry import Boundary, Registry
 
 logger = logging.getLogger("tailrace.metrics")

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
-from tailrace.api.guard import PROFILE
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.profiles.profile import StateProtocolProfile, read_profile
+from tailrace.schema.append_validation import PROFILE
+from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
 from tailrace.watch.sources.model import SourceError
 
 

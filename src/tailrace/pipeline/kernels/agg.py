@@ -23,8 +23,18 @@ from tailrace.pipeline.kernels.decoding import Tokens
 from tailrace.pipeline.kernels.levels import Groups, Level, grouped, joined_states, level_of
 from tailrace.pipeline.kernels.matching import fields_of, matching
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
-from tailrace.query.bind import Bound
-from tailrace.query.family_format import (
+from tailrace.schema.convert import text_of
+from tailrace.schema.pointer import parse_pointer
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.search_rollups import Measure, Rollup, interval_ms
+from tailrace.schema.timestamps import FIRST_MS, LAST_MS
+from tailrace.search.aggregates.keyed import group_ids
+from tailrace.search.aggregates.measures import Parts, PartsReader, Summary
+from tailrace.search.aggregates.summaries import numbers_from, summaries_of
+from tailrace.search.aggregates.tallies import tallies_of
+from tailrace.search.bind import Bound
+from tailrace.search.includes import bind_include
+from tailrace.search.index_files.format import (
     AGG,
     COUNT,
     DIMENSIONS,
@@ -38,17 +48,7 @@ from tailrace.query.family_format import (
     WINDOW_START,
     cut_name,
 )
-from tailrace.query.includes import bind_include
-from tailrace.query.measures import Parts, PartsReader, Summary
-from tailrace.query.states.keyed import group_ids
-from tailrace.query.states.summaries import numbers_from, summaries_of
-from tailrace.query.states.tallies import tallies_of
-from tailrace.query.values import INT64_MAX
-from tailrace.schema.convert import text_of
-from tailrace.schema.instants import FIRST_MS, LAST_MS
-from tailrace.schema.pointer import parse_pointer
-from tailrace.schema.search_config import SearchConfig
-from tailrace.schema.search_rollups import Measure, Rollup, interval_ms
+from tailrace.search.values import INT64_MAX
 from tailrace.storage.segments.parquet import INT64, STRING, pa
 
 GROUP_ROWS: Final = 16_384

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tailrace.pipeline.kernels.arrays import byte_order, np, to_numpy
 from tailrace.pipeline.kernels.batch_runs import BatchRun
-from tailrace.query.family_format import DIMENSIONS, INTERVAL_MS, MEASURE, ROLLUP, WINDOW_START
+from tailrace.search.index_files.format import DIMENSIONS, INTERVAL_MS, MEASURE, ROLLUP, WINDOW_START
 from tailrace.storage.segments.parquet import pa
 
 READ_ROWS: Final = 2048  # of one run at a time: sketches are large

@@ -9,7 +9,8 @@ from typing import Any, Final
 from tailrace.pipeline.kernels.agg import SCHEMA
 from tailrace.pipeline.kernels.arrays import np, to_numpy
 from tailrace.pipeline.kernels.states import count_row, summary_of, summary_row
-from tailrace.query.family_format import (
+from tailrace.search.aggregates.measures import Summary
+from tailrace.search.index_files.format import (
     COUNT,
     DIMENSIONS,
     INTERVAL_MS,
@@ -23,8 +24,7 @@ from tailrace.query.family_format import (
     SUM_REST,
     WINDOW_START,
 )
-from tailrace.query.measures import Summary
-from tailrace.query.values import INT64_MAX
+from tailrace.search.values import INT64_MAX
 from tailrace.storage.segments.parquet import pa, pc
 
 ADDED_ROWS: Final = 4096

@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 from tailrace.pipeline.kernels.arrays import np, to_numpy
 from tailrace.pipeline.kernels.columns import FieldColumn, column_of, column_of_values
 from tailrace.pipeline.kernels.decoding import Decoder, Leaves, Tokens
-from tailrace.query.values import converter, values_at
-from tailrace.query.view import View
 from tailrace.schema.pointer import parse_pointer
+from tailrace.search.values import converter, values_at
+from tailrace.search.view import View
 from tailrace.storage.segments.parquet import pa, pq
 
 ENTRY, KEY, PAYLOAD = "entry", "key", "payload"

@@ -9,8 +9,8 @@ from tailrace.pipeline.kernels.arrays import from_numpy, list_of, lists
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import ARROW
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
-from tailrace.query.family_format import COL, ENTRY
 from tailrace.schema.search_config import SearchConfig
+from tailrace.search.index_files.format import COL, ENTRY
 from tailrace.storage.segments.parquet import INT64, pa, pc
 
 GROUP_ROWS: Final = 8192

@@ -12,8 +12,8 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import astuple
 
-from tailrace.query.view import View
 from tailrace.schema.pointer import ABSENT, find
+from tailrace.search.view import View
 
 Tokens = tuple[str, ...]
 Leaves = list[Any]  # what lies at one pointer, by row; None where nothing does

@@ -13,12 +13,8 @@ from tailrace.pipeline.kernels.columns import FieldColumn
 from tailrace.pipeline.kernels.exact_runs import merged
 from tailrace.pipeline.kernels.exact_tables import GROUP_ROWS, SCHEMA, rows_of, write_exact
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
-from tailrace.query.family_format import (
-    EXACT,
-    VALUE_BYTES_MAX,
-    stored_value,
-)
 from tailrace.schema.search_config import SearchConfig
+from tailrace.search.index_files.format import EXACT, VALUE_BYTES_MAX, stored_value
 from tailrace.storage.segments.parquet import BINARY, pa, pc, pq
 
 _SIGN: Final = np.uint64(1 << 63)

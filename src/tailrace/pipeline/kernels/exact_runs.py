@@ -10,7 +10,7 @@ from typing import Any
 
 from tailrace.pipeline.kernels.arrays import np, to_numpy
 from tailrace.pipeline.kernels.exact_tables import rows_of
-from tailrace.query.family_format import ENTRIES, FIELD, VALUE
+from tailrace.search.index_files.format import ENTRIES, FIELD, VALUE
 from tailrace.storage.segments.parquet import pa, pc
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tailrace.pipeline.kernels.arrays import INT64_LIST, from_numpy, lists, np
 from tailrace.pipeline.kernels.parquet import CompanionWriter
-from tailrace.query.family_format import ENTRIES, FIELD, LIST_ENTRIES_MAX, VALUE
+from tailrace.search.index_files.format import ENTRIES, FIELD, LIST_ENTRIES_MAX, VALUE
 from tailrace.storage.segments.parquet import BINARY, INT64, STRING, pa
 
 GROUP_ROWS: Final = 4096

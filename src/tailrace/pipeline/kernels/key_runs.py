@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tailrace.pipeline.kernels.arrays import INT64_LIST, from_numpy, lists, np, to_numpy
-from tailrace.query.family_format import (
+from tailrace.search.index_files.format import (
     ENTRY_COUNT,
     FIRST_ENTRY,
     KEY,

@@ -15,7 +15,7 @@ from tailrace.pipeline.kernels.arrays import (
 )
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
-from tailrace.query.family_format import (
+from tailrace.search.index_files.format import (
     ENTRY_COUNT,
     FIRST_ENTRY,
     KEY,

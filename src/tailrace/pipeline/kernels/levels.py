@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from tailrace.pipeline.kernels.arrays import np
-from tailrace.query.states.summaries import Summaries, joined_summaries
-from tailrace.query.states.tallies import Tallies, added_counts, joined_tallies
+from tailrace.search.aggregates.summaries import Summaries, joined_summaries
+from tailrace.search.aggregates.tallies import Tallies, added_counts, joined_tallies
 
 _DENSE: Final = 8  # so many marks for each member are quicker than sorting
 

@@ -11,9 +11,9 @@ from typing import Any
 from tailrace.pipeline.kernels.arrays import np
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import distinct
-from tailrace.query.bind import All, AnyOf, Anywhere, Bound, HasValue, Negation
-from tailrace.query.evaluate import holds
-from tailrace.query.values import Value
+from tailrace.search.bind import All, AnyOf, Anywhere, Bound, HasValue, Negation
+from tailrace.search.evaluate import holds
+from tailrace.search.values import Value
 
 
 def matching(query: Bound, batch: Batch) -> Any:

@@ -9,7 +9,9 @@ from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.decoding import Tokens
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.pipeline.kernels.states import as_double, as_whole
-from tailrace.query.family_format import (
+from tailrace.schema.search_rollups import Measure
+from tailrace.search.aggregates.measures import PartsReader
+from tailrace.search.index_files.format import (
     COUNT,
     ENTRY,
     HISTOGRAM,
@@ -26,9 +28,7 @@ from tailrace.query.family_format import (
     SUM,
     SUM_WHOLE,
 )
-from tailrace.query.measures import PartsReader
-from tailrace.query.values import leaves, to_integer, to_string
-from tailrace.schema.search_rollups import Measure
+from tailrace.search.values import leaves, to_integer, to_string
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
 
 GROUP_ROWS: Final = 8192

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Self
 import xxhash
 
 from tailrace import __version__
-from tailrace.query.family_format import (
+from tailrace.search.index_files.format import (
     BLOCK_BYTES,
     FACT_BLOCK_BYTES,
     FACT_BLOCK_XXH3,

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from tailrace.pipeline.kernels.arrays import INT64_LIST, from_numpy, list_of, lists, np, offsets_of
 from tailrace.pipeline.kernels.parquet import CompanionWriter
-from tailrace.query.family_format import (
+from tailrace.search.index_files.format import (
     DOCUMENTS,
     ENTRIES,
     FIELD,

@@ -21,10 +21,18 @@ from tailrace.pipeline.kernels.fts import FtsBuilder
 from tailrace.pipeline.kernels.keys import KeysBuilder
 from tailrace.pipeline.kernels.mblk import MblkBuilder
 from tailrace.pipeline.kernels.parquet import Built, Range
-from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
-from tailrace.query.index_plan import BuildPlan
-from tailrace.query.view import View
 from tailrace.schema.search_config import SearchConfig
+from tailrace.search.index_files.format import (
+    AGG,
+    COL,
+    EXACT,
+    FTS,
+    MBLK,
+    ROUTING_KEY_INDEX,
+    ROUTING_KEY_LEXICON,
+)
+from tailrace.search.index_files.index_plan import BuildPlan
+from tailrace.search.view import View
 from tailrace.storage.segments.model import CorruptSegmentError
 from tailrace.storage.segments.parquet import pa, pq
 

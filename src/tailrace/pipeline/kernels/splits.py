@@ -22,7 +22,7 @@ from tailrace.pipeline.kernels.postings import (
     write_terms,
 )
 from tailrace.pipeline.kernels.row_groups import row_groups
-from tailrace.query.family_format import (
+from tailrace.search.index_files.format import (
     ENTRIES,
     FIELD,
     FREQUENCIES,

@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from tailrace.pipeline.kernels.arrays import DOUBLE, from_numpy, np, offsets_of
-from tailrace.query.family_format import (
+from tailrace.search.aggregates.exact_sums import halves_of
+from tailrace.search.aggregates.measures import SCALE, Histogram, Number, Summary, nearest_ratio, total_of
+from tailrace.search.aggregates.spread import Spread, coded, joined_spreads, sketch_from
+from tailrace.search.aggregates.summaries import Summaries
+from tailrace.search.index_files.format import (
     COUNT,
     HISTOGRAM,
     MAX,
@@ -20,10 +24,6 @@ from tailrace.query.family_format import (
     UNPLACED,
     stored_sum,
 )
-from tailrace.query.measures import SCALE, Histogram, Number, Summary, nearest_ratio, total_of
-from tailrace.query.states.exact_sums import halves_of
-from tailrace.query.states.spread import Spread, coded, joined_spreads, sketch_from
-from tailrace.query.states.summaries import Summaries
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, pa
 
 Row = tuple[object, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from tailrace.pipeline.kernels.arrays import np, offsets_of, spans, to_numpy
-from tailrace.query.analyze import TOKEN_BYTES_MAX, tokens_of
+from tailrace.search.analyze import TOKEN_BYTES_MAX, tokens_of
 from tailrace.storage.segments.parquet import STRING, pa, pc
 
 # Each byte of ASCII as it is in a token; 0 where there is none.

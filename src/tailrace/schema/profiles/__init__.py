@@ -1,0 +1,1 @@
+"""Stream profiles: what records mean, how they are normalised, and the registries they install."""

@@ -1,0 +1,229 @@
+"""The `evlog` profile: one wide event per request, in one form whoever wrote it."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import Final, cast
+
+from tailrace.schema.body import invalid
+from tailrace.schema.profiles.evlog_config import CONTEXT, KEYS, EvlogConfig
+from tailrace.schema.profiles.redaction import REDACTED, SecretKeys, redact
+from tailrace.schema.profiles.values import integer, number, trimmed
+from tailrace.schema.timestamps import FIRST_MS, LAST_MS, from_unix_ms, is_date_time
+
+SECRETS: Final = frozenset({"password", "token", "secret", "authorization", "cookie", "apikey"})
+LEVELS: Final = frozenset({"debug", "info", "warn", "error"})
+
+_RESERVED: Final = frozenset(KEYS)
+_USUAL_INSTANT = re.compile(r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[012][0-9]:[0-5][0-9]:[0-5][0-9]\.[0-9]{3}Z")
+_INTEGER_TEXT = re.compile(r"[+-]?[0-9]{1,18}")
+_NUMBER_TEXT = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?", re.IGNORECASE)
+
+Record = dict[str, object]
+
+
+class Evlog:
+    """Events of one stream, by its configuration."""
+
+    __slots__ = ("_request_paths", "_secrets", "_span_paths", "_trace_paths", "_traceparent", "config")
+
+    def __init__(self, config: EvlogConfig) -> None:
+        self.config = config
+        self._secrets = SecretKeys(SECRETS | set(config.redact_keys))
+        self._request_paths = None if config.request_id_fields is None else _paths(config.request_id_fields)
+        configured = config.trace_context_fields or ()
+        self._trace_paths = _paths([path for path in configured if path.endswith(".traceId")])
+        self._span_paths = _paths([path for path in configured if path.endswith(".spanId")])
+        self._traceparent = config.parse_traceparent and "traceparent" not in self._secrets
+
+    def normalise(self, record: object, now_ms: int) -> Record:
+        """The canonical event. The record is used up: parts of it may be changed in place."""
+        if type(record) is not dict:
+            raise invalid("evlog record must be an object")
+        given = cast("Record", record)
+        get = given.get
+        context = _context(given)
+        timestamp = _timestamp(get("timestamp"), now_ms, context)
+        # Before anything is taken out of it: what is secret here must not turn up elsewhere.
+        redacted = redact(context, self._secrets)
+        sampling = get("sampling")
+        if type(sampling) is not dict:
+            sampling = None
+        elif sampling:
+            redacted += redact(cast("Record", sampling), self._secrets, "sampling")
+        trace_id, span_id = self._trace(given, context)
+        status = _status(get("status"))
+        why, fix, link = trimmed(get("why")), trimmed(get("fix")), trimmed(get("link"))
+        level = get("level")
+        if type(level) is not str or (level := level.strip().lower()) not in LEVELS:
+            level = _level(status, why or fix or link)
+        return {
+            "timestamp": timestamp,
+            "level": level,
+            "service": trimmed(get("service")),
+            "environment": trimmed(get("environment")),
+            "version": trimmed(get("version")),
+            "region": trimmed(get("region")),
+            "requestId": self._request_id(given, context),
+            "traceId": trace_id,
+            "spanId": span_id,
+            "method": trimmed(get("method")),
+            "path": trimmed(get("path")),
+            "status": status,
+            "duration": _duration(get("duration")),
+            "message": trimmed(get("message")),
+            "why": why,
+            "fix": fix,
+            "link": link,
+            "sampling": sampling,
+            "redaction": {"keys": redacted},
+            "context": context,
+        }
+
+    def _request_id(self, given: Record, context: Record) -> str | None:
+        paths = self._request_paths
+        if paths is None:
+            return trimmed(given.get("requestId")) or _shown(context.get("requestId"))
+        for path in paths:
+            found = trimmed(given.get("requestId")) if path == ("requestId",) else _at(context, path)
+            if found is not None:
+                return found
+        return None
+
+    def _trace(self, given: Record, context: Record) -> tuple[str | None, str | None]:
+        trace_id, span_id = _id(given.get("traceId")), _id(given.get("spanId"))
+        if trace_id is not None and span_id is not None:
+            return trace_id, span_id
+        around = context.get("traceContext")
+        if type(around) is dict:
+            outer = cast("Record", around)
+            trace_id, span_id = trace_id or _id(outer.get("traceId")), span_id or _id(outer.get("spanId"))
+        if trace_id is None:
+            trace_id = _first_id(context, self._trace_paths)
+        if span_id is None:
+            span_id = _first_id(context, self._span_paths)
+        if self._traceparent and (trace_id is None or span_id is None):
+            parent = _parent(given, context)
+            if parent is not None:
+                return trace_id or parent[0], span_id or parent[1]
+        return trace_id, span_id
+
+
+def default_key(record: Record) -> str | None:
+    return cast("str | None", record["requestId"] or record["traceId"])
+
+
+def _paths(fields: list[str] | tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """A path into the context, whether or not it names the context: other keys end up there anyway."""
+    return tuple(tuple(path.removeprefix(f"{CONTEXT}.").split(".")) for path in fields)
+
+
+def _context(given: Record) -> Record:
+    """What has no place of its own, in one object: an event's own context and its other keys."""
+    own = given.get(CONTEXT)
+    if type(own) is dict:
+        context = cast("Record", own).copy()
+    elif own is None:
+        context = {}
+    else:
+        context: Record = {CONTEXT: own}
+    for key, value in given.items():
+        if key not in _RESERVED:
+            context[key] = value
+    return context
+
+
+def _timestamp(value: object, now_ms: int, context: Record) -> str:
+    """The event's own time, else the server's; a value that is no time is kept in the context."""
+    if type(value) is str:
+        text = value.strip()
+        if _is_instant(text):
+            return text
+        if not text:
+            value = None
+    elif (ms := number(value)) is not None and FIRST_MS <= ms <= LAST_MS:
+        return from_unix_ms(int(ms // 1))
+    if value is not None:
+        context["timestamp"] = value
+    return from_unix_ms(now_ms)
+
+
+def _is_instant(text: str) -> bool:
+    if _USUAL_INSTANT.fullmatch(text):
+        try:
+            datetime.fromisoformat(text)
+        except ValueError:
+            pass
+        else:
+            return True
+    return is_date_time(text)
+
+
+def _level(status: int | None, explained: str | None) -> str:
+    if explained or (status is not None and status >= 500):
+        return "error"
+    return "warn" if status is not None and status >= 400 else "info"
+
+
+def _status(value: object) -> int | None:
+    if type(value) is str and _INTEGER_TEXT.fullmatch(text := value.strip()):
+        return int(text)
+    return integer(value)
+
+
+def _duration(value: object) -> int | float | None:
+    if type(value) is str:
+        text = value.strip()
+        if _INTEGER_TEXT.fullmatch(text):
+            return int(text)
+        if not _NUMBER_TEXT.fullmatch(text):
+            return None
+        value = float(text)
+    return number(value)
+
+
+def _shown(value: object) -> str | None:
+    """A text that was not taken away."""
+    text = trimmed(value)
+    return None if text == REDACTED else text
+
+
+def _at(context: Record, path: tuple[str, ...]) -> str | None:
+    value = cast("object", context)
+    for key in path:
+        if type(value) is not dict:
+            return None
+        value = cast("Record", value).get(key)
+    return _shown(value)
+
+
+def _id(value: object) -> str | None:
+    """An identifier; one that is all zeros says that there is none."""
+    text = _shown(value)
+    return text if text is not None and text.strip("0") else None
+
+
+def _first_id(context: Record, paths: tuple[tuple[str, ...], ...]) -> str | None:
+    for path in paths:
+        if found := _id(_at(context, path)):
+            return found
+    return None
+
+
+def _parent(given: Record, context: Record) -> tuple[str, str] | None:
+    """The ids of the first usable W3C `traceparent`."""
+    own = given.get(CONTEXT)
+    candidates = (
+        given.get("traceparent"),
+        _at(context, ("traceContext", "traceparent")),
+        cast("Record", own).get("traceparent") if type(own) is dict else None,
+        _at(context, ("headers", "traceparent")),
+    )
+    for candidate in candidates:
+        if type(candidate) is str and (match := _TRACEPARENT.fullmatch(candidate.strip())):
+            trace_id, span_id = match[1].lower(), match[2].lower()
+            if trace_id.strip("0") and span_id.strip("0"):
+                return trace_id, span_id
+    return None

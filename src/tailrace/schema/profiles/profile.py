@@ -1,0 +1,211 @@
+"""The `profile` resource: reading it, showing it, and what installing it does to a registry."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol, cast
+
+import msgspec
+
+from tailrace.schema.body import invalid, object_at
+from tailrace.schema.profiles import canonical, evlog, metrics, span, state_protocol
+from tailrace.schema.profiles.config import parse_otel
+from tailrace.schema.profiles.evlog import Evlog
+from tailrace.schema.profiles.evlog_config import parse_evlog
+from tailrace.schema.profiles.profiles_touch_config import TouchConfig, parse_touch
+from tailrace.schema.profiles.registry import OTEL_TRACES
+from tailrace.schema.profiles.span import OtelTraces
+from tailrace.schema.registry import Boundary, Registry
+from tailrace.schema.routing import parse_routing_key
+from tailrace.schema.search_config import parse_search
+
+API_VERSION: Final = "durable.streams/profile/v1"
+KINDS: Final = ("evlog", "generic", "metrics", "otel-traces", "state-protocol")
+
+Json = dict[str, object]
+
+
+class Profile(Protocol):
+    """What a stream's records mean. `update` is the canonical registry, of the kinds that have one."""
+
+    kind: str
+    reencodes: bool  # whether records are stored as the profile writes them, not as they were sent
+    checks: bool  # whether it looks at records at all
+    update: Json | None
+
+    def to_json(self) -> Json: ...
+
+    def accept(self, record: object, now_ms: int) -> object:
+        """The record as it is stored, or the refusal it deserves. The one given is used up."""
+        ...
+
+    def default_key(self, record: object) -> str | None:
+        """The routing key where neither the schema nor the request has one."""
+        ...
+
+
+class GenericProfile:
+    kind = "generic"
+    reencodes = checks = False
+    update: Json | None = None
+
+    def to_json(self) -> Json:
+        return {"kind": self.kind}
+
+    def accept(self, record: object, now_ms: int) -> object:
+        return record
+
+    def default_key(self, record: object) -> str | None:
+        return None
+
+
+class EvlogProfile:
+    kind = "evlog"
+    reencodes = checks = True
+    update: Json | None = canonical.EVLOG
+
+    def __init__(self, body: Json, path: str) -> None:
+        self.config = parse_evlog(body, path)
+        self.accept = Evlog(self.config).normalise
+
+    def to_json(self) -> Json:
+        return self.config.to_json()
+
+    def default_key(self, record: object) -> str | None:
+        return evlog.default_key(cast("Json", record))
+
+
+class MetricsProfile:
+    kind = "metrics"
+    reencodes = checks = True
+    update: Json | None = canonical.METRICS
+
+    def to_json(self) -> Json:
+        return {"kind": self.kind}
+
+    def accept(self, record: object, now_ms: int) -> object:
+        return metrics.normalise(record)
+
+    def default_key(self, record: object) -> str | None:
+        return metrics.default_key(cast("Json", record))
+
+
+class OtelTracesProfile:
+    kind = "otel-traces"
+    reencodes = checks = True
+    update: Json | None = OTEL_TRACES
+
+    def __init__(self, body: Json, path: str) -> None:
+        self.config = parse_otel(body, path)
+        self.accept = OtelTraces(self.config).normalise
+
+    def to_json(self) -> Json:
+        return self.config.to_json()
+
+    def default_key(self, record: object) -> str | None:
+        return span.default_key(cast("Json", record))
+
+
+class StateProtocolProfile:
+    kind = "state-protocol"
+    reencodes = False
+    checks = True
+    update: Json | None = None
+
+    def __init__(self, touch: TouchConfig | None) -> None:
+        self.touch = touch
+
+    def to_json(self) -> Json:
+        shown: Json = {"kind": self.kind}
+        if self.touch is not None:
+            shown["touch"] = self.touch.to_json()
+        return shown
+
+    def accept(self, record: object, now_ms: int) -> object:
+        state_protocol.check(record)
+        return record
+
+    def default_key(self, record: object) -> str | None:
+        return None
+
+
+GENERIC: Final = GenericProfile()
+
+
+def parse_update(body: object) -> Profile:
+    """The profile that a request asks for."""
+    given = object_at(body, "profileUpdate", ("apiVersion", "profile"))
+    if given.get("apiVersion", API_VERSION) != API_VERSION:
+        raise invalid("invalid profile apiVersion")
+    return parse_profile(given.get("profile"))
+
+
+def parse_profile(body: object) -> Profile:
+    given = object_at(body, "profile")
+    kind = given.get("kind")
+    if kind == "evlog":
+        return EvlogProfile(given, "profile")
+    if kind == "state-protocol":
+        object_at(given, "profile", ("kind", "touch"))
+        touch = parse_touch(given["touch"], "profile.touch") if "touch" in given else None
+        return StateProtocolProfile(touch)
+    if kind == "otel-traces":
+        return OtelTracesProfile(given, "profile")
+    if kind not in ("generic", "metrics"):
+        raise invalid(f"profile.kind must be {'|'.join(KINDS)}")
+    object_at(given, "profile", ("kind",))
+    return GENERIC if kind == "generic" else MetricsProfile()
+
+
+def read_profile(document: bytes | None) -> Profile:
+    """A profile from its stored form; a stream without one is generic."""
+    return GENERIC if document is None else parse_update(msgspec.json.decode(document))
+
+
+def to_document(profile: Profile) -> bytes:
+    """The resource, as it is shown and stored."""
+    return msgspec.json.encode({"apiVersion": API_VERSION, "profile": profile.to_json()})
+
+
+def needs_check(new: Profile, current: Profile) -> bool:
+    """Whether entries from before the profile have to be checked, so that it holds for them too."""
+    return new.checks and new.kind != current.kind
+
+
+def install(
+    new: Profile, current: Profile, registry: Registry, next_sequence: int, *, adopted: bool = False
+) -> Registry:
+    """The stream's registry once the profile is installed; the same one if nothing changes in it.
+
+    Whoever posts the kind that is installed changes its configuration: what was done to the registry since
+    stays as it is. `adopted` says that all entries are what the profile would have stored.
+    """
+    update = new.update
+    if update is None or new.kind == current.kind:
+        return registry
+    if registry.version and registry.schemas.get(1) != update["schema"]:
+        raise invalid(f"{new.kind} profile requires a stream without a user schema")
+    if next_sequence and new.kind != "metrics" and not adopted:
+        raise invalid(
+            f"{new.kind} profile must be installed before appending data; with ?adopt=true (--adopt) the "
+            "entries that are there are checked, and the profile holds from the first one on"
+        )
+    if registry.version:
+        return registry
+    routing_key = update.get("routingKey")
+    return msgspec.structs.replace(
+        registry,
+        version=1,
+        schemas={1: update["schema"]},
+        boundaries=(Boundary(0 if adopted else next_sequence, 1),),
+        search=parse_search(update["search"]),
+        routing_key=registry.routing_key if routing_key is None else parse_routing_key(routing_key),
+    )
+
+
+def is_canonical(profile: Profile, registry: Registry) -> bool:
+    """Whether all that the profile writes is valid under the current schema: then it need not be checked."""
+    return (
+        profile.update is not None
+        and registry.version == 1
+        and (registry.schemas[1] == profile.update["schema"])
+    )

@@ -1,0 +1,147 @@
+"""An aggregate as it was asked for, checked against the rollups of the stream."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final, NamedTuple, cast
+
+from tailrace.common.timestamps import parse_rfc3339_ns
+from tailrace.schema.body import array_at, invalid, object_at, shown, string_at
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.search_rollups import Measure, Rollup, interval_ms
+from tailrace.schema.timestamps import FIRST_MS, LAST_MS
+from tailrace.search.bind import Bound, bind_query
+from tailrace.search.dialect import SEARCH
+from tailrace.search.values import INT64_MAX
+
+NAMES_MAX: Final = 64  # in one list; no rollup has so many
+
+_KEYS: Final = frozenset({"rollup", "from", "to", "interval", "q", "group_by", "measures"})
+_NS_PER_MS: Final = 1_000_000
+_NANOS: Final = re.compile(r"-?[0-9]{1,19}")
+
+
+class AskedAggregate(NamedTuple):
+    """The shape of a request, before anything is looked up. Times are in nanoseconds."""
+
+    rollup: str
+    from_ns: int
+    to_ns: int
+    interval: str
+    q: str | None
+    group_by: list[str]
+    measures: list[str] | None
+
+
+class AggregateRequest(NamedTuple):
+    """Records count whose timestamp is at least `from_ms` and less than `to_ms`."""
+
+    rollup_name: str
+    rollup: Rollup
+    timestamp_field: str
+    from_ms: int
+    to_ms: int
+    interval: str
+    interval_ms: int
+    query: Bound | None
+    include: Bound | None
+    group_by: tuple[str, ...]
+    measures: dict[str, Measure]  # by name, in the order of names
+    measure_includes: dict[str, Bound]
+
+
+def parse_aggregate(body: object) -> AskedAggregate:
+    """The shape of an aggregate in JSON."""
+    given = object_at(body, "aggregate", _KEYS)
+    for key in ("rollup", "from", "to", "interval"):
+        if given.get(key) is None:
+            raise invalid(f"missing {key}")
+    q, measures = given.get("q"), given.get("measures")
+    asked = AskedAggregate(
+        string_at(given["rollup"], "rollup"),
+        _instant_ns(given["from"], "from"),
+        _instant_ns(given["to"], "to"),
+        string_at(given["interval"], "interval"),
+        None if q is None else string_at(q, "q"),
+        [] if given.get("group_by") is None else _names(given["group_by"], "group_by"),
+        None if measures is None else _names(measures, "measures"),
+    )
+    if asked.to_ns <= asked.from_ns:
+        raise invalid("to must be greater than from")
+    return asked
+
+
+def _names(value: object, path: str) -> list[str]:
+    return [
+        string_at(item, f"{path}[{index}]") for index, item in enumerate(array_at(value, path, NAMES_MAX))
+    ]
+
+
+def _instant_ns(value: object, key: str) -> int:
+    """RFC 3339, nanoseconds as text, or milliseconds as a number."""
+    found: int | None = None
+    if isinstance(value, str):
+        found = int(value) if _NANOS.fullmatch(value) else parse_rfc3339_ns(value)
+        if found is not None and abs(found) >= INT64_MAX and not _NANOS.fullmatch(value):
+            found = None  # an instant that 64 bits of nanoseconds do not reach
+    elif isinstance(value, int) and not isinstance(value, bool):
+        found = value * _NS_PER_MS
+    elif isinstance(value, float) and math.isfinite(value * _NS_PER_MS):
+        found = int(value * _NS_PER_MS)
+    if found is None or not FIRST_MS <= found // _NS_PER_MS <= LAST_MS:
+        raise invalid(f"{key} must be a valid timestamp")
+    return found
+
+
+def bind_aggregate(asked: AskedAggregate, config: SearchConfig | None) -> AggregateRequest:
+    """The request in the terms of the stream."""
+    if config is None:
+        raise invalid("search is not configured for this stream")
+    rollup = config.rollups.get(asked.rollup)
+    if rollup is None:
+        raise invalid(f"unknown rollup {shown(asked.rollup)}")
+    if asked.interval not in rollup.intervals:
+        raise invalid(f"interval {shown(asked.interval)} is not configured for rollup {asked.rollup}")
+    measures = _measures(asked, rollup)
+    return AggregateRequest(
+        asked.rollup,
+        rollup,
+        cast("str", rollup.timestamp_field or config.primary_timestamp_field),
+        # Timestamps are whole milliseconds: the first one at or behind a bound decides.
+        -(-asked.from_ns // _NS_PER_MS),
+        -(-asked.to_ns // _NS_PER_MS),
+        asked.interval,
+        cast("int", interval_ms(asked.interval)),
+        None if asked.q is None else bind_query(asked.q, config, SEARCH),
+        None if rollup.include is None else bind_query(rollup.include, config, SEARCH),
+        _group_by(asked, rollup, config),
+        measures,
+        {
+            name: bind_query(measure.include, config, SEARCH)
+            for name, measure in measures.items()
+            if measure.include is not None
+        },
+    )
+
+
+def _group_by(asked: AskedAggregate, rollup: Rollup, config: SearchConfig) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for index, name in enumerate(asked.group_by):
+        field = config.resolve(name)
+        if field is None or field not in rollup.dimensions:
+            raise invalid(f"group_by field {shown(name)} is not configured on rollup {asked.rollup}")
+        if field in found:
+            raise invalid(f"group_by[{index}] is named twice")
+        found[field] = None
+    return tuple(found)
+
+
+def _measures(asked: AskedAggregate, rollup: Rollup) -> dict[str, Measure]:
+    names = list(rollup.measures) if asked.measures is None else asked.measures
+    for index, name in enumerate(names):
+        if name not in rollup.measures:
+            raise invalid(f"unknown measure {shown(name)} on rollup {asked.rollup}")
+        if name in names[:index]:
+            raise invalid(f"measures[{index}] is named twice")
+    return {name: rollup.measures[name] for name in sorted(names)}

@@ -1,0 +1,1 @@
+"""Aggregates: groups, mergeable measures, rollup files and array states."""

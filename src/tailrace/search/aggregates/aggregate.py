@@ -1,0 +1,293 @@
+"""Groups of records and what is measured of each. All of this is computing, and runs on a thread.
+
+A record is a member of a rollup if it is an object, the rollup's include matches, the timestamp field has
+exactly one value, and no dimension has two different ones. Each measure then takes what it finds, or nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, cast
+
+import orjson
+
+from tailrace.common.errors import TailraceError
+from tailrace.schema.body import invalid
+from tailrace.schema.convert import text_of
+from tailrace.search.aggregate_request import AggregateRequest
+from tailrace.search.aggregates.measures import STATE_BYTES, Json, Number, Parts, PartsReader, Summary
+from tailrace.search.bind import Bound
+from tailrace.search.compiled import Matcher
+from tailrace.search.values import Value
+from tailrace.search.view import Extractor, View
+
+GROUPS_MAX: Final = 100_000
+HELD_BYTES_MAX: Final = 256 << 20
+ROWS_BETWEEN_LOOKS: Final = 128  # at the clock
+
+_GROUP_BYTES: Final = 500
+
+Payload = bytes | memoryview
+Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of `group_by`
+
+
+class Group:
+    """What is known of one group. Numbers wait here until a stretch of rows is through."""
+
+    __slots__ = ("bytes", "counts", "parts", "summaries", "waiting")
+
+    def __init__(self, counts: int, summaries: Mapping[str, Callable[[], Summary]]) -> None:
+        self.counts = [0] * counts
+        self.summaries = {name: make() for name, make in summaries.items()}
+        self.waiting: dict[str, list[Number]] = {}
+        self.parts: list[tuple[str, Parts]] = []
+        self.bytes = len(summaries) * STATE_BYTES  # of its summaries, as they were last counted
+
+
+class Groups:
+    """All groups of one aggregate, bounded in number and bytes."""
+
+    def __init__(self, view: View, request: AggregateRequest) -> None:
+        self.counted = [name for name, measure in request.measures.items() if measure.kind == "count"]
+        self._makes = {
+            name: _maker(view, request, name)
+            for name, measure in request.measures.items()
+            if measure.kind != "count"
+        }
+        self._view = view
+        self._request = request
+        self.groups: dict[Key, Group] = {}
+        self._touched: dict[Key, Group] = {}
+        self._held_bytes = 0
+
+    def at(self, key: Key) -> Group:
+        group = self._touched.get(key)
+        if group is not None:
+            return group
+        group = self.groups.get(key)
+        if group is None:
+            group = Group(len(self.counted), self._makes)
+            self._add(key, group)
+        self._touched[key] = group
+        return group
+
+    def _add(self, key: Key, group: Group) -> None:
+        check_groups(len(self.groups) + 1)
+        self.groups[key] = group
+        self._held_bytes += _GROUP_BYTES + group.bytes
+
+    def _measure(self, group: Group) -> None:
+        size = sum([summary.memory_bytes for summary in group.summaries.values()])
+        self._held_bytes += size - group.bytes
+        group.bytes = size
+
+    def merge(self, key: Key, name: str, summary: Summary) -> None:
+        """A summary that was made elsewhere goes into a group."""
+        group = self.at(key)
+        group.summaries[name].merge(summary)
+        self._measure(group)
+
+    def fresh(self) -> Groups:
+        """The same without any group: for what is taken in as a whole, or not at all."""
+        return Groups(self._view, self._request)
+
+    def absorb(self, others: Groups) -> None:
+        """Takes in groups that are settled; they are used up."""
+        for key, its in others.groups.items():
+            mine = self.groups.get(key)
+            if mine is None:
+                self._add(key, its)
+                continue
+            mine.counts = [one + other for one, other in zip(mine.counts, its.counts, strict=True)]
+            for name, summary in its.summaries.items():
+                mine.summaries[name].merge(summary)
+            self._measure(mine)
+        self._check_bytes()
+
+    def settle(self) -> None:
+        """The numbers that wait go into their summaries."""
+        for group in self._touched.values():
+            if not group.waiting and not group.parts:
+                continue
+            for name, numbers in group.waiting.items():
+                group.summaries[name].add_all(numbers)
+            for name, parts in group.parts:
+                group.summaries[name].add_parts(parts)
+            group.waiting.clear()
+            group.parts.clear()
+            self._measure(group)
+        self._touched.clear()
+        self._check_bytes()
+
+    def _check_bytes(self) -> None:
+        check_bytes(self._held_bytes)
+
+    def shown(self, deadline: float) -> list[tuple[int, orjson.Fragment]]:
+        """By window, all of its groups as one piece of JSON.
+
+        As objects tens of thousands of groups would be a hundred megabytes, and as many small pieces of JSON
+        twice that: each is written into a buffer of some kilobytes, most of which stays unused behind it.
+        """
+        windows: dict[int, list[Key]] = {}
+        for key in self.groups:
+            windows.setdefault(key[0], []).append(key)
+        return [
+            (start_ms, orjson.Fragment(self._shown_window(windows[start_ms], deadline)))
+            for start_ms in sorted(windows)
+        ]
+
+    def _shown_window(self, keys: Sequence[Key], deadline: float) -> bytes:
+        """Groups in the order of the JSON text of their keys."""
+        listed: list[tuple[bytes, bytes]] = []
+        for index, key in enumerate(keys):
+            if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
+                raise too_late()
+            listed.append(self._shown_group(key))
+        return b"[%b]" % b",".join([shown for _, shown in sorted(listed)])
+
+    def _shown_group(self, key: Key) -> tuple[bytes, bytes]:
+        """Its name and all of it."""
+        name = orjson.dumps(dict(zip(self._request.group_by, key[1], strict=True)))
+        measures = orjson.dumps(self._shown_measures(self.groups[key]))
+        return name, b'{"key":%b,"measures":%b}' % (name, measures)
+
+    def shown_each(self) -> list[tuple[Key, bytes]]:
+        """All groups as JSON, in any order: for somebody who has others besides."""
+        return [(key, self._shown_group(key)[1]) for key in self.groups]
+
+    def _shown_measures(self, group: Group) -> Json:
+        """In the order of their names, as the request has them."""
+        counts, summaries = iter(group.counts), group.summaries
+        return {
+            name: {"count": next(counts)}
+            if measure.kind == "count"
+            else summaries[name].shown(method=measure.kind == "summary_parts")
+            for name, measure in self._request.measures.items()
+        }
+
+
+def check_groups(count: int) -> None:
+    if count > GROUPS_MAX:
+        raise invalid(f"aggregate result exceeds {GROUPS_MAX} groups; narrow the range, q or group_by")
+
+
+def check_bytes(held: int) -> None:
+    if held > HELD_BYTES_MAX:
+        raise invalid("aggregate result takes too much memory; narrow the range, q, group_by or measures")
+
+
+def too_late() -> TailraceError:
+    return TailraceError("request_timeout", "request timed out")
+
+
+def _maker(view: View, request: AggregateRequest, name: str) -> Callable[[], Summary]:
+    measure = request.measures[name]
+    if measure.kind == "summary_parts":
+        declared = measure.histogram_json_pointer is not None
+        return lambda: Summary(histogram=declared, whole=False)
+    whole = view.config.fields[cast("str", measure.field)].kind == "integer"
+    return lambda: Summary(histogram=measure.histogram is not None, whole=whole)
+
+
+class Scanned(NamedTuple):
+    """What a scan decided, and how far the times reach that it saw."""
+
+    decided: int
+    primary_max: int | None
+    times: tuple[int, int] | None  # the smallest and the largest
+
+
+class AggregateScanner:
+    """Adds stored payloads to groups."""
+
+    def __init__(self, view: View, request: AggregateRequest, groups: Groups) -> None:
+        self._view = view
+        self._request = request
+        self._groups = groups
+        self._first_current = view.first_current()
+        names = [request.timestamp_field]
+        self._primary: int | None = None
+        if view.primary is not None:
+            if view.primary not in names:
+                names.append(view.primary)
+            self._primary = names.index(view.primary)
+        # Rows outside the time that is asked for are looked at for their times alone.
+        self._narrow = Extractor(view, names)
+        first = len(names)
+        names += request.rollup.dimensions
+        self._dimensions = range(first, len(names))
+        self._grouped = [names.index(name, first) for name in request.group_by]
+        self._summaries: list[tuple[str, int]] = []
+        self._parts: list[tuple[str, PartsReader]] = []
+        for name, measure in request.measures.items():
+            if measure.kind == "summary":
+                self._summaries.append((name, len(names)))
+                names.append(cast("str", measure.field))
+            elif measure.kind == "summary_parts":
+                self._parts.append((name, PartsReader(measure)))
+        self._wide = Extractor(view, names)
+        self._mostly_inside = True
+        wanted = [query for query in (request.query, request.include) if query is not None]
+        self._tests = [self._matcher(query) for query in wanted]
+        includes = [request.measure_includes.get(name) for name in groups.counted]
+        self._counted = [None if query is None else self._matcher(query) for query in includes]
+
+    def _matcher(self, query: Bound) -> Matcher:
+        return Matcher(query, self._view.config, self._view.version)
+
+    def scan(self, first: int, payloads: Sequence[Payload], deadline: float) -> Scanned:
+        """Takes payloads of consecutive entries; answers how many before the deadline."""
+        primaries: list[int] = []
+        seen: list[int] = []
+        from_ms, to_ms, primary = self._request.from_ms, self._request.to_ms, self._primary
+        # Most of the time rows lie like those before them: then each is decoded once.
+        wide = self._mostly_inside
+        row_of = (self._wide if wide else self._narrow).row
+        decided = inside = 0
+        for index, payload in enumerate(payloads):
+            if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
+                break
+            row = row_of(first + index, payload)
+            if primary is not None:
+                primaries += cast("Sequence[int]", row[primary])
+            times = cast("Sequence[int]", row[0])
+            seen += times
+            if len(times) == 1 and from_ms <= times[0] < to_ms:
+                inside += 1
+                entry = first + index
+                self._take(entry, payload, row if wide else self._wide.row(entry, payload))
+            decided = index + 1
+        self._mostly_inside = inside * 2 > decided
+        self._groups.settle()
+        return Scanned(decided, max(primaries, default=None), (min(seen), max(seen)) if seen else None)
+
+    def _take(self, entry: int, payload: Payload, row: Sequence[Sequence[Value]]) -> None:
+        for index in self._dimensions:
+            if len(row[index]) > 1 and len(set(row[index])) > 1:
+                return
+        matches = self._decider(entry, payload)
+        for test in self._tests:
+            if not matches(test):
+                return
+        at_ms = cast("int", row[0][0])
+        values = tuple([text_of(row[index][0]) if row[index] else None for index in self._grouped])
+        group = self._groups.at((at_ms - at_ms % self._request.interval_ms, values))
+        for index, include in enumerate(self._counted):
+            if include is None or matches(include):
+                group.counts[index] += 1
+        for name, index in self._summaries:
+            if row[index]:
+                group.waiting.setdefault(name, []).extend(cast("Sequence[Number]", row[index]))
+        if self._parts:
+            record = self._view.record(entry, payload)
+            for name, reader in self._parts:
+                parts = reader.read(record)
+                if parts is not None:
+                    group.parts.append((name, parts))
+
+    def _decider(self, entry: int, payload: Payload) -> Callable[[Matcher], bool]:
+        if entry >= self._first_current or self._view.is_current(entry):
+            return lambda matcher: matcher.matches(payload)
+        record = self._view.record(entry, payload)
+        return lambda matcher: matcher.matches_record(record)

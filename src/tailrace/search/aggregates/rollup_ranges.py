@@ -1,0 +1,242 @@
+"""The part of an aggregate that asks built indexes: windows from rollups, and rows from columns.
+
+A window that lies wholly within what is asked for is taken as it was built. What is left of a range of
+entries, the edges of the time that is asked for, is added up from its rows.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from tailrace.schema.convert import text_of
+from tailrace.search.aggregate_request import AggregateRequest
+from tailrace.search.aggregates.aggregate import Groups, too_late
+from tailrace.search.bind import All, Bound, Equals
+from tailrace.search.chunk import Chunk
+from tailrace.search.column_build import column_from
+from tailrace.search.index_files.format import COL, MBLK, cut_name
+from tailrace.search.index_files.span import Served, Span
+from tailrace.search.scan import fields_in
+from tailrace.search.view import View
+
+if TYPE_CHECKING:
+    from tailrace.search.index_files.agg_file import AggFile, Wanted
+    from tailrace.search.index_files.source import SpanSource
+
+ROWS_AT_ONCE = 8192  # of a span that are objects at the same time; a span may be of a million
+
+
+class Built(NamedTuple):
+    """A range of entries that a file of rollups speaks for."""
+
+    first: int
+    last: int
+    served: Served
+    primary_max: int | None
+
+
+class Window(NamedTuple):
+    """A stretch of time, the end not in it."""
+
+    from_ms: int
+    to_ms: int
+
+
+def whole_windows(request: AggregateRequest) -> Window:
+    """The time that whole windows make up; it may be empty."""
+    interval_ms = request.interval_ms
+    begin = -(-request.from_ms // interval_ms) * interval_ms
+    return Window(begin, max(begin, request.to_ms // interval_ms * interval_ms))
+
+
+def edges(request: AggregateRequest) -> list[Window]:
+    """The time that is asked for and lies in no whole window."""
+    whole = whole_windows(request)
+    if whole.from_ms >= whole.to_ms:
+        return [Window(request.from_ms, request.to_ms)]
+    found = [Window(request.from_ms, whole.from_ms), Window(whole.to_ms, request.to_ms)]
+    return [window for window in found if window.from_ms < window.to_ms]
+
+
+def wanted_dimensions(request: AggregateRequest) -> dict[str, str] | None:
+    """The dimensions that the query wants to have some value; None if it asks for something else."""
+    found: dict[str, str] = {}
+    for clause in _conjuncts(request.query):
+        if not isinstance(clause, Equals) or clause.field not in request.rollup.dimensions:
+            return None
+        text = text_of(clause.value)
+        if found.setdefault(clause.field, text) != text:
+            return None  # no group is of both; rows say so, too
+    return found
+
+
+def _conjuncts(query: Bound | None) -> list[Bound]:
+    match query:
+        case None:
+            return []
+        case All(clauses):
+            return [found for clause in clauses for found in _conjuncts(clause)]
+        case _:
+            return [query]
+
+
+def built_ranges(
+    rollups: Sequence[Served],
+    spans: Sequence[Span],
+    request: AggregateRequest,
+    view: View,
+    after: int,
+    last: int,
+) -> list[Built]:
+    """The ranges that are taken from rollups, in order, without overlaps; all of their entries are shown."""
+    if wanted_dimensions(request) is None:
+        return []
+    found: list[Built] = []
+    at = after + 1
+    for served in rollups:
+        companion = served.companion
+        if request.rollup_name not in served.names or companion.first < at or companion.last > last:
+            continue
+        primary = _primary_max(spans, companion.first, companion.last) if view.primary is not None else None
+        if view.primary is not None and primary is None:
+            continue  # how far its times reach is part of the answer
+        found.append(Built(companion.first, companion.last, served, primary))
+        at = companion.last + 1
+    return found
+
+
+def _primary_max(spans: Sequence[Span], first: int, last: int) -> int | None:
+    """The largest primary timestamp of a range; None if that is not known of all of it."""
+    largest: int | None = None
+    at = first
+    for place in range(bisect_left(spans, first, key=lambda span: span.last), len(spans)):
+        span = spans[place]
+        if span.first > last:
+            break
+        if span.first > at or span.primary is None:
+            return None
+        largest = span.primary[1] if largest is None else max(largest, span.primary[1])
+        at = span.last + 1
+    return largest if at > last else None
+
+
+def add_states(file: AggFile, request: AggregateRequest, groups: Groups, deadline: float) -> int:
+    """Adds the whole windows of a file to groups; answers how many states that were."""
+    counted = {name: index for index, name in enumerate(groups.counted)}
+    # All of the file first: if something in it is broken, nothing of it must have been added.
+    found, states = groups.fresh(), 0
+    for part in file.parts(states_wanted(request)):
+        if time.monotonic() >= deadline:
+            raise too_late()
+        states += part.states
+        for key, measure, size in part.counts:
+            group = found.at(key)
+            if measure in counted:
+                group.counts[counted[measure]] += size
+        for key, measure, numbers in part.numbers:
+            found.at(key).waiting.setdefault(measure, []).extend(numbers)
+        for key, measure, summary in part.summaries:
+            found.merge(key, measure, summary)
+        found.settle()
+    groups.absorb(found)
+    return states
+
+
+def states_wanted(request: AggregateRequest) -> Wanted:
+    from tailrace.search.index_files.agg_file import Wanted  # brings Arrow, which is large
+
+    having = wanted_dimensions(request)
+    assert having is not None
+    name, dimensions = _fewest_dimensions(request, {*request.group_by, *having})
+    kinds = {name: measure.kind for name, measure in request.measures.items()}
+    return Wanted(
+        name,
+        request.interval_ms,
+        *whole_windows(request),
+        [dimensions.index(name) for name in request.group_by],
+        [(dimensions.index(name), text) for name, text in having.items()],
+        [name for name, kind in kinds.items() if kind == "summary"],
+        [name for name, kind in kinds.items() if kind == "summary_parts"],
+        sorted(request.rollup.measures),
+    )
+
+
+def _fewest_dimensions(request: AggregateRequest, wanted: set[str]) -> tuple[str, tuple[str, ...]]:
+    """The name of the smallest cut that tells of these dimensions, and which it is by."""
+    dimensions = request.rollup.dimensions
+    kept = tuple(name for name in dimensions if name in wanted)
+    if len(kept) > 1 or len(kept) == len(dimensions):
+        return request.rollup_name, dimensions
+    return cut_name(request.rollup_name, [dimensions.index(name) for name in kept]), kept
+
+
+def edges_in(file: AggFile, request: AggregateRequest) -> list[Window]:
+    """The edges in which the file has anything at all."""
+    interval_ms = request.interval_ms
+    return [
+        window
+        for window in edges(request)
+        if any(
+            file.has_window(request.rollup_name, interval_ms, start_ms)
+            for start_ms in _starts(window, interval_ms)
+        )
+    ]
+
+
+def _starts(window: Window, interval_ms: int) -> list[int]:
+    """The windows that an edge is part of: one, or two where no whole one lies between."""
+    first = window.from_ms // interval_ms * interval_ms
+    last = (window.to_ms - 1) // interval_ms * interval_ms
+    return [first] if first == last else [first, last]
+
+
+# -- rows from columns -----------------------------------------------------------------------------------
+
+
+def columns_wanted(view: View, request: AggregateRequest) -> list[str]:
+    """The fields whose values decide which records count, and what is measured of them."""
+    queries = (request.query, request.include, *request.measure_includes.values())
+    asked = {name for query in queries if query is not None for name in fields_in(query)}
+    measured = {cast("str", one.field) for one in request.measures.values() if one.kind == "summary"}
+    primary = set[str]() if view.primary is None else {view.primary}
+    return sorted({request.timestamp_field, *request.rollup.dimensions, *measured, *asked, *primary})
+
+
+def files_for_rows(span: Span, wanted: Sequence[str], *, blocks: bool) -> dict[str, Served] | None:
+    """The files that have all these columns, and the blocks of metrics; None if some have to be decoded."""
+    found: dict[str, Served] = {}
+    for family, name in [*((COL, name) for name in wanted), *([(MBLK, MBLK)] if blocks else [])]:
+        served = span.serving(family, name)
+        if served is None:
+            return None
+        found[served.published.key] = served
+    return found
+
+
+def reaches(span: Span, view: View, request: AggregateRequest) -> bool:
+    """Whether a row of a span may have a time that is asked for."""
+    if request.timestamp_field != view.primary or span.primary is None:
+        return True
+    return span.primary[0] < request.to_ms and span.primary[1] >= request.from_ms
+
+
+def chunks_of_span(
+    source: SpanSource, view: View, request: AggregateRequest, wanted: Sequence[str]
+) -> Iterator[Chunk]:
+    """The rows of a span that may lie in the time that is asked for, as chunks of nothing but these fields.
+
+    Everything that may be broken is decoded before the first of them is made.
+    """
+    fields, field = view.config.fields, request.timestamp_field
+    for name in wanted:
+        source.missing(name)
+    inside = source.within(field, ">=", request.from_ms) & source.within(field, "<", request.to_ms)
+    for begin in range(0, source.rows.count, ROWS_AT_ONCE):
+        end = min(begin + ROWS_AT_ONCE, source.rows.count)
+        if inside >> begin & ((1 << (end - begin)) - 1):
+            leaves = {name: source.leaves(name, begin, end) for name in wanted}
+            columns = {name: column_from(fields[name], found, lists=False) for name, found in leaves.items()}
+            yield Chunk(source.entries[begin:end], columns)

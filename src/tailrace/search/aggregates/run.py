@@ -1,0 +1,475 @@
+"""Runs aggregates: takes a snapshot, adds up columns where there are any and records elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, Unpack, cast
+
+import orjson
+
+from tailrace.common.errors import TailraceError
+from tailrace.log.model import Stream
+from tailrace.schema.timestamps import from_unix_ms
+from tailrace.search.aggregate_request import AggregateRequest
+from tailrace.search.aggregates.aggregate import AggregateScanner, Groups, too_late
+from tailrace.search.aggregates.aggregate_columns import ColumnAdder, ColumnScanner, has_blocks, has_columns
+from tailrace.search.aggregates.rollup_ranges import (
+    Built,
+    Window,
+    add_states,
+    built_ranges,
+    chunks_of_span,
+    columns_wanted,
+    edges_in,
+    files_for_rows,
+    reaches,
+    states_wanted,
+)
+from tailrace.search.chunk import Chunk
+from tailrace.search.coverage import Counters, omitted, touched, visible_through
+from tailrace.search.index_files.format import AGG, COL, MBLK
+from tailrace.search.index_files.published import UnusableFileError
+from tailrace.search.index_files.shelf import Opened
+from tailrace.search.index_files.span import Span
+from tailrace.search.plan import Stretch, plan, stretches
+from tailrace.search.response import coverage_of
+from tailrace.search.run import READ_BYTES, Outcome, Searcher
+from tailrace.search.view import View
+from tailrace.storage.segments.model import SegmentInfo
+
+if TYPE_CHECKING:
+    from tailrace.search.aggregates.aggregate_states import ArrayStates
+    from tailrace.search.index_files.mblk_file import Blocks
+
+SHOWN = (
+    "mode",
+    "complete",
+    "stream_head_offset",
+    "visible_through_offset",
+    "visible_through_primary_timestamp_max",
+    "oldest_omitted_append_at",
+    "possible_missing_uploaded_segments",
+    "possible_missing_sealed_rows",
+    "possible_missing_wal_rows",
+    "possible_missing_events_upper_bound",
+    "indexed_segments",
+    "indexed_segment_time_ms",
+    "scanned_segments",
+    "scanned_segment_time_ms",
+    "scanned_tail_docs",
+    "scanned_tail_time_ms",
+    "index_families_used",
+)
+
+AT_ONCE = 16  # files of rollups, or spans, that are held open by one aggregate
+KNOWN_MAX = 8192  # stretches, some 200 bytes each
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+
+class Known(NamedTuple):
+    """What an earlier scan saw of one stretch, under the fields of one view."""
+
+    view: View
+    times: tuple[int, int] | None
+    primary_max: int | None
+
+
+class _Part(NamedTuple):
+    """Some of the time that is asked for, and what adds up the rows in it."""
+
+    request: AggregateRequest
+    columns: ColumnAdder
+    scanner: AggregateScanner | ColumnScanner
+
+    def reaches(self, times: tuple[int, int] | None) -> bool:
+        """Whether a row with such a time may count."""
+        return times is not None and times[0] < self.request.to_ms and times[1] >= self.request.from_ms
+
+
+class Aggregator:
+    """The aggregates of one server. It remembers how far the times of stretches reach: they never change."""
+
+    def __init__(self, searcher: Searcher) -> None:
+        self.searcher = searcher
+        self._known: OrderedDict[tuple[int, int, str], Known] = OrderedDict()
+
+    async def aggregate(
+        self, stream: Stream, view: View, request: AggregateRequest, deadline: float
+    ) -> bytes:
+        """The body of the answer. `deadline` is a time of the monotonic clock; behind it there is none."""
+        run = _Run(self, stream, view, request, deadline)
+        await run.add_up()
+        return await run.body()
+
+    def find(self, number: int, first: int, field: str, view: View) -> Known | None:
+        known = self._known.get((number, first, field))
+        if known is None or not known.view.same_values(view) or known.view.primary != view.primary:
+            return None
+        self._known.move_to_end((number, first, field))
+        return known
+
+    def learn(self, number: int, first: int, field: str, known: Known) -> None:
+        self._known[number, first, field] = known
+        self._known.move_to_end((number, first, field))
+        if len(self._known) > KNOWN_MAX:
+            self._known.popitem(last=False)
+
+
+class _Run:
+    """One aggregate. What it computes runs on threads, step by step; what it reads comes through the loop."""
+
+    def __init__(
+        self, aggregator: Aggregator, stream: Stream, view: View, request: AggregateRequest, deadline: float
+    ) -> None:
+        self._aggregator = aggregator
+        self._searcher = aggregator.searcher
+        self._stream = stream
+        self._view = view
+        self._request = request
+        self._deadline = deadline
+        self._first = stream.earliest + 1
+        self._last = stream.visible
+        self._groups = Groups(view, request)
+        self._part = self._part_of(request)
+        self._counters = Counters()
+        self._primaries: list[tuple[int, int]] = []  # by piece: its last entry, its largest timestamp
+        self._undecided: list[Stretch] = []
+        self._scanned: list[Stretch] = []
+        self._indexed: list[Stretch] = []
+        self._used_rollups = False
+        self._spans: Sequence[Span] = ()
+        self._wanted = columns_wanted(view, request) if has_blocks(request) else None
+        self._blocks = not has_columns(request)  # summaries that records bring along are asked for
+        self._arrays: ArrayStates | None = None  # what companions gave, where nothing else is asked for
+
+    def _part_of(self, request: AggregateRequest) -> _Part:
+        columns = ColumnAdder(self._view, request, self._groups, self._stream.earliest)
+        if has_columns(request):
+            return _Part(request, columns, ColumnScanner(self._view, request, columns))
+        return _Part(request, columns, AggregateScanner(self._view, request, self._groups))
+
+    def _look_at_clock(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise too_late()
+
+    async def add_up(self) -> None:
+        self._look_at_clock()
+        built, covered = await self._built_ranges()
+        chunks: Sequence[Chunk] = ()
+        if has_columns(self._request):
+            chunks = await self._searcher.tail.chunks(self._stream, self._view, self._last, covered)
+        begin = chunks[0].first if chunks else self._last + 1
+        at = self._first
+        built = [one for one in built if one.last < begin]
+        for place in range(0, len(built), AT_ONCE):
+            some = built[place : place + AT_ONCE]
+            for one in some:
+                await self._add_rows(at, one.first - 1, self._part)
+                at = one.last + 1
+            await self._add_built(some)
+        await self._add_rows(at, begin - 1, self._part)
+        for piece in plan(begin, self._last, chunks, self._searcher.scan_rows, newest_first=False):
+            self._look_at_clock()
+            if isinstance(piece, Chunk):
+                begun = time.monotonic()
+                self._counters.scanned_tail_docs += await self._on_thread(self._part.columns.add, piece)
+                self._see_primary(self._part.columns.primary_max(piece), piece.last)
+                self._counters.scanned_tail_s += time.monotonic() - begun
+            else:
+                assert isinstance(piece, Stretch)
+                await self._scan(piece, self._part)
+
+    # -- built indexes -----------------------------------------------------------------------------------
+
+    async def _built_ranges(self) -> tuple[list[Built], int | None]:
+        """What rollups speak for, and up to where built indexes speak for everything."""
+        library = self._searcher.library
+        if library is None:
+            return [], None
+        self._spans = await library.spans(self._stream, self._view)
+        rollups = await library.rollups(self._stream, self._view)
+        after, last = self._stream.earliest, self._last
+        built = built_ranges(rollups, self._spans, self._request, self._view, after, last)
+        return built, library.covered(self._stream)
+
+    async def _add_built(self, built: Sequence[Built]) -> None:
+        """Whole windows from rollups, and the rows at the edges of time."""
+        self._look_at_clock()
+        library, request = self._searcher.library, self._request
+        assert library is not None
+        begun = time.monotonic()
+        opened = await library.opened({one.served.published.key: one.served for one in built})
+        added = await self._on_thread(
+            self._add_files, [opened.get(one.served.published.key) for one in built]
+        )
+        self._counters.indexed_s += time.monotonic() - begun
+        for one, found in zip(built, added, strict=True):
+            if found is None:
+                await self._add_rows(one.first, one.last, self._part)
+                continue
+            states, left = found
+            self._used_rollups = self._used_rollups or bool(states)
+            self._counters.families.add(AGG)
+            self._indexed.append(Stretch(one.first, one.last))
+            self._see_primary(one.primary_max, one.last)
+            for window in left:
+                part = self._part_of(request._replace(from_ms=window.from_ms, to_ms=window.to_ms))
+                await self._add_rows(one.first, one.last, part)
+
+    def _add_files(self, files: Sequence[Opened | None]) -> list[tuple[int, list[Window]] | None]:
+        """On a thread. None for each file that is of no use: nothing of it was added."""
+        found: list[tuple[int, list[Window]] | None] = []
+        for file in files:
+            try:
+                found.append(self._add_states(file))
+            except UnusableFileError:
+                found.append(None)
+        return found
+
+    def _add_states(self, file: Opened | None) -> tuple[int, list[Window]]:
+        """How many states were added, and the edges of time that are left."""
+        from tailrace.search.index_files.agg_file import AggFile
+
+        request = self._request
+        if not isinstance(file, AggFile):
+            raise UnusableFileError("it could not be opened")
+        left = edges_in(file, request)
+        if self._blocks:
+            return add_states(file, request, self._groups, self._deadline), left
+        return self._array_states().add_file(file, states_wanted(request)), left
+
+    def _array_states(self) -> ArrayStates:
+        from tailrace.search.aggregates.aggregate_states import ArrayStates  # brings Arrow, which is large
+
+        if self._arrays is None:
+            self._arrays = ArrayStates(self._view, self._request, self._deadline)
+        return self._arrays
+
+    async def _add_rows(self, first: int, last: int, part: _Part) -> None:
+        """Rows one by one: from the columns of spans, and decoded where there are none."""
+        at = first
+        begin = bisect_left(self._spans, first, key=lambda span: span.first)
+        end = bisect_right(self._spans, last, key=lambda span: span.last)
+        for place in range(begin, end, AT_ONCE):
+            some = self._spans[place : min(place + AT_ONCE, end)]
+            for span, is_added in zip(some, await self._add_spans(some, part), strict=True):
+                if is_added:
+                    await self._scan_rows_of(at, span.first - 1, part)
+                    at = span.last + 1
+        await self._scan_rows_of(at, last, part)
+
+    async def _scan_rows_of(self, first: int, last: int, part: _Part) -> None:
+        for stretch in stretches(first, last, self._searcher.scan_rows):
+            self._look_at_clock()
+            await self._scan(stretch, part)
+
+    async def _add_spans(self, spans: Sequence[Span], part: _Part) -> list[bool]:
+        """Adds spans; answers for each whether its columns were of use."""
+        library, wanted = self._searcher.library, self._wanted
+        added = dict.fromkeys((span.first for span in spans), False)
+        opened: list[tuple[Span, Mapping[str, Opened]]] = []
+        for span in spans:
+            files = None if wanted is None else files_for_rows(span, wanted, blocks=self._blocks)
+            if files is None or library is None or span.first <= self._stream.earliest:
+                continue
+            if not reaches(span, self._view, part.request):
+                self._see_span(span, None if span.primary is None else span.primary[1])
+                added[span.first] = True
+            elif len(found := await library.opened(files)) == len(files):
+                opened.append((span, found))
+        begun = time.monotonic()
+        if opened:
+            for span, primary in await self._on_thread(self._add_opened, opened, part):
+                self._see_span(span, primary)
+                added[span.first] = True
+        self._counters.indexed_s += time.monotonic() - begun
+        return list(added.values())
+
+    def _see_span(self, span: Span, primary: int | None) -> None:
+        """A span was added, or has nothing to add."""
+        self._see_primary(primary, span.last)
+        self._counters.families.update((COL, MBLK) if self._blocks else (COL,))
+        self._indexed.append(Stretch(span.first, span.last))
+
+    def _add_opened(
+        self, opened: Sequence[tuple[Span, Mapping[str, Opened]]], part: _Part
+    ) -> list[tuple[Span, int | None]]:
+        """On a thread. The spans that were added, each with its largest primary timestamp."""
+        assert self._wanted is not None
+        found: list[tuple[Span, int | None]] = []
+        for span, files in opened:
+            self._look_at_clock()
+            try:
+                found.append((span, self._add_columns(span, files, self._wanted, part)))
+            except UnusableFileError:
+                continue
+        return found
+
+    def _add_columns(
+        self, span: Span, opened: Mapping[str, Opened], wanted: Sequence[str], part: _Part
+    ) -> int | None:
+        """Answers the largest primary timestamp of a span, all of which is still there."""
+        from tailrace.search.index_files.source import SpanSource  # brings Arrow, which is large
+
+        view = self._view
+        source = SpanSource(span, view.config, opened)
+        if not all(source.has_column(name) for name in wanted):
+            raise UnusableFileError("it lacks a column")
+        bounds = None if view.primary is None else source.bounds(view.primary)
+        if self._blocks:
+            chunks = chunks_of_span(source, view, part.request, wanted)
+            self._add_with_blocks(chunks, _blocks_of(span, opened), part.request)
+        else:
+            self._array_states().add_span(source, part.request)
+        return None if bounds is None else cast("int", bounds[1])
+
+    def _add_with_blocks(self, chunks: Iterable[Chunk], blocks: Blocks, request: AggregateRequest) -> None:
+        """All of a span or nothing: its blocks may turn out to be broken on the way."""
+        groups = self._groups.fresh()
+        columns = ColumnAdder(self._view, request, groups, self._stream.earliest)
+        for chunk in chunks:
+            self._look_at_clock()
+            columns.add(chunk, blocks.parts)
+        self._groups.absorb(groups)
+
+    # -- scans -------------------------------------------------------------------------------------------
+
+    def _see_primary(self, primary: int | None, last: int) -> None:
+        if primary is not None:
+            self._primaries.append((last, primary))
+
+    async def _scan(self, stretch: Stretch, part: _Part) -> None:
+        if not self._searcher.scans:
+            self._undecided.append(stretch)
+            return
+        number, field = self._stream.number, self._request.timestamp_field
+        known = self._aggregator.find(number, stretch.first, field, self._view)
+        whole = stretch.is_whole(self._searcher.scan_rows)
+        if whole and known is not None and not part.reaches(known.times):
+            self._see_primary(known.primary_max, stretch.last)
+            return
+        scanned = await self._scan_rows(stretch, part)
+        if whole and scanned is not None:
+            self._aggregator.learn(number, stretch.first, field, scanned)
+
+    async def _scan_rows(self, stretch: Stretch, part: _Part) -> Known | None:
+        """None if not every row was seen."""
+        counters, after, begun = self._counters, stretch.first - 1, time.monotonic()
+        times: list[int] = []
+        primaries: list[int] = []
+        whole = True
+        self._scanned.append(stretch)
+        while after < stretch.last:
+            try:
+                async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                    page = await self._searcher.reader.read(
+                        self._stream, after, READ_BYTES, stretch.last - after, apart=True
+                    )
+            except TimeoutError:
+                raise too_late() from None
+            except TailraceError as refusal:
+                whole = False
+                if refusal.code == "offset_gone" and self._stream.earliest > after:
+                    after = min(self._stream.earliest, stretch.last)  # taken away while we were looking
+                    continue
+                self._undecided.append(Stretch(after + 1, stretch.last))
+                break
+            found = await self._on_thread(part.scanner.scan, after + 1, page.parts, self._deadline)
+            if found.decided < len(page.parts):
+                raise too_late()
+            after += found.decided
+            self._see_primary(found.primary_max, after)
+            times += found.times or ()
+            primaries += () if found.primary_max is None else (found.primary_max,)
+        if stretch.first <= self._stream.sealed:
+            counters.scanned_s += time.monotonic() - begun
+        else:
+            counters.scanned_tail_s += time.monotonic() - begun
+            counters.scanned_tail_docs += after - stretch.first + 1
+        if not whole:
+            return None
+        span = (min(times), max(times)) if times else None
+        return Known(self._view, span, max(primaries, default=None))
+
+    async def _on_thread(self, work: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._searcher.threads, work, *arguments)
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    async def body(self) -> bytes:
+        coverage = await self._coverage()
+        return await self._on_thread(self._body, coverage)
+
+    def _body(self, coverage: dict[str, object]) -> bytes:
+        request = self._request
+        head = {
+            "stream": self._stream.name,
+            "rollup": request.rollup_name,
+            "from": from_unix_ms(request.from_ms),
+            "to": from_unix_ms(request.to_ms),
+            "interval": request.interval,
+            "coverage": coverage,
+        }
+        body = b"".join([orjson.dumps(head)[:-1], b',"buckets":', *self._buckets(), b"}"])
+        self._groups.groups.clear()  # on this thread: to take many of them apart takes the loop too long
+        return body
+
+    def _buckets(self) -> list[bytes | memoryview]:
+        """A list of JSON, in pieces."""
+        if self._arrays is not None:
+            return self._arrays.shown(self._groups)
+        buckets = [
+            {
+                "start": from_unix_ms(start_ms),
+                "end": from_unix_ms(start_ms + self._request.interval_ms),
+                "groups": groups,
+            }
+            for start_ms, groups in self._groups.shown(self._deadline)
+        ]
+        return [orjson.dumps(buckets)]
+
+    async def _coverage(self) -> dict[str, object]:
+        undecided = self._undecided
+        segments: Sequence[SegmentInfo] = ()
+        if self._stream.sealed and (self._scanned or undecided or self._indexed):
+            segments = await self._searcher.segments(self._stream)
+        ranges = [(info.first, info.last) for info in segments]
+        self._counters.scanned_segments = touched(ranges, self._scanned)
+        self._counters.indexed_segments = touched(ranges, self._indexed)
+        left = omitted(undecided, self._stream.sealed, ranges)
+        through = visible_through(self._first, self._last, undecided)
+        oldest_ns = None
+        if left.oldest is not None:
+            oldest_ns = next((i.first_ns for i in segments if i.first <= left.oldest <= i.last), None)
+        outcome = Outcome(
+            hits=[],
+            matches=0,
+            exact=not undecided,
+            timed_out=False,
+            first=self._first,
+            last=self._last,
+            through=through,
+            primary_max=max((at for last, at in self._primaries if last <= through), default=None),
+            omitted=left,
+            oldest_omitted_ns=oldest_ns,
+            counters=self._counters,
+        )
+        coverage = coverage_of(outcome, self._stream)
+        return {**{name: coverage[name] for name in SHOWN}, "used_rollups": self._used_rollups}
+
+
+def _blocks_of(span: Span, opened: Mapping[str, Opened]) -> Blocks:
+    from tailrace.search.index_files.mblk_file import MblkFile
+
+    served = span.serving(MBLK, MBLK)
+    file = None if served is None else opened.get(served.published.key)
+    if not isinstance(file, MblkFile):
+        raise UnusableFileError("it could not be opened")
+    return file.blocks()

@@ -1,0 +1,199 @@
+"""How the numbers of many groups are spread: buckets of sketches and of histograms, as flat arrays.
+
+A bucket of a sketch has one code for its sign and key, so that codes ascend as the numbers do: 2 ** 18 and
+the key for positive numbers, 0 for zeros, and the same turned around for negative ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from tailrace.search.aggregates.sketch import BUCKETS_MAX, PER_LOG, Sketch, key_of, middle_of
+from tailrace.search.numpy_arrays import np
+
+CODE_OF_KEY_0: Final = 1 << 18
+CODE_MAX: Final = CODE_OF_KEY_0 + (1 << 17)
+
+_CODE_BITS: Final = 20
+_DOUBT: Final = 1e-8  # by so much two libraries' logarithms never differ here
+_DENSE: Final = 8  # so many counters for each number are quicker than sorting
+_WHOLE_IN_DOUBLE: Final = 1 << 53
+
+
+class Spread(NamedTuple):
+    """Counts by code, one row behind the other: those of row n lie from `starts[n]` to `starts[n + 1]`."""
+
+    starts: Any
+    codes: Any
+    counts: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.starts.nbytes + self.codes.nbytes + self.counts.nbytes
+
+    @property
+    def rows(self) -> Any:
+        """The row of each bucket."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
+    def row(self, row: int) -> dict[int, int]:
+        part = slice(self.starts[row], self.starts[row + 1])
+        return dict(zip(self.codes[part].tolist(), self.counts[part].tolist(), strict=True))
+
+    def keep(self, marks: Any) -> Spread:
+        """The marked rows. Where these are most of all, this is quicker than to take them."""
+        sizes = np.diff(self.starts)
+        places = np.repeat(marks, sizes)
+        return Spread(_starts_of(sizes[marks]), self.codes[places], self.counts[places])
+
+    def take(self, rows: Any) -> Spread:
+        sizes = np.diff(self.starts)[rows]
+        starts = _starts_of(sizes)
+        places = np.repeat(self.starts[:-1][rows] - starts[:-1], sizes) + np.arange(starts[-1])
+        return Spread(starts, self.codes[places], self.counts[places])
+
+
+def joined_spreads(parts: Sequence[Spread]) -> Spread:
+    sizes = np.concatenate([np.diff(part.starts) for part in parts])
+    codes, counts = (np.concatenate([part[place] for part in parts]) for place in (1, 2))
+    return Spread(_starts_of(sizes), codes, counts)
+
+
+def tallied(codes: Any, group_of: Any, groups: int, times: Any = None) -> Spread:
+    """How often each code occurs in each group; a code may stand for so many `times`."""
+    if not len(codes):
+        return Spread(np.zeros(groups + 1, np.int64), codes, np.zeros(0, np.int64))
+    low = int(codes.min())
+    width = int(codes.max()) - low + 1
+    keys = group_of * width + (codes - low)
+    if groups * width <= _DENSE * len(codes):
+        counted = np.bincount(keys, times, minlength=groups * width)
+        found = np.flatnonzero(counted)
+        return _cut(found, width, low, counted[found].astype(np.int64), groups)
+    if times is None:
+        keys.sort()
+    else:
+        order = np.argsort(keys)
+        keys, times = keys[order], times[order]
+    firsts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    counts = (
+        np.diff(np.concatenate([firsts, [len(keys)]])) if times is None else np.add.reduceat(times, firsts)
+    )
+    return _cut(keys[firsts], width, low, counts, groups)
+
+
+def _cut(keys: Any, width: int, low: int, counts: Any, groups: int) -> Spread:
+    starts = np.searchsorted(keys, np.arange(groups + 1) * width)
+    return Spread(starts, keys % width + low, counts)
+
+
+def merged_spreads(spread: Spread, group_of: Any, groups: int) -> Spread:
+    """The rows of each group as one."""
+    keys = (group_of[spread.rows] << _CODE_BITS) + (spread.codes + CODE_MAX)
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    if not len(keys):
+        return Spread(np.zeros(groups + 1, np.int64), spread.codes, spread.counts)
+    firsts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    counts = np.add.reduceat(spread.counts[order], firsts)
+    found = keys[firsts]
+    starts = np.searchsorted(found, np.arange(groups + 1) << _CODE_BITS)
+    return Spread(starts, (found & ((1 << _CODE_BITS) - 1)) - CODE_MAX, counts)
+
+
+def _starts_of(sizes: Any) -> Any:
+    starts = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    return starts
+
+
+# -- sketches --------------------------------------------------------------------------------------------
+
+
+def bucket_codes(numbers: Any) -> Any:
+    """The bucket of each number, the very one that a sketch would put it in."""
+    sizes = np.abs(numbers.astype(np.float64))
+    is_zero = sizes == 0
+    with np.errstate(divide="ignore"):
+        places = np.log(sizes) * PER_LOG
+    places[is_zero] = 0.5
+    keys = np.ceil(places).astype(np.int64)
+    doubtful = np.flatnonzero(np.abs(places - np.rint(places)) < _DOUBT)
+    if len(doubtful):
+        different, which = np.unique(numbers[doubtful], return_inverse=True)
+        keys[doubtful] = np.array([key_of(abs(number)) for number in different.tolist()])[which]
+    codes = np.where(numbers < 0, -(keys + CODE_OF_KEY_0), keys + CODE_OF_KEY_0)
+    codes[is_zero] = 0
+    return codes
+
+
+def collapsed(spread: Spread) -> Spread:
+    """The same with no more buckets than sketches have."""
+    sizes = np.diff(spread.starts)
+    if not (sizes > BUCKETS_MAX).any():
+        return spread
+    rows = [spread.take(np.array([row])) for row in range(len(sizes))]
+    for row in np.flatnonzero(sizes > BUCKETS_MAX).tolist():
+        rows[row] = spread_of(coded(sketch_from(spread.row(row))))
+    return joined_spreads(rows)
+
+
+def coded(sketch: Sketch) -> dict[int, int]:
+    """The buckets of a sketch, by code, ascending."""
+    found = {-(key + CODE_OF_KEY_0): count for key, count in sketch.negative.items()}
+    if sketch.zeros:
+        found[0] = sketch.zeros
+    found |= {key + CODE_OF_KEY_0: count for key, count in sketch.positive.items()}
+    return dict(sorted(found.items()))
+
+
+def sketch_from(buckets: dict[int, int]) -> Sketch:
+    sketch, other = Sketch(), Sketch()
+    sketch.zeros = buckets.get(0, 0)
+    sketch.positive = {code - CODE_OF_KEY_0: count for code, count in buckets.items() if code > 0}
+    sketch.negative = {-code - CODE_OF_KEY_0: count for code, count in buckets.items() if code < 0}
+    sketch.merge(other)  # has too many buckets collapse
+    return sketch
+
+
+def spread_of(buckets: dict[int, int]) -> Spread:
+    """One row."""
+    codes = np.array(list(buckets), np.int64)
+    return Spread(np.array([0, len(codes)]), codes, np.array(list(buckets.values()), np.int64))
+
+
+def values_at(spread: Spread, ranks: Any) -> Any:
+    """The number at a rank of each row, from 1; rows without numbers have any."""
+    if not len(spread.codes):
+        return np.zeros(len(ranks))
+    passed = np.cumsum(spread.counts)
+    before = np.concatenate([[0], passed])[spread.starts[:-1]]
+    places = np.minimum(np.searchsorted(passed, before + ranks), len(passed) - 1)
+    codes, which = np.unique(spread.codes[places], return_inverse=True)
+    return np.array([_value(code) for code in codes.tolist()])[which]
+
+
+@lru_cache(65_536)
+def _value(code: int) -> float:
+    if not code:
+        return 0.0
+    return math.copysign(middle_of(abs(code) - CODE_OF_KEY_0), code)
+
+
+# -- histograms ------------------------------------------------------------------------------------------
+
+
+def exponents_of(numbers: Any) -> Any:
+    """The exponent of the largest power of two at or below max(1, |v|)."""
+    if numbers.dtype == np.int64:
+        sizes = np.abs(numbers).view(np.uint64)
+        bits = np.frexp(sizes.astype(np.float64))[1]
+        large = sizes >= _WHOLE_IN_DOUBLE
+        if large.any():
+            bits[large] = np.frexp((sizes[large] >> np.uint64(11)).astype(np.float64))[1] + 11
+    else:
+        bits = np.frexp(numbers)[1]
+    return np.maximum(bits.astype(np.int64) - 1, 0)

@@ -1,0 +1,199 @@
+"""Chunks of the tail index, made in a process of their own: a row of many fields takes 20 microseconds.
+
+On a thread of the server that would be time taken from the appends that bring the rows. The process is
+started when there are many rows to index and ends when there have been none for a while. It steps back
+as all helpers do: where appends need the whole machine the index falls behind, and catches up afterwards.
+For a stream that is being searched there is another one, which does not: then the index is worth the time.
+
+A frame is its length and a body. A request has the registry, the first entry and the payloads; the answer is
+a pickled chunk, or empty if the chunk cannot be made.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from io import FileIO
+from typing import Final, cast
+
+from tailrace.common import process
+from tailrace.schema.registry import read_registry
+from tailrace.search.chunk import Chunk, columns_from
+from tailrace.search.view import Decoder, View
+
+logger = logging.getLogger("tailrace.query")
+
+
+_LENGTH: Final = struct.Struct("<Q")
+_HEAD: Final = struct.Struct("<QQQ")  # first entry, bytes of the registry, payloads
+_VIEWS_KEPT: Final = 16
+
+Payload = bytes | memoryview
+
+
+class ChunkProcessError(Exception):
+    """The process ended, cannot be started, or could not make the chunk."""
+
+
+class ChunkProcess:
+    """The server's end: one request at a time. `make` waits for the process, on the thread that is here."""
+
+    def __init__(self, idle_s: float, niceness: int = process.HELPER_NICENESS) -> None:
+        self._idle_s = idle_s
+        self._niceness = niceness
+        self.thread = ThreadPoolExecutor(1, "chunk-process")
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._used_s = 0.0
+        self.closed = False
+
+    @property
+    def pid(self) -> int | None:
+        child = self._child
+        return None if child is None else child.pid
+
+    def make(self, document: bytes, first: int, payloads: Sequence[Payload]) -> Chunk:
+        """The chunk of consecutive entries under a registry."""
+        request = encode_request(document, first, payloads)
+        with self._lock:
+            self._used_s = time.monotonic()
+            try:
+                child = self._running()
+                _write(cast("FileIO", child.stdin), request)
+                answer = _read(cast("FileIO", child.stdout))
+            except OSError as error:
+                self._end()
+                raise ChunkProcessError(str(error)) from error
+            if answer is None:
+                self._end()
+                raise ChunkProcessError("the process ended")
+            self._used_s = time.monotonic()
+        if not answer:
+            raise ChunkProcessError("the chunk cannot be made")
+        return pickle.loads(answer)  # noqa: S301 - from our own process
+
+    def end_if_idle(self) -> None:
+        """Called now and then. A process with nothing to do holds some 40 MB."""
+        if self._child is not None and time.monotonic() - self._used_s >= self._idle_s:
+            if self._lock.acquire(blocking=False):
+                self._end()
+                self._lock.release()
+
+    def close(self) -> None:
+        """A request that is under way fails; there are no others."""
+        self.closed = True
+        self.thread.shutdown(wait=False, cancel_futures=True)
+        child = self._child
+        if child is not None:
+            child.kill()
+            with self._lock:  # a request that waits for the process sees its end at once
+                self._end()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self.closed:
+            raise OSError("the server stops")
+        if self._child is None:
+            self._child = subprocess.Popen(  # noqa: S603 - our own command
+                [sys.executable, "-m", "tailrace.search.chunk_process", str(self._niceness)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+            )
+        return self._child
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def encode_request(document: bytes, first: int, payloads: Sequence[Payload]) -> bytes:
+    lengths = array("I", map(len, payloads))
+    head = _HEAD.pack(first, len(document), len(payloads))
+    return b"".join((head, document, lengths.tobytes(), *payloads))
+
+
+def answer_request(request: bytes) -> bytes:
+    """The pickled chunk."""
+    first, document_bytes, count = _HEAD.unpack_from(request)
+    at = _HEAD.size + document_bytes
+    document = request[_HEAD.size : at]
+    lengths = array("I", request[at : at + 4 * count])
+    at += 4 * count
+    payloads: list[Payload] = []
+    for length in lengths:
+        payloads.append(request[at : at + length])
+        at += length
+    return pickle.dumps(make_chunk(*_view_of(document), first, payloads), protocol=5)
+
+
+def make_chunk(view: View, decoder: Decoder, first: int, payloads: Sequence[Payload]) -> Chunk:
+    """The chunk of consecutive entries."""
+    entries = range(first, first + len(payloads))
+    members = decoder.all_members(entries, payloads)
+    return Chunk(entries, columns_from(view.config, decoder.gets, members))
+
+
+@lru_cache(_VIEWS_KEPT)
+def _view_of(document: bytes) -> tuple[View, Decoder]:
+    view = View(read_registry(document))
+    return view, Decoder(view, list(view.config.fields))
+
+
+def _write(pipe: FileIO, body: bytes) -> None:
+    for part in (_LENGTH.pack(len(body)), body):
+        rest = memoryview(part)
+        while rest:
+            rest = rest[pipe.write(rest) :]
+
+
+def _read(pipe: FileIO) -> bytes | None:
+    """The body of the next frame; None if there is none any more."""
+    head = _read_exactly(pipe, _LENGTH.size)
+    return None if head is None else _read_exactly(pipe, _LENGTH.unpack(head)[0])
+
+
+def _read_exactly(pipe: FileIO, count: int) -> bytes | None:
+    found = bytearray(count)
+    rest = memoryview(found)
+    while rest:
+        got = pipe.readinto(rest)
+        if not got:
+            return None
+        rest = rest[got:]
+    return bytes(found)
+
+
+def main() -> None:
+    """Answers requests until the server ends, which closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
+    process.lower_cpu_priority(int(sys.argv[1]))
+    requests, answers = FileIO(0, "rb", closefd=False), FileIO(1, "wb", closefd=False)
+    while (request := _read(requests)) is not None:
+        try:
+            answer = answer_request(request)
+        except Exception:
+            logger.exception("a chunk of the tail index cannot be made")
+            answer = b""
+        try:
+            _write(answers, answer)
+        except OSError:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""A bound query as closures that decide stored payloads, many per millisecond.
+
+Only the top-level members that the query asks about are decoded. What that decoder does not take (records
+that are no objects, halves of surrogate pairs, numbers beyond the doubles) is decoded whole. The answer is
+always that of `evaluate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter, eq, ge, gt, le, lt
+from typing import Any, Final, cast
+
+import msgspec
+
+from tailrace.schema.payload import UnreadableRecordError, decode_record
+from tailrace.schema.pointer import find, parse_pointer
+from tailrace.schema.search_config import SearchConfig
+from tailrace.search.analyze import tokens_of
+from tailrace.search.bind import (
+    All,
+    AnyOf,
+    Anywhere,
+    Bound,
+    Clause,
+    Compares,
+    Equals,
+    HasValue,
+    Negation,
+    Phrase,
+    StartsWith,
+    Words,
+)
+from tailrace.search.evaluate import has_phrase, has_words, holds
+from tailrace.search.values import Convert, Value, converter, leaves
+
+Check = Callable[[Any], bool]  # on one canonical value
+Test = Callable[[Any], bool]  # on the members of a record
+
+_COMPARES: Final[dict[str, Callable[[Any, Any], bool]]] = {"=": eq, ">": gt, ">=": ge, "<": lt, "<=": le}
+
+
+class Matcher:
+    """Decides a query on records of one schema version."""
+
+    __slots__ = ("_decode", "_members", "_on_nothing", "_shape", "_test")
+
+    def __init__(self, query: Bound, config: SearchConfig, version: int) -> None:
+        compiler = _Compiler(config, version)
+        self._test: Test = compiler.compile(query)
+        self._members = tuple(compiler.members)
+        names = [f"m{index}" for index in range(len(self._members))]
+        # A member that is missing counts as null does: neither has values.
+        self._shape = cast(
+            "Callable[..., object]",
+            msgspec.defstruct(
+                "Members",
+                [(name, Any, None) for name in names],
+                rename=dict(zip(names, self._members, strict=True)),
+                gc=False,
+            ),
+        )
+        self._decode = msgspec.json.Decoder(cast("type[object]", self._shape)).decode
+        self._on_nothing = holds(query, _no_values)
+
+    def matches(self, payload: bytes | memoryview) -> bool:
+        """Whether a stored payload, already at this version, matches."""
+        try:
+            return self._test(self._decode(payload))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass
+        try:
+            return self.matches_record(decode_record(payload))
+        except UnreadableRecordError:
+            return self._on_nothing
+
+    def matches_record(self, record: object) -> bool:
+        """Whether a promoted record matches; None stands for one that could not be promoted."""
+        if not isinstance(record, dict):
+            return self._on_nothing
+        get = cast("dict[str, object]", record).get
+        return self._test(self._shape(*map(get, self._members)))
+
+
+def _no_values(_field: str) -> list[Value]:
+    return []
+
+
+def _never(_members: object) -> bool:
+    return False
+
+
+class _Compiler:
+    def __init__(self, config: SearchConfig, version: int) -> None:
+        self._config = config
+        self._version = version
+        self.members: dict[str, str] = {}  # top-level member to its attribute
+
+    def compile(self, query: Bound) -> Test:
+        match query:
+            case All(clauses):
+                return _all([self.compile(clause) for clause in clauses])
+            case AnyOf(clauses):
+                return _any([self.compile(clause) for clause in clauses])
+            case Anywhere(targets):
+                return _any([self._clause(target) for target in targets])
+            case Negation(clause):
+                return _not(self.compile(clause))
+            case _:
+                return self._clause(query)
+
+    def _clause(self, clause: Clause) -> Test:
+        assert not isinstance(clause, Anywhere)
+        field = self._config.fields[clause.field]
+        pointer = field.pointer_at(self._version)
+        if not pointer:  # no binding yet, or the whole record, which is an object and so no value
+            return _never
+        tokens = parse_pointer(pointer)
+        assert tokens, "pointers are checked when a registry is installed"
+        attribute = self.members.setdefault(tokens[0], f"m{len(self.members)}")
+        get = _getter(attribute, tokens[1:])
+        test = _some(get, converter(field), _check(clause))
+        if isinstance(clause, Equals) and isinstance(clause.value, str):
+            return _equals(get, clause.value, field.normalizer == "lowercase_v1", test)
+        return test
+
+
+def _all(tests: list[Test]) -> Test:
+    if len(tests) == 2:
+        first, second = tests
+        return lambda members: first(members) and second(members)
+    return lambda members: all(test(members) for test in tests)
+
+
+def _any(tests: list[Test]) -> Test:
+    if len(tests) == 2:
+        first, second = tests
+        return lambda members: first(members) or second(members)
+    return lambda members: any(test(members) for test in tests)
+
+
+def _not(test: Test) -> Test:
+    return lambda members: not test(members)
+
+
+def _getter(attribute: str, rest: tuple[str, ...]) -> Callable[[object], object]:
+    get = attrgetter(attribute)
+    if not rest:
+        return get
+    return lambda members: find(get(members), rest)
+
+
+def _some(get: Callable[[object], object], convert: Convert, check: Check) -> Test:
+    """Whether some value passes; a single leaf, the usual case, makes no list."""
+
+    def test(members: object) -> bool:
+        found = get(members)
+        if type(found) is not list:
+            value = convert(found)
+            return value is not None and check(value)
+        return any(check(value) for value in _converted(leaves(cast("object", found)), convert))
+
+    return test
+
+
+def _equals(get: Callable[[object], object], wanted: str, lower: bool, otherwise: Test) -> Test:
+    """The clause that most filters have: one plain string against another."""
+
+    def test(members: object) -> bool:
+        found = get(members)
+        if type(found) is str and found.isascii():
+            return (found.lower() if lower else found) == wanted
+        return otherwise(members)
+
+    return test
+
+
+def _converted(found: list[object], convert: Convert) -> Iterable[Value]:
+    return (value for leaf in found if (value := convert(leaf)) is not None)
+
+
+def _check(clause: HasValue | Equals | StartsWith | Compares | Words | Phrase) -> Check:
+    match clause:
+        case HasValue():
+            return lambda _value: True
+        case Equals(_, wanted):
+            return wanted.__eq__ if isinstance(wanted, str) else lambda value: value == wanted
+        case StartsWith(_, prefix):
+            return lambda value: value.startswith(prefix)
+        case Compares(_, comparison, bound):
+            compares = _COMPARES[comparison]
+            return lambda value: compares(value, bound)
+        case Words(_, tokens, prefix):
+            return _words(tokens, prefix)
+        case Phrase(_, tokens):
+            return lambda value: has_phrase(tokens_of(value), tokens)
+
+
+def _words(tokens: tuple[str, ...], prefix: bool) -> Check:
+    # A token that is in no part of the text is no token of it: most texts are settled by that.
+    needle = max(tokens, key=len)
+
+    def check(value: str) -> bool:
+        return needle in value.lower() and has_words(tokens_of(value), tokens, prefix)
+
+    return check

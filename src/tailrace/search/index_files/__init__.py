@@ -1,0 +1,1 @@
+"""Index files built by Spark: format, cache, catalogue and readers."""

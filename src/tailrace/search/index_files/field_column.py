@@ -1,0 +1,180 @@
+"""One field of many rows as Arrow has it: comparisons of a whole column are single steps.
+
+A set of rows is one integer with a bit for each row, as everywhere in searches.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, cast
+
+from tailrace.search.numpy_arrays import np, numbers_in
+from tailrace.search.packed import bits_of
+from tailrace.search.values import Value
+from tailrace.storage.segments.parquet import pa, pc
+
+_COMPARE = {"=": "equal", ">": "greater", ">=": "greater_equal", "<": "less", "<=": "less_equal"}
+_OVERHEAD_BYTES = 1000  # of the objects around the buffers
+_WORDS_SHARED_MAX = 4096
+
+
+def bits_in(marks: Any) -> int:
+    """The set of the rows that a boolean array marks; a null marks nothing."""
+    if marks.null_count:
+        marks = pc.fill_null(marks, pa.scalar(False))
+    if marks.offset:
+        marks = pa.concat_arrays([marks, pa.array([], marks.type)])
+    count = len(marks)
+    return int.from_bytes(memoryview(marks.buffers()[1]), "little") & ((1 << count) - 1) if count else 0
+
+
+class FieldColumn:
+    """The values of one field, row by row, made of an array of lists."""
+
+    def __init__(self, lists: Any) -> None:
+        self.count: int = len(lists)
+        lengths = pc.fill_null(pc.list_value_length(lists), 0)
+        largest: int = pc.max(lengths).as_py() or 0
+        flat = lists.flatten()
+        self._is_words = pa.types.is_string(flat.type) or pa.types.is_large_string(flat.type)
+        self._parents: Any = None
+        self._starts: Any = None  # of each row among all values, where a row may have several
+        if largest <= 1:
+            flat = self._spread(flat, lengths)
+        else:
+            self._parents = pc.list_parent_indices(lists)
+            self._starts = lists.offsets
+        if self._is_words:
+            encoded = flat.dictionary_encode()
+            self._words: Any = encoded.dictionary
+            self._flat: Any = encoded.indices
+        else:
+            self._words = None
+            self._flat = flat
+        self.present = bits_in(pc.greater(lengths, 0))
+        self.multiple = bits_in(pc.greater(lengths, 1)) if largest > 1 else 0
+
+    def _spread(self, flat: Any, lengths: Any) -> Any:
+        """One place for each row, with nulls where there is no value."""
+        if len(flat) == self.count:
+            return flat
+        ends = pc.cumulative_sum(lengths)
+        has = pc.equal(lengths, pa.scalar(1, lengths.type))
+        return flat.take(
+            pc.if_else(has, pc.subtract(ends, pa.scalar(1, ends.type)), pa.scalar(None, ends.type))
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        held = [self._flat, self._words, self._parents, self._starts]
+        return sum(part.nbytes for part in held if part is not None) + self.count // 4 + _OVERHEAD_BYTES
+
+    # -- sets of rows --------------------------------------------------------------------------------------
+
+    def equal(self, value: Value) -> int:
+        """The rows with a value that is this one."""
+        if self._is_words:
+            place: int = pc.index(self._words, pa.scalar(str(value), self._words.type)).as_py()
+            return 0 if place < 0 else self._rows(pc.equal(self._flat, pa.scalar(place, self._flat.type)))
+        return self.within("=", value)
+
+    def within(self, comparison: str, bound: Value) -> int:
+        """The rows with a value on one side of a bound."""
+        compare = getattr(pc, _COMPARE[comparison])
+        if self._is_words:
+            return self._with_words(compare(self._words, pa.scalar(str(bound), self._words.type)))
+        return self._rows(compare(self._flat, self._scalar(bound)))
+
+    def _scalar(self, bound: Value) -> Any:
+        kind = self._flat.type
+        if pa.types.is_boolean(kind):
+            return pa.scalar(bool(bound))
+        if pa.types.is_integer(kind) and isinstance(bound, float):
+            return pa.scalar(bound)  # both sides are doubles then, as they are in a scan
+        return pa.scalar(bound, kind)
+
+    def starting_with(self, prefix: str) -> int:
+        if not prefix:
+            return self.present
+        return self._with_words(pc.starts_with(self._words, prefix))
+
+    def _with_words(self, marks: Any) -> int:
+        """The rows with a word that is marked."""
+        marked: int = pc.sum(marks).as_py() or 0
+        if not marked:
+            return 0
+        if marked == len(marks):
+            return self.present
+        return self._rows(marks.take(self._flat))
+
+    def _rows(self, marks: Any) -> int:
+        """The rows that own the marked values."""
+        if self._parents is None:
+            return bits_in(marks)
+        return bits_of(self._parents.filter(marks).to_pylist(), self.count)
+
+    # -- values --------------------------------------------------------------------------------------------
+
+    def values(self, row: int) -> list[Value]:
+        """The values of one row, in their order."""
+        if self._parents is None:
+            found = [self._flat[row].as_py()] if self.present >> row & 1 else []
+        else:
+            found = self._flat[self._starts[row].as_py() : self._starts[row + 1].as_py()].to_pylist()
+        return [self._words[place].as_py() for place in found] if self._is_words else found
+
+    def edge(self, row: int, largest: bool) -> Value | None:
+        values = self.values(row)
+        if not values:
+            return None
+        return values[0] if len(values) == 1 else max(values) if largest else min(values)
+
+    def flat_at(self, rows: Any) -> tuple[Any, Any]:
+        """All values of some rows, one after the other, and which of the rows each is of.
+
+        Words are places in `words`.
+        """
+        if self._parents is None:
+            found = self._flat.take(pa.array(rows))
+            if not found.null_count:
+                return found, np.arange(len(rows))
+            return found.drop_null(), np.flatnonzero(numbers_in(found.is_valid()))
+        starts = numbers_in(self._starts)
+        sizes = starts[rows + 1] - starts[rows]
+        ends = np.cumsum(sizes)
+        places = np.repeat(starts[rows] - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)
+        return self._flat.take(pa.array(places)), np.repeat(np.arange(len(rows)), sizes)
+
+    @property
+    def words(self) -> Any:
+        """The different words there are; None if these are no words."""
+        return self._words
+
+    @cached_property
+    def bounds(self) -> tuple[Value, Value] | None:
+        """The smallest and the largest value of all rows."""
+        found = pc.min_max(self._words if self._is_words else self._flat).as_py()
+        return None if found["min"] is None else (found["min"], found["max"])
+
+    def leaves(self, begin: int, end: int) -> list[object]:
+        """For each of some rows its value, a list of several, or None."""
+        if self._parents is None:
+            return self._listed(begin, end)
+        starts: list[int] = self._starts[begin : end + 1].to_pylist()
+        flat = self._listed(starts[0], starts[-1])
+        lists = [flat[first - starts[0] : last - starts[0]] for first, last in pairwise(starts)]
+        return [None if not found else found[0] if len(found) == 1 else found for found in lists]
+
+    def _listed(self, begin: int, end: int) -> list[object]:
+        """Some of all values, one after the other."""
+        flat = self._flat[begin:end]
+        if not self._is_words:
+            return flat.to_pylist()
+        if len(self._words) > _WORDS_SHARED_MAX:
+            return self._words.take(flat).to_pylist()
+        # One object for all rows that have the same word.
+        words: list[str] = self._words.to_pylist()
+        return [
+            None if place is None else words[place] for place in cast("list[int | None]", flat.to_pylist())
+        ]

@@ -1,0 +1,273 @@
+"""`fts`: which entries have a token, how often, and how long their texts are.
+
+All of that is in the table of terms, and where in a record each token stands.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tailrace.search.index_files import format as names
+from tailrace.search.index_files.body import Body, InnerBody, turns
+from tailrace.search.index_files.parquet_file import ParquetFile, array_in, check_facts
+from tailrace.search.index_files.published import UnusableFileError
+from tailrace.search.numpy_arrays import NONE, narrowed, np, numbers_in
+from tailrace.storage.segments.parquet import PartialFile, pc
+
+_FOUND_MAX = 64  # look-ups that are kept
+_TERMS = (names.FIELD, names.TERM)
+_LISTS = (names.ENTRIES, names.FREQUENCIES)
+_PLACED_LISTS = (*_LISTS, names.POSITIONS)
+_OVERHEAD_BYTES = 4096
+_PLACE_BITS = np.int64(32)
+_DIRECTORY_BYTES = 64 << 10  # the end of a split, with the list of its members
+_HEADER_BYTES = 30  # of a member, before its name
+
+
+class TextFacts(msgspec.Struct):
+    """What `split.json` says of one text field."""
+
+    field: str
+    documents: int
+    tokens: int
+    positions: bool
+
+
+class Postings(NamedTuple):
+    """The entries with a token, ascending, and how often each has it."""
+
+    entries: Any
+    frequencies: Any
+
+
+class Packed(NamedTuple):
+    """The same in few bytes, to be kept: entries are counted from the first of the file."""
+
+    entries: Any
+    frequencies: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries.nbytes + self.frequencies.nbytes
+
+
+NOWHERE = Postings(NONE, NONE)
+
+
+class Split:
+    """The members of a split, stored as they are. Their names and places are known; the rest is fetched."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        directory = zipfile.ZipFile(self._window([(max(body.size - _DIRECTORY_BYTES, 0), body.size)]))
+        self.members = {member.filename: member for member in directory.infolist()}
+
+    def _window(self, ranges: Sequence[tuple[int, int]]) -> Any:
+        return PartialFile(self._body.size, self._body.stretches(ranges))
+
+    def _place(self, member: zipfile.ZipInfo) -> tuple[int, int]:
+        """Where the bytes of a member are: behind its header, its name and what else is said of it."""
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise zipfile.BadZipFile(f"{member.filename} is not stored as it is")
+        start = member.header_offset + _HEADER_BYTES + len(member.orig_filename.encode()) + len(member.extra)
+        return start, start + member.file_size
+
+    def read(self, wanted: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        """Some members, compared with their checksums."""
+        found = [self.members[name] for name in wanted]
+        for turn in turns([member.file_size for member in found]):
+            window = self._window([self._place(found[place]) for place in turn])
+            for member in (found[place] for place in turn):
+                window.seek(self._place(member)[0])
+                data = window.read(member.file_size)
+                if zlib.crc32(data) != member.CRC:
+                    raise zipfile.BadZipFile(f"{member.filename} does not have its checksum")
+                yield member.filename, data
+
+    def inner(self, name: str) -> InnerBody:
+        """A member as a file of its own."""
+        start, stop = self._place(self.members[name])
+        return InnerBody(self._body, start, stop - start)
+
+
+class FtsFile:
+    def __init__(self, body: Body, stream_id: str, first: int, last: int) -> None:
+        self._body = body
+        try:
+            self._split = Split(body)
+            [(_, described)] = self._split.read([names.SPLIT_FACTS])
+            split = msgspec.json.decode(described, type=dict[str, Any])
+            facts = {names.FACT_PREFIX + key: str(value) for key, value in split.items()}
+            texts = msgspec.convert(split["text"], list[TextFacts])
+            self.keywords = frozenset(msgspec.convert(split["keyword"], list[str]))
+            terms = self._split.inner(names.SPLIT_TERMS)
+        except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError, OSError) as error:
+            raise UnusableFileError(f"it is no split: {error}") from error
+        check_facts(facts, names.FTS, stream_id, first, last)
+        self.texts = {text.field: text for text in texts}
+        self.first, self.last = first, last
+        self._terms = ParquetFile(terms)
+        self._terms_held_bytes = terms.held_bytes
+        self._found: OrderedDict[tuple[str, ...], Packed] = OrderedDict()
+        self._found_bytes = 0
+        self._lengths: dict[str, Any] = {}
+        self._lock = Lock()
+
+    @property
+    def memory_bytes(self) -> int:
+        lengths = sum(found.nbytes for found in list(self._lengths.values()))
+        rest = self._body.held_bytes - self._terms_held_bytes  # the table of terms counts as a file
+        return self._terms.memory_bytes + rest + self._found_bytes + lengths + _OVERHEAD_BYTES
+
+    # -- tokens --------------------------------------------------------------------------------------------
+
+    def postings(self, field: str, token: str) -> Postings:
+        found = self._packed(field, token)
+        return Postings(self._unpacked(found), found.frequencies)
+
+    def _packed(self, field: str, token: str) -> Packed:
+        return self._kept(("token", field, token), lambda: self._looked_up(field, token))
+
+    def _unpacked(self, found: Packed) -> Any:
+        return found.entries + np.int64(self.first)
+
+    def _kept(self, key: tuple[str, ...], look_up: Callable[[], Postings]) -> Packed:
+        """What was looked up last stays: a split may speak for many spans, and each of them asks."""
+        found = self._found.get(key)
+        if found is None:
+            looked_up = look_up()
+            found = Packed(narrowed(looked_up.entries - self.first), narrowed(looked_up.frequencies))
+            with self._lock:
+                self._found[key] = found
+                self._found_bytes += found.nbytes
+                if len(self._found) > _FOUND_MAX:
+                    self._found_bytes -= self._found.popitem(last=False)[1].nbytes
+        return found
+
+    def documents_with(self, field: str, token: str) -> int:
+        return len(self._packed(field, token).entries)
+
+    def _looked_up(self, field: str, token: str) -> Postings:
+        return self._postings_where(field, lambda terms: pc.equal(terms, token), (token, token))
+
+    def _postings_where(
+        self, field: str, marked: Callable[[Any], Any], terms: tuple[str, str] | None
+    ) -> Postings:
+        """The rows of the table that some mark on their terms chooses; a null stands for the whole field."""
+        entries: list[Any] = []
+        frequencies: list[Any] = []
+        for table, marks in self._marked(field, marked, terms):
+            entries.append(numbers_in(array_in(table, names.ENTRIES).filter(marks).flatten()))
+            frequencies.append(numbers_in(array_in(table, names.FREQUENCIES).filter(marks).flatten()))
+        return Postings(np.concatenate(entries), np.concatenate(frequencies)) if entries else NOWHERE
+
+    def _marked(
+        self,
+        field: str,
+        marked: Callable[[Any], Any],
+        terms: tuple[str, str] | None,
+        lists: Sequence[str] = _LISTS,
+    ) -> Iterator[tuple[Any, Any]]:
+        """Row groups with a term that is marked: their lists, and which of them are meant."""
+        groups = self._groups(field, terms)
+        marks: dict[int, Any] = {}
+        for group, table in zip(groups, self._terms.tables(groups, _TERMS), strict=True):
+            found = pc.and_(
+                marked(array_in(table, names.TERM)), pc.equal(array_in(table, names.FIELD), field)
+            )
+            if pc.any(found).as_py():
+                marks[group] = found
+        # Not kept: the lists of all terms are large, and those that are wanted stay by themselves.
+        yield from zip(self._terms.read_tables(list(marks), lists), marks.values(), strict=True)
+
+    def _groups(self, field: str, wanted: tuple[str, str] | None) -> list[int]:
+        """Row groups that may have a term of a field in these bounds; without bounds, the field's own row."""
+        found: list[int] = []
+        for group in range(self._terms.groups):
+            fields = self._terms.statistics(group, names.FIELD)
+            if fields is not None and not fields[0] <= field <= fields[1]:
+                continue
+            terms = self._terms.statistics(group, names.TERM)
+            mixed = fields is None or fields[0] != fields[1]
+            if wanted is None:
+                if self._terms.has_nulls(group, names.TERM):
+                    found.append(group)
+            elif terms is None or mixed or (terms[0] <= wanted[1] and terms[1] >= wanted[0]):
+                found.append(group)
+        return found
+
+    def starting_with(self, field: str, prefix: str) -> Any:
+        """The entries with a token that starts like this, ascending."""
+        bounds = (prefix, prefix + "\U0010ffff")
+
+        def look_up() -> Postings:
+            found = self._postings_where(field, lambda terms: pc.starts_with(terms, prefix), bounds)
+            return Postings(np.unique(found.entries), NONE)
+
+        return self._unpacked(self._kept(("start", field, prefix), look_up))
+
+    def lengths(self, field: str) -> Any:
+        """The tokens of a text, for each number from the first to the last of the file; 0 without a text."""
+        found = self._lengths.get(field)
+        if found is None:
+            texts = self._postings_where(field, lambda terms: terms.is_null(), None)
+            lengths = narrowed(texts.frequencies)
+            found = np.zeros(self.last - self.first + 1, lengths.dtype)
+            found[texts.entries - self.first] = lengths
+            self._lengths[field] = found
+        return found
+
+    def with_text(self, field: str) -> Any:
+        """The entries that have a text, be there a token in it or not."""
+        return self._postings_where(field, lambda terms: terms.is_null(), None).entries
+
+    # -- phrases and keywords ------------------------------------------------------------------------------
+
+    def phrase(self, field: str, tokens: Sequence[str]) -> Any:
+        """The entries with these tokens one after the other; None if that cannot be told here."""
+        if not self.texts[field].positions:
+            return None
+        key = ("phrase", field, *tokens)
+        return self._unpacked(
+            self._kept(key, lambda: Postings(self._one_after_the_other(field, tokens), NONE))
+        )
+
+    def _one_after_the_other(self, field: str, tokens: Sequence[str]) -> Any:
+        """A phrase begins where each of its tokens says that it does, from the one with the fewest places."""
+        begins = {token: self._places(field, token) for token in set(tokens)}
+        turns_of = sorted(enumerate(tokens), key=lambda turn: len(begins[turn[1]]))
+        [(at, token), *others] = turns_of
+        found = begins[token] - at
+        for at, token in others:
+            places = begins[token]
+            if not len(found) or not len(places):
+                return NONE
+            wanted = found + at
+            near = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
+            found = found[places[near] == wanted]
+        return np.unique(found >> _PLACE_BITS) + self.first
+
+    def _places(self, field: str, token: str) -> Any:
+        """Everywhere that a token stands, ascending: which entry, above the place in it."""
+        found: list[Any] = []
+        for table, marks in self._marked(
+            field, lambda terms: pc.equal(terms, token), (token, token), _PLACED_LISTS
+        ):
+            entries, frequencies, places = (
+                numbers_in(array_in(table, name).filter(marks).flatten()) for name in _PLACED_LISTS
+            )
+            found.append((np.repeat(entries - self.first, frequencies) << _PLACE_BITS) + places)
+        return np.concatenate(found) if found else NONE
+
+    def keyword_prefix(self, field: str, prefix: str) -> Any:
+        """The entries with a keyword that starts like this; None if that cannot be told here."""
+        if field not in self.keywords or len(prefix.encode()) > names.KEYWORD_BYTES_MAX - 4:
+            return None
+        return self.starting_with(field, prefix)

@@ -1,0 +1,312 @@
+"""A Parquet file of a family: its facts are checked, its row groups fetched and decoded on demand.
+
+Of a file that is not in memory as a whole, the footer is fetched first. It has a checksum of itself, and one
+of every block of the file, so that nothing is decoded that was not compared.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from threading import Lock
+from typing import Any
+
+import xxhash
+
+from tailrace.search.index_files import format as names
+from tailrace.search.index_files.body import Body, Range, Stretch, bytes_of, turns
+from tailrace.search.index_files.published import UnusableFileError
+from tailrace.search.index_files.shelf import WholeWantedError
+from tailrace.storage.segments import parquet, reader
+from tailrace.storage.segments.model import FOOTER_GUESS_BYTES, CorruptSegmentError
+from tailrace.storage.segments.parquet import PartialFile, pa, pq
+
+_GROUP_OVERHEAD_BYTES = 2048  # of the parsed footer
+_PARSED = 2  # what a footer takes in memory besides, for each of its bytes
+_STAMP = names.FACT_FOOTER_XXH3.encode()
+DECODED_BYTES_MAX = 4 << 20  # of one file: the row groups that were not asked for longest go first
+
+
+def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, last: int) -> None:
+    """Refuses a file that speaks of something else, or in a form that is not known."""
+    try:
+        form = int(facts[names.FACT_FORMAT])
+        found = (
+            facts[names.FACT_FAMILY],
+            facts[names.FACT_STREAM_ID],
+            int(facts[names.FACT_FIRST]),
+            int(facts[names.FACT_LAST]),
+        )
+    except (KeyError, ValueError) as error:
+        raise UnusableFileError(f"it lacks a fact: {error}") from error
+    if form != names.FORMATS[family]:
+        whose = "a newer" if form > names.FORMATS[family] else "an older"
+        raise UnusableFileError(f"it has format {form}, of {whose} version of Tailrace")
+    if found != (family, stream_id, first, last):
+        raise UnusableFileError(f"it is the {found[0]} of {found[2]} to {found[3]} of {found[1]}")
+
+
+class ParquetFile:
+    """Row groups of one file. What was decoded last stays, and counts as memory."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self._file: Any = None
+        self._blocks: _Blocks | None = None
+        self._footer_bytes = 0
+        if body.is_whole:
+            self._file = _opened(body)
+            self.metadata: Any = self._file.metadata
+        else:
+            self.metadata, self._footer_bytes = _footer(body)
+            self._blocks = _Blocks(self.facts)
+        self.groups: int = self.metadata.num_row_groups
+        # Not by `metadata.schema`: the library's two objects hold each other, and footers of files that are
+        # long closed would stay until somebody looks for cycles.
+        self._schema: Any = (self._file or self._at(())).schema_arrow.remove_metadata()
+        self._leaves: dict[str, int] = {}
+        if self.groups:
+            group = self.metadata.row_group(0)
+            self._leaves = {group.column(at).path_in_schema: at for at in range(group.num_columns)}
+        self._decoded: OrderedDict[tuple[int, tuple[str, ...]], Any] = OrderedDict()
+        self._decoded_bytes = 0
+        self._bounds: dict[tuple[int, str], tuple[Any, Any] | None] = {}  # that were asked for
+        self._lock = Lock()  # searches on several threads share the file, and the library has one reader
+
+    @property
+    def names(self) -> list[str]:
+        """Of its columns."""
+        return self._schema.names
+
+    @property
+    def facts(self) -> dict[str, str]:
+        found: dict[bytes, bytes] = self.metadata.metadata or {}
+        try:
+            return {key.decode(): value.decode() for key, value in found.items()}
+        except UnicodeDecodeError as error:
+            raise UnusableFileError("its facts are no text") from error
+
+    @property
+    def memory_bytes(self) -> int:
+        parsed = _PARSED * self._footer_bytes + _GROUP_OVERHEAD_BYTES * (self.groups + 1)
+        return self._body.held_bytes + self._decoded_bytes + parsed
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self._body.size
+
+    def statistics(self, group: int, column: str) -> tuple[Any, Any] | None:
+        """The smallest and largest value of a plain column in a row group; None if that is not known."""
+        key = (group, column)
+        if key not in self._bounds:
+            found: Any = self.metadata.row_group(group).column(self._leaves[column]).statistics
+            self._bounds[key] = (found.min, found.max) if found is not None and found.has_min_max else None
+        return self._bounds[key]
+
+    def leaf_bounds(self, column: str) -> tuple[Any, Any] | None:
+        """The smallest and largest value in a column of lists; None if that is not known of every group."""
+        leaf = next((path for path in self._leaves if _is_of(path, (column,))), None)
+        found = [] if leaf is None else [self.statistics(group, leaf) for group in range(self.groups)]
+        known = [bounds for bounds in found if bounds is not None]
+        if not known or len(known) < len(found):
+            return None
+        return min(least for least, _ in known), max(most for _, most in known)
+
+    def leaf_is_full(self, column: str) -> bool:
+        """Whether every list of a column has something in it, as far as that is told without decoding."""
+        leaves = [path for path in self._leaves if _is_of(path, (column,))]
+        return len(leaves) == 1 and not any(self.has_nulls(group, leaves[0]) for group in range(self.groups))
+
+    def rows_in(self, group: int) -> int:
+        rows: int = self.metadata.row_group(group).num_rows
+        return rows
+
+    def has_nulls(self, group: int, column: str) -> bool:
+        found = self.metadata.row_group(group).column(self._leaves[column]).statistics
+        return found is None or not found.has_null_count or found.null_count > 0
+
+    def filters(self, groups: Sequence[int], column: str) -> list[bytes | None]:
+        """The Bloom filter of a plain column in each of some row groups; None where there is none."""
+        start = 0 if self._blocks is None else self._blocks.end
+        [stretch] = self._body.stretches([(start, self.size)], self._are_indexes)
+        found: list[bytes | None] = []
+        for group in groups:
+            told = self.metadata.row_group(group).column(self._leaves[column])
+            at, length = told.bloom_filter_offset, told.bloom_filter_length
+            if at is None or length is None:
+                found.append(None)
+                continue
+            if not start <= at < at + parquet.BLOOM_BLOCK_BYTES <= at + length <= self.size:
+                raise UnusableFileError("a filter lies where none can be")
+            stored = stretch.data[at - stretch.start : at - stretch.start + length]
+            found.append(bytes(parquet.bloom_bits(stored)))
+        return found
+
+    def _are_indexes(self, stretch: Stretch) -> bool:
+        """Whether what lies between the row groups and the footer is as it was written."""
+        try:
+            reader.check_index(bytes(stretch.data), reader.footer_facts(self.metadata))
+        except (CorruptSegmentError, ValueError):
+            return False
+        return True
+
+    def tables(self, groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
+        """Row groups as tables with one chunk for each column. Those near each other are fetched at once."""
+        wanted = tuple(columns)
+        for turn in self._turns(groups, wanted):
+            with self._lock:
+                missing = [group for group in turn if (group, wanted) not in self._decoded]
+            file = self._reader(missing, wanted)
+            for group in turn:
+                table = self._known(group, wanted)
+                if table is None:
+                    # One that was there before may be gone by now.
+                    held = file if group in missing else self._reader([group], wanted)
+                    table = self._keep(group, wanted, held)
+                yield table
+
+    def group(self, group: int, columns: Sequence[str]) -> Any:
+        """One of them."""
+        [table] = self.tables([group], columns)
+        return table
+
+    def read_tables(self, groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
+        """As `tables`, for what is not worth keeping."""
+        for turn in self._turns(groups, columns):
+            file = self._reader(turn, columns)
+            for group in turn:
+                yield self._decode(file, [group], columns)
+
+    def read_group(self, group: int, columns: Sequence[str]) -> Any:
+        """One of them."""
+        [table] = self.read_tables([group], columns)
+        return table
+
+    def read(self, columns: Sequence[str]) -> Any:
+        """Whole columns; they are not kept."""
+        turns_of = self._turns(range(self.groups), columns)
+        tables = [self._decode(self._reader(turn, columns), turn, columns) for turn in turns_of if turn]
+        return pa.concat_tables(tables or [self._empty(columns)]).combine_chunks()
+
+    def _empty(self, columns: Sequence[str]) -> Any:
+        return self._schema.empty_table().select(list(columns))
+
+    def _known(self, group: int, columns: tuple[str, ...]) -> Any:
+        with self._lock:
+            table = self._decoded.get((group, columns))
+            if table is not None:
+                self._decoded.move_to_end((group, columns))
+        return table
+
+    def _keep(self, group: int, columns: tuple[str, ...], file: Any) -> Any:
+        table = self._decode(file, [group], columns)
+        with self._lock:
+            if (group, columns) not in self._decoded:  # else somebody was faster
+                self._decoded[group, columns] = table
+                self._decoded_bytes += table.nbytes
+            while self._decoded_bytes > DECODED_BYTES_MAX and len(self._decoded) > 1:
+                self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
+        return table
+
+    def _decode(self, file: Any, groups: Sequence[int], columns: Sequence[str]) -> Any:
+        try:
+            with self._lock if file is self._file else nullcontext():
+                found = file.read_row_groups(list(groups), columns=list(columns), use_threads=False)
+            return found.combine_chunks()
+        except (pa.ArrowException, OSError) as error:
+            raise UnusableFileError(f"row groups from {groups[0]} cannot be decoded: {error}") from error
+
+    # -- bytes that are fetched ----------------------------------------------------------------------------
+
+    def _turns(self, groups: Sequence[int], columns: Sequence[str]) -> list[list[int]]:
+        """Row groups, divided into as many as are fetched at once."""
+        if self._blocks is None:
+            return [list(groups)]
+        sizes = [sum(stop - start for start, stop in self._ranges([group], columns)) for group in groups]
+        return [[groups[place] for place in turn] for turn in turns(sizes)]
+
+    def _ranges(self, groups: Iterable[int], columns: Sequence[str]) -> list[Range]:
+        """Where columns of row groups lie. A column of lists is all leaves below its name."""
+        leaves = [at for path, at in self._leaves.items() if _is_of(path, columns)]
+        rows = map(self.metadata.row_group, groups)
+        return [reader.column_range(row.column(at)) for row in rows for at in leaves]
+
+    def _reader(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
+        """The library's reader of a file that has at least the bytes of these row groups."""
+        if self._blocks is None:
+            return self._file
+        wanted = [self._blocks.around(found) for found in self._ranges(groups, columns)]
+        return self._at(self._body.stretches(wanted, self._blocks.are_right) if wanted else ())
+
+    def _at(self, held: Sequence[Stretch]) -> Any:
+        """The library's reader of a file of which only these bytes are at hand."""
+        window = PartialFile(self._body.size, held)
+        return pq.ParquetFile(window, metadata=self.metadata, pre_buffer=False)
+
+
+class _Blocks:
+    """The checksums of all blocks of a file from its beginning to where its tail begins."""
+
+    def __init__(self, facts: dict[str, str]) -> None:
+        try:
+            self._bytes = int(facts[names.FACT_BLOCK_BYTES])
+            self.end = int(facts[names.FACT_CHECKED_BYTES])
+            self._digests = facts[names.FACT_BLOCK_XXH3]
+        except (KeyError, ValueError) as error:
+            raise UnusableFileError(f"it lacks checksums: {error}") from error
+        if self._bytes <= 0 or len(self._digests) != 16 * -(-self.end // self._bytes):
+            raise UnusableFileError("it does not have a checksum for every block")
+
+    def around(self, wanted: Range) -> Range:
+        """The whole blocks that some bytes lie in."""
+        start, stop = wanted
+        if not 0 <= start <= stop <= self.end:
+            raise UnusableFileError("a column lies beyond the blocks")
+        return start // self._bytes * self._bytes, min(-(-stop // self._bytes) * self._bytes, self.end)
+
+    def are_right(self, stretch: Stretch) -> bool:
+        for at in range(0, len(stretch.data), self._bytes):
+            block = (stretch.start + at) // self._bytes
+            found = xxhash.xxh3_64_hexdigest(stretch.data[at : at + self._bytes])
+            if found != self._digests[16 * block : 16 * block + 16]:
+                return False
+        return True
+
+
+def _is_of(path: str, columns: Sequence[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in columns)
+
+
+def _opened(body: Body) -> Any:
+    [stretch] = body.stretches([(0, body.size)])
+    try:
+        return pq.ParquetFile(pa.BufferReader(pa.py_buffer(stretch.data)), pre_buffer=False)
+    except (pa.ArrowException, OSError) as error:
+        raise UnusableFileError(f"it is no Parquet file: {error}") from error
+
+
+def _footer(body: Body) -> tuple[Any, int]:
+    """The parsed footer of a file, checked, and how many bytes it has."""
+    guess = min(body.size, FOOTER_GUESS_BYTES)
+    end = bytes_of(body, body.size - guess, body.size)
+    length = int.from_bytes(end[-8:-4], "little") + 8
+    if end[-4:] != b"PAR1" or length > body.size:
+        raise UnusableFileError("it is no Parquet file")
+    if length > guess:
+        end = bytes_of(body, body.size - length, body.size)
+    if _STAMP not in end:
+        raise WholeWantedError
+    try:
+        return reader.parse_tail(end), length
+    except CorruptSegmentError as error:
+        raise UnusableFileError(str(error)) from error
+
+
+def array_in(table: Any, name: str) -> Any:
+    """A column as one array."""
+    column = table.column(name)
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks or [pa.array([], column.type)])

@@ -1,0 +1,279 @@
+"""A span with its files open: decides what they know, and says what they do not."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from tailrace.schema.search_config import SearchConfig
+from tailrace.search.bind import Bound, Clause, Compares, Equals, HasValue, Phrase, StartsWith, Words
+from tailrace.search.index_files.col_file import ColFile
+from tailrace.search.index_files.exact_file import ExactFile
+from tailrace.search.index_files.field_column import FieldColumn
+from tailrace.search.index_files.format import COL, EXACT, FTS, VALUE_BYTES_MAX, is_cut, stored_value
+from tailrace.search.index_files.fts_file import FtsFile
+from tailrace.search.index_files.published import UnusableFileError
+from tailrace.search.index_files.row_space import RowSpace
+from tailrace.search.index_files.shelf import Opened
+from tailrace.search.index_files.span import Span
+from tailrace.search.index_files.weigh import TokenRows, heavy_rows, scores_of
+from tailrace.search.score import Scorer, Statistics
+from tailrace.search.values import Value
+from tailrace.search.verdict import Verdict, certain, judge
+
+
+class SpanSource:
+    """Rows of one span. `opened` are its files that could be opened, by their keys."""
+
+    def __init__(self, span: Span, config: SearchConfig, opened: Mapping[str, Opened]) -> None:
+        self._span = span
+        self._config = config
+        self._primary = config.primary_timestamp_field
+        self._opened = opened
+        self.rows = RowSpace(range(span.first, span.last + 1) if span.is_range else self._listed())
+        self.families: set[str] = set()  # that were asked something
+        self._judged: dict[Clause, Verdict] = {}
+        # Of this search: fetching one again, half-way through taking its rows, might fail.
+        self._weighed: dict[tuple[str, str], TokenRows] = {}
+        self._text_lengths: dict[str, Any] = {}
+
+    def _listed(self) -> Sequence[int]:
+        """Entries, where not every number is one."""
+        for served in self._span.files.get(COL, ()):
+            found = cast("ColFile | None", self._opened.get(served.published.key))
+            if found is not None:
+                begin = bisect_left(found.entries, self._span.first)
+                return found.entries[begin : bisect_left(found.entries, self._span.last + 1)]
+        raise LookupError("no file tells which entries there are")
+
+    def _file(self, family: str, name: str) -> Opened | None:
+        for served in self._span.files.get(family, ()):
+            if name in served.names and (found := self._opened.get(served.published.key)) is not None:
+                self.families.add(family)
+                return found
+        return None
+
+    # -- what a search asks of a source --------------------------------------------------------------------
+
+    @property
+    def entries(self) -> Sequence[int]:
+        return self.rows.entries
+
+    @property
+    def first(self) -> int:
+        return self._span.first
+
+    @property
+    def last(self) -> int:
+        return self._span.last
+
+    @property
+    def count(self) -> int:
+        return self.rows.count
+
+    def after(self, entry: int) -> int:
+        return self.rows.after(entry)
+
+    def match(self, query: Bound) -> int:
+        verdict = self.judge(query)
+        assert verdict.is_final, "rows in doubt are decoded"
+        return verdict.sure
+
+    def edge(self, name: str, row: int, largest: bool) -> Value | None:
+        column, shift = self.column(name)
+        return column.edge(row + shift, largest)
+
+    def bounds(self, name: str) -> tuple[Value, Value] | None:
+        if name == self._primary and self._span.primary is not None:
+            return self._span.primary
+        column, shift = self.column(name)
+        if column.count == self.rows.count:
+            return column.bounds
+        found = [value for row in range(self.rows.count) for value in column.values(row + shift)]
+        return (min(found), max(found)) if found else None
+
+    def within(self, name: str, comparison: str, bound: Value) -> int:
+        if self._col(name).is_beyond(name, comparison, bound):
+            return 0  # told by the file without decoding the column
+        column, shift = self.column(name)
+        return self._cut(column.within(comparison, bound), shift)
+
+    def several(self, name: str) -> int:
+        """The rows with more than one value."""
+        column, shift = self.column(name)
+        return self._cut(column.multiple, shift)
+
+    def missing(self, name: str) -> int:
+        if self._col(name).is_full(name):
+            return 0
+        column, shift = self.column(name)
+        return self.rows.all_rows & ~self._cut(column.present, shift)
+
+    def add_statistics(self, statistics: Statistics, after: int) -> None:
+        """Nothing: a split may speak for several spans, and is counted once for all of them."""
+
+    def scores(self, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
+        return scores_of(self, query, rows, scorer)
+
+    def heavy(self, query: Bound, rows: int, scorer: Scorer, least: float) -> int:
+        return heavy_rows(self, query, rows, scorer, least)
+
+    # -- columns -------------------------------------------------------------------------------------------
+
+    def leaves(self, name: str, begin: int, end: int) -> list[object]:
+        """The values of a field in each of some rows: one, a list of several, or None."""
+        column, shift = self.column(name)
+        return column.leaves(begin + shift, end + shift)
+
+    def _col(self, name: str) -> ColFile:
+        found = self._file(COL, name)
+        assert isinstance(found, ColFile)
+        return found
+
+    def has_column(self, name: str) -> bool:
+        found = self._file(COL, name)
+        return isinstance(found, ColFile) and found.has(name)
+
+    def column(self, name: str) -> tuple[FieldColumn, int]:
+        """A column, and the place of our first row in it."""
+        found = self._col(name)
+        return found.column(name), bisect_left(found.entries, self._span.first)
+
+    def _cut(self, bits: int, shift: int) -> int:
+        return bits >> shift & self.rows.all_rows
+
+    # -- clauses -------------------------------------------------------------------------------------------
+
+    def judge(self, query: Bound) -> Verdict:
+        return judge(query, self.rows.all_rows, self.decide)
+
+    def knows(self, clauses: Iterable[Clause]) -> bool:
+        """Whether every one of these clauses is certain, and not just all of them together."""
+        return all((found := self.decide(clause)) is not None and found.is_final for clause in clauses)
+
+    def certain(self, clause: Clause) -> int:
+        found = self.decide(clause)
+        assert found is not None
+        return found.sure
+
+    def decide(self, clause: Clause) -> Verdict | None:
+        known = self._judged.get(clause)
+        if known is None:
+            known = self._decide(clause)
+            if known is not None:
+                self._judged[clause] = known
+        return known
+
+    def _decide(self, clause: Clause) -> Verdict | None:
+        match clause:
+            case Equals(field, value):
+                return self._equal(field, value)
+            case HasValue(field):
+                return self._present(field)
+            case StartsWith(field, prefix):
+                return self._starting(field, prefix)
+            case Compares(field, comparison, value):
+                return certain(self.within(field, comparison, value)) if self.has_column(field) else None
+            case Words():
+                return self._words(clause)
+            case Phrase():
+                return self._phrase(clause)
+            case _:
+                raise AssertionError("words anywhere are taken apart before")
+
+    def _equal(self, field: str, value: Value) -> Verdict | None:
+        exact = self._file(EXACT, field)
+        if isinstance(exact, ExactFile):
+            stored = stored_value(value)
+            found = self.rows.rows(exact.entries(field, stored))
+            return Verdict(0, found) if is_cut(stored) else certain(found)
+        if not self.has_column(field):
+            return None
+        column, shift = self.column(field)
+        return certain(self._cut(column.equal(value), shift))
+
+    def _present(self, field: str) -> Verdict | None:
+        if self.has_column(field):
+            column, shift = self.column(field)
+            return certain(self._cut(column.present, shift))
+        exact = self._file(EXACT, field)
+        if isinstance(exact, ExactFile):
+            return certain(self.rows.rows(exact.entries(field, None)))
+        split = self._split(field)
+        if split is not None and field in split.texts:
+            return certain(self.rows.rows(split.with_text(field)))
+        return None
+
+    def _starting(self, field: str, prefix: str) -> Verdict | None:
+        if not prefix and (present := self._present(field)) is not None:
+            return present
+        if self.has_column(field):
+            column, shift = self.column(field)
+            return certain(self._cut(column.starting_with(prefix), shift))
+        encoded = prefix.encode()
+        exact = self._file(EXACT, field)
+        if isinstance(exact, ExactFile) and len(encoded) <= VALUE_BYTES_MAX:
+            return certain(self.rows.rows(exact.entries_from(field, encoded)))
+        split = self._file(FTS, field)
+        found = split.keyword_prefix(field, prefix) if isinstance(split, FtsFile) else None
+        return None if found is None else certain(self.rows.rows(found))
+
+    # -- texts ---------------------------------------------------------------------------------------------
+
+    def _split(self, field: str) -> FtsFile | None:
+        found = self._file(FTS, field)
+        return found if isinstance(found, FtsFile) else None
+
+    def text_statistics(self, field: str, tokens: Iterable[str]) -> tuple[int, int, dict[str, int]]:
+        """Of all entries of the split: those with a text, their tokens, those with each of some tokens."""
+        split = self._split(field)
+        text = None if split is None else split.texts.get(field)
+        if split is None or text is None:
+            raise UnusableFileError(f"it does not know {field}")
+        return text.documents, text.tokens, {token: split.documents_with(field, token) for token in tokens}
+
+    def _words(self, clause: Words) -> Verdict | None:
+        split = self._split(clause.field)
+        if split is None:
+            return None
+        found = self.rows.all_rows
+        for token in clause.tokens[:-1] if clause.prefix else clause.tokens:
+            found &= self.rows.rows(split.postings(clause.field, token).entries)
+        if clause.prefix and found:
+            found &= self.rows.rows(split.starting_with(clause.field, clause.tokens[-1]))
+        # Several tokens have to be in one value, and a field may have two.
+        return certain(found) if len(clause.tokens) == 1 or not found else Verdict(0, found)
+
+    def _phrase(self, clause: Phrase) -> Verdict | None:
+        split = self._split(clause.field)
+        if split is None:
+            return None
+        found = self.rows.all_rows
+        for token in set(clause.tokens):
+            found &= self.rows.rows(split.postings(clause.field, token).entries)
+        if len(clause.tokens) == 1 or not found:
+            return certain(found)
+        engine = split.phrase(clause.field, clause.tokens)
+        if engine is None:
+            return Verdict(0, found)
+        return certain(found & self.rows.rows(engine))
+
+    def token_rows(self, field: str, token: str) -> TokenRows:
+        found = self._weighed.get((field, token))
+        if found is None:
+            split = self._split(field)
+            assert split is not None
+            postings = split.postings(field, token)
+            which, rows = self.rows.cut(postings.entries)
+            lengths = self.text_lengths(field)[rows]
+            found = self._weighed[field, token] = TokenRows(rows, postings.frequencies[which], lengths)
+        return found
+
+    def text_lengths(self, field: str) -> Any:
+        found = self._text_lengths.get(field)
+        if found is None:
+            split = self._split(field)
+            assert split is not None
+            found = self._text_lengths[field] = self.rows.each(split.lengths(field), split.first)
+        return found

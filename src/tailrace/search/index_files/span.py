@@ -1,0 +1,143 @@
+"""Stretches of a stream that the same files speak for, and which fields of each file may be used.
+
+A file of an older plan serves the fields whose fingerprints have not changed since. Files of different
+families may speak for different ranges, and merged ones for many segments at once: so the stream is cut
+wherever some file begins or ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from tailrace.search.index_files.format import AGG, COL, EXACT, FTS, MBLK
+from tailrace.search.index_files.index_plan import index_plan, members_of
+from tailrace.search.index_files.published import Published
+from tailrace.search.view import View
+from tailrace.storage.segments.index_files import IndexFile, PlanRecord
+from tailrace.storage.segments.model import stream_prefix
+
+SEARCHED = (COL, EXACT, FTS)
+BY_ROWS = (*SEARCHED, MBLK)  # speak of entries one by one
+
+
+class Served(NamedTuple):
+    """A file, and what of it is as the registry of this moment wants it."""
+
+    companion: IndexFile
+    published: Published
+    names: frozenset[str]  # of fields, or rollups
+    is_current: bool  # all of it, also what its statistics say
+
+
+class Span(NamedTuple):
+    first: int
+    last: int
+    is_range: bool  # every number from the first to the last is an entry
+    files: Mapping[str, Sequence[Served]]  # by family
+    primary: tuple[int, int] | None  # the smallest and largest primary timestamp, if that is known
+    is_complete: bool  # every family that searches want is here, by the plan of today
+
+    def serving(self, family: str, name: str) -> Served | None:
+        for served in self.files.get(family, ()):
+            if name in served.names:
+                return served
+        return None
+
+
+class Prints:
+    """Fingerprints of everything that the registry of a view asks for."""
+
+    def __init__(self, view: View) -> None:
+        # Blocks of metrics are only there where the profile asks for them: then they have this fingerprint.
+        self._prints = index_plan(view.registry, "metrics").fingerprints
+        assert view.registry.search is not None
+        search = view.registry.search
+        self._members = {family: frozenset(found) for family, found in members_of(search).items()}
+        self._members[MBLK] = frozenset({MBLK})
+        if view.primary is not None and COL in self._members:
+            self._members[COL] |= {view.primary}
+
+    @property
+    def searched(self) -> list[str]:
+        """The families that searches want."""
+        return [family for family in SEARCHED if family in self._members]
+
+    def served(self, companion: IndexFile, plan: PlanRecord | None, stream_id: str) -> Served | None:
+        """What a file is good for; None if for nothing."""
+        family = companion.family
+        current = companion.fingerprint != "" and companion.fingerprint == self._prints.get(
+            f"family:{family}"
+        )
+        names = self._members.get(family, frozenset())
+        if not current:
+            kind = "rollup" if family == AGG else "field"
+            old = {} if plan is None else plan.fingerprints
+            names = frozenset(name for name in names if self._same(f"{kind}:{name}", old))
+        if not names:
+            return None
+        key = stream_prefix(stream_id) + companion.object
+        published = Published(key, stream_id, companion.bytes, companion.sha256)
+        return Served(companion, published, names, current)
+
+    def _same(self, name: str, old: Mapping[str, str]) -> bool:
+        return name in self._prints and old.get(name) == self._prints[name]
+
+
+def spans_of(
+    prints: Prints, companions: Iterable[IndexFile], plans: Mapping[str, PlanRecord], stream_id: str
+) -> list[Span]:
+    """The spans that some file speaks for row by row, in order; they do not overlap."""
+    begins: dict[int, list[Served]] = {}
+    edges: set[int] = set()
+    for companion in companions:
+        if companion.family not in BY_ROWS:
+            continue
+        served = prints.served(companion, plans.get(companion.plan_hash), stream_id)
+        if served is not None:
+            begins.setdefault(companion.first, []).append(served)
+            edges |= {companion.first, companion.last + 1}
+    spans: list[Span] = []
+    running: list[Served] = []
+    ordered = sorted(edges)
+    for first, following in pairwise(ordered):
+        running = [served for served in running if served.companion.last >= first] + begins.get(first, [])
+        if running:
+            spans.append(_span(first, following - 1, running, prints.searched))
+    return spans
+
+
+def rollups_of(
+    prints: Prints, companions: Iterable[IndexFile], plans: Mapping[str, PlanRecord], stream_id: str
+) -> list[Served]:
+    """Files of rollups by their first entry, the ones that reach furthest first."""
+    found = (
+        prints.served(companion, plans.get(companion.plan_hash), stream_id)
+        for companion in companions
+        if companion.family == AGG
+    )
+    served = [one for one in found if one is not None]
+    return sorted(served, key=lambda one: (one.companion.first, -one.companion.last))
+
+
+def _span(first: int, last: int, running: Sequence[Served], wanted: Sequence[str]) -> Span:
+    files: dict[str, list[Served]] = {}
+    primary: tuple[int, int] | None = None
+    is_range = False
+    # What is built by the plan of today comes first, and of that what was merged most.
+    for served in sorted(running, key=lambda one: (not one.is_current, -one.companion.level)):
+        companion = served.companion
+        files.setdefault(companion.family, []).append(served)
+        is_range = is_range or companion.rows == companion.last - companion.first + 1
+        least, most = companion.stats.get("ts_min"), companion.stats.get("ts_max")
+        whole = companion.family == COL and (companion.first, companion.last) == (first, last)
+        if whole and served.is_current and isinstance(least, int) and isinstance(most, int):
+            primary = (least, most)
+    is_complete = all(any(one.is_current for one in files.get(family, ())) for family in wanted)
+    return Span(first, last, is_range, files, primary, is_complete)
+
+
+def earliest_first(spans: Sequence[Span]) -> list[Span]:
+    """Spans in the order of their primary timestamps; those of which nothing is known stay at the end."""
+    return sorted(spans, key=lambda span: (span.primary is None, span.primary or (0, 0)))

@@ -1,0 +1,147 @@
+"""The answer to a search: hits with their records, totals, coverage, and the headers that mirror it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import cast
+
+import orjson
+
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.log.model import Stream
+from tailrace.log.reader import PointReader
+from tailrace.schema.pointer import ABSENT, find, parse_pointer
+from tailrace.search.collect import Hit
+from tailrace.search.run import Outcome
+from tailrace.search.search_request import SearchRequest
+from tailrace.search.view import View
+
+MS_SHOWN_MAX = 253_402_300_799_999  # the end of the year 9999; nothing later is shown as an instant
+
+
+async def body_of(
+    outcome: Outcome,
+    request: SearchRequest,
+    stream: Stream,
+    view: View,
+    reader: PointReader,
+    took_ms: int,
+) -> dict[str, object]:
+    """The whole body. Records are read for the hits of the page only."""
+    page = outcome.hits[: request.size]
+    payloads = await reader.payloads(stream, [hit.entry for hit in page])
+    hits = [_hit(hit, payloads[hit.entry], request, stream, view) for hit in page]
+    more = len(outcome.hits) > len(page) or not outcome.complete
+    return {
+        "stream": stream.name,
+        "snapshot_end_offset": stream.offset(outcome.last),
+        "took_ms": took_ms,
+        "timed_out": outcome.timed_out,
+        "timeout_ms": request.timeout_ms,
+        "coverage": coverage_of(outcome, stream),
+        "total": {"value": outcome.matches, "relation": "eq" if outcome.exact else "gte"},
+        "hits": hits,
+        "next_search_after": _shown(page[-1], request, stream) if page and more else None,
+    }
+
+
+def coverage_of(outcome: Outcome, stream: Stream) -> dict[str, object]:
+    left = outcome.omitted
+    oldest_ns = outcome.oldest_omitted_ns
+    return {
+        "mode": "complete" if outcome.timed_out or not left.rows else "published",
+        "complete": outcome.complete,
+        "stream_head_offset": stream.offset(outcome.last),
+        "visible_through_offset": stream.offset(outcome.through),
+        "visible_through_primary_timestamp_max": _instant(outcome.primary_max),
+        "oldest_omitted_append_at": None if oldest_ns is None else format_rfc3339(oldest_ns),
+        "possible_missing_uploaded_segments": left.segments,
+        "possible_missing_sealed_rows": left.sealed_rows,
+        "possible_missing_wal_rows": left.wal_rows,
+        "possible_missing_events_upper_bound": left.rows,
+        **outcome.counters.shown(),
+    }
+
+
+def headers_of(body: dict[str, object]) -> list[tuple[str, str]]:
+    """One header for each counter of the body."""
+    coverage = cast("dict[str, object]", body["coverage"])
+    total = cast("dict[str, object]", body["total"])
+    shown: list[tuple[str, object]] = [
+        ("timed-out", body["timed_out"]),
+        ("timeout-ms", body["timeout_ms"]),
+        ("took-ms", body["took_ms"]),
+        ("total-relation", total["relation"]),
+        ("coverage-complete", coverage["complete"]),
+    ]
+    names = list(coverage)
+    counters = names[names.index("indexed_segments") :]
+    shown += [(name.replace("_", "-"), coverage[name]) for name in counters]
+    return [(f"search-{name}", _text(value)) for name, value in shown]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return ",".join(cast("list[str]", value))
+    return str(value)
+
+
+def _instant(ms: int | None) -> str | None:
+    if ms is None or not 0 <= ms <= MS_SHOWN_MAX:
+        return None
+    return format_rfc3339(ms * 1_000_000)
+
+
+def _hit(hit: Hit, payload: bytes, request: SearchRequest, stream: Stream, view: View) -> dict[str, object]:
+    record = view.record(hit.entry, payload)
+    current = view.is_current(hit.entry) or record is None
+    return {
+        "offset": stream.offset(hit.entry),
+        "score": hit.score,
+        "sort": _shown(hit, request, stream),
+        "fields": fields_of(record, view),
+        "source": orjson.Fragment(payload) if current else json_of(record),
+    }
+
+
+def _shown(hit: Hit, request: SearchRequest, stream: Stream) -> list[object]:
+    """The sort values of a hit, as `search_after` takes them."""
+    return [
+        stream.offset(hit.entry) if key.kind == "offset" else value
+        for key, value in zip(request.sort, hit.values, strict=True)
+    ]
+
+
+def fields_of(record: object, view: View) -> dict[str, object]:
+    """What lies at each field's pointer, as it is."""
+    fields: dict[str, object] = {}
+    if not isinstance(record, dict):
+        return fields
+    for name, field in view.config.fields.items():
+        pointer = field.pointer_at(view.version)
+        tokens = None if pointer is None else parse_pointer(pointer)
+        if tokens is not None and (found := find(cast("object", record), tokens)) is not ABSENT:
+            fields[name] = json_of(found)
+    return fields
+
+
+def json_of(value: object) -> orjson.Fragment:
+    """Any value that a record can have: numbers of any size, nesting of any depth."""
+    try:
+        return orjson.Fragment(orjson.dumps(value))
+    except orjson.JSONEncodeError:
+        text = json.dumps(_finite(value), separators=(",", ":"))
+        return orjson.Fragment(text.encode())
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_finite(item) for item in cast("list[object]", value)]
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in cast("dict[str, object]", value).items()}
+    return value
