@@ -25,7 +25,7 @@ from bench.peers import ALL, US
 from bench.places import BUILD, DATA, RESULTS, ROOT
 from bench.processes import PeerError
 from bench.run import cpus, say
-from tailrace.schema.profiles.canonical import EVLOG
+from tailrace.schema.profiles.canonical import EVLOG_REGISTRY
 
 PEER = "prisma-raised"
 
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     counts = true_counts(path, classes)
     report = new_report(events)
     answers: dict[str, dict[int, Answer]] = {}
-    canonical = cast("Json", EVLOG["search"])
+    canonical = cast("Json", EVLOG_REGISTRY["search"])
     names = [name for name in str(options.servers).split(",") if name]
     for name in names:
         peer = ALL[name]

@@ -18,35 +18,35 @@ from bench.evlog.events import DAY_MS, block_of
 from tailrace.log.commit import frame_records
 from tailrace.log.records import Append
 from tailrace.protocol import json_split
-from tailrace.schema.profiles.canonical import EVLOG
+from tailrace.schema.profiles.canonical import EVLOG_REGISTRY
 from tailrace.schema.profiles.evlog import Evlog
 from tailrace.schema.profiles.evlog_config import parse_evlog
-from tailrace.schema.record import dump_record, load_record
-from tailrace.schema.registry import Boundary, Registry
-from tailrace.schema.search_config import parse_search
+from tailrace.schema.record import decode_json_record, encode_json_record
+from tailrace.schema.registry import Registry, VersionBoundary
+from tailrace.schema.search_config import parse_search_config
 from tailrace.search.bind import bind_query
-from tailrace.search.chunk import Chunk, columns_from, join_chunks
-from tailrace.search.collect import Collector
-from tailrace.search.dialect import SEARCH
-from tailrace.search.scan import Counts
+from tailrace.search.chunk import Chunk, build_columns, join_chunks
+from tailrace.search.collect import HitCollector
+from tailrace.search.dialect import SEARCH_DIALECT
+from tailrace.search.scan import ScanStatistics
 from tailrace.search.search_request import SearchRequest
 from tailrace.search.sort import parse_sort
-from tailrace.search.view import Decoder, View
+from tailrace.search.view import RecordDecoder, RecordView
 
 BATCH = 1000
 CHUNK = 8192
 DEPTH_MAX = 512
 
 
-def evlog_view() -> View:
+def evlog_view() -> RecordView:
     """The canonical registry, as a stream has it from its first entry on."""
-    return View(
+    return RecordView(
         Registry(
             name="events",
             version=1,
-            schemas={1: EVLOG["schema"]},
-            boundaries=(Boundary(0, 1),),
-            search=parse_search(EVLOG["search"]),
+            schemas={1: EVLOG_REGISTRY["schema"]},
+            boundaries=(VersionBoundary(0, 1),),
+            search=parse_search_config(EVLOG_REGISTRY["search"]),
         )
     )
 
@@ -66,34 +66,34 @@ def ingest(sent: Sequence[bytes], rounds: int) -> dict[str, float]:
     body = b"[" + b",".join(sent) + b"]"
     normalise = Evlog(parse_evlog({"kind": "evlog"}, "profile")).normalise
     entries = json_split.split_entries(body, DEPTH_MAX)
-    stored = [dump_record(normalise(load_record(payload), 0)) for payload in sent]
+    stored = [encode_json_record(normalise(decode_json_record(payload), 0)) for payload in sent]
     joined, keys = b",".join(stored), [b"req_0123456789abcdef0123"] * len(sent)
     op = Append(1, 1, len(sent), joined, [len(payload) for payload in stored], 0, keys=keys)
     encoded = op.encode()
     count = len(sent)
-    decoded = spent_us(lambda: [load_record(payload) for payload in sent], count, rounds)
-    taken = spent_us(lambda: [normalise(load_record(payload), 0) for payload in sent], count, rounds)
-    records = [normalise(load_record(payload), 0) for payload in sent]
+    decoded = spent_us(lambda: [decode_json_record(payload) for payload in sent], count, rounds)
+    taken = spent_us(lambda: [normalise(decode_json_record(payload), 0) for payload in sent], count, rounds)
+    records = [normalise(decode_json_record(payload), 0) for payload in sent]
     return {
         "cut the array": spent_us(lambda: json_split.split_entries(body, DEPTH_MAX), count, rounds),
         "join the entries": spent_us(lambda: json_split.join_entries(entries), count, rounds),
         "decode": decoded,
         "normalise": taken - decoded,
-        "encode": spent_us(lambda: [dump_record(record) for record in records], count, rounds),
+        "encode": spent_us(lambda: [encode_json_record(record) for record in records], count, rounds),
         "journal record": spent_us(op.encode, count, rounds),
         "frame with its checksum": spent_us(lambda: frame_records([encoded], 1), count, rounds),
     }
 
 
-def index(view: View, payloads: Sequence[bytes], rounds: int) -> dict[str, float]:
+def index(view: RecordView, payloads: Sequence[bytes], rounds: int) -> dict[str, float]:
     """What the tail index does with events."""
-    decoder, entries = Decoder(view, list(view.config.fields)), range(1, len(payloads) + 1)
+    decoder, entries = RecordDecoder(view, list(view.config.fields)), range(1, len(payloads) + 1)
     members = decoder.all_members(entries, payloads)
     quarter = len(payloads) // 4
     chunks = [
         Chunk(
             entries[begin : begin + quarter],
-            columns_from(view.config, decoder.gets, members[begin : begin + quarter]),
+            build_columns(view.config, decoder.gets, members[begin : begin + quarter]),
         )
         for begin in range(0, 4 * quarter, quarter)
     ]
@@ -101,13 +101,13 @@ def index(view: View, payloads: Sequence[bytes], rounds: int) -> dict[str, float
     return {
         "decode what is searched": spent_us(lambda: decoder.all_members(entries, payloads), count, rounds),
         "columns and lists": spent_us(
-            lambda: columns_from(view.config, decoder.gets, members), count, rounds
+            lambda: build_columns(view.config, decoder.gets, members), count, rounds
         ),
         "join four chunks": spent_us(lambda: join_chunks(view.config, chunks), 4 * quarter, rounds),
     }
 
 
-def scans(view: View, payloads: Sequence[bytes], rounds: int) -> dict[str, float]:
+def scans(view: RecordView, payloads: Sequence[bytes], rounds: int) -> dict[str, float]:
     """What a search costs for each event that nothing covers: the first time, and when facts are known."""
     found: dict[str, float] = {}
     for title, q in (
@@ -116,12 +116,12 @@ def scans(view: View, payloads: Sequence[bytes], rounds: int) -> dict[str, float
         ("a word by score", "timeout"),
         ("a phrase", 'message:"timed out"'),
     ):
-        query = bind_query(q, view.config, SEARCH)
+        query = bind_query(q, view.config, SEARCH_DIALECT)
         request = SearchRequest(query, 50, parse_sort(None, query, view.config), None, 3000)
 
         def scan(request: SearchRequest = request, *, counted: bool = True) -> None:
-            collector = Collector(view, request, 0, 10_000)
-            counts = Counts(collector.scanner.new_statistics()) if counted else None
+            collector = HitCollector(view, request, 0, 10_000)
+            counts = ScanStatistics(collector.scanner.new_statistics()) if counted else None
             collector.scan(1, payloads, counts, time.monotonic() + 600)
 
         found[title] = spent_us(scan, len(payloads), rounds)
@@ -131,12 +131,12 @@ def scans(view: View, payloads: Sequence[bytes], rounds: int) -> dict[str, float
     return found
 
 
-def held_bytes(view: View, payloads: Sequence[bytes]) -> dict[str, tuple[float, float]]:
+def held_bytes(view: RecordView, payloads: Sequence[bytes]) -> dict[str, tuple[float, float]]:
     """Bytes for each event of a chunk, by field: its column, and its inverted lists."""
-    decoder = Decoder(view, list(view.config.fields))
+    decoder = RecordDecoder(view, list(view.config.fields))
     members = decoder.all_members(range(1, len(payloads) + 1), payloads)
     found: dict[str, tuple[float, float]] = {}
-    for name, column in columns_from(view.config, decoder.gets, members).items():
+    for name, column in build_columns(view.config, decoder.gets, members).items():
         both = column.memory_bytes
         column.drop_lists()
         found[name] = (column.memory_bytes / len(payloads), (both - column.memory_bytes) / len(payloads))
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     events = islice((event for block in range(9) for event in block_of(1, block, DAY_MS / 200_000)), CHUNK)
     sent = [orjson.dumps(event) for event in events]
     normalise = Evlog(parse_evlog({"kind": "evlog"}, "profile")).normalise
-    stored = [dump_record(normalise(load_record(payload), 0)) for payload in sent]
+    stored = [encode_json_record(normalise(decode_json_record(payload), 0)) for payload in sent]
     view = evlog_view()
     mean = sum(map(len, sent)) / len(sent), sum(map(len, stored)) / len(stored)
     print(f"an event has {mean[0]:.0f} bytes as sent and {mean[1]:.0f} as stored\n")

@@ -23,8 +23,8 @@ from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, no_cycles, prepare, read_segment
 from tailrace.schema.profiles.evlog import Evlog
 from tailrace.schema.profiles.evlog_config import EvlogConfig
-from tailrace.schema.profiles.profile import GENERIC, EvlogProfile, install
-from tailrace.schema.record import dump_record
+from tailrace.schema.profiles.profile import GENERIC, EvlogProfile, install_profile
+from tailrace.schema.record import encode_json_record
 from tailrace.schema.registry import Registry
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
 from tailrace.storage.segments.model import SegmentRows
@@ -37,7 +37,7 @@ SEGMENTS_MAX = 6
 
 
 def plan() -> BuildPlan:
-    registry = install(EvlogProfile({"kind": "evlog"}, "profile"), GENERIC, Registry(name="bench"), 0)
+    registry = install_profile(EvlogProfile({"kind": "evlog"}, "profile"), GENERIC, Registry(name="bench"), 0)
     return BuildPlan(index_plan(registry, "evlog", keyed=True), registry, {"kind": "evlog"})
 
 
@@ -46,7 +46,7 @@ def segment(path: Path, first: int, count: int) -> tuple[bytes, int]:
     normalise = Evlog(EvlogConfig()).normalise
     events = [event for block in range(count // BLOCK) for event in block_of(7, first // BLOCK + block, 10.0)]
     records = [normalise(event, 0) for event in events]
-    payloads = [dump_record(record) for record in records]
+    payloads = [encode_json_record(record) for record in records]
     ends: array[int] = array("I")
     at = 0
     for payload in payloads:

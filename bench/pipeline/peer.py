@@ -20,7 +20,7 @@ from bench.pipeline.asking import classes
 from bench.pipeline.place import Figures, Place
 from bench.processes import Peak
 from bench.run import say
-from tailrace.schema.profiles.canonical import EVLOG
+from tailrace.schema.profiles.canonical import EVLOG_REGISTRY
 
 PEER = "prisma-raised"
 LOAD_S_MAX = 300.0
@@ -36,7 +36,7 @@ def peer(place: Place) -> Figures:
     running = ALL[PEER].start(directory, None, {})
     target = Target(ALL[PEER], running)
     try:
-        target.set_up(cast("Json", EVLOG["search"]))
+        target.set_up(cast("Json", EVLOG_REGISTRY["search"]))
         with Peak(running) as loading:
             events, seconds = _filled(target, place)
         settled_s = target.settle(SETTLE_S_MAX)

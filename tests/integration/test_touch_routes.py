@@ -15,7 +15,7 @@ from tailrace.schema.profiles import keys
 JSON = "application/json"
 ENTITY = "public.todos"
 TEMPLATE = keys.template_id(ENTITY, ["tenant"])
-NAMED = [keys.shown(TEMPLATE)]
+NAMED = [keys.format_key(TEMPLATE)]
 QUICK = (
     "--request-ms",
     "1000",
@@ -30,7 +30,7 @@ DECLARED = {"entity": ENTITY, "fields": [{"name": "tenant", "encoding": "string"
 
 
 def key(tenant: str) -> str:
-    return keys.shown(keys.watch_key(TEMPLATE, [tenant]))
+    return keys.format_key(keys.watch_key(TEMPLATE, [tenant]))
 
 
 def stream(http: Wire, **config: Any) -> str:

@@ -34,7 +34,7 @@ MANY = 8  # connections that reach both workers
 JSON = {"Content-Type": "application/json"}
 ENTITY = "public.todos"
 DECLARED = {"entity": ENTITY, "fields": [{"name": "tenant", "encoding": "string"}]}
-WATCHED = keys.shown(keys.watch_key(keys.template_id(ENTITY, ["tenant"]), ["t1"]))
+WATCHED = keys.format_key(keys.watch_key(keys.template_id(ENTITY, ["tenant"]), ["t1"]))
 ENV = {"TAILRACE_METRICS_FLUSH_MS": "200", "TAILRACE_PIPELINE": "external"}
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from support.companions import Split, Stored, plan_of, rows_in
 from support.pipeline import Shelf
 from tailrace.pipeline.companions import CompanionJob
-from tailrace.schema.registry import Boundary, Registry
-from tailrace.schema.search_config import parse_search
-from tailrace.search.index_files.format import value_of
+from tailrace.schema.registry import Registry, VersionBoundary
+from tailrace.schema.search_config import parse_search_config
+from tailrace.search.index_files.format import decode_value
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,8 +31,10 @@ def _fields() -> dict[str, Any]:
 
 
 def test_v1_v2_v3_workers_take_the_values_of_the_shared_vectors(spark: SparkSession, tmp_path: Path) -> None:
-    config = parse_search({"fields": _fields()})
-    registry = Registry(name="s", version=CORPUS["version"], search=config, boundaries=(Boundary(0, 2),))
+    config = parse_search_config({"fields": _fields()})
+    registry = Registry(
+        name="s", version=CORPUS["version"], search=config, boundaries=(VersionBoundary(0, 2),)
+    )
     shelf = Shelf(tmp_path / "store", plan_of(registry))
     vectors = dict(enumerate(CORPUS["vectors"], 1))
     shelf.seal([Stored(entry, vector["payload"].encode()) for entry, vector in vectors.items()])
@@ -65,7 +67,7 @@ def _check_exact(rows: list[dict[str, Any]], vectors: dict[int, Any], fields: An
         stored, name = row["value"], row["field"]
         if fields[name].kind == "text":
             continue
-        key = None if stored is None else json.dumps(value_of(stored, fields[name].kind))
+        key = None if stored is None else json.dumps(decode_value(stored, fields[name].kind))
         found.setdefault((name, key), set()).update(row["entries"])
     assert found == expected
 

@@ -28,7 +28,7 @@ from tailrace.search.aggregates.run import Aggregator
 from tailrace.search.aggregates.sketch import Sketch
 from tailrace.search.run import Searcher
 from tailrace.search.tail_index import TailIndex
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 from tailrace.storage.segments.model import SegmentInfo
 
 NOON = 1767225600000
@@ -133,7 +133,7 @@ class Station:
         return found
 
     @property
-    def view(self) -> View:
+    def view(self) -> RecordView:
         return rollup_view(self.evolved_at)
 
     def act(self, kind: str, batch: list[Any]) -> None:
@@ -161,7 +161,7 @@ class Station:
         elif self.evolved_at is None:
             self.evolved_at = len(self.payloads)
 
-    def ask(self, body: dict[str, Any], view: View | None = None) -> dict[str, Any]:
+    def ask(self, body: dict[str, Any], view: RecordView | None = None) -> dict[str, Any]:
         view = view or self.view
         request = bind_aggregate(parse_aggregate(body), view.config)
         # Over the wire and back, as clients get it.
@@ -169,7 +169,7 @@ class Station:
             self.real.run(self.aggregator.aggregate(self.stream, view, request, time.monotonic() + 600))
         )
 
-    def model(self, view: View | None = None) -> AggregateModel:
+    def model(self, view: RecordView | None = None) -> AggregateModel:
         view = view or self.view
         return AggregateModel(
             [view.record(entry, payload) for entry, payload in enumerate(self.payloads, 1)], view

@@ -9,10 +9,20 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.search.aggregates.exact_sums import averages, halves_of, merged_sums, sums_of
-from tailrace.search.aggregates.measures import SCALE, Summary, exact, nearest_ratio
-from tailrace.search.aggregates.shown import joined, summary_pieces
-from tailrace.search.aggregates.summaries import Summaries, joined_summaries, numbers_from, summaries_of
+from tailrace.search.aggregates.exact_sums import (
+    compute_averages,
+    merge_sums,
+    split_to_doubles,
+    sum_by_group,
+)
+from tailrace.search.aggregates.measures import EXACT_SUM_SCALE, Summary, nearest_ratio, to_exact
+from tailrace.search.aggregates.shown import join_texts, summary_pieces
+from tailrace.search.aggregates.summaries import (
+    SummaryArray,
+    build_number_array,
+    concat_summaries,
+    summarise_by_group,
+)
 from tailrace.search.values import INT64_MAX
 
 np: Any = numpy
@@ -48,8 +58,8 @@ def summary_of(numbers: list[Any], *, histogram: bool, is_whole: bool) -> Summar
     return found
 
 
-def check(found: Summaries, expected: list[Summary]) -> None:
-    texts = joined(summary_pieces(found)).to_pylist()
+def check(found: SummaryArray, expected: list[Summary]) -> None:
+    texts = join_texts(summary_pieces(found)).to_pylist()
     for row, one in enumerate(expected):
         assert texts[row] == orjson.dumps(one.shown(method=False))
         again = found.summary(row)
@@ -60,13 +70,13 @@ def check(found: Summaries, expected: list[Summary]) -> None:
 @given(everything, st.lists(st.integers(0, 2), min_size=GROUPS, max_size=GROUPS))
 def test_a1_sums_are_exact_however_they_are_cut(rows: list[tuple[int, Any]], again: list[int]) -> None:
     group_of, numbers = arrays(rows)
-    found = sums_of(numbers, group_of, GROUPS)
-    totals = [sum(exact(number) for group, number in rows if group == one) for one in range(GROUPS)]
+    found = sum_by_group(numbers, group_of, GROUPS)
+    totals = [sum(to_exact(number) for group, number in rows if group == one) for one in range(GROUPS)]
     assert [found.total(group) for group in range(GROUPS)] == totals
     for group, total in enumerate(totals):
         halves = None if group in found.beyond else (found.nearest[group], found.rests[group])
-        assert halves == halves_of(total)
-    merged = merged_sums(found, np.array(again), 3)
+        assert halves == split_to_doubles(total)
+    merged = merge_sums(found, np.array(again), 3)
     for one in range(3):
         assert merged.total(one) == sum(total for total, of in zip(totals, again, strict=True) if of == one)
 
@@ -74,9 +84,11 @@ def test_a1_sums_are_exact_however_they_are_cut(rows: list[tuple[int, Any]], aga
 @given(everything, st.lists(st.integers(1, 2**40), min_size=GROUPS, max_size=GROUPS))
 def test_a1_averages_are_the_nearest_doubles(rows: list[tuple[int, Any]], counts: list[int]) -> None:
     group_of, numbers = arrays(rows)
-    sums = sums_of(numbers, group_of, GROUPS)
-    expected = [nearest_ratio(sums.total(group), count << SCALE) for group, count in enumerate(counts)]
-    assert averages(sums, np.array(counts)).tolist() == expected
+    sums = sum_by_group(numbers, group_of, GROUPS)
+    expected = [
+        nearest_ratio(sums.total(group), count << EXACT_SUM_SCALE) for group, count in enumerate(counts)
+    ]
+    assert compute_averages(sums, np.array(counts)).tolist() == expected
 
 
 @given(everything, st.booleans(), st.lists(st.integers(0, 2), min_size=GROUPS, max_size=GROUPS))
@@ -84,12 +96,12 @@ def test_a1_a6_summaries_as_arrays_are_shown_as_they_are_one_by_one(
     rows: list[tuple[int, Any]], histogram: bool, again: list[int]
 ) -> None:
     group_of, numbers = arrays(rows)
-    found = summaries_of(numbers_from(numbers, histogram=histogram), group_of, GROUPS)
+    found = summarise_by_group(build_number_array(numbers, histogram=histogram), group_of, GROUPS)
     of_group: list[list[Any]] = [[number for group, number in rows if group == one] for one in range(GROUPS)]
     expected = [summary_of(some, histogram=histogram, is_whole=found.whole) for some in of_group]
     check(found, expected)
     some = np.array([3, 0, 3])
-    check(joined_summaries([found.take(some), found]), [expected[3], expected[0], expected[3], *expected])
+    check(concat_summaries([found.take(some), found]), [expected[3], expected[0], expected[3], *expected])
     merged: list[list[Any]] = [[], [], []]
     for one, group in zip(of_group, again, strict=True):
         merged[group] += one
@@ -103,7 +115,9 @@ def test_a6_too_many_buckets_collapse_as_they_do_one_by_one() -> None:
     numbers = [
         sign * 1.7**power * 2.0**step for sign in (1, -1) for power in range(9) for step in range(-950, 950)
     ]
-    found = summaries_of(numbers_from(np.array(numbers), histogram=True), np.arange(len(numbers)) % 2, 2)
+    found = summarise_by_group(
+        build_number_array(np.array(numbers), histogram=True), np.arange(len(numbers)) % 2, 2
+    )
     halves = [summary_of(numbers[half::2], histogram=True, is_whole=False) for half in (0, 1)]
     check(found, halves)
     halves[0].merge(halves[1])

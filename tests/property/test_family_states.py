@@ -14,10 +14,10 @@ from support.family_states import FamilyStates
 from support.search_model import registry_of
 from support.search_states import configured
 from tailrace.search.index_files.format import FAMILIES
-from tailrace.search.index_files.keys import KeyLibrary
-from tailrace.search.run import Outcome
-from tailrace.search.search_request import Asked, bind_request
-from tailrace.search.view import View
+from tailrace.search.index_files.keys import RoutingKeyIndex
+from tailrace.search.run import SearchResult
+from tailrace.search.search_request import SearchParameters, bind_search
+from tailrace.search.view import RecordView
 
 NOON = 1767225600000
 
@@ -57,10 +57,12 @@ def states() -> Iterator[FamilyStates]:
     made.teardown()
 
 
-def asked(states: FamilyStates, text: str, size: int, sort: list[str] | None, *, families: bool) -> Outcome:
-    view = View(registry_of())
+def asked(
+    states: FamilyStates, text: str, size: int, sort: list[str] | None, *, families: bool
+) -> SearchResult:
+    view = RecordView(registry_of())
     states.searcher.library = states.library if families else None
-    return states.run(view, bind_request(Asked(text, size, sort, None, None), view.config, 3000))
+    return states.run(view, bind_search(SearchParameters(text, size, sort, None, None), view.config, 3000))
 
 
 SCORED = [
@@ -114,6 +116,6 @@ def test_what_companions_decide_is_not_decoded(states: FamilyStates) -> None:
 
 def test_k2_a_key_is_looked_for_in_the_index_first(states: FamilyStates) -> None:
     history = states.real.log.reader.history
-    assert isinstance(history.keys, KeyLibrary)
+    assert isinstance(history.keys, RoutingKeyIndex)
     page = states.real.read(states.stream, 0, 1 << 20, 10_000, b"nobody", apart=True)
     assert (page.count, history.keys.lookups) == (0, 1)

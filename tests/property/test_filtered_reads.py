@@ -22,10 +22,10 @@ from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
-from tailrace.schema.registry import Boundary, Registry
-from tailrace.schema.search_config import parse_search
+from tailrace.schema.registry import Registry, VersionBoundary
+from tailrace.schema.search_config import parse_search_config
 from tailrace.search.filtered import FilteredReads
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 
 JSON = "application/json"
 NAMES = (f"s{number}" for number in itertools.count())
@@ -160,14 +160,16 @@ def walk(tmp_path: Path) -> Iterator[Walk]:
 
 def _registry(boundary: int | None) -> Registry:
     """One version, or two with a lens between them that renames what the filter looks at."""
-    search = parse_search(SEARCH_BODY)
+    search = parse_search_config(SEARCH_BODY)
     if boundary is None:
-        return Registry(name="s", version=1, search=search, boundaries=(Boundary(0, 1),), schemas={1: True})
+        return Registry(
+            name="s", version=1, search=search, boundaries=(VersionBoundary(0, 1),), schemas={1: True}
+        )
     return Registry(
         name="s",
         version=2,
         search=search,
-        boundaries=(Boundary(0, 1), Boundary(boundary, 2)),
+        boundaries=(VersionBoundary(0, 1), VersionBoundary(boundary, 2)),
         schemas={1: True, 2: True},
         lenses={1: LENS},
     )
@@ -175,7 +177,7 @@ def _registry(boundary: int | None) -> Registry:
 
 def _expected(batches: list[Batch], registry: Registry, question: Question, key: bytes | None) -> list[bytes]:
     """Matching entries as readers see them, each decided by the plain truth about the question."""
-    view = View(registry)
+    view = RecordView(registry)
     rows = [(batch.key, payload_of(record)) for batch in batches for record in batch.records]
     return [
         payload

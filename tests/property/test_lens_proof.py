@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
 from tailrace.schema.convert import LensFailureError
-from tailrace.schema.documents import Document
-from tailrace.schema.lens import run
+from tailrace.schema.documents import SchemaDocument
+from tailrace.schema.lens import apply_ops
 from tailrace.schema.lens_parse import parse_lens
-from tailrace.schema.lens_proof import prove, resolve_defaults
+from tailrace.schema.lens_proof import prove_lens, resolve_lens_defaults
 from tailrace.schema.promote import Promoter
-from tailrace.schema.record import dump_record, load_record
-from tailrace.schema.registry import Boundary, Registry
+from tailrace.schema.record import decode_json_record, encode_json_record
+from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.validate import compile_schema
 
 NAMES = ("a", "b", "c", "h", "l")
@@ -220,7 +220,7 @@ def proven(old: Any, new: Any, ops: list[Any]) -> dict[str, Any] | None:
     body = envelope(ops)
     lens = parse_lens(body)
     try:
-        prove(resolve_defaults(lens.ops, body["ops"]), Document(old), Document(new))
+        prove_lens(resolve_lens_defaults(lens.ops, body["ops"]), SchemaDocument(old), SchemaDocument(new))
     except TailraceError as refusal:
         assume(refusal.message.startswith("lens proof: "))
         return None
@@ -238,7 +238,7 @@ def check_l1(data: st.DataObject) -> None:
     before, after = compile_schema(old), compile_schema(new)
     for record in data.draw(st.lists(records_of(old), min_size=1, max_size=6)):
         if before.accepts(record):
-            result = run(lens.ops, load_record(dump_record(record)))
+            result = apply_ops(lens.ops, decode_json_record(encode_json_record(record)))
             assert after.complaint(result) is None, (old, new, ops, record, result)
 
 
@@ -247,16 +247,18 @@ def check_l2(data: st.DataObject) -> None:
     schema = data.draw(objects(0))
     record = data.draw(records_of(schema))
     lenses = {version: envelope(data.draw(evolutions(schema))[0]) for version in (1, 2)}
-    boundaries = (Boundary(5, 1), Boundary(10, 2), Boundary(20, 3))
+    boundaries = (VersionBoundary(5, 1), VersionBoundary(10, 2), VersionBoundary(20, 3))
     promoter = Promoter(Registry(name="s", version=3, boundaries=boundaries, lenses=lenses))
-    payload = dump_record(record)
+    payload = encode_json_record(record)
     assert promoter.promote_payload(payload, 4) is payload
     assert promoter.promote_payload(payload, 20) is payload
     for sequence, version in ((5, 1), (9, 1), (10, 2), (19, 2)):
         try:
             stored = payload
             for step in range(version, 3):
-                stored = dump_record(run(parse_lens(lenses[step]).ops, load_record(stored)))
+                stored = encode_json_record(
+                    apply_ops(parse_lens(lenses[step]).ops, decode_json_record(stored))
+                )
             expected: bytes | str = stored
         except LensFailureError as failure:
             expected = str(failure)

@@ -17,18 +17,18 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.profiles.cleaning import is_secret, secrets_of, shortened, without_queries
+from tailrace.schema.profiles.cleaning import configured_secrets, is_secret, strip_url_queries, truncate_utf8
 from tailrace.schema.profiles.config import OtelConfig, OtlpLimits, parse_otel
-from tailrace.schema.profiles.export import JSON, PROTOBUF, Export
+from tailrace.schema.profiles.export import JSON_MEDIA_TYPE, PROTOBUF_MEDIA_TYPE, SpanExport
 from tailrace.schema.profiles.otlp_json import read_json
 from tailrace.schema.profiles.otlp_protobuf import read_protobuf
-from tailrace.schema.profiles.registry import OTEL_TRACES
-from tailrace.schema.profiles.span import OtelTraces
-from tailrace.schema.record import dump_record, load_record
+from tailrace.schema.profiles.registry import OTEL_REGISTRY
+from tailrace.schema.profiles.span import OtelSpans
+from tailrace.schema.record import decode_json_record, encode_json_record
 from tailrace.schema.validate import compile_schema
 
 COMMON = settings(max_examples=80, deadline=None)
-VALIDATOR = compile_schema(OTEL_TRACES["schema"])
+VALIDATOR = compile_schema(OTEL_REGISTRY["schema"])
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SECRET, SQL, QUERY = "hunter2-planted", "SELECT planted FROM t", "planted-query"
 URL = f"https://host.example/a/b?q={QUERY}#frag-{QUERY}"
@@ -114,22 +114,22 @@ def config_of(body: dict[str, Any]) -> OtelConfig:
 @COMMON
 @given(spans, configurations)
 def test_pr1_pr2_spans_are_normal_after_one_pass_and_valid(span: Any, body: dict[str, Any]) -> None:
-    profile = OtelTraces(config_of(body))
-    stored = dump_record(profile.normalise(span, 0))
-    record: Any = load_record(stored)
+    profile = OtelSpans(config_of(body))
+    stored = encode_json_record(profile.normalise(span, 0))
+    record: Any = decode_json_record(stored)
     assert VALIDATOR.complaint(record) is None
-    assert dump_record(profile.normalise(record, 1)) == stored
+    assert encode_json_record(profile.normalise(record, 1)) == stored
 
 
 @COMMON
 @given(st.one_of(spans, values, st.fixed_dictionaries({"traceId": ids, "spanId": ids, "timestamp": values})))
 def test_pr2_whatever_comes_is_refused_in_words_or_made_valid(span: Any) -> None:
     try:
-        record = OtelTraces(OtelConfig()).normalise(span, 0)
+        record = OtelSpans(OtelConfig()).normalise(span, 0)
     except TailraceError as caught:
         refusal = caught
     else:
-        assert VALIDATOR.complaint(load_record(dump_record(record))) is None
+        assert VALIDATOR.complaint(decode_json_record(encode_json_record(record))) is None
         return
     assert refusal.status == 400
     assert refusal.message.startswith("otel-traces record")
@@ -173,8 +173,8 @@ def test_pr4_statements_queries_and_secrets_are_left_nowhere(store: dict[str, bo
         "http": {"url": URL, "target": f"/a?{QUERY}", "path": f"/a#{QUERY}"},
         "db": {"statement": SQL},
     }
-    record: Any = OtelTraces(config_of({"store": store})).normalise(span, 0)
-    stored = dump_record(record).decode()
+    record: Any = OtelSpans(config_of({"store": store})).normalise(span, 0)
+    stored = encode_json_record(record).decode()
     for planted in (SECRET, SQL, QUERY):
         assert planted not in stored
     assert record["http"]["url"] == "https://host.example/a/b"
@@ -194,7 +194,7 @@ def test_raw_modes_keep_statements_and_queries() -> None:
         "timestamp": 5,
         "attributes": {"db.statement": SQL, "http.url": URL},
     }
-    record: Any = OtelTraces(config).normalise(span, 0)
+    record: Any = OtelSpans(config).normalise(span, 0)
     assert record["db"]["statement"] == SQL[:16].strip()
     assert record["http"]["url"] == record["attributes"]["http.url"] == URL
     assert record["attributes"]["db.statement"] == SQL
@@ -202,10 +202,10 @@ def test_raw_modes_keep_statements_and_queries() -> None:
 
 @given(st.text(alphabet="ab:/?# \"'", max_size=40), st.integers(1, 30))
 def test_cutting_queries_and_texts_once_is_enough(text: str, most: int) -> None:
-    cut = without_queries(text)
-    assert without_queries(cut) == cut
-    assert len(shortened(text, most).encode()) <= most
-    assert text.startswith(shortened(text, most))
+    cut = strip_url_queries(text)
+    assert strip_url_queries(cut) == cut
+    assert len(truncate_utf8(text, most).encode()) <= most
+    assert text.startswith(truncate_utf8(text, most))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_cutting_queries_and_texts_once_is_enough(text: str, most: int) -> None:
     ],
 )
 def test_pr3_names_of_secrets(key: str, secret: bool) -> None:
-    assert is_secret(key, secrets_of(config_of({"redactKeys": ["Card-No"]}))) is secret
+    assert is_secret(key, configured_secrets(config_of({"redactKeys": ["Card-No"]}))) is secret
 
 
 # -- exports ----------------------------------------------------------------------------------------------
@@ -313,8 +313,8 @@ def as_otlp_json(request: ExportTraceServiceRequest) -> bytes:
     return json.dumps(turn(shown)).encode()
 
 
-def normal(export: Export) -> list[Any]:
-    profile = OtelTraces(OtelConfig())
+def normal(export: SpanExport) -> list[Any]:
+    profile = OtelSpans(OtelConfig())
     found: list[Any] = []
     for span in export.spans:
         try:
@@ -327,7 +327,7 @@ def normal(export: Export) -> list[Any]:
 @COMMON
 @given(exports())
 def test_both_encodings_of_an_export_are_the_same_spans(request: ExportTraceServiceRequest) -> None:
-    one, other = Export(OtlpLimits()), Export(OtlpLimits())
+    one, other = SpanExport(OtlpLimits()), SpanExport(OtlpLimits())
     read_protobuf(request.SerializeToString(), one)
     read_json(as_otlp_json(request), other)
     assert normal(one) == normal(other)
@@ -341,7 +341,7 @@ def test_damaged_exports_are_read_or_refused(request: ExportTraceServiceRequest,
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     for read in (read_protobuf, read_json):
-        export = Export(OtlpLimits())
+        export = SpanExport(OtlpLimits())
         code = "invalid_request"
         try:
             read(bytes(body[: data.draw(st.integers(0, len(body)))]), export)
@@ -367,7 +367,7 @@ def one_span(*values: AnyValue) -> ExportTraceServiceRequest:
     return request
 
 
-@pytest.mark.parametrize("media_type", [PROTOBUF, JSON])
+@pytest.mark.parametrize("media_type", [PROTOBUF_MEDIA_TYPE, JSON_MEDIA_TYPE])
 def test_spans_beyond_the_limits_are_rejected_one_by_one(media_type: str) -> None:
     request = one_span(
         nested(15), nested(16), _array([AnyValue(bool_value=True)] * 257), AnyValue(int_value=1)
@@ -375,20 +375,22 @@ def test_spans_beyond_the_limits_are_rejected_one_by_one(media_type: str) -> Non
     request.resource_spans[0].scope_spans[0].spans.extend(
         one_span(AnyValue()).resource_spans[0].scope_spans[0].spans
     )
-    export = Export(OtlpLimits(max_spans_per_request=2))
-    if media_type == PROTOBUF:
+    export = SpanExport(OtlpLimits(max_spans_per_request=2))
+    if media_type == PROTOBUF_MEDIA_TYPE:
         read_protobuf(request.SerializeToString(), export)
     else:
         read_json(as_otlp_json(request), export)
     assert (len(export.spans), export.rejected) == (2, 3)
     assert export.reason == "an attribute is nested deeper than 16 levels"
     answer = export.answer(media_type)
-    if media_type == PROTOBUF:
+    if media_type == PROTOBUF_MEDIA_TYPE:
         told = ExportTraceServiceResponse.FromString(answer).partial_success
         assert (told.rejected_spans, told.error_message) == (3, export.reason)
     else:
         assert json.loads(answer) == {"partialSuccess": {"rejectedSpans": "3", "errorMessage": export.reason}}
-    assert Export(OtlpLimits()).answer(media_type) == (b"" if media_type == PROTOBUF else b"{}")
+    assert SpanExport(OtlpLimits()).answer(media_type) == (
+        b"" if media_type == PROTOBUF_MEDIA_TYPE else b"{}"
+    )
 
 
 def test_too_many_resources_and_scopes_are_refused() -> None:
@@ -400,9 +402,9 @@ def test_too_many_resources_and_scopes_are_refused() -> None:
         (OtlpLimits(max_scope_spans_per_request=2), "more than 2 scope spans"),
     ):
         with pytest.raises(TailraceError, match=what):
-            read_protobuf(request.SerializeToString(), Export(limits))
+            read_protobuf(request.SerializeToString(), SpanExport(limits))
         with pytest.raises(TailraceError, match=what):
-            read_json(as_otlp_json(request), Export(limits))
+            read_json(as_otlp_json(request), SpanExport(limits))
 
 
 @pytest.mark.parametrize(
@@ -465,7 +467,7 @@ def test_arrays_and_maps_of_an_attribute_have_limits_of_their_own() -> None:
     request = one_span(array, members)
     for name, kept in (("maxArrayValuesPerAnyValue", dict), ("maxKvListValuesPerAnyValue", list)):
         for read, body in ((read_protobuf, request.SerializeToString()), (read_json, as_otlp_json(request))):
-            export = Export(config_of({"otlpLimits": {name: 2}}).otlp_limits)
+            export = SpanExport(config_of({"otlpLimits": {name: 2}}).otlp_limits)
             read(body, export)
             assert export.rejected == 1
             (span,) = export.spans
@@ -481,7 +483,7 @@ def test_what_is_at_its_default_is_not_shown() -> None:
 
 
 def test_what_spans_share_is_cleaned_for_each_of_them() -> None:
-    profile = OtelTraces(OtelConfig())
+    profile = OtelSpans(OtelConfig())
     shared = {"attributes": {"password": SECRET, "service.name": "checkout"}}
     span = {"traceId": TRACE, "spanId": SPAN, "timestamp": 5, "resource": shared}
     one, other = profile.normalise(dict(span), 0), profile.normalise(dict(span), 0)

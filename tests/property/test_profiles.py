@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
 from tailrace.schema.profiles import canonical, metrics
-from tailrace.schema.profiles.evlog import SECRETS, Evlog
-from tailrace.schema.profiles.evlog_config import KEYS, EvlogConfig, parse_evlog
+from tailrace.schema.profiles.evlog import EVLOG_SECRETS, Evlog
+from tailrace.schema.profiles.evlog_config import EVLOG_KEYS, EvlogConfig, parse_evlog
 from tailrace.schema.profiles.redaction import REDACTED
-from tailrace.schema.record import dump_record, load_record
-from tailrace.schema.search_config import parse_search
+from tailrace.schema.record import decode_json_record, encode_json_record
+from tailrace.schema.search_config import parse_search_config
 from tailrace.schema.validate import compile_schema
 
 COMMON = settings(max_examples=60, deadline=None)
 NOW_MS = 1_763_244_775_603
 SECRET = "hunter2-planted"
 
-EVLOG_VALIDATOR = compile_schema(canonical.EVLOG["schema"])
-METRICS_VALIDATOR = compile_schema(canonical.METRICS["schema"])
+EVLOG_VALIDATOR = compile_schema(canonical.EVLOG_REGISTRY["schema"])
+METRICS_VALIDATOR = compile_schema(canonical.METRICS_REGISTRY["schema"])
 
 texts = st.text(max_size=12) | st.sampled_from(
     [" x ", "", "0000", "info", "ERROR", "200", "1.5e3", "[REDACTED]"]
@@ -52,7 +52,18 @@ scalars = (
     | parents
 )
 names = st.sampled_from(
-    [*KEYS, "traceparent", "traceContext", "headers", "rid", "password", "Token", "APIKEY", "card", "items"]
+    [
+        *EVLOG_KEYS,
+        "traceparent",
+        "traceContext",
+        "headers",
+        "rid",
+        "password",
+        "Token",
+        "APIKEY",
+        "card",
+        "items",
+    ]
 ) | st.text(max_size=5)
 values = st.recursive(
     scalars,
@@ -70,7 +81,7 @@ events = st.builds(
     st.fixed_dictionaries(
         {},
         optional={
-            **dict.fromkeys(KEYS, scalars),
+            **dict.fromkeys(EVLOG_KEYS, scalars),
             **dict.fromkeys(("context", "headers", "traceContext", "card"), objects | scalars),
             "traceparent": parents,
             "rid": texts,
@@ -106,15 +117,15 @@ def test_pr1_pr2_events_are_normal_after_one_pass_and_valid(
     event: dict[str, Any], config: EvlogConfig
 ) -> None:
     profile = Evlog(config)
-    stored = dump_record(profile.normalise(event, NOW_MS))
-    record: Any = load_record(stored)
-    assert tuple(record) == KEYS
+    stored = encode_json_record(profile.normalise(event, NOW_MS))
+    record: Any = decode_json_record(stored)
+    assert tuple(record) == EVLOG_KEYS
     assert EVLOG_VALIDATOR.complaint(record) is None
-    assert dump_record(profile.normalise(record, NOW_MS + 1)) == stored
+    assert encode_json_record(profile.normalise(record, NOW_MS + 1)) == stored
 
 
 @COMMON
-@given(events, st.sampled_from([*sorted(SECRETS), "Card", "PassWord"]), st.data())
+@given(events, st.sampled_from([*sorted(EVLOG_SECRETS), "Card", "PassWord"]), st.data())
 def test_pr3_no_redacted_value_is_left(event: dict[str, Any], key: str, data: st.DataObject) -> None:
     """The secret lies under its key: among arrays, in the context, beside the canonical keys."""
     planted: dict[str, Any] = {key: data.draw(st.sampled_from([SECRET, [SECRET], {"deep": [{"x": SECRET}]}]))}
@@ -130,7 +141,7 @@ def test_pr3_no_redacted_value_is_left(event: dict[str, Any], key: str, data: st
         request_id_fields=(f"context.{key}", f"headers.{key}", key, "requestId"),
         trace_context_fields=(f"headers.{key}.traceId",),
     )
-    stored = dump_record(Evlog(config).normalise(event, NOW_MS))
+    stored = encode_json_record(Evlog(config).normalise(event, NOW_MS))
     assert SECRET.encode() not in stored
     assert REDACTED.encode() in stored
 
@@ -164,17 +175,17 @@ intervals = st.fixed_dictionaries(
 @given(intervals)
 def test_pr1_pr2_intervals_are_normal_after_one_pass_and_valid(interval: dict[str, Any]) -> None:
     interval["windowEnd"] = int(interval["windowStart"]) + interval.pop("windowLength", 0)
-    stored = dump_record(metrics.normalise(interval))
-    record: Any = load_record(stored)
+    stored = encode_json_record(metrics.normalise_metric(interval))
+    record: Any = decode_json_record(stored)
     assert METRICS_VALIDATOR.complaint(record) is None
-    assert dump_record(metrics.normalise(record)) == stored
+    assert encode_json_record(metrics.normalise_metric(record)) == stored
 
 
 @COMMON
 @given(values)
 def test_pr2_whatever_comes_is_refused_in_words_or_made_valid(value: Any) -> None:
     for normalise, validator in (
-        (metrics.normalise, METRICS_VALIDATOR),
+        (metrics.normalise_metric, METRICS_VALIDATOR),
         (lambda record: Evlog(EvlogConfig()).normalise(record, NOW_MS), EVLOG_VALIDATOR),
     ):
         try:
@@ -195,6 +206,6 @@ def test_a_configuration_is_refused_in_words_or_comes_back_as_it_was_read(body: 
 
 
 def test_canonical_search_objects_are_accepted() -> None:
-    aliases = parse_search(canonical.EVLOG["search"]).aliases
+    aliases = parse_search_config(canonical.EVLOG_REGISTRY["search"]).aliases
     assert " ".join(aliases) == "env msg req span time trace ts"
-    assert "dimensionPairs" in parse_search(canonical.METRICS["search"]).fields
+    assert "dimensionPairs" in parse_search_config(canonical.METRICS_REGISTRY["search"]).fields

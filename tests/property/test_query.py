@@ -22,16 +22,16 @@ from support.queries import (
     records,
 )
 from tailrace.common.errors import TailraceError
-from tailrace.schema.payload import decode_record
-from tailrace.schema.registry import Boundary, Registry
-from tailrace.schema.search_config import SearchConfig, parse_search
+from tailrace.schema.payload import decode_payload
+from tailrace.schema.registry import Registry, VersionBoundary
+from tailrace.schema.search_config import SearchConfig, parse_search_config
 from tailrace.search.bind import bind_query
 from tailrace.search.compiled import Matcher
-from tailrace.search.dialect import FILTER, SEARCH, Dialect
-from tailrace.search.evaluate import evaluate
-from tailrace.search.parser import parse
-from tailrace.search.values import to_string, values_of
-from tailrace.search.view import Extractor, View
+from tailrace.search.dialect import FILTER_DIALECT, SEARCH_DIALECT, Dialect
+from tailrace.search.evaluate import evaluate_record
+from tailrace.search.parser import parse_query_text
+from tailrace.search.values import field_values, to_string
+from tailrace.search.view import FieldExtractor, RecordView
 
 SOME = settings(max_examples=100, deadline=None)
 MANY = settings(max_examples=20_000, deadline=None)
@@ -73,11 +73,11 @@ def check_every_way(question: Question, batch: list[Any], dialect: Dialect, asci
     matcher = Matcher(bound, CONFIG, VERSION)
     for record in batch:
         payload = payload_of(record, ascii_only=ascii_only)
-        expected = question.holds(decode_record(payload))
-        assert evaluate(bound, decode_record(payload), CONFIG, VERSION) == expected
+        expected = question.holds(decode_payload(payload))
+        assert evaluate_record(bound, decode_payload(payload), CONFIG, VERSION) == expected
         assert matcher.matches(payload) == expected
         assert matcher.matches(memoryview(payload)) == expected
-        assert matcher.matches_record(decode_record(payload)) == expected
+        assert matcher.matches_record(decode_payload(payload)) == expected
         assert matcher.matches_record(record) == expected
 
 
@@ -86,7 +86,7 @@ def check_every_way(question: Question, batch: list[Any], dialect: Dialect, asci
 def test_q1_filters_are_boolean_algebra_on_their_clauses(
     question: Question, batch: list[Any], ascii_only: bool
 ) -> None:
-    check_every_way(question, batch, FILTER, ascii_only)
+    check_every_way(question, batch, FILTER_DIALECT, ascii_only)
 
 
 @SOME
@@ -94,7 +94,7 @@ def test_q1_filters_are_boolean_algebra_on_their_clauses(
 def test_q1_searches_are_boolean_algebra_on_their_clauses(
     question: Question, batch: list[Any], ascii_only: bool
 ) -> None:
-    check_every_way(question, batch, SEARCH, ascii_only)
+    check_every_way(question, batch, SEARCH_DIALECT, ascii_only)
 
 
 @pytest.mark.nightly
@@ -103,12 +103,12 @@ def test_q1_searches_are_boolean_algebra_on_their_clauses(
 def test_q1_many_searches_are_boolean_algebra_on_their_clauses(
     question: Question, batch: list[Any], ascii_only: bool
 ) -> None:
-    check_every_way(question, batch, SEARCH, ascii_only)
+    check_every_way(question, batch, SEARCH_DIALECT, ascii_only)
 
 
 def test_q1_a_negated_and_keeps_what_either_part_lets_through() -> None:
     """`-( -a:x b:p )` keeps all records with `a:x`, and all without `b:p`."""
-    bound = bind_query("-( -id:x status:5 )", CONFIG, FILTER)
+    bound = bind_query("-( -id:x status:5 )", CONFIG, FILTER_DIALECT)
     matcher = Matcher(bound, CONFIG, VERSION)
     for record, expected in [
         ({"id": "x", "status": 5}, True),
@@ -120,18 +120,18 @@ def test_q1_a_negated_and_keeps_what_either_part_lets_through() -> None:
         (7, True),
         (None, True),
     ]:
-        assert evaluate(bound, record, CONFIG, VERSION) is expected
+        assert evaluate_record(bound, record, CONFIG, VERSION) is expected
         assert matcher.matches_record(record) is expected
 
 
 def check_extraction(batch: list[Any], ascii_only: bool) -> None:
-    registry = Registry(name="s", version=VERSION, search=CONFIG, boundaries=(Boundary(0, VERSION),))
+    registry = Registry(name="s", version=VERSION, search=CONFIG, boundaries=(VersionBoundary(0, VERSION),))
     names = list(CONFIG.fields)
-    extractor = Extractor(View(registry), names)
+    extractor = FieldExtractor(RecordView(registry), names)
     for record in batch:
         payload = payload_of(record, ascii_only=ascii_only)
-        decoded = decode_record(payload)
-        expected = [values_of(decoded, CONFIG.fields[name], VERSION) for name in names]
+        decoded = decode_payload(payload)
+        expected = [field_values(decoded, CONFIG.fields[name], VERSION) for name in names]
         # As text, so that 1, 1.0 and True are three different things.
         assert repr([list(values) for values in extractor.row(1, payload)]) == repr(expected)
 
@@ -150,7 +150,7 @@ def test_v1_values_of_many_records_are_the_same(batch: list[Any], ascii_only: bo
 
 
 def check_total(text: str) -> None:
-    for dialect in (FILTER, SEARCH):
+    for dialect in (FILTER_DIALECT, SEARCH_DIALECT):
         refusal = _refusal(text, dialect)
         if refusal is not None:
             assert (refusal.status, refusal.code) == (400, dialect.code)
@@ -159,7 +159,7 @@ def check_total(text: str) -> None:
 
 def _refusal(text: str, dialect: Dialect, config: SearchConfig = CONFIG) -> TailraceError | None:
     try:
-        parse(text, dialect)
+        parse_query_text(text, dialect)
         bind_query(text, config, dialect)
     except TailraceError as refusal:
         return refusal
@@ -193,10 +193,10 @@ def check_equality(strings: list[str], ascii_only: bool) -> None:
         same = [to_string(other) == plain for other in strings]
         folded = [str(to_string(other)).lower() == plain.lower() for other in strings]
         for name, expected in (("id", same), ("service", folded)):
-            bound = bind_query(f"{name}:{quoted(plain)}", CONFIG, FILTER)
+            bound = bind_query(f"{name}:{quoted(plain)}", CONFIG, FILTER_DIALECT)
             matcher = Matcher(bound, CONFIG, VERSION)
             assert [matcher.matches(payload) for payload in payloads] == expected
-            found = [evaluate(bound, decode_record(payload), CONFIG, VERSION) for payload in payloads]
+            found = [evaluate_record(bound, decode_payload(payload), CONFIG, VERSION) for payload in payloads]
             assert found == expected
 
 
@@ -238,7 +238,7 @@ def configurations(draw: st.DrawFn) -> SearchConfig:
             fields[name] |= {"normalizer": "lowercase_v1", "prefix": True}
         elif kind != "bool":
             fields[name]["column"] = True
-    return parse_search({"fields": fields})
+    return parse_search_config({"fields": fields})
 
 
 trees: st.SearchStrategy[Any] = st.recursive(
@@ -270,14 +270,14 @@ def test_s2_any_configuration_decides_any_record(
     config: SearchConfig, batch: list[Any], version: int
 ) -> None:
     texts = [clause.format(name) for clause in CLAUSES for name in config.fields]
-    for text, dialect in itertools.product(texts, (FILTER, SEARCH)):
+    for text, dialect in itertools.product(texts, (FILTER_DIALECT, SEARCH_DIALECT)):
         if _refusal(text, dialect, config) is not None:
             continue
         bound = bind_query(text, config, dialect)
         matcher = Matcher(bound, config, version)
         for record in batch:
             payload = payload_of(record)
-            expected = evaluate(bound, decode_record(payload), config, version)
+            expected = evaluate_record(bound, decode_payload(payload), config, version)
             assert matcher.matches(payload) == expected
             assert matcher.matches_record(record) == expected
 
@@ -298,8 +298,8 @@ def test_s2_any_configuration_decides_any_record(
     ids=range(9),
 )
 def test_what_the_fast_decoder_does_not_take_is_decided_all_the_same(payload: bytes) -> None:
-    bound = bind_query("id:x -status:5", CONFIG, FILTER)
-    assert evaluate(bound, decode_record(payload), CONFIG, VERSION)
+    bound = bind_query("id:x -status:5", CONFIG, FILTER_DIALECT)
+    assert evaluate_record(bound, decode_payload(payload), CONFIG, VERSION)
     assert Matcher(bound, CONFIG, VERSION).matches(payload)
     without = payload.replace(b"x", b"y").replace(rb"\u0078", b"y")
     assert not Matcher(bound, CONFIG, VERSION).matches(without)

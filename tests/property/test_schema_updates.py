@@ -14,7 +14,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.decide import AppendRequest
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.registry_update import decide_update, prepare_update
-from tailrace.schema.stream_schema import Contract
+from tailrace.schema.stream_schema import StreamSchema
 
 T = TypeVar("T")
 WORDS = st.sampled_from(
@@ -109,7 +109,7 @@ def check(registry: Registry, body: Any, records: list[Any]) -> None:
         return
     document = updated.to_json()
     assert read_registry(document).to_json() == document
-    contract = Contract(document, 1024)
+    contract = StreamSchema(document, 1024)
     for record in records:
         request = AppendRequest(msgspec.json.encode(record), "application/json")
         checked = attempt(lambda request=request: contract.check(request))

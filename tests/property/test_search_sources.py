@@ -22,24 +22,24 @@ from support.search_model import SearchModel, registry_of
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.search.bind import Equals, StartsWith, bind_query
-from tailrace.search.chunk import Chunk, columns_from, join_chunks
-from tailrace.search.column_build import column_of
+from tailrace.search.chunk import Chunk, build_columns, join_chunks
+from tailrace.search.column_build import build_column_from_values
 from tailrace.search.compiled import Matcher
-from tailrace.search.dialect import SEARCH
-from tailrace.search.gate import Gate
-from tailrace.search.needle import needles_of
-from tailrace.search.packed import rows_of
-from tailrace.search.run import Outcome, Searcher
-from tailrace.search.search_request import Asked, SearchRequest, bind_request
+from tailrace.search.dialect import SEARCH_DIALECT
+from tailrace.search.gate import ConcurrencyLimiter
+from tailrace.search.needle import build_prefilter
+from tailrace.search.packed import rows_from_bits
+from tailrace.search.run import Searcher, SearchResult
+from tailrace.search.search_request import SearchParameters, SearchRequest, bind_search
 from tailrace.search.tail_index import TailIndex
-from tailrace.search.values import dates_of, to_date, values_of
-from tailrace.search.view import Decoder, Extractor, View
+from tailrace.search.values import field_values, parse_dates, to_date
+from tailrace.search.view import FieldExtractor, RecordDecoder, RecordView
 
 SOME = settings(max_examples=60, deadline=None)
 MANY = settings(max_examples=5000, deadline=None)
-VIEW = View(registry_of())
+VIEW = RecordView(registry_of())
 NAMES = list(VIEW.config.fields)
-EXTRACTOR = Extractor(VIEW, NAMES)
+EXTRACTOR = FieldExtractor(VIEW, NAMES)
 
 batches = st.lists(records, min_size=1, max_size=12)
 
@@ -48,7 +48,7 @@ def chunk(payloads: list[bytes], entries: list[int]) -> Chunk:
     """Made by row: all values of each, then the columns."""
     rows = [EXTRACTOR.row(entry, payload) for entry, payload in zip(entries, payloads, strict=True)]
     columns = {
-        name: column_of(field, [row[index] for row in rows])
+        name: build_column_from_values(field, [row[index] for row in rows])
         for index, (name, field) in enumerate(VIEW.config.fields.items())
     }
     return Chunk(entries, columns)
@@ -56,10 +56,10 @@ def chunk(payloads: list[bytes], entries: list[int]) -> Chunk:
 
 def straight_chunk(payloads: list[bytes], entries: list[int], *, lists: bool) -> Chunk:
     """Made by column, without the values of each row, as the tail index and scans do."""
-    decoder = Decoder(VIEW, NAMES)
+    decoder = RecordDecoder(VIEW, NAMES)
     return Chunk(
         entries,
-        columns_from(VIEW.config, decoder.gets, decoder.all_members(entries, payloads), lists=lists),
+        build_columns(VIEW.config, decoder.gets, decoder.all_members(entries, payloads), lists=lists),
     )
 
 
@@ -69,7 +69,7 @@ def test_v1_the_values_of_a_row_are_those_of_the_value_function(record: Any, asc
     payload = payload_of(record, ascii_only=ascii_only)
     promoted = VIEW.record(1, payload)
     for name, values in zip(NAMES, EXTRACTOR.row(1, payload), strict=True):
-        assert list(values) == values_of(promoted, VIEW.config.fields[name], VIEW.version)
+        assert list(values) == field_values(promoted, VIEW.config.fields[name], VIEW.version)
 
 
 usual_times = st.datetimes().map(lambda at: at.isoformat(timespec="milliseconds") + "Z")
@@ -88,7 +88,7 @@ odd_times = st.sampled_from(
 @SOME
 @given(st.one_of(st.sets(usual_times), st.sets(st.one_of(usual_times, odd_times, st.none(), st.integers()))))
 def test_v1_dates_by_the_minute_are_those_of_the_value_function(leaves: set[Any]) -> None:
-    assert dates_of(leaves) == {leaf: to_date(leaf) for leaf in leaves}
+    assert parse_dates(leaves) == {leaf: to_date(leaf) for leaf in leaves}
 
 
 def check_chunks(batch: list[Any], question: Question, cut: int, gap: int) -> None:
@@ -96,7 +96,7 @@ def check_chunks(batch: list[Any], question: Question, cut: int, gap: int) -> No
     payloads = [payload_of(record) for record in batch]
     entries = [7 + index * gap for index in range(len(batch))]
     whole = chunk(payloads, entries)
-    bound = bind_query(question.text, VIEW.config, SEARCH)
+    bound = bind_query(question.text, VIEW.config, SEARCH_DIALECT)
     expected = [
         entry
         for entry, payload in zip(entries, payloads, strict=True)
@@ -104,7 +104,7 @@ def check_chunks(batch: list[Any], question: Question, cut: int, gap: int) -> No
     ]
 
     def decided(source: Chunk) -> list[int]:
-        return [source.entries[row] for row in rows_of(source.match(bound))]
+        return [source.entries[row] for row in rows_from_bits(source.match(bound))]
 
     assert decided(whole) == expected
     for lists in (True, False):
@@ -121,9 +121,9 @@ def check_chunks(batch: list[Any], question: Question, cut: int, gap: int) -> No
     whole.drop_lists()
     assert decided(whole) == expected
     assert [entry for entry in entries if entry > 8] == [
-        whole.entries[row] for row in rows_of(whole.after(8))
+        whole.entries[row] for row in rows_from_bits(whole.after(8))
     ]
-    needles, matcher = needles_of(bound, VIEW.config), Matcher(bound, VIEW.config, VIEW.version)
+    needles, matcher = build_prefilter(bound, VIEW.config), Matcher(bound, VIEW.config, VIEW.version)
     for payload in payloads:
         assert needles is None or needles.may_match(payload) or not matcher.matches(payload)
 
@@ -149,16 +149,16 @@ def test_m4_q1_chunks_with_gaps_between_entries_at_length(
 @given(st.lists(st.text(max_size=6), min_size=1, max_size=30), st.text(max_size=3))
 def test_q2_v2_prefixes_and_equality_find_exactly_their_values(values: list[str], prefix: str) -> None:
     source = chunk([payload_of({"id": value}) for value in values], list(range(1, len(values) + 1)))
-    found = rows_of(source.match(StartsWith("id", prefix)))
+    found = rows_from_bits(source.match(StartsWith("id", prefix)))
     assert found == [row for row, value in enumerate(values) if value.startswith(prefix)]
     for value in values:
-        found = rows_of(source.match(Equals("id", value)))
+        found = rows_from_bits(source.match(Equals("id", value)))
         assert found == [row for row, other in enumerate(values) if other == value]
 
 
 def test_values_without_a_token_have_no_terms() -> None:
     source = chunk([payload_of({"id": "x", "note": ["\U0001f600", "\U0001f600"]})], [1])
-    assert rows_of(source.match(Equals("id", "x"))) == [0]
+    assert rows_from_bits(source.match(Equals("id", "x"))) == [0]
 
 
 class Bench:
@@ -178,11 +178,13 @@ class Bench:
         self.harness.settle()
         self.payloads += payloads
 
-    def search(self, text: str, seconds: float = 600, sort: tuple[str, ...] = ("offset:asc",)) -> Outcome:
-        request = bind_request(Asked(text, 500, list(sort), None, None), VIEW.config, 3000)
+    def search(
+        self, text: str, seconds: float = 600, sort: tuple[str, ...] = ("offset:asc",)
+    ) -> SearchResult:
+        request = bind_search(SearchParameters(text, 500, list(sort), None, None), VIEW.config, 3000)
         return self.run(request, seconds)
 
-    def run(self, request: SearchRequest, seconds: float = 600) -> Outcome:
+    def run(self, request: SearchRequest, seconds: float = 600) -> SearchResult:
         stream = self.harness.find("s")
         assert stream is not None
         return self.harness.run(self.searcher.search(stream, VIEW, request, time.monotonic() + seconds))
@@ -307,7 +309,7 @@ def test_r6_pages_by_score_are_those_of_scans_that_leave_nothing_out() -> None:
             found: list[tuple[int, float]] = []
             for text in ("failed", "has:id failed", "failed OR well", "-well message:failed"):
                 for size in (3, 40):
-                    request = bind_request(Asked(text, size, None, None, None), VIEW.config, 3000)
+                    request = bind_search(SearchParameters(text, size, None, None, None), VIEW.config, 3000)
                     outcome = made.run(request)
                     found += [(hit.entry, round(hit.score, 9)) for hit in outcome.hits[:size]]
             pages.append(found)
@@ -316,7 +318,7 @@ def test_r6_pages_by_score_are_those_of_scans_that_leave_nothing_out() -> None:
 
 def test_a_full_queue_of_searches_is_refused_and_turns_come_in_order() -> None:
     async def main() -> None:
-        gate = Gate(1, 2)
+        gate = ConcurrencyLimiter(1, 2)
         assert await gate.enter(1)
         turns = [asyncio.ensure_future(gate.enter(60)) for _ in range(2)]
         await asyncio.sleep(0)

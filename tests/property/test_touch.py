@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tailrace.common.clock import FakeClock
 from tailrace.schema.profiles import keys
-from tailrace.schema.profiles.journal import Layer
+from tailrace.schema.profiles.journal import JournalLayer
 from tailrace.schema.profiles.profiles_touch_config import parse_touch
-from tailrace.schema.profiles.state import Stale, TouchState, new_document
+from tailrace.schema.profiles.state import StaleCursor, TouchState, new_touch_document
 from tailrace.schema.profiles.touch_waits import parse_wait
 
 ENTITIES = ("todos", "users")
@@ -109,7 +109,7 @@ class TouchMachine(RuleBasedStateMachine):
         self.entries: list[dict[str, Any]] = []
         self.clock = FakeClock()
         self.config = parse_touch({"enabled": True}, "touch")
-        self.document = new_document()
+        self.document = new_touch_document()
         self.state = TouchState.load(self.config, self.document, "s", self.clock, 0)
         self.cursors = [0]
         self.pending: list[Pending] = []
@@ -210,10 +210,10 @@ class TouchMachine(RuleBasedStateMachine):
         cursor = data.draw(st.sampled_from([self.cursors[-1], max(0, len(self.entries) - back)]))
         request = {
             "cursor": f"{self.state.epoch}:{cursor}",
-            "keys": [keys.shown(key)],
+            "keys": [keys.format_key(key)],
             "exact": exact,
             "timeoutMs": timeout_ms,
-            "templateIdsUsed": [keys.shown(identity)] if named else [],
+            "templateIdsUsed": [keys.format_key(identity)] if named else [],
         }
         pending = Pending(
             {**request, "key": key, "template": template, "named": named, "table": kind == "table"}, cursor
@@ -229,15 +229,15 @@ class TouchMachine(RuleBasedStateMachine):
             floor = self.state.journal.floor
             if cursor < floor:
                 if floor - cursor > REPLAY_MAX:
-                    raise Stale("too far back")
-                past = Layer(cursor)
+                    raise StaleCursor("too far back")
+                past = JournalLayer(cursor)
                 for sequence in range(cursor, floor):
                     self.state.derive(past, sequence, self.entries[sequence])
                 self.state.journal.extend_back(past, floor)
                 if self.state.journal.floor > cursor:
-                    raise Stale("no room")
+                    raise StaleCursor("no room")
             self.state.begin(parsed, cursor, pending.take)
-        except Stale as stale:
+        except StaleCursor as stale:
             pending.take(self.state.stale(parsed, stale.message, head))
 
     def listened_and_changed(self, one: Pending, upto: int) -> bool:

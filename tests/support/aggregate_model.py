@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from support.search_model import registry_of, search_body
-from tailrace.schema.search_config import parse_search
-from tailrace.schema.search_rollups import interval_ms
+from tailrace.schema.search_config import parse_search_config
+from tailrace.schema.search_rollups import parse_interval_ms
 from tailrace.schema.timestamps import from_unix_ms
 from tailrace.search.aggregates.sketch import nearest_rank
 from tailrace.search.bind import bind_query
-from tailrace.search.dialect import SEARCH
-from tailrace.search.evaluate import evaluate
-from tailrace.search.values import values_of
-from tailrace.search.view import View
+from tailrace.search.dialect import SEARCH_DIALECT
+from tailrace.search.evaluate import evaluate_record
+from tailrace.search.values import field_values
+from tailrace.search.view import RecordView
 
 INTERVALS = ["7ms", "1s", "1h"]
 PARTS = {
@@ -61,26 +61,26 @@ def rollup_search(rollups: dict[str, Any] = ROLLUPS) -> dict[str, Any]:
     return body
 
 
-def rollup_view(evolved_at: int | None = None, rollups: dict[str, Any] = ROLLUPS) -> View:
-    search = parse_search(rollup_search(rollups))
-    return View(msgspec.structs.replace(registry_of(evolved_at), search=search))
+def rollup_view(evolved_at: int | None = None, rollups: dict[str, Any] = ROLLUPS) -> RecordView:
+    search = parse_search_config(rollup_search(rollups))
+    return RecordView(msgspec.structs.replace(registry_of(evolved_at), search=search))
 
 
 class AggregateModel:
     """`records` are promoted already; None stands for one that has no values."""
 
-    def __init__(self, records: Sequence[object], view: View) -> None:
+    def __init__(self, records: Sequence[object], view: RecordView) -> None:
         self._records = records
         self._view = view
 
     def _values(self, record: object, field: str) -> list[Any]:
-        return list(values_of(record, self._view.config.fields[field], self._view.version))
+        return list(field_values(record, self._view.config.fields[field], self._view.version))
 
     def _holds(self, text: str | None, record: object) -> bool:
         if text is None:
             return True
         config = self._view.config
-        return evaluate(bind_query(text, config, SEARCH), record, config, self._view.version)
+        return evaluate_record(bind_query(text, config, SEARCH_DIALECT), record, config, self._view.version)
 
     def members(self, body: dict[str, Any]) -> list[tuple[int, Any]]:
         """The records that count, each with its time."""
@@ -100,7 +100,7 @@ class AggregateModel:
 
     def groups(self, body: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
         """The records of each group, by the start of the window and the text of the key."""
-        span = interval_ms(body["interval"])
+        span = parse_interval_ms(body["interval"])
         assert span is not None
         groups: dict[tuple[str, str], list[Any]] = {}
         for at, record in self.members(body):

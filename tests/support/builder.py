@@ -11,7 +11,7 @@ from typing import Any
 from support.offers import FakePipeline, plan, uncovered
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
-from tailrace.search.index_files.format import companion_name
+from tailrace.search.index_files.format import index_file_key
 from tailrace.search.index_files.index_plan import load_plan
 
 
@@ -39,7 +39,7 @@ class Builder(FakePipeline):
             added: list[dict[str, Any]] = []
             for file in built:
                 sha256 = hashlib.sha256(file.data).hexdigest()
-                key = prefix + companion_name(
+                key = prefix + index_file_key(
                     stored.plan.hash, file.family, one["first"], one["last"], sha256
                 )
                 path = self.objects / key

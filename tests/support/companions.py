@@ -17,19 +17,19 @@ import pytest
 
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, check_built
-from tailrace.schema.convert import text_of
+from tailrace.schema.convert import value_text
 from tailrace.schema.registry import Registry
-from tailrace.schema.search_rollups import interval_ms
-from tailrace.schema.timestamps import FIRST_MS, LAST_MS
-from tailrace.search.aggregates.measures import PartsReader, Summary
-from tailrace.search.analyze import cut, tokens_of
+from tailrace.schema.search_rollups import parse_interval_ms
+from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN
+from tailrace.search.aggregates.measures import Summary, SummaryPartsReader
+from tailrace.search.analyze import tokenize_text, truncate_token
 from tailrace.search.bind import bind_query
-from tailrace.search.dialect import SEARCH
-from tailrace.search.evaluate import evaluate
-from tailrace.search.index_files.format import stored_value, value_of
+from tailrace.search.dialect import SEARCH_DIALECT
+from tailrace.search.evaluate import evaluate_record
+from tailrace.search.index_files.format import decode_value, encode_value
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
-from tailrace.search.values import values_of
-from tailrace.search.view import View
+from tailrace.search.values import field_values
+from tailrace.search.view import RecordView
 
 STREAM_ID = "ab" * 16
 
@@ -129,13 +129,13 @@ class Split:
 class Oracle:
     """What each family of some rows has to say, one record after the other."""
 
-    def __init__(self, rows: Sequence[Stored], view: View) -> None:
+    def __init__(self, rows: Sequence[Stored], view: RecordView) -> None:
         self.rows = rows
         self.view = view
         self.records = {row.entry: view.record(row.entry, row.payload) for row in rows}
 
     def values(self, entry: int, name: str) -> list[Any]:
-        return list(values_of(self.records[entry], self.view.config.fields[name], self.view.version))
+        return list(field_values(self.records[entry], self.view.config.fields[name], self.view.version))
 
     def exact(self, names: Sequence[str]) -> list[dict[str, Any]]:
         found: dict[tuple[str, bool, bytes], list[int]] = {}
@@ -143,7 +143,7 @@ class Oracle:
             for name in names:
                 values = self.values(row.entry, name)
                 stored = (
-                    set() if self.view.config.fields[name].kind == "text" else set(map(stored_value, values))
+                    set() if self.view.config.fields[name].kind == "text" else set(map(encode_value, values))
                 )
                 keys = [(name, False, b"")] if values else []
                 for key in [*keys, *((name, True, value) for value in stored)]:
@@ -188,7 +188,9 @@ class Oracle:
         ]
 
     def _tokens(self, name: str, value: str) -> list[str]:
-        return tokens_of(value) if self.view.config.fields[name].kind == "text" else [cut(value)]
+        return (
+            tokenize_text(value) if self.view.config.fields[name].kind == "text" else [truncate_token(value)]
+        )
 
     def keys(self, group_rows: int = 7) -> dict[bytes, dict[str, Any]]:
         found: dict[bytes, dict[str, Any]] = {}
@@ -217,11 +219,13 @@ class Oracle:
                 dims = [self.values(entry, dimension) for dimension in rollup.dimensions]
                 if not isinstance(record, dict) or len(times) != 1 or any(len(set(dim)) > 1 for dim in dims):
                     continue
-                if not FIRST_MS <= times[0] <= LAST_MS or not self._holds(rollup.include, record):
+                if not TIMESTAMP_MS_MIN <= times[0] <= TIMESTAMP_MS_MAX or not self._holds(
+                    rollup.include, record
+                ):
                     continue
-                texts = tuple(text_of(dim[0]) if dim else None for dim in dims)
+                texts = tuple(value_text(dim[0]) if dim else None for dim in dims)
                 for interval in rollup.intervals:
-                    span = interval_ms(interval)
+                    span = parse_interval_ms(interval)
                     assert span is not None
                     start = times[0] // span * span
                     for stored, kept in _cuts(name, texts):
@@ -231,7 +235,9 @@ class Oracle:
 
     def _holds(self, text: str | None, record: object) -> bool:
         config = self.view.config
-        return text is None or evaluate(bind_query(text, config, SEARCH), record, config, self.view.version)
+        return text is None or evaluate_record(
+            bind_query(text, config, SEARCH_DIALECT), record, config, self.view.version
+        )
 
     def _measure(
         self, states: dict[tuple[Any, ...], Any], key: tuple[Any, ...], measure: Any, entry: int
@@ -244,7 +250,7 @@ class Oracle:
         summary = states.setdefault(key, Summary(histogram=declared is not None, whole=False))
         if measure.kind == "summary":
             summary.add_all(self.values(entry, measure.field))
-        elif (parts := PartsReader(measure).read(record)) is not None:
+        elif (parts := SummaryPartsReader(measure).read(record)) is not None:
             summary.add_parts(parts)
 
 
@@ -265,4 +271,4 @@ def parts_of(summary: Summary) -> tuple[Any, ...]:
 
 
 def plain(kind: str, stored: bytes | None) -> Any:
-    return None if stored is None else value_of(stored, kind)
+    return None if stored is None else decode_value(stored, kind)

@@ -17,10 +17,10 @@ from tailrace.pipeline.kernels.parquet import Range
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
 from tailrace.pipeline.kernels.splits import merge_splits
 from tailrace.schema.registry import Registry
-from tailrace.search.index_files.format import FTS, companion_name
+from tailrace.search.index_files.format import FTS, index_file_key
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
-from tailrace.search.index_files.library import Library
-from tailrace.search.index_files.shelf import Shelf
+from tailrace.search.index_files.library import IndexCatalogue
+from tailrace.search.index_files.shelf import IndexFileCache
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.segments.index_files import IndexFile, PlanHistory, PlanRecord
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix
@@ -43,12 +43,12 @@ class FamilyStore:
     def _changed(self) -> None:
         self._listed = IndexFileSet(tuple(self.companions), (), PlanHistory(True, tuple(self.plans.values())))
 
-    def library(self) -> Library:
+    def library(self) -> IndexCatalogue:
         self.work = LoopTasks(self._real.loop, 2)
         self._readers = LoopTasks(self._real.loop, 2)
         parts = ObjectCache(self._bucket.as_uri(), None, 0, Limits(), self.work)
         # Even of small files no more is read than what is asked for.
-        return Library(Shelf(parts, self.work, self._readers, whole_bytes_max=0), self.of)
+        return IndexCatalogue(IndexFileCache(parts, self.work, self._readers, whole_bytes_max=0), self.of)
 
     def close(self) -> None:
         self._real.run(self._readers.end())
@@ -94,7 +94,7 @@ class FamilyStore:
         made: list[IndexFile] = []
         for one in built:
             sha256 = hashlib.sha256(one.data).hexdigest()
-            name = companion_name(plan.hash, one.family, info.first, info.last, sha256)
+            name = index_file_key(plan.hash, one.family, info.first, info.last, sha256)
             path = self._bucket / (prefix + name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(one.data)
@@ -137,7 +137,7 @@ class FamilyStore:
             return  # a job does not merge what is damaged
         data = merge_splits(raws, Range(identity, first, last, rows, joined[0].plan_hash)).data
         sha256 = hashlib.sha256(data).hexdigest()
-        name = companion_name(joined[0].plan_hash, FTS, first, last, sha256)
+        name = index_file_key(joined[0].plan_hash, FTS, first, last, sha256)
         (self._bucket / (prefix + name)).write_bytes(data)
         merged = msgspec.structs.replace(
             joined[0],

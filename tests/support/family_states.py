@@ -19,8 +19,8 @@ from support.search_states import batches, queries
 from tailrace.schema.registry import Registry
 from tailrace.schema.routing import RoutingKey
 from tailrace.search.index_files.format import COL, EXACT, FAMILIES, FTS
-from tailrace.search.index_files.keys import KeyLibrary
-from tailrace.search.index_files.library import Library
+from tailrace.search.index_files.keys import RoutingKeyIndex
+from tailrace.search.index_files.library import IndexCatalogue
 
 subsets = st.one_of(
     st.just(FAMILIES), st.just((COL, EXACT, FTS)), st.lists(st.sampled_from(FAMILIES), unique=True)
@@ -50,14 +50,14 @@ class FamilyStates(QueryStates):
     """As its base, and companions come and go."""
 
     families: FamilyStore
-    library: Library | None = None
+    library: IndexCatalogue | None = None
 
     def open_searcher(self, budget: int) -> None:
         super().open_searcher(budget)
         if self.library is None:
             self.families = FamilyStore(self.real, self.directory / "objects")
         self.library = self.searcher.library = self.real.call(self.families.library)
-        self.lexicons = self.real.log.reader.history.keys = KeyLibrary(self.library)
+        self.lexicons = self.real.log.reader.history.keys = RoutingKeyIndex(self.library)
 
     def close_searcher(self) -> None:
         super().close_searcher()

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from tailrace.schema.search_config import SearchConfig, parse_search
-from tailrace.search.analyze import tokens_of
-from tailrace.search.values import Value, values_of
+from tailrace.schema.search_config import SearchConfig, parse_search_config
+from tailrace.search.analyze import tokenize_text
+from tailrace.search.values import Value, field_values
 
 VERSION = 1
 
@@ -53,7 +53,7 @@ SEARCH_BODY: dict[str, Any] = {
     "aliases": {"svc": "service"},
     "defaultFields": [{"field": "message", "boost": 2}, "service"],
 }
-CONFIG: SearchConfig = parse_search(SEARCH_BODY)
+CONFIG: SearchConfig = parse_search_config(SEARCH_BODY)
 
 LEAVES: list[object] = [
     None,
@@ -145,7 +145,7 @@ class Question(NamedTuple):
 
 def _some(name: str, check: Callable[[Any], bool]) -> Callable[[object], bool]:
     def holds(record: object) -> bool:
-        found: list[Value] = values_of(record, CONFIG.fields[name], VERSION)
+        found: list[Value] = field_values(record, CONFIG.fields[name], VERSION)
         return any(check(value) for value in found)
 
     return holds
@@ -156,7 +156,7 @@ def _either(*choices: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 def _says(name: str, *tokens: str) -> Callable[[object], bool]:
-    return _some(name, lambda value: set(tokens) <= set(tokens_of(value)))
+    return _some(name, lambda value: set(tokens) <= set(tokenize_text(value)))
 
 
 FILTERS: list[Question] = [
@@ -191,17 +191,17 @@ SEARCHES: list[Question] = [
     Question("note:failed-checkout", _says("note", "checkout", "failed")),
     Question(
         "message:check*",
-        _some("message", lambda value: any(token.startswith("check") for token in tokens_of(value))),
+        _some("message", lambda value: any(token.startswith("check") for token in tokenize_text(value))),
     ),
     Question(
         'message:"checkout failed"',
-        _some("message", lambda value: tokens_of(value) == ["checkout", "failed"]),
+        _some("message", lambda value: tokenize_text(value) == ["checkout", "failed"]),
     ),
     Question("x", _either(_says("message", "x"), _some("service", lambda value: value == "x"))),
     Question(
         '"Checkout failed"',
         _either(
-            _some("message", lambda value: tokens_of(value) == ["checkout", "failed"]),
+            _some("message", lambda value: tokenize_text(value) == ["checkout", "failed"]),
             _some("service", lambda value: value == "checkout failed"),
         ),
     ),

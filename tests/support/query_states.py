@@ -26,7 +26,7 @@ from tailrace.log.routing_keys import KeyListing, LexiconReader
 from tailrace.search.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.search.aggregates.run import Aggregator
 from tailrace.search.filtered import FilteredReads
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 
 KEYS: list[bytes | None] = [None, b"a", b"B", "á".encode(), "😀".encode(), b"ab"]
 NOON = 1767225600000
@@ -87,7 +87,7 @@ class QueryStates(SearchStates):
         del self.keys[sealed:]
 
     @property
-    def view(self) -> View:
+    def view(self) -> RecordView:
         return view_at(self.evolved_at)
 
     @property
@@ -113,7 +113,7 @@ class QueryStates(SearchStates):
         assert list(page.entries()) == keyed
 
     async def _filtered(
-        self, stream: Stream, view: View, text: str, key: bytes | None, inline: bool
+        self, stream: Stream, view: RecordView, text: str, key: bytes | None, inline: bool
     ) -> list[bytes]:
         real = self.real
         context = Context(Settings(limits=PAGE), real.log, real.clock, real.loop, ServerMetrics(), "model")
@@ -164,5 +164,5 @@ def _as_before(record: Any) -> Any:
 
 
 @cache
-def view_at(evolved_at: int | None) -> View:
+def view_at(evolved_at: int | None) -> RecordView:
     return rollup_view(evolved_at)

@@ -9,14 +9,14 @@ from functools import cmp_to_key
 from typing import Any, NamedTuple
 
 from support.queries import SEARCH_BODY
-from tailrace.schema.registry import Boundary, Registry
-from tailrace.schema.search_config import parse_search
-from tailrace.search.analyze import tokens_of
+from tailrace.schema.registry import Registry, VersionBoundary
+from tailrace.schema.search_config import parse_search_config
+from tailrace.search.analyze import tokenize_text
 from tailrace.search.bind import (
     All,
     AnyOf,
     Anywhere,
-    Bound,
+    BoundQuery,
     Equals,
     Negation,
     Phrase,
@@ -24,10 +24,10 @@ from tailrace.search.bind import (
     Words,
     bind_query,
 )
-from tailrace.search.dialect import SEARCH
-from tailrace.search.evaluate import evaluate
-from tailrace.search.values import values_of
-from tailrace.search.view import View
+from tailrace.search.dialect import SEARCH_DIALECT
+from tailrace.search.evaluate import evaluate_record
+from tailrace.search.values import field_values
+from tailrace.search.view import RecordView
 
 SORTABLE = ("id", "service", "status", "ratio", "ok")
 RENAMED = "/renamed"
@@ -52,16 +52,16 @@ def search_body(*, turned: bool = False) -> dict[str, Any]:
 
 def registry_of(evolved_at: int | None = None, *, turned: bool = False) -> Registry:
     """Version 1 from the start, and version 2 from a sequence number on."""
-    boundaries = [Boundary(0, 1)]
+    boundaries = [VersionBoundary(0, 1)]
     lenses: dict[int, dict[str, object]] = {}
     if evolved_at is not None:
-        boundaries.append(Boundary(evolved_at, 2))
+        boundaries.append(VersionBoundary(evolved_at, 2))
         ops = [{"op": "rename", "from": "/id", "to": RENAMED}]
         lenses[1] = {"apiVersion": "durable.lens/v1", "schema": "s", "from": 1, "to": 2, "ops": ops}
     return Registry(
         name="s",
         version=len(boundaries),
-        search=parse_search(search_body(turned=turned)),
+        search=parse_search_config(search_body(turned=turned)),
         boundaries=tuple(boundaries),
         schemas={1: {}, 2: {}},
         lenses=lenses,
@@ -77,7 +77,7 @@ class ModelHit(NamedTuple):
 class SearchModel:
     """All entries from 1 on, promoted."""
 
-    def __init__(self, payloads: Sequence[bytes], view: View, first: int = 1) -> None:
+    def __init__(self, payloads: Sequence[bytes], view: RecordView, first: int = 1) -> None:
         self._view = view
         self.records = {
             entry: view.record(entry, payload) for entry, payload in enumerate(payloads, 1) if entry >= first
@@ -85,13 +85,15 @@ class SearchModel:
 
     def values(self, entry: int, field: str) -> list[Any]:
         found = self._view.config.fields[field]
-        return list(values_of(self.records[entry], found, self._view.version))
+        return list(field_values(self.records[entry], found, self._view.version))
 
     def hits(self, text: str, sort: Sequence[str]) -> list[ModelHit]:
         """All of them, in order. `sort` is the effective one, each with its direction."""
         config, version = self._view.config, self._view.version
-        query = bind_query(text, config, SEARCH)
-        found = [entry for entry, record in self.records.items() if evaluate(query, record, config, version)]
+        query = bind_query(text, config, SEARCH_DIALECT)
+        found = [
+            entry for entry, record in self.records.items() if evaluate_record(query, record, config, version)
+        ]
         hits: list[ModelHit] = []
         for entry in found:
             score = self._score(query, entry)
@@ -120,9 +122,9 @@ class SearchModel:
                 return 1 if greater != key.endswith("desc") else -1
         return 0
 
-    def _score(self, query: Bound, entry: int) -> float:
-        def holds(clause: Bound) -> bool:
-            return evaluate(clause, self.records[entry], self._view.config, self._view.version)
+    def _score(self, query: BoundQuery, entry: int) -> float:
+        def holds(clause: BoundQuery) -> bool:
+            return evaluate_record(clause, self.records[entry], self._view.config, self._view.version)
 
         match query:
             case All(clauses):
@@ -154,7 +156,9 @@ class SearchModel:
         return {entry.field: entry.boost for entry in self._view.config.default_fields}.get(field, 1)
 
     def _bm25(self, field: str, entry: int, tokens: tuple[str, ...]) -> float:
-        texts = {other: [tokens_of(value) for value in self.values(other, field)] for other in self.records}
+        texts = {
+            other: [tokenize_text(value) for value in self.values(other, field)] for other in self.records
+        }
         lengths = {other: sum(map(len, text)) for other, text in texts.items()}
         documents = sum(1 for length in lengths.values() if length)
         average = sum(lengths.values()) / documents

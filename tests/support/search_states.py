@@ -27,10 +27,10 @@ from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
 from tailrace.search import collect
-from tailrace.search.run import Outcome, Searcher
-from tailrace.search.search_request import Asked, bind_request
+from tailrace.search.run import Searcher, SearchResult
+from tailrace.search.search_request import SearchParameters, bind_search
 from tailrace.search.tail_index import TailIndex
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 from tailrace.storage.segments.model import SegmentInfo
 
 FAR_S = 600.0
@@ -85,7 +85,7 @@ class SearchStates(RuleBasedStateMachine):
         self.evolved_at: int | None = None
         self.turned = False
         self.stores = 0
-        self.waiting = patch.object(collect, "WEIGHED_LATER_MAX", 4)
+        self.waiting = patch.object(collect, "UNSCORED_MATCHES_MAX", 4)
         self.waiting.start()
         self.threads = ThreadPoolExecutor(2)
 
@@ -208,9 +208,9 @@ class SearchStates(RuleBasedStateMachine):
     # -- comparing ---------------------------------------------------------------------------------------
 
     def search(self, question: Question, sort: list[tuple[str, str]] | None, size: int) -> None:
-        view = View(registry_of(self.evolved_at, turned=self.turned))
+        view = RecordView(registry_of(self.evolved_at, turned=self.turned))
         wanted = None if sort is None else [f"{name}:{way}" for name, way in sort]
-        request = bind_request(Asked(question.text, size, wanted, None, None), view.config, 3000)
+        request = bind_search(SearchParameters(question.text, size, wanted, None, None), view.config, 3000)
         model = SearchModel(self.payloads, view, self.stream.earliest + 1)
         keys = [f"{key.name}:{'desc' if key.descending else 'asc'}" for key in request.sort]
         expected = model.hits(question.text, keys)
@@ -228,10 +228,10 @@ class SearchStates(RuleBasedStateMachine):
         if outcome.exact:
             assert outcome.primary_max == max(primaries, default=None)
 
-    def run(self, view: View, request: Any) -> Outcome:
+    def run(self, view: RecordView, request: Any) -> SearchResult:
         return self.real.run(self.searcher.search(self.stream, view, request, time.monotonic() + FAR_S))
 
-    def check(self, outcome: Outcome, expected: list[ModelHit], size: int) -> None:
+    def check(self, outcome: SearchResult, expected: list[ModelHit], size: int) -> None:
         """Totals and coverage say what is so; no more than a page and a bit is held."""
         assert outcome.complete
         assert outcome.last == outcome.through == len(self.payloads)

@@ -15,9 +15,9 @@ from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.search.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
 from tailrace.search.aggregates.aggregate import Groups
 from tailrace.search.aggregates.aggregate_states import ArrayStates
-from tailrace.search.aggregates.rollup_ranges import states_wanted
-from tailrace.search.index_files.agg_file import KEPT_BYTES_MIN, AggFile, Wanted
-from tailrace.search.index_files.body import WholeBody
+from tailrace.search.aggregates.rollup_ranges import rollup_selection
+from tailrace.search.index_files.agg_file import STATE_CACHE_BYTES_MIN, RollupFile, RollupSelection
+from tailrace.search.index_files.body import LoadedContent
 from tailrace.search.index_files.format import AGG
 from tailrace.search.index_files.parquet_file import ParquetFile
 from tailrace.search.index_files.published import UnusableFileError
@@ -43,25 +43,25 @@ def bytes_of(rows: list[dict[str, Any]]) -> bytes:
     return build(stored, plan_of(VIEW.registry))[AGG].data
 
 
-def file_of(rows: list[dict[str, Any]]) -> AggFile:
-    return AggFile(ParquetFile(WholeBody(bytes_of(rows))))
+def file_of(rows: list[dict[str, Any]]) -> RollupFile:
+    return RollupFile(ParquetFile(LoadedContent(bytes_of(rows))))
 
 
-def written(table: Any, group_rows: int) -> AggFile:
+def written(table: Any, group_rows: int) -> RollupFile:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=group_rows)
-    return AggFile(ParquetFile(WholeBody(sink.getvalue().to_pybytes())))
+    return RollupFile(ParquetFile(LoadedContent(sink.getvalue().to_pybytes())))
 
 
 @pytest.fixture(scope="module")
-def file() -> AggFile:
+def file() -> RollupFile:
     return file_of(elevens())
 
 
-def shown(file: AggFile, asked: AggregateRequest) -> dict[tuple[int, Any], Any]:
+def shown(file: RollupFile, asked: AggregateRequest) -> dict[tuple[int, Any], Any]:
     """The measures of each group of a file, by window and service."""
     states = ArrayStates(VIEW, asked, time.monotonic() + 60)
-    assert states.add_file(file, states_wanted(asked))
+    assert states.add_file(file, rollup_selection(asked))
     return {
         (instant_ms(window["start"]), group["key"].get("service")): group["measures"]
         for window in orjson.loads(b"".join(states.shown(Groups(VIEW, asked))))
@@ -75,7 +75,7 @@ def instant_ms(text: str) -> int:
     return nanos // 1_000_000
 
 
-def test_states_are_added_up_by_what_is_asked_for(file: AggFile) -> None:
+def test_states_are_added_up_by_what_is_asked_for(file: RollupFile) -> None:
     found = shown(file, request(group_by=["service"], measures=["n", "lat"]))
     expected = {(NOON, "a"): 4, (NOON + 1000, "a"): 4} | {(NOON + 1000 * n, "b"): 1 for n in range(3)}
     assert {key: measures["n"]["count"] for key, measures in found.items()} == expected
@@ -85,22 +85,22 @@ def test_states_are_added_up_by_what_is_asked_for(file: AggFile) -> None:
     assert several["histogram"] == {"1": 4}
 
 
-def test_only_the_wanted_value_of_a_dimension_counts(file: AggFile) -> None:
+def test_only_the_wanted_value_of_a_dimension_counts(file: RollupFile) -> None:
     found = shown(file, request(q="service:b", measures=["n"]))
     assert [measures["n"]["count"] for measures in found.values()] == [1, 1, 1]
 
 
-def test_groups_by_several_dimensions_are_added_up_from_the_whole_rollup(file: AggFile) -> None:
+def test_groups_by_several_dimensions_are_added_up_from_the_whole_rollup(file: RollupFile) -> None:
     asked = request(group_by=["status", "service"], measures=["size"], interval="1h", to=NOON + 3_600_000)
     found = shown(file, asked)
     assert {key: measures["size"]["sum"] for key, measures in found.items()}[NOON, "a"] == 40
 
 
-def test_states_meet_groups_that_were_made_elsewhere(file: AggFile) -> None:
+def test_states_meet_groups_that_were_made_elsewhere(file: RollupFile) -> None:
     """One group is in both, one only here, one only there: all are shown, in one order."""
     asked = request(group_by=["service"], measures=["n", "lat"], to=NOON + 1000)
     states, groups = ArrayStates(VIEW, asked, time.monotonic() + 60), Groups(VIEW, asked)
-    states.add_file(file, states_wanted(asked))
+    states.add_file(file, rollup_selection(asked))
     for service in ("a", None):
         group = groups.at((NOON, (service,)))
         group.counts[groups.counted.index("n")] += 1
@@ -118,7 +118,7 @@ def test_states_meet_groups_that_were_made_elsewhere(file: AggFile) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 7])
-def test_groups_may_be_cut_where_a_row_group_ends(file: AggFile, rows: int) -> None:
+def test_groups_may_be_cut_where_a_row_group_ends(file: RollupFile, rows: int) -> None:
     """A rollup has four measures. Where the time that is asked for begins, the group before it may go on."""
     cut = written(pq.read_table(pa.BufferReader(bytes_of(elevens()))), rows)
     for asked in (
@@ -130,7 +130,7 @@ def test_groups_may_be_cut_where_a_row_group_ends(file: AggFile, rows: int) -> N
         assert shown(cut, asked) == shown(file, asked)
 
 
-def test_what_is_asked_again_is_there_and_the_same(file: AggFile) -> None:
+def test_what_is_asked_again_is_there_and_the_same(file: RollupFile) -> None:
     """Also by other measures, other windows and other values: nothing that is kept is of one question."""
     fresh = file_of(elevens())
     before = fresh.memory_bytes
@@ -144,14 +144,14 @@ def test_what_is_asked_again_is_there_and_the_same(file: AggFile) -> None:
             request(interval="1h", to=NOON + 3_600_000),
         ):
             again = ArrayStates(VIEW, asked, time.monotonic() + 60)
-            again.add_file(fresh, states_wanted(asked))
+            again.add_file(fresh, rollup_selection(asked))
             once = ArrayStates(VIEW, asked, time.monotonic() + 60)
-            once.add_file(file_of(elevens()), states_wanted(asked))
+            once.add_file(file_of(elevens()), rollup_selection(asked))
             assert b"".join(again.shown(Groups(VIEW, asked))) == b"".join(once.shown(Groups(VIEW, asked)))
-    assert before < fresh.memory_bytes <= before + KEPT_BYTES_MIN
+    assert before < fresh.memory_bytes <= before + STATE_CACHE_BYTES_MIN
 
 
-def test_files_that_meet_in_a_window_are_added_up(file: AggFile) -> None:
+def test_files_that_meet_in_a_window_are_added_up(file: RollupFile) -> None:
     """Most of each stays as it is kept; the window that both have is merged, and kept by neither."""
     asked = request(group_by=["service"])
     later = [{**row, "at": row["at"] + 2000} for row in elevens()]
@@ -159,17 +159,17 @@ def test_files_that_meet_in_a_window_are_added_up(file: AggFile) -> None:
     for _ in range(2):
         states = ArrayStates(VIEW, asked, time.monotonic() + 60)
         for one in files:
-            states.add_file(one, states_wanted(asked))
+            states.add_file(one, rollup_selection(asked))
         whole = ArrayStates(VIEW, asked, time.monotonic() + 60)
-        whole.add_file(file_of([*elevens(), *later]), states_wanted(asked))
+        whole.add_file(file_of([*elevens(), *later]), rollup_selection(asked))
         assert b"".join(states.shown(Groups(VIEW, asked))) == b"".join(whole.shown(Groups(VIEW, asked)))
 
 
-def test_windows_that_are_empty_are_known(file: AggFile) -> None:
+def test_windows_that_are_empty_are_known(file: RollupFile) -> None:
     assert file.has_window("all", 1000, NOON + 2000)
     assert not file.has_window("all", 1000, NOON + 3000)
     assert not file.has_window("nothing", 1000, NOON)
-    assert not list(file.parts(Wanted("all", 1000, NOON - 9000, NOON)))
+    assert not list(file.parts(RollupSelection("all", 1000, NOON - 9000, NOON)))
 
 
 def test_nothing_of_a_broken_file_is_added() -> None:
@@ -188,5 +188,5 @@ def test_nothing_of_a_broken_file_is_added() -> None:
     asked = request(group_by=["service"], measures=["lat"])
     states = ArrayStates(VIEW, asked, time.monotonic() + 60)
     with pytest.raises(UnusableFileError, match="sketch"):
-        states.add_file(file, states_wanted(asked))
+        states.add_file(file, rollup_selection(asked))
     assert orjson.loads(b"".join(states.shown(Groups(VIEW, asked)))) == []

@@ -10,11 +10,11 @@ from typing import Any
 import orjson
 import pytest
 
-from tailrace.schema.registry import Boundary, Registry
-from tailrace.schema.search_config import parse_search
+from tailrace.schema.registry import Registry, VersionBoundary
+from tailrace.schema.search_config import parse_search_config
 from tailrace.search.chunk import Chunk
-from tailrace.search.chunk_process import ChunkProcess, ChunkProcessError, make_chunk
-from tailrace.search.view import Decoder, View
+from tailrace.search.chunk_process import ChunkProcess, ChunkProcessError, build_chunk
+from tailrace.search.view import RecordDecoder, RecordView
 
 
 def field(kind: str, pointer: str, **flags: object) -> dict[str, Any]:
@@ -29,9 +29,9 @@ FIELDS = {
 REGISTRY = Registry(
     name="s",
     version=1,
-    boundaries=(Boundary(0, 1),),
+    boundaries=(VersionBoundary(0, 1),),
     schemas={1: {}},
-    search=parse_search({"fields": FIELDS}),
+    search=parse_search_config({"fields": FIELDS}),
 )
 ROWS = [
     orjson.dumps({"id": f"id{number % 7}", "n": number, "text": f"some words and word{number % 3}"})
@@ -47,8 +47,8 @@ def process() -> Iterator[ChunkProcess]:
 
 
 def made_here() -> Chunk:
-    view = View(REGISTRY)
-    return make_chunk(view, Decoder(view, list(view.config.fields)), 11, ROWS)
+    view = RecordView(REGISTRY)
+    return build_chunk(view, RecordDecoder(view, list(view.config.fields)), 11, ROWS)
 
 
 def described(chunk: Chunk) -> object:

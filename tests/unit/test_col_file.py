@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.search.index_files.body import WholeBody
-from tailrace.search.index_files.col_file import ColFile
+from tailrace.search.index_files.body import LoadedContent
+from tailrace.search.index_files.col_file import ColumnFile
 from tailrace.search.index_files.parquet_file import ParquetFile
 
 GROUP_ROWS = 3
@@ -24,12 +24,12 @@ KINDS = {
 COMPARISONS = (">", ">=", "<", "<=", "=")
 
 
-def _opened(kind: str, rows: list[list[Any] | None]) -> ColFile:
+def _opened(kind: str, rows: list[list[Any] | None]) -> ColumnFile:
     numbers = pa.array(range(1, len(rows) + 1), pa.uint64())
     values = pa.array(rows, pa.list_(pa.type_for_alias(kind)))
     target = io.BytesIO()
     pq.write_table(pa.table({"_entry": numbers, "v": values}), target, row_group_size=GROUP_ROWS)
-    return ColFile(ParquetFile(WholeBody(target.getvalue())), 1, len(rows))
+    return ColumnFile(ParquetFile(LoadedContent(target.getvalue())), 1, len(rows))
 
 
 @st.composite

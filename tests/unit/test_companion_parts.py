@@ -27,12 +27,12 @@ from support.s3 import S3Server
 from tailrace.common.limits import Limits
 from tailrace.pipeline.kernels.parquet import CompanionWriter
 from tailrace.search.index_files import body as bodies
-from tailrace.search.index_files.body import Body, WholeBody, joined, turns
+from tailrace.search.index_files.body import FileContent, LoadedContent, join_ranges, split_by_size
 from tailrace.search.index_files.format import FTS
-from tailrace.search.index_files.fts_file import FtsFile
+from tailrace.search.index_files.fts_file import FullTextFile
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.search.index_files.published import Published, UnusableFileError
-from tailrace.search.index_files.shelf import Opened, Shelf
+from tailrace.search.index_files.published import IndexFileRef, UnusableFileError
+from tailrace.search.index_files.shelf import IndexFileCache, OpenedFile
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix
@@ -75,7 +75,7 @@ class Place(NamedTuple):
     url: str
     cache_dir: Path
 
-    def put(self, data: bytes, key: str = KEY) -> Published:
+    def put(self, data: bytes, key: str = KEY) -> IndexFileRef:
         async def create() -> None:
             objects = open_object_store(self.url)
             try:
@@ -84,9 +84,11 @@ class Place(NamedTuple):
                 await objects.close()
 
         asyncio.run(create())
-        return Published(key, STREAM_ID, len(data), hashlib.sha256(data).hexdigest())
+        return IndexFileRef(key, STREAM_ID, len(data), hashlib.sha256(data).hexdigest())
 
-    def run(self, work: Callable[[Shelf, ObjectCache], Awaitable[T]], whole_bytes_max: int = 512 << 10) -> T:
+    def run(
+        self, work: Callable[[IndexFileCache, ObjectCache], Awaitable[T]], whole_bytes_max: int = 512 << 10
+    ) -> T:
         """Do something with a shelf of its own, as a server would after a restart."""
 
         async def running() -> T:
@@ -94,7 +96,7 @@ class Place(NamedTuple):
             fetching, reading = LoopTasks(loop, 2), LoopTasks(loop, 2)
             parts = ObjectCache(self.url, self.cache_dir, CACHE_BYTES, Limits(), fetching)
             try:
-                shelf = Shelf(parts, fetching, reading, whole_bytes_max=whole_bytes_max)
+                shelf = IndexFileCache(parts, fetching, reading, whole_bytes_max=whole_bytes_max)
                 return await work(shelf, parts)
             finally:
                 await reading.end()
@@ -139,7 +141,7 @@ def test_lexicons_have_a_cache_of_their_own(bucket: Place) -> None:
             ObjectCache(bucket.url, bucket.cache_dir.with_name(name), held, Limits(), fetching)
             for name, held in (("companions", size), ("lexicons", 2 * size))
         )
-        shelf = Shelf(parts, fetching, reading, lexicons=lexicons, whole_bytes_max=size)
+        shelf = IndexFileCache(parts, fetching, reading, lexicons=lexicons, whole_bytes_max=size)
         seen: list[int] = []
         try:
             for published in (*lexicons_put, *others_put):
@@ -160,7 +162,7 @@ def test_lexicons_have_a_cache_of_their_own(bucket: Place) -> None:
     assert at_last == [size, 2 * size]
 
 
-async def _opened(shelf: Shelf, published: Published) -> ParquetFile:
+async def _opened(shelf: IndexFileCache, published: IndexFileRef) -> ParquetFile:
     found = await shelf.open(published, ParquetFile)
     assert isinstance(found, ParquetFile)
     return found
@@ -173,7 +175,7 @@ def _whole(name: str) -> pa.ChunkedArray:
 def test_only_what_is_wanted_is_fetched(place: Place) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> None:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         group = await shelf.on_thread(file.group, 3, ("a",))
         assert group.column("a").combine_chunks() == TABLES[3].column("a").combine_chunks()
@@ -191,7 +193,7 @@ def test_only_what_is_wanted_is_fetched(place: Place) -> None:
 def test_near_row_groups_come_with_one_request(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> int:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> int:
         file = await _opened(shelf, published)
         before = parts.fetches
         found = await shelf.on_thread(lambda: list(file.tables(range(GROUPS), ("wide",))))
@@ -202,8 +204,8 @@ def test_near_row_groups_come_with_one_request(place: Place, monkeypatch: pytest
 
     assert place.run(read) == 1
     # Those that are too many for one turn are fetched one after the other.
-    monkeypatch.setattr(bodies, "TURN_BYTES_MAX", 1 << 20)
-    monkeypatch.setattr(bodies, "STRETCH_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(bodies, "BATCH_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(bodies, "FETCH_BYTES_MAX", 1 << 20)
     uncached = place._replace(cache_dir=place.cache_dir.with_name("other"))
     assert uncached.run(read) == GROUPS
 
@@ -211,7 +213,7 @@ def test_near_row_groups_come_with_one_request(place: Place, monkeypatch: pytest
 def test_the_cache_is_only_a_shortcut(bucket: Place) -> None:
     published = bucket.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> int:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> int:
         file = await _opened(shelf, published)
         found = await shelf.on_thread(file.read, ("a", "b"))
         assert found.column("a").to_pylist() == _whole("a").to_pylist()
@@ -234,7 +236,7 @@ def test_a_damaged_part_is_never_read(place: Place) -> None:
     damaged[group.column(1).data_page_offset + 1000] ^= 1
     published = place.put(bytes(damaged))._replace(sha256=hashlib.sha256(DATA).hexdigest())
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> None:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         assert (await shelf.on_thread(file.group, 5, ("wide",))).num_rows == ROWS
         assert shelf.find(published) is file
@@ -254,7 +256,7 @@ def test_a_damaged_footer_is_never_parsed(place: Place, at: int) -> None:
     damaged[at] ^= 1
     published = place.put(bytes(damaged))
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> None:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
         assert await shelf.open(published, ParquetFile) is None
         assert shelf.counts.unusable == 1
 
@@ -264,7 +266,7 @@ def test_a_damaged_footer_is_never_parsed(place: Place, at: int) -> None:
 def test_an_object_that_is_gone_is_left_alone(place: Place) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> None:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         objects = await parts.opened()
         await objects.delete([KEY])
@@ -284,7 +286,7 @@ def test_a_file_without_checksums_is_fetched_whole(place: Place) -> None:
     data = sink.getvalue().to_pybytes()
     published = place.put(data)
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> None:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         assert parts.fetched_bytes >= len(data)
         found = await shelf.on_thread(file.group, 1, ("a",))
@@ -297,7 +299,7 @@ def test_a_file_without_checksums_is_fetched_whole(place: Place) -> None:
 def test_a_small_file_is_fetched_whole(place: Place) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> None:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
         await _opened(shelf, published)
         assert (parts.fetches, parts.fetched_bytes) == (1, len(DATA))
 
@@ -309,7 +311,7 @@ def test_a_long_footer_is_fetched_with_a_second_request(place: Place) -> None:
     data = _written([table, table])
     published = place.put(data)
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> None:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         assert parts.fetches == 2
         found = await shelf.on_thread(file.read, ("column 599",))
@@ -322,7 +324,7 @@ def test_an_empty_file_has_nothing_to_fetch(place: Place) -> None:
     with CompanionWriter(TABLES[0].schema, {}) as writer:
         published = place.put(writer.finish())
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> None:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
         file = await _opened(shelf, published)
         assert (await shelf.on_thread(file.read, ("a", "b"))).num_rows == 0
 
@@ -336,12 +338,12 @@ def test_a_split_is_read_by_parts(place: Place) -> None:
     ]
     data = build(rows, plan_of(rollup_view(None).registry), families=[FTS])[FTS].data
     published = place.put(data)
-    whole = FtsFile(WholeBody(data), STREAM_ID, 1, 199)
+    whole = FullTextFile(LoadedContent(data), STREAM_ID, 1, 199)
 
-    def opened(body: Body) -> Opened:
-        return FtsFile(body, STREAM_ID, 1, 199)
+    def opened(body: FileContent) -> OpenedFile:
+        return FullTextFile(body, STREAM_ID, 1, 199)
 
-    def asked(split: FtsFile) -> list[Any]:
+    def asked(split: FullTextFile) -> list[Any]:
         found: list[Any] = []
         for field, text in sorted(split.texts.items()):
             found += [split.postings(field, token).entries.tolist() for token in ("quick", "3", "none")]
@@ -349,9 +351,9 @@ def test_a_split_is_read_by_parts(place: Place) -> None:
             found.append(split.phrase(field, ["brown", "fox"]).tolist() if text.positions else None)
         return found
 
-    async def read(shelf: Shelf, parts: ObjectCache) -> None:
+    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
         split = await shelf.open(published, opened)
-        assert isinstance(split, FtsFile)
+        assert isinstance(split, FullTextFile)
         assert split.memory_bytes < whole.memory_bytes
         assert await shelf.on_thread(asked, split) == asked(whole)
 
@@ -366,7 +368,7 @@ RANGES = st.lists(
 
 @given(RANGES)
 def test_near_ranges_are_joined(ranges: list[tuple[int, int]]) -> None:
-    found = joined(ranges)
+    found = join_ranges(ranges)
     assert all(one[1] <= other[0] for one, other in pairwise(found))
     assert all(any(begin <= start and stop <= end for begin, end in found) for start, stop in ranges)
     # Beyond what lies in two of them at once, no more is fetched than the gaps that are allowed.
@@ -376,10 +378,10 @@ def test_near_ranges_are_joined(ranges: list[tuple[int, int]]) -> None:
 
 @given(st.lists(st.integers(0, 1 << 25), max_size=20))
 def test_turns_are_bounded(sizes: list[int]) -> None:
-    found = turns(sizes)
+    found = split_by_size(sizes)
     assert [place for turn in found for place in turn] == list(range(len(sizes)))
     for turn in found:
-        assert len(turn) == 1 or sum(sizes[place] for place in turn) <= bodies.TURN_BYTES_MAX
+        assert len(turn) == 1 or sum(sizes[place] for place in turn) <= bodies.BATCH_BYTES_MAX
 
 
 def test_who_waits_for_bytes_goes_on_when_the_server_ends() -> None:

@@ -24,9 +24,9 @@ from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.schema import stream_schema
-from tailrace.schema.registry import Boundary, Registry
+from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.routing import RoutingKey
-from tailrace.schema.stream_schema import PAGE_BYTES, Contract, Contracts
+from tailrace.schema.stream_schema import PROMOTED_PAGE_BYTES, StreamSchema, StreamSchemaCache
 
 JSON = "application/json"
 
@@ -36,7 +36,7 @@ def document(*ops: Any, boundary: int = 3, **more: Any) -> bytes:
     registry = Registry(
         name="s",
         version=2,
-        boundaries=(Boundary(0, 1), Boundary(boundary, 2)),
+        boundaries=(VersionBoundary(0, 1), VersionBoundary(boundary, 2)),
         schemas={1: True, 2: True},
         lenses={1: lens},
     )
@@ -62,7 +62,7 @@ def stream_of(log: LogHarness) -> Stream:
 
 
 def test_an_entry_that_cannot_be_promoted_is_named(log: LogHarness) -> None:
-    contract = Contract(document(RENAME), 100)
+    contract = StreamSchema(document(RENAME), 100)
     parts: list[Any] = [b'{"a":1}', b"{}", b'{"a":3}', b"{}"]
     with pytest.raises(TailraceError) as caught:
         contract.promoted(stream_of(log), 0, Page(parts, 4, 4))
@@ -76,8 +76,8 @@ def test_an_entry_that_cannot_be_promoted_is_named(log: LogHarness) -> None:
 
 
 def test_a_page_that_grows_by_promotion_ends_early(log: LogHarness) -> None:
-    add = {"op": "add", "path": "/b", "schema": True, "default": "x" * (PAGE_BYTES // 2)}
-    contract = Contract(document(add, boundary=10), 100)
+    add = {"op": "add", "path": "/b", "schema": True, "default": "x" * (PROMOTED_PAGE_BYTES // 2)}
+    contract = StreamSchema(document(add, boundary=10), 100)
     page = contract.promoted(stream_of(log), 0, Page([b"{}"] * 10, 10, 10))
     assert (page.count, page.next_entry, len(page.parts)) == (2, 2, 2)
     keyed = contract.promoted(stream_of(log), 0, Page([b"{}"] * 5, 10, 5, [2, 4, 6, 8, 10]))
@@ -85,28 +85,28 @@ def test_a_page_that_grows_by_promotion_ends_early(log: LogHarness) -> None:
 
 
 def test_what_pages_depend_on() -> None:
-    contract = Contract(document(RENAME), 100)
+    contract = StreamSchema(document(RENAME), 100)
     assert contract.mark(Page([], 1, 1)) == "v2"
-    assert Contract(document(RENAME, boundaries=(Boundary(5, 2),)), 100).mark(Page([], 5, 5)) == ""
+    assert StreamSchema(document(RENAME, boundaries=(VersionBoundary(5, 2),)), 100).mark(Page([], 5, 5)) == ""
     keys = Registry(name="s", routing_key=RoutingKey("/a", False)).to_json()
-    assert Contract(keys, 100).mark(Page([], 5, 5)) == ""
+    assert StreamSchema(keys, 100).mark(Page([], 5, 5)) == ""
 
 
 def test_contracts_are_made_once_and_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Contracts(100)
+    kept = StreamSchemaCache(100)
     assert kept.of(None) is kept.of({}) is kept.of({"profile": b""}) is None
     first = document(RENAME)
     contract = kept.of({"schema": first})
     assert contract is not None
     assert kept.of({"schema": bytes(bytearray(first))}) is contract
-    monkeypatch.setattr(stream_schema, "KEPT_BYTES", len(first) + 10)
+    monkeypatch.setattr(stream_schema, "CACHE_BYTES", len(first) + 10)
     kept.of({"schema": document(RENAME, boundary=4)})
     assert kept.of({"schema": first}) is not contract
 
 
 def test_streams_that_hold_no_json_are_left_alone(log: LogHarness) -> None:
-    strict = Registry(name="s", version=1, boundaries=(Boundary(0, 1),), schemas={1: False}).to_json()
-    kept, stream = Contracts(100), Stream(5, "text", 0)
+    strict = Registry(name="s", version=1, boundaries=(VersionBoundary(0, 1),), schemas={1: False}).to_json()
+    kept, stream = StreamSchemaCache(100), Stream(5, "text", 0)
     stream.documents = {"schema": strict}
     stream.bind("text/plain")
     assert kept.guard(AppendRequest(b"x", "text/plain"), stream) is None

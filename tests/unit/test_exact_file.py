@@ -17,11 +17,11 @@ from support.buckets import overwrite
 from support.companions import STREAM_ID
 from tailrace.common.limits import Limits
 from tailrace.pipeline.kernels.exact_tables import SCHEMA, write_exact
-from tailrace.search.index_files.body import Body, WholeBody
+from tailrace.search.index_files.body import FileContent, LoadedContent
 from tailrace.search.index_files.exact_file import FILTERED_ROWS_MIN, ExactFile
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.search.index_files.published import Published, UnusableFileError
-from tailrace.search.index_files.shelf import Shelf
+from tailrace.search.index_files.published import IndexFileRef, UnusableFileError
+from tailrace.search.index_files.shelf import IndexFileCache
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix
@@ -49,7 +49,7 @@ DATA = write_exact(tables(), {"tailrace.family": "exact"})
 class Counting(ParquetFile):
     """Says which row groups were decoded."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: FileContent) -> None:
         super().__init__(body)
         self.decoded: list[int] = []
 
@@ -59,7 +59,7 @@ class Counting(ParquetFile):
 
 
 def test_what_is_there_is_found_and_what_is_not_is_mostly_not_looked_for() -> None:
-    file = Counting(WholeBody(DATA))
+    file = Counting(LoadedContent(DATA))
     exact = ExactFile(file)
     before = exact.memory_bytes
     for number in range(1, IDS + 1, 37):
@@ -72,7 +72,7 @@ def test_what_is_there_is_found_and_what_is_not_is_mostly_not_looked_for() -> No
 
 
 def test_what_a_file_lacks_is_known_without_reading_once_its_filters_are_there() -> None:
-    file = Counting(WholeBody(DATA))
+    file = Counting(LoadedContent(DATA))
     exact = ExactFile(file)
     assert exact.lacks("id", b"a")  # beyond all bounds
     assert not exact.lacks("id", value(7) + b"!")
@@ -86,7 +86,7 @@ def test_what_a_file_lacks_is_known_without_reading_once_its_filters_are_there()
 
 
 def test_short_row_groups_are_decoded_at_once() -> None:
-    file = Counting(WholeBody(DATA))
+    file = Counting(LoadedContent(DATA))
     exact = ExactFile(file)
     assert exact.entries("level", b"error").tolist() == list(range(1, IDS + 1, 2))
     assert not len(exact.entries("level", b"fatal"))
@@ -99,7 +99,7 @@ def test_filters_of_a_file_that_is_read_by_parts_are_checked(tmp_path: Path, dam
     data = bytearray(DATA)
     if damaged:
         data[metadata.row_group(0).column(1).bloom_filter_offset + 40] ^= 0xFF
-    published = Published(KEY, STREAM_ID, len(data), hashlib.sha256(data).hexdigest())
+    published = IndexFileRef(KEY, STREAM_ID, len(data), hashlib.sha256(data).hexdigest())
 
     async def look() -> list[int]:
         objects = open_object_store((tmp_path / "store").as_uri())
@@ -109,7 +109,7 @@ def test_filters_of_a_file_that_is_read_by_parts_are_checked(tmp_path: Path, dam
         fetching, reading = LoopTasks(loop, 2), LoopTasks(loop, 2)
         parts = ObjectCache((tmp_path / "store").as_uri(), tmp_path / "cache", 1 << 20, Limits(), fetching)
         try:
-            shelf = Shelf(parts, fetching, reading, whole_bytes_max=1024)
+            shelf = IndexFileCache(parts, fetching, reading, whole_bytes_max=1024)
             exact = await shelf.open(published, lambda body: ExactFile(ParquetFile(body)))
             assert isinstance(exact, ExactFile)
             found: Any = await shelf.on_thread(exact.entries, "id", value(5))

@@ -16,9 +16,9 @@ from tests.support.companions import STREAM_ID, Stored, build, plan_of
 from tailrace.schema.registry import Registry
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.search_fields import Binding, Field
-from tailrace.search.analyze import tokens_of
-from tailrace.search.index_files.body import WholeBody
-from tailrace.search.index_files.fts_file import FtsFile
+from tailrace.search.analyze import tokenize_text
+from tailrace.search.index_files.body import LoadedContent
+from tailrace.search.index_files.fts_file import FullTextFile
 from tailrace.search.index_files.published import UnusableFileError
 
 FIELDS = {
@@ -36,12 +36,12 @@ def _split(records: Sequence[dict[str, Any]]) -> bytes:
     return build(rows, PLAN, families=["fts"])["fts"].data
 
 
-def _opened(data: bytes, count: int) -> FtsFile:
-    return FtsFile(WholeBody(data), STREAM_ID, 11, 10 + count)
+def _opened(data: bytes, count: int) -> FullTextFile:
+    return FullTextFile(LoadedContent(data), STREAM_ID, 11, 10 + count)
 
 
 def _has(texts: Sequence[str], phrase: Sequence[str]) -> bool:
-    tokens = map(tokens_of, texts)
+    tokens = map(tokenize_text, texts)
     return any(one[at : at + len(phrase)] == phrase for one in tokens for at in range(len(one)))
 
 

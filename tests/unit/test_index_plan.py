@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from support.companions import Stored, build, plan_of, rows_in
-from tailrace.schema.registry import Boundary, Registry
+from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.routing import RoutingKey
-from tailrace.schema.search_config import parse_search
+from tailrace.schema.search_config import parse_search_config
 from tailrace.search.index_files.format import FTS
 from tailrace.search.index_files.index_plan import (
     FAMILIES,
@@ -118,8 +118,8 @@ def changed(path: list[str | int], value: object) -> dict[str, Any]:
 
 
 def registry(search: dict[str, Any] | None = SEARCH, **other: Any) -> Registry:
-    boundaries = (Boundary(0, 1),)
-    parsed = None if search is None else parse_search(search)
+    boundaries = (VersionBoundary(0, 1),)
+    parsed = None if search is None else parse_search_config(search)
     return Registry(name="s", version=1, boundaries=boundaries, search=parsed, **other)
 
 
@@ -176,7 +176,7 @@ def test_a_lens_counts_as_far_as_it_touches_a_field() -> None:
     two = msgspec.structs.replace(
         registry(search),
         version=2,
-        boundaries=(Boundary(0, 1), Boundary(10, 2)),
+        boundaries=(VersionBoundary(0, 1), VersionBoundary(10, 2)),
         lenses={1: lens({"op": "rename", "from": "/took", "to": "/ms"})},
     )
     after = index_plan(two)

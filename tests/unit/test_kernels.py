@@ -27,20 +27,20 @@ from tailrace.pipeline.kernels.fts import is_elsewhere
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import column_fields
 from tailrace.pipeline.kernels.states import summary_of
-from tailrace.schema.profiles.profile import GENERIC, MetricsProfile, install
-from tailrace.schema.registry import Boundary, Registry
-from tailrace.schema.search_config import parse_search
-from tailrace.search.analyze import tokens_of
+from tailrace.schema.profiles.profile import GENERIC, MetricsProfile, install_profile
+from tailrace.schema.registry import Registry, VersionBoundary
+from tailrace.schema.search_config import parse_search_config
+from tailrace.search.analyze import tokenize_text
 from tailrace.search.index_files.format import key_hash
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 
 
-def rollup_view(evolved_at: int | None = None) -> View:
+def rollup_view(evolved_at: int | None = None) -> RecordView:
     """Every kind of field, one of them a keyword that only the text index has."""
     body = rollup_search()
     bindings = [{"version": 1, "jsonPointer": "/service"}]
     body["fields"]["loose"] = {"kind": "keyword", "bindings": bindings, "prefix": True}
-    return View(msgspec.structs.replace(registry_of(evolved_at), search=parse_search(body)))
+    return RecordView(msgspec.structs.replace(registry_of(evolved_at), search=parse_search_config(body)))
 
 
 PARTS = st.sampled_from([None, 0, 1, 3, 2**63 - 1, -1, 2.5, "7", "x"])
@@ -79,7 +79,7 @@ def stored(draw: st.DrawFn) -> list[Stored]:
     return rows
 
 
-def _check(rows: Sequence[Stored], view: View, built: dict[str, Built]) -> None:
+def _check(rows: Sequence[Stored], view: RecordView, built: dict[str, Built]) -> None:
     oracle, members = Oracle(rows, view), plan_of(view.registry).members
     assert rows_in(built["exact"].data) == oracle.exact(members["exact"])
     columns = column_fields(members["col"], view.primary)
@@ -205,8 +205,8 @@ def test_phrases_stay_within_a_value() -> None:
     view = rollup_view()
     rows = _objects([{"message": ["one two", "three"]}, {"message": "two three"}])
     split = Split(build(rows, plan_of(view.registry))["fts"].data)
-    assert split.with_phrase("message", tokens_of("Two Three")) == [2]
-    assert split.with_phrase("message", tokens_of("one two")) == [1]
+    assert split.with_phrase("message", tokenize_text("Two Three")) == [2]
+    assert split.with_phrase("message", tokenize_text("one two")) == [1]
 
 
 def test_lists_that_are_too_long_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_lists_that_are_too_long_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_metrics_blocks() -> None:
     profile = MetricsProfile()
-    registry = install(profile, GENERIC, Registry(name="m"), 0)
+    registry = install_profile(profile, GENERIC, Registry(name="m"), 0)
     given = [
         {
             "metric": "cpu",
@@ -258,11 +258,11 @@ def test_metrics_blocks() -> None:
         (None, None, None),
     ]
     assert found[0]["dimensionPairs"] == ["h=2"]
-    _check_agg(Oracle(rows, View(registry)), fast["agg"])
+    _check_agg(Oracle(rows, RecordView(registry)), fast["agg"])
 
 
 def test_metrics_without_a_search_configuration() -> None:
-    registry = Registry(name="m", version=1, boundaries=(Boundary(0, 1),), schemas={1: {}})
+    registry = Registry(name="m", version=1, boundaries=(VersionBoundary(0, 1),), schemas={1: {}})
     built = build([Stored(1, b'{"metric":"cpu","count":1,"sum":2}')], plan_of(registry, "metrics"))
     assert rows_in(built["mblk"].data)[0]["metric"] == "cpu"
 
@@ -276,8 +276,10 @@ def test_pointers_into_arrays_and_through_leaves() -> None:
         "root": {"kind": "keyword", "bindings": [{"version": 1, "jsonPointer": ""}], "exact": True},
         "digit": {"kind": "keyword", "bindings": [{"version": 1, "jsonPointer": "/7"}], "exact": True},
     }
-    search = parse_search({"fields": fields})
-    registry = Registry(name="s", version=1, boundaries=(Boundary(0, 1),), schemas={1: {}}, search=search)
+    search = parse_search_config({"fields": fields})
+    registry = Registry(
+        name="s", version=1, boundaries=(VersionBoundary(0, 1),), schemas={1: {}}, search=search
+    )
     found: list[Any] = [
         {"a": ["x", "y"]},
         {"a": [{"b": "z"}]},
@@ -288,7 +290,7 @@ def test_pointers_into_arrays_and_through_leaves() -> None:
     plan = plan_of(registry)
     fast = build(rows, plan)
     assert fast == build(rows, plan, reference=True)
-    assert rows_in(fast["exact"].data) == Oracle(rows, View(registry)).exact(sorted(fields))
+    assert rows_in(fast["exact"].data) == Oracle(rows, RecordView(registry)).exact(sorted(fields))
 
 
 def test_facts() -> None:

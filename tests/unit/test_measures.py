@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.schema.search_rollups import Measure
-from tailrace.search.aggregates.measures import Number, PartsReader, Summary, exponent_of
-from tailrace.search.aggregates.sketch import BUCKETS_MAX, Sketch, nearest_rank, sketch_in, sketch_of
+from tailrace.search.aggregates.measures import Number, Summary, SummaryPartsReader, exponent_of
+from tailrace.search.aggregates.sketch import BUCKETS_MAX, Sketch, decode_sketch, nearest_rank, parse_sketch
 
 # Subnormal numbers have too few digits for any relative error.
 doubles = st.floats(allow_nan=False, allow_infinity=False, allow_subnormal=False).map(
@@ -82,21 +82,21 @@ def test_a1_a_quantile_is_within_one_percent(values: list[float], percent: int) 
 @given(numbers)
 def test_a_sketch_comes_back_from_its_bytes(values: list[float]) -> None:
     made = sketch(values)
-    assert sketch_of(made.to_bytes()) == made
-    assert sketch_in(made.to_text()) == made
+    assert decode_sketch(made.to_bytes()) == made
+    assert parse_sketch(made.to_text()) == made
 
 
 @given(st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda rest: b"\1" + rest)))
 @settings(max_examples=300)
 def test_bytes_are_a_sketch_in_its_one_form_or_none(form: bytes) -> None:
-    found = sketch_of(form)
+    found = decode_sketch(form)
     if found is not None:
-        assert sketch_of(found.to_bytes()) == found
+        assert decode_sketch(found.to_bytes()) == found
 
 
 @pytest.mark.parametrize("value", [None, 7, "", "!", "AQ==", "AgAAAA==", {}, "AQAAAAA=", "é"])
 def test_what_is_no_sketch_is_none(value: object) -> None:
-    assert sketch_in(value) is None
+    assert parse_sketch(value) is None
 
 
 @given(numbers, st.integers(0, 40))
@@ -148,7 +148,7 @@ def test_sums_of_integers_are_exact_and_of_huge_doubles_bounded() -> None:
 def parts_of(*records: object) -> Any:
     made = Summary(histogram=True, whole=False)
     for record in records:
-        parts = PartsReader(PARTS).read(record)
+        parts = SummaryPartsReader(PARTS).read(record)
         if parts is not None:
             made.add_parts(parts)
     return made.shown(method=True)
@@ -190,7 +190,7 @@ def test_a4_parts_have_percentiles_from_what_every_record_has() -> None:
      {"count": 1.5, "sum": 1}],
 )  # fmt: skip
 def test_records_without_count_and_sum_contribute_nothing(record: object) -> None:
-    assert PartsReader(PARTS).read(record) is None
+    assert SummaryPartsReader(PARTS).read(record) is None
 
 
 def test_negative_histograms_are_read_from_the_other_end() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.api import otlp
 from tailrace.api.otlp import APPEND_SPANS, Batches
-from tailrace.schema.profiles.export import Export
+from tailrace.schema.profiles.export import SpanExport
 from tailrace.schema.profiles.otlp_json import read_json
 from tailrace.schema.profiles.profile import OtelTracesProfile
 
@@ -17,7 +17,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PROFILE = OtelTracesProfile({"kind": "otel-traces"}, "profile")
 
 
-def export_of(spans: int, resource: str = "x", *, wrong: int = 0) -> tuple[Export, Batches]:
+def export_of(spans: int, resource: str = "x", *, wrong: int = 0) -> tuple[SpanExport, Batches]:
     """So many spans of one resource; the first few of them have no usable id."""
     listed = [
         {"traceId": TRACE, "spanId": f"{n + 1 - wrong if n >= wrong else 0:016x}", "startTimeUnixNano": "1"}
@@ -26,7 +26,7 @@ def export_of(spans: int, resource: str = "x", *, wrong: int = 0) -> tuple[Expor
     attribute: dict[str, Any] = {"key": "about", "value": {"stringValue": resource}}
     body = {"resourceSpans": [{"resource": {"attributes": [attribute]}, "scopeSpans": [{"spans": listed}]}]}
     batches = Batches(PROFILE, 0)
-    export = Export(PROFILE.config.otlp_limits, batches.add)
+    export = SpanExport(PROFILE.config.otlp_limits, batches.add)
     read_json(orjson.dumps(body), export)
     return export, batches
 

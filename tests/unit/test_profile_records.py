@@ -8,9 +8,9 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.schema.profiles import metrics, state_protocol
-from tailrace.schema.profiles.evlog import Evlog, default_key
+from tailrace.schema.profiles.evlog import Evlog, evlog_routing_key
 from tailrace.schema.profiles.evlog_config import EvlogConfig
-from tailrace.schema.profiles.redaction import KEYS_KNOWN_MAX, PATHS_MAX, REDACTED, SecretKeys, redact
+from tailrace.schema.profiles.redaction import KEYS_CACHED_MAX, PATHS_MAX, REDACTED, SecretKeys, redact
 
 NOW_MS = 1_763_244_775_603
 NOW = "2025-11-15T22:12:55.603Z"
@@ -92,9 +92,9 @@ def test_pr3_lists_of_places_are_bounded_and_replacement_is_not() -> None:
 def test_correlation_paths_lead_into_the_event_and_its_context() -> None:
     config = {"request_id_fields": ("headers.rid",), "trace_context_fields": ("otel.traceId",)}
     record = event({"headers": {"rid": "h"}, "requestId": "own", "otel": {"traceId": "t"}}, **config)
-    assert (record["requestId"], record["traceId"], default_key(record)) == ("h", "t", "h")
+    assert (record["requestId"], record["traceId"], evlog_routing_key(record)) == ("h", "t", "h")
     record = event({"requestId": "own", "traceparent": PARENT}, parse_traceparent=False, **config)
-    assert (record["requestId"], record["traceId"], default_key(record)) == (None, None, None)
+    assert (record["requestId"], record["traceId"], evlog_routing_key(record)) == (None, None, None)
 
 
 INTERVAL: dict[str, Any] = {
@@ -108,7 +108,7 @@ INTERVAL: dict[str, Any] = {
 
 
 def test_an_interval_is_completed() -> None:
-    record = metrics.normalise(
+    record = metrics.normalise_metric(
         INTERVAL
         | {
             "stream": "orders",
@@ -133,11 +133,11 @@ def test_an_interval_is_completed() -> None:
 
 def test_a_summary_may_hold_the_numbers() -> None:
     given = {key: value for key, value in INTERVAL.items() if key not in ("count", "sum")}
-    record = metrics.normalise(
+    record = metrics.normalise_metric(
         given | {"summary": {"count": 2.0, "sum": 3, "min": 1, "max": 2, "histogram": {"1": 2}}}
     )
     assert [record[key] for key in ("count", "sum", "min", "max", "p50")] == [2, 3, 1, 2, 1]
-    empty = metrics.normalise(INTERVAL | {"count": 0, "sum": 0, "min": 5})
+    empty = metrics.normalise_metric(INTERVAL | {"count": 0, "sum": 0, "min": 5})
     assert [empty[key] for key in ("min", "avg", "p95", "dimensionKey")] == [None, 0, 0, None]
 
 
@@ -165,15 +165,15 @@ def test_a_summary_may_hold_the_numbers() -> None:
 )
 def test_intervals_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(TailraceError) as refusal:
-        metrics.normalise(INTERVAL | change)
+        metrics.normalise_metric(INTERVAL | change)
     assert refusal.value.message == message
 
 
 def test_only_objects_are_records() -> None:
     for call, message in (
         (lambda: event(cast("Any", [])), "evlog record must be an object"),
-        (lambda: metrics.normalise(1), "metrics record must be an object"),
-        (lambda: state_protocol.check("x"), "state-protocol records must be JSON objects"),
+        (lambda: metrics.normalise_metric(1), "metrics record must be an object"),
+        (lambda: state_protocol.check_state_record("x"), "state-protocol records must be JSON objects"),
     ):
         with pytest.raises(TailraceError) as refusal:
             call()
@@ -184,13 +184,13 @@ INSERT: dict[str, Any] = {"type": "todos", "key": "1", "value": {"a": 1}, "heade
 
 
 def test_changes_and_controls_are_told_apart() -> None:
-    change = state_protocol.change_of(INSERT | {"old_value": 5})
+    change = state_protocol.parse_change(INSERT | {"old_value": 5})
     assert change == state_protocol.Change("todos", "insert", 5, {"a": 1})
     for control in state_protocol.CONTROLS:
         record = {"headers": {"control": control, "offset": "0"}}
-        state_protocol.check(record)
-        assert state_protocol.change_of(record) is None
-    assert state_protocol.change_of({"older": "than the profile"}) is None
+        state_protocol.check_state_record(record)
+        assert state_protocol.parse_change(record) is None
+    assert state_protocol.parse_change({"older": "than the profile"}) is None
 
 
 @pytest.mark.parametrize(
@@ -221,25 +221,25 @@ def test_changes_and_controls_are_told_apart() -> None:
 )
 def test_state_records_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(TailraceError) as refusal:
-        state_protocol.check(INSERT | change)
+        state_protocol.check_state_record(INSERT | change)
     assert refusal.value.message == f"state-protocol {message}"
 
 
 def test_inserts_and_updates_need_a_value() -> None:
     record = {"type": "todos", "key": "1", "headers": {"operation": "delete"}}
-    state_protocol.check(record)
+    state_protocol.check_state_record(record)
     for operation in ("insert", "update"):
         with pytest.raises(TailraceError) as refusal:
-            state_protocol.check(record | {"headers": {"operation": operation}})
+            state_protocol.check_state_record(record | {"headers": {"operation": operation}})
         assert refusal.value.message == f"state-protocol {operation} records must include value"
 
 
 def test_keys_are_remembered_within_bounds_and_secrets_found_beyond_them() -> None:
     secrets = SecretKeys(frozenset({"token"}))
-    for number in range(KEYS_KNOWN_MAX + 10):
+    for number in range(KEYS_CACHED_MAX + 10):
         assert redact({f"key {number}": "x"}, secrets) == []
-    assert len(secrets.harmless) == KEYS_KNOWN_MAX
+    assert len(secrets.harmless) == KEYS_CACHED_MAX
     record: dict[str, object] = {"deep": [{"ToKeN": "x"}], "x" * 500: {"token": 1}}
     assert redact(record, secrets) == ["deep.0.ToKeN", "x" * 500 + ".token"]
-    assert len(secrets.harmless) == KEYS_KNOWN_MAX
+    assert len(secrets.harmless) == KEYS_CACHED_MAX
     assert record == {"deep": [{"ToKeN": REDACTED}], "x" * 500: {"token": REDACTED}}

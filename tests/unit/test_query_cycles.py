@@ -14,11 +14,11 @@ from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
 from support.search_model import registry_of
-from tailrace.search.collect import Collector
-from tailrace.search.index_files.body import WholeBody
+from tailrace.search.collect import HitCollector
+from tailrace.search.index_files.body import LoadedContent
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.search.search_request import Asked, bind_request
-from tailrace.search.view import View
+from tailrace.search.search_request import SearchParameters, bind_search
+from tailrace.search.view import RecordView
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def uncollected() -> Iterator[None]:
 
 
 def test_a_collector_is_gone_with_its_search() -> None:
-    view = View(registry_of(None))
-    request = bind_request(Asked("id:a", 10, None, None, None), view.config, 1000)
-    collector = Collector(view, request, 0, 100)
+    view = RecordView(registry_of(None))
+    request = bind_search(SearchParameters("id:a", 10, None, None, None), view.config, 1000)
+    collector = HitCollector(view, request, 0, 100)
     assert collector.scan(1, [payload_of({"id": "a"})], None, time.monotonic() + 60) == 1
     assert len(collector.top.hits) == 1
     left = weakref.ref(collector)
@@ -44,7 +44,7 @@ def test_footers_of_closed_files_do_not_stay() -> None:
     rows = [Stored(entry, payload_of({"id": "x", "at": entry})) for entry in range(1, 9)]
     data = build(rows, plan_of(rollup_view().registry), families=["col"])["col"].data
     gc.collect()
-    file = ParquetFile(WholeBody(data))
+    file = ParquetFile(LoadedContent(data))
     assert file.read(file.names[:1]).num_rows == 8
     del file
     gc.set_debug(gc.DEBUG_SAVEALL)

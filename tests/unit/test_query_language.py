@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.search_config import SearchConfig, parse_search
+from tailrace.schema.search_config import SearchConfig, parse_search_config
 from tailrace.search.bind import (
     All,
     AnyOf,
     Anywhere,
-    Bound,
+    BoundQuery,
     Compares,
     Equals,
     HasValue,
@@ -20,14 +20,24 @@ from tailrace.search.bind import (
     Words,
     bind_query,
 )
-from tailrace.search.dialect import FILTER, SEARCH, Dialect
-from tailrace.search.includes import check_includes
+from tailrace.search.dialect import FILTER_DIALECT, SEARCH_DIALECT, Dialect
+from tailrace.search.includes import check_rollup_includes
 from tailrace.search.lexer import tokenize
-from tailrace.search.parser import And, Bare, Compare, Has, Literally, Node, Not, Or, parse
+from tailrace.search.parser import (
+    And,
+    BareTerm,
+    FieldComparison,
+    HasField,
+    LiteralValue,
+    Not,
+    Or,
+    QueryNode,
+    parse_query_text,
+)
 
 BIND = [{"version": 1, "jsonPointer": "/v"}]
 TEXT = {"kind": "text", "analyzer": "unicode_word_v1", "bindings": BIND}
-CONFIG = parse_search(
+CONFIG = parse_search_config(
     {
         "fields": {
             "service": {
@@ -57,11 +67,13 @@ CONFIG = parse_search(
 
 
 def _config(**search: object) -> SearchConfig:
-    return parse_search({"fields": {"id": {"kind": "keyword", "bindings": BIND, "exact": True}}, **search})
+    return parse_search_config(
+        {"fields": {"id": {"kind": "keyword", "bindings": BIND, "exact": True}}, **search}
+    )
 
 
-def _is(name: str, text: str, quoted: bool = False) -> Compare:
-    return Compare(name, None, Literally(text, quoted))
+def _is(name: str, text: str, quoted: bool = False) -> FieldComparison:
+    return FieldComparison(name, None, LiteralValue(text, quoted))
 
 
 A, B, C = _is("a", "1"), _is("b", "2"), _is("c", "3")
@@ -82,11 +94,11 @@ A, B, C = _is("a", "1"), _is("b", "2"), _is("c", "3")
     ],
 )
 def test_texts_become_tokens(text: str, kinds: str) -> None:
-    assert " ".join(token.kind for token in tokenize(text, SEARCH)) == kinds
+    assert " ".join(token.kind for token in tokenize(text, SEARCH_DIALECT)) == kinds
 
 
 def test_quoted_strings_keep_what_is_escaped() -> None:
-    (token,) = tokenize(r'"a\"b\\c\nd\te\xf\:"', FILTER)
+    (token,) = tokenize(r'"a\"b\\c\nd\te\xf\:"', FILTER_DIALECT)
     assert token.text == 'a"b\\c\nd\texf:'
 
 
@@ -102,27 +114,27 @@ def test_quoted_strings_keep_what_is_escaped() -> None:
         ("not (a:1 OR -b:2)", Not(Or((A, Not(B))))),
         ("-( -a:1 b:2 )", Not(And((Not(A), B)))),
         ("(((a:1)))", A),
-        ("has:a HAS:b", And((Has("a"), Has("b")))),
-        ("a:=1", Compare("a", "=", Literally("1", False))),
-        ("a:<=-1.5", Compare("a", "<=", Literally("-1.5", False))),
-        ('a:>"2026-01-01T00:00:00Z"', Compare("a", ">", Literally("2026-01-01T00:00:00Z", True))),
+        ("has:a HAS:b", And((HasField("a"), HasField("b")))),
+        ("a:=1", FieldComparison("a", "=", LiteralValue("1", False))),
+        ("a:<=-1.5", FieldComparison("a", "<=", LiteralValue("-1.5", False))),
+        ('a:>"2026-01-01T00:00:00Z"', FieldComparison("a", ">", LiteralValue("2026-01-01T00:00:00Z", True))),
         ('a:"x y"b:2', And((_is("a", "x y", True), B))),
         ("a:or OR b:2", Or((_is("a", "or"), B))),
         ('a:"" b:2', And((_is("a", "", True), B))),
         ("a:b-c", _is("a", "b-c")),
     ],
 )
-def test_trees_follow_the_grammar_in_both_uses(text: str, tree: Node) -> None:
-    assert parse(text, FILTER) == parse(text, SEARCH) == tree
+def test_trees_follow_the_grammar_in_both_uses(text: str, tree: QueryNode) -> None:
+    assert parse_query_text(text, FILTER_DIALECT) == parse_query_text(text, SEARCH_DIALECT) == tree
 
 
 def test_words_and_phrases_stand_alone_in_searches_only() -> None:
-    assert parse('word pre* "a b" -"AND"', SEARCH) == And(
+    assert parse_query_text('word pre* "a b" -"AND"', SEARCH_DIALECT) == And(
         (
-            Bare(Literally("word", False)),
-            Bare(Literally("pre*", False)),
-            Bare(Literally("a b", True)),
-            Not(Bare(Literally("AND", True))),
+            BareTerm(LiteralValue("word", False)),
+            BareTerm(LiteralValue("pre*", False)),
+            BareTerm(LiteralValue("a b", True)),
+            Not(BareTerm(LiteralValue("AND", True))),
         )
     )
 
@@ -151,8 +163,8 @@ def test_words_and_phrases_stand_alone_in_searches_only() -> None:
         ),
     ],
 )
-def test_filters_are_bound_to_fields(text: str, bound: Bound) -> None:
-    assert bind_query(text, CONFIG, FILTER) == bound
+def test_filters_are_bound_to_fields(text: str, bound: BoundQuery) -> None:
+    assert bind_query(text, CONFIG, FILTER_DIALECT) == bound
 
 
 @pytest.mark.parametrize(
@@ -189,8 +201,8 @@ def test_filters_are_bound_to_fields(text: str, bound: Bound) -> None:
         ("!?", Anywhere((Equals("service", "!?"),))),
     ],
 )
-def test_searches_are_bound_to_fields(text: str, bound: Bound) -> None:
-    assert bind_query(text, CONFIG, SEARCH) == bound
+def test_searches_are_bound_to_fields(text: str, bound: BoundQuery) -> None:
+    assert bind_query(text, CONFIG, SEARCH_DIALECT) == bound
 
 
 def test_bare_words_look_in_all_text_fields_when_no_default_is_set() -> None:
@@ -198,8 +210,8 @@ def test_bare_words_look_in_all_text_fields_when_no_default_is_set() -> None:
         fields={"a": TEXT, "b": {"kind": "bool", "bindings": BIND}, "c": {**TEXT, "positions": True}}
     )
     words = (Words("a", ("x",), False), Words("c", ("x",), False))
-    assert bind_query("x", config, SEARCH) == Anywhere(words)
-    assert bind_query('"x"', config, SEARCH) == Anywhere((Phrase("c", ("x",)),))
+    assert bind_query("x", config, SEARCH_DIALECT) == Anywhere(words)
+    assert bind_query('"x"', config, SEARCH_DIALECT) == Anywhere((Phrase("c", ("x",)),))
 
 
 LONG = "id:" + "x" * 16381
@@ -212,8 +224,8 @@ def _nested(levels: int) -> str:
 
 def test_texts_up_to_the_limits_are_accepted() -> None:
     for text in (LONG, MANY, _nested(64), "-" * 64 + "id:1", "id:" + "é" * 8190):
-        bind_query(text, CONFIG, FILTER)
-        bind_query(text, CONFIG, SEARCH)
+        bind_query(text, CONFIG, FILTER_DIALECT)
+        bind_query(text, CONFIG, SEARCH_DIALECT)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +287,7 @@ def test_texts_up_to_the_limits_are_accepted() -> None:
     ],
 )
 def test_a_filter_that_breaks_a_rule_is_refused(text: str, message: str) -> None:
-    assert _refusal(text, CONFIG, FILTER) == ("invalid_filter", message)
+    assert _refusal(text, CONFIG, FILTER_DIALECT) == ("invalid_filter", message)
 
 
 @pytest.mark.parametrize(
@@ -314,18 +326,20 @@ def test_a_filter_that_breaks_a_rule_is_refused(text: str, message: str) -> None
     ],
 )
 def test_a_search_that_breaks_a_rule_is_refused(text: str, message: str) -> None:
-    assert _refusal(text, CONFIG, SEARCH) == ("invalid_request", message)
+    assert _refusal(text, CONFIG, SEARCH_DIALECT) == ("invalid_request", message)
 
 
 def test_bare_words_need_a_field_to_look_in() -> None:
     needs = "search.defaultFields must include at least one text or keyword field"
-    assert _refusal("x", _config(), SEARCH) == ("invalid_request", needs)
+    assert _refusal("x", _config(), SEARCH_DIALECT) == ("invalid_request", needs)
     config = _config(fields={"note": TEXT})
-    assert _refusal('"a b"', config, SEARCH)[1] == "field does not support phrase queries"
-    assert _refusal("?", config, SEARCH)[1] == "search text clause did not produce any searchable tokens"
+    assert _refusal('"a b"', config, SEARCH_DIALECT)[1] == "field does not support phrase queries"
+    assert (
+        _refusal("?", config, SEARCH_DIALECT)[1] == "search text clause did not produce any searchable tokens"
+    )
 
 
-@pytest.mark.parametrize("dialect", [FILTER, SEARCH], ids=["filter", "search"])
+@pytest.mark.parametrize("dialect", [FILTER_DIALECT, SEARCH_DIALECT], ids=["filter", "search"])
 def test_without_a_search_configuration_nothing_can_be_asked(dialect: Dialect) -> None:
     with pytest.raises(TailraceError) as refusal:
         bind_query("id:1", None, dialect)
@@ -352,13 +366,15 @@ def test_includes_are_checked_against_their_own_fields() -> None:
         rollup["measures"] = {"n": {"kind": "count"} | ({"include": inner} if inner else {})}
         if include:
             rollup["include"] = include
-        config = parse_search({"fields": {"at": at}, "rollups": {"r": rollup}})
+        config = parse_search_config({"fields": {"at": at}, "rollups": {"r": rollup}})
         with pytest.raises(TailraceError) as refusal:
-            check_includes(config)
+            check_rollup_includes(config)
         assert (refusal.value.code, refusal.value.message) == ("invalid_request", message)
     good = {"timestampField": "at", "intervals": ["1m"], "include": "at:2026-01-01"}
     good["measures"] = {"n": {"kind": "count", "include": "-has:at"}}
-    check_includes(parse_search({"fields": {"at": {**at, "exact": True}}, "rollups": {"r": good}}))
+    check_rollup_includes(
+        parse_search_config({"fields": {"at": {**at, "exact": True}}, "rollups": {"r": good}})
+    )
 
 
 def test_clauses_of_two_kinds_are_never_taken_for_one_another() -> None:

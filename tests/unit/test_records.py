@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.schema.record import dump_record, load_record
+from tailrace.schema.record import decode_json_record, encode_json_record
 
 HALF = "\ud800"
 
@@ -12,9 +12,9 @@ HALF = "\ud800"
 @pytest.mark.parametrize("text", ["", HALF], ids=["quick", "escaped"])
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_no_number_in_json_becomes_null(text: str, number: float) -> None:
-    stored = dump_record({"text": text, "number": number, "others": [number, 1.5]})
-    assert load_record(stored) == {"text": text, "number": None, "others": [None, 1.5]}
+    stored = encode_json_record({"text": text, "number": number, "others": [number, 1.5]})
+    assert decode_json_record(stored) == {"text": text, "number": None, "others": [None, 1.5]}
 
 
 def test_half_a_surrogate_pair_comes_back_as_it_was_sent() -> None:
-    assert load_record(dump_record({HALF: [HALF, "😀"]})) == {HALF: [HALF, "😀"]}
+    assert decode_json_record(encode_json_record({HALF: [HALF, "😀"]})) == {HALF: [HALF, "😀"]}

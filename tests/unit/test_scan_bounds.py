@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.queries import CONFIG, LEAVES
-from tailrace.search.column_build import column_from
-from tailrace.search.scan import bounds_of
+from tailrace.search.column_build import build_column
+from tailrace.search.scan import value_bounds
 
 AT = CONFIG.fields["at"]
 
@@ -27,5 +27,5 @@ times = st.sampled_from(
 @given(st.lists(times, min_size=1, max_size=6) | st.lists(times | st.sampled_from(LEAVES), min_size=1))
 @settings(max_examples=300, deadline=None)
 def test_times_reach_as_far_as_columns_say(found: list[Any]) -> None:
-    terms = column_from(AT, found).terms
-    assert bounds_of(AT, found) == ((terms[0], terms[len(terms) - 1]) if len(terms) else None)
+    terms = build_column(AT, found).terms
+    assert value_bounds(AT, found) == ((terms[0], terms[len(terms) - 1]) if len(terms) else None)

@@ -7,15 +7,15 @@ import pytest
 from tailrace.common.errors import TailraceError
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
-from tailrace.schema.adoption import Candidate, profile_check, schema_check
+from tailrace.schema.adoption import AdoptionCandidate, profile_checker, schema_checker
 from tailrace.schema.profiles.profile import parse_profile
-from tailrace.schema.record import dump_record
+from tailrace.schema.record import encode_json_record
 
 JSON = "application/json"
-CHECK = schema_check({"type": "object"})
+CHECK = schema_checker({"type": "object"})
 
 
-def grown(stream: Stream, candidate: Candidate | None, *payloads: bytes) -> None:
+def grown(stream: Stream, candidate: AdoptionCandidate | None, *payloads: bytes) -> None:
     """Appends, which the candidate sees if it is given."""
     lengths = None if len(payloads) == 1 else [len(payload) for payload in payloads]
     if candidate is not None:
@@ -31,7 +31,7 @@ def stream() -> Stream:
 
 
 def test_what_is_seen_and_fits_is_verified(stream: Stream) -> None:
-    candidate = Candidate(stream, CHECK)
+    candidate = AdoptionCandidate(stream, CHECK)
     candidate.verify()
     grown(stream, candidate, b"{}")
     grown(stream, candidate, b"{}", b'{"a":1}')
@@ -40,7 +40,7 @@ def test_what_is_seen_and_fits_is_verified(stream: Stream) -> None:
 
 
 def test_an_entry_that_does_not_fit_is_named(stream: Stream) -> None:
-    candidate = Candidate(stream, CHECK)
+    candidate = AdoptionCandidate(stream, CHECK)
     grown(stream, candidate, b"{}", b"5")
     grown(stream, candidate, b"6")
     with pytest.raises(TailraceError) as refused:
@@ -50,7 +50,7 @@ def test_an_entry_that_does_not_fit_is_named(stream: Stream) -> None:
 
 
 def test_entries_that_came_another_way_are_missed(stream: Stream) -> None:
-    candidate = Candidate(stream, CHECK)
+    candidate = AdoptionCandidate(stream, CHECK)
     grown(stream, None, b"{}")
     with pytest.raises(TailraceError) as refused:
         candidate.verify()
@@ -61,7 +61,7 @@ def test_entries_that_came_another_way_are_missed(stream: Stream) -> None:
 
 
 def test_appends_that_were_rolled_back_are_seen_again(stream: Stream) -> None:
-    candidate = Candidate(stream, CHECK)
+    candidate = AdoptionCandidate(stream, CHECK)
     grown(stream, candidate, b"{}", b"{}")
     stream.tail = 5
     candidate.verify()
@@ -74,7 +74,7 @@ def test_appends_that_were_rolled_back_are_seen_again(stream: Stream) -> None:
 
 
 def test_a_stream_that_was_deleted_is_not_found(stream: Stream) -> None:
-    candidate = Candidate(stream, CHECK)
+    candidate = AdoptionCandidate(stream, CHECK)
     stream.removed = True
     with pytest.raises(TailraceError) as refused:
         candidate.verify()
@@ -83,8 +83,8 @@ def test_a_stream_that_was_deleted_is_not_found(stream: Stream) -> None:
 
 def test_a_record_fits_a_profile_if_it_would_be_stored_as_it_is() -> None:
     profile = parse_profile({"kind": "evlog", "redactKeys": ["pin"]})
-    check = profile_check(profile)
-    stored = dump_record(profile.accept({"service": "a", "pin": 5}, 1_767_225_600_000))
+    check = profile_checker(profile)
+    stored = encode_json_record(profile.accept({"service": "a", "pin": 5}, 1_767_225_600_000))
     assert check(stored) is None
     assert check(memoryview(stored)) is None
     assert (

@@ -8,7 +8,7 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.schema.convert import LensFailureError
-from tailrace.schema.lens import run
+from tailrace.schema.lens import apply_ops
 from tailrace.schema.lens_parse import parse_lens
 
 
@@ -17,7 +17,7 @@ def lens(*ops: Any) -> dict[str, Any]:
 
 
 def applied(record: Any, *ops: Any) -> Any:
-    return run(parse_lens(lens(*ops)).ops, record)
+    return apply_ops(parse_lens(lens(*ops)).ops, record)
 
 
 def convert(path: str, kinds: tuple[str, str], forward: Any) -> dict[str, Any]:

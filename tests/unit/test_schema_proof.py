@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.documents import Document
+from tailrace.schema.documents import SchemaDocument
 from tailrace.schema.lens_parse import parse_lens
-from tailrace.schema.lens_proof import prove, resolve_defaults
+from tailrace.schema.lens_proof import prove_lens, resolve_lens_defaults
 
 STRING, INTEGER, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 
@@ -33,7 +33,7 @@ def outcome(old: Any, new: Any, *ops: Any) -> str:
     }
     lens = parse_lens(body)
     try:
-        prove(resolve_defaults(lens.ops, body["ops"]), Document(old), Document(new))
+        prove_lens(resolve_lens_defaults(lens.ops, body["ops"]), SchemaDocument(old), SchemaDocument(new))
     except TailraceError as refusal:
         code, _, reason = f"{refusal.code} {refusal.message}".partition(" lens proof: ")
         return reason if code == "invalid_request" else refusal.message

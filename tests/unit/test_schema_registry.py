@@ -9,9 +9,9 @@ import pytest
 from tailrace.common.errors import TailraceError
 from tailrace.schema.convert import LensFailureError
 from tailrace.schema.promote import Promoter
-from tailrace.schema.registry import Boundary, Registry, forked, read_registry
+from tailrace.schema.registry import Registry, VersionBoundary, fork_registry, read_registry
 from tailrace.schema.registry_update import decide_update, prepare_update
-from tailrace.schema.routing import KeyRule, RoutingKey
+from tailrace.schema.routing import RoutingKey, RoutingKeyReader
 
 EMPTY = Registry(name="orders")
 V1 = {
@@ -150,9 +150,9 @@ def test_a_lens_between_other_versions_is_a_conflict(registry: Registry, body: A
 
 
 def test_the_first_version_and_the_next() -> None:
-    assert (FIRST.version, FIRST.boundaries, FIRST.schemas) == (1, (Boundary(0, 1),), {1: V1})
+    assert (FIRST.version, FIRST.boundaries, FIRST.schemas) == (1, (VersionBoundary(0, 1),), {1: V1})
     assert (SECOND.version, SECOND.lenses) == (2, {1: RENAME})
-    assert SECOND.boundaries == (Boundary(0, 1), Boundary(150, 2))
+    assert SECOND.boundaries == (VersionBoundary(0, 1), VersionBoundary(150, 2))
     assert [SECOND.version_at(sequence) for sequence in (0, 149, 150, 10**9)] == [1, 1, 2, 2]
     assert EMPTY.version_at(0) == 0
     third = update(SECOND, {"schema": V3, "lens": ADD}, 150)
@@ -220,8 +220,8 @@ def test_the_number_of_versions_has_a_bound() -> None:
 
 
 def test_a_fork_goes_on_with_what_its_source_had() -> None:
-    fork = forked(SECOND, "copy", 100)
-    assert fork.boundaries == (Boundary(0, 1), Boundary(100, 2))
+    fork = fork_registry(SECOND, "copy", 100)
+    assert fork.boundaries == (VersionBoundary(0, 1), VersionBoundary(100, 2))
     assert (fork.name, fork.lenses[1]["schema"]) == ("copy", "copy")
     assert read_registry(fork.to_json()) == fork
 
@@ -260,7 +260,7 @@ def test_l2_promotion_is_each_step_in_order() -> None:
     ],
 )
 def test_routing_keys(record: Any, required: bool, outcome: bytes | str | None) -> None:
-    rule = KeyRule(RoutingKey("/user/id", required), 1024)
+    rule = RoutingKeyReader(RoutingKey("/user/id", required), 1024)
     if isinstance(outcome, str):
         with pytest.raises(TailraceError) as caught:
             rule.key_of(record)

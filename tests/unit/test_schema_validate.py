@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.documents import Document
-from tailrace.schema.record import UnusableRecordError, dump_record, load_record
+from tailrace.schema.documents import SchemaDocument
+from tailrace.schema.record import UnusableRecordError, decode_json_record, encode_json_record
 from tailrace.schema.timestamps import from_unix_ms, is_date_time, to_unix_ms
-from tailrace.schema.validate import compile_schema, read_document
+from tailrace.schema.validate import check_schema, compile_schema
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 def refusal(schema: Any) -> str:
     with pytest.raises(TailraceError) as caught:
-        read_document(schema)
+        check_schema(schema)
     assert caught.value.code == "invalid_request"
     return caught.value.message
 
@@ -118,7 +118,7 @@ def test_s4_references_that_leave_the_document_are_refused_without_a_request(
     ],
 )
 def test_s4_local_references_validate_recursively(schema: Any) -> None:
-    read_document(schema)
+    check_schema(schema)
     validator = compile_schema(schema)
     assert validator.accepts({"id": 1, "next": {"id": 2, "next": {"id": 3}}})
     complaint = validator.complaint({"id": 1, "next": {"id": 2, "next": {}}})
@@ -136,7 +136,9 @@ def test_a_property_or_value_that_is_called_ref_is_no_reference() -> None:
 
 
 def test_references_lead_to_places() -> None:
-    document = Document({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"$ref": "#x"}, "c": {"$anchor": "x"}}})
+    document = SchemaDocument(
+        {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"$ref": "#x"}, "c": {"$anchor": "x"}}}
+    )
     assert document.target(()) == ("$defs", "a/b")
     assert document.target(("$defs", "a/b")) == ("$defs", "c")
 
@@ -229,7 +231,7 @@ def test_milliseconds_as_text_stay_inside_the_calendar() -> None:
 
 def test_records_come_back_as_they_were() -> None:
     for payload in (b'{"a":123456789012345678901234567890}', b'["\\ud800"]', b"-0.5", b'"\xc3\xa9"', b"null"):
-        assert dump_record(load_record(payload)) == payload
+        assert encode_json_record(decode_json_record(payload)) == payload
     for payload in (b"1e400", b"1" * 5000):
         with pytest.raises(UnusableRecordError):
-            load_record(payload)
+            decode_json_record(payload)

@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.pointer import ABSENT, find, parse_pointer
-from tailrace.schema.search_config import DefaultField, SearchConfig, parse_search
-from tailrace.schema.search_rollups import interval_ms
+from tailrace.schema.pointer import ABSENT, parse_pointer, resolve_pointer
+from tailrace.schema.search_config import DefaultField, SearchConfig, parse_search_config
+from tailrace.schema.search_rollups import parse_interval_ms
 
 BIND = [{"version": 1, "jsonPointer": "/at"}]
 
@@ -70,25 +70,25 @@ WHOLE: dict[str, Any] = {
 
 
 def test_a_whole_search_object_is_shown_as_it_was_given_without_defaults() -> None:
-    config = parse_search(copy.deepcopy(WHOLE))
+    config = parse_search_config(copy.deepcopy(WHOLE))
     shown = copy.deepcopy(WHOLE)
     shown["defaultFields"] = [{"field": "message", "boost": 2}, {"field": "service"}]
     shown["containsDefaultFields"] = [{"field": "message"}]
     del shown["fields"]["service"]["sortable"]
     assert orjson.loads(orjson.dumps(config.to_json())) == shown
-    assert parse_search(config.to_json()) == config
+    assert parse_search_config(config.to_json()) == config
     assert msgspec.json.decode(msgspec.json.encode(config), type=SearchConfig) == config
 
 
 def test_names_and_aliases_stand_for_fields() -> None:
-    config = parse_search(WHOLE)
+    config = parse_search_config(WHOLE)
     assert config.resolve("svc") == config.resolve("service") == "service"
     assert config.resolve("nothing") is None
     assert config.default_fields == (DefaultField("message", 2), DefaultField("service", 1))
 
 
 def test_the_newest_binding_that_is_not_younger_than_the_record_counts() -> None:
-    field = parse_search(WHOLE).fields["service"]
+    field = parse_search_config(WHOLE).fields["service"]
     pointers = [field.pointer_at(version) for version in (0, 1, 2, 3, 9)]
     assert pointers == [None, "/service", "/service", "/svc/name", "/svc/name"]
 
@@ -291,12 +291,12 @@ COUNT = {"kind": "count"}
 )
 def test_a_search_object_that_breaks_a_rule_is_refused_by_path(body: object, message: str) -> None:
     with pytest.raises(TailraceError) as refusal:
-        parse_search(body)
+        parse_search_config(body)
     assert (refusal.value.code, refusal.value.message) == ("invalid_request", message)
 
 
 def test_intervals_are_spans_of_milliseconds() -> None:
-    assert [interval_ms(text) for text in ("250ms", "10s", "1m", "2h", "7d", "1w", "01s", "")] == [
+    assert [parse_interval_ms(text) for text in ("250ms", "10s", "1m", "2h", "7d", "1w", "01s", "")] == [
         250,
         10_000,
         60_000,
@@ -323,5 +323,5 @@ def test_pointers_follow_objects_and_arrays() -> None:
     }.items():
         tokens = parse_pointer(text)
         assert tokens is not None
-        assert find(record, tokens) == expected
+        assert resolve_pointer(record, tokens) == expected
     assert [parse_pointer(text) for text in ("a", "/~", "/~2", "/a~")] == [None] * 4

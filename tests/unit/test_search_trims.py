@@ -22,7 +22,7 @@ from tailrace.log.records import Trim
 from tailrace.search.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.search.aggregates.run import Aggregator
 from tailrace.search.run import Searcher
-from tailrace.search.search_request import Asked, bind_request
+from tailrace.search.search_request import SearchParameters, bind_search
 from tailrace.search.tail_index import TailIndex
 from tailrace.storage.segments.model import SegmentInfo
 
@@ -116,7 +116,7 @@ def test_a_trim_in_the_midst_of_a_search_drops_only_what_was_trimmed(
     trimmed: Trimmed, reads: int, sort: str
 ) -> None:
     searcher = trimmed.searcher(reads)
-    request = bind_request(Asked("id:x", 100, [sort], None, None), VIEW.config, 3000)
+    request = bind_search(SearchParameters("id:x", 100, [sort], None, None), VIEW.config, 3000)
     stream = trimmed.stream
     outcome = trimmed.log.run(searcher.search(stream, VIEW, request, time.monotonic() + FAR_S))
     trimmed.log.settle()

@@ -16,7 +16,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import DAY_MS, Limits
 from tailrace.log.publish import StreamTraffic, TrafficCounts
 from tailrace.log.system_streams import METRICS_STREAM
-from tailrace.schema.profiles.metrics import normalise
+from tailrace.schema.profiles.metrics import normalise_metric
 from tailrace.storage.retention import has_bounds
 
 FLUSH_MS = 10_000
@@ -41,7 +41,7 @@ def test_x1_many_streams_are_few_series() -> None:
     assert "stream-99999" in streams
     written = sum(int(str(record["sum"])) for record in records if record["unit"] == "count")
     assert written == 100_007, "what has no series of its own is in the one of all others"
-    assert all(normalise(record) == record for record in records)
+    assert all(normalise_metric(record) == record for record in records)
 
 
 def test_x1_no_interval_has_more_than_the_limit() -> None:
@@ -146,7 +146,7 @@ def test_flushes_are_canonical_records_on_a_stream_of_the_server(harness: LogHar
         ("tieredstore.read.bytes", OTHER, 0),
         ("tieredstore.read.entries", OTHER, 0),
     ]
-    assert all(normalise(record) == record for record in records)
+    assert all(normalise_metric(record) == record for record in records)
     assert records[0]["windowEnd"] == int(str(records[0]["windowStart"])) + FLUSH_MS
     stream = harness.log.readable(METRICS_STREAM)
     assert stream.lifetime.retention_s == 7 * 86_400

@@ -10,7 +10,7 @@ from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
 from tailrace.schema.profiles import keys
 from tailrace.schema.profiles.profiles_touch_config import TouchConfig, parse_touch
-from tailrace.schema.profiles.state import Stale, TouchState, new_document
+from tailrace.schema.profiles.state import StaleCursor, TouchState, new_touch_document
 from tailrace.schema.profiles.touch_waits import parse_wait
 
 ENTITY = "public.todos"
@@ -26,7 +26,7 @@ class Touches:
     def __init__(self, **config: Any) -> None:
         self.clock = FakeClock()
         self.config = parse_touch({"enabled": True, **config}, "touch")
-        self.document = new_document()
+        self.document = new_touch_document()
         self.state = self.load(0)
         self.answers: list[dict[str, Any]] = []
 
@@ -43,7 +43,9 @@ class Touches:
         return answer
 
     def wait(self, key: int = WATCH, cursor: int = 0, **more: Any) -> dict[str, Any] | None:
-        request = parse_wait({"cursor": f"{self.state.epoch}:{cursor}", "keys": [keys.shown(key)], **more})
+        request = parse_wait(
+            {"cursor": f"{self.state.epoch}:{cursor}", "keys": [keys.format_key(key)], **more}
+        )
         self.state.begin(request, self.state.cursor_of(request, 10**6), self.answers.append)
         return self.answers[-1] if self.answers else None
 
@@ -63,7 +65,7 @@ def test_t6_keys_match_the_vectors() -> None:
         keys.membership_key(TEMPLATE, arguments),
         keys.field_key(TEMPLATE, "title", arguments),
     ]
-    assert [keys.shown(key) for key in found] == [
+    assert [keys.format_key(key) for key in found] == [
         "feadeb84d447fd63",
         "03d5826f0bf1e3e7",
         "a440dcf9d1c07171",
@@ -128,7 +130,7 @@ def test_t5_a_quiet_wait_ends_when_its_time_is_over_and_not_before() -> None:
 def test_t7_exact_waits_are_not_woken_by_what_is_unrelated() -> None:
     touches = Touches()
     touches.activate()
-    named = {"exact": True, "templateIdsUsed": [keys.shown(TEMPLATE)]}
+    named = {"exact": True, "templateIdsUsed": [keys.format_key(TEMPLATE)]}
     assert touches.wait(**named) is None
     touches.change(value=OPEN | {"tenantId": "t2"})
     touches.change("update", value=OPEN | {"status": "b"}, old_value=OPEN | {"status": "c"})
@@ -165,7 +167,7 @@ def test_without_an_image_of_before_everybody_on_the_entity_wakes(policy: str) -
     touches = Touches(onMissingBefore=policy)
     touches.activate()
     elsewhere = keys.watch_key(TEMPLATE, ["done", "t9"])
-    touches.wait(elsewhere, exact=True, templateIdsUsed=[keys.shown(TEMPLATE)])
+    touches.wait(elsewhere, exact=True, templateIdsUsed=[keys.format_key(TEMPLATE)])
     touches.wait(elsewhere, exact=True)
     touches.change("update", value=OPEN)
     assert [answer["touched"] for answer in touches.flush()] == [True, True]
@@ -186,7 +188,7 @@ def test_budgets_and_lag_shed_precision_and_no_wake_up() -> None:
     ):
         touches.state.budget.begin_batch(lag)
         assert touches.state.mode == mode
-        answer = touches.wait(cursor=3, timeoutMs=0, templateIdsUsed=[keys.shown(TEMPLATE)])
+        answer = touches.wait(cursor=3, timeoutMs=0, templateIdsUsed=[keys.format_key(TEMPLATE)])
         assert answer is not None
         assert (answer["touched"], answer["effectiveWaitKind"]) == (False, kind)
 
@@ -230,7 +232,7 @@ def test_a_stream_that_lost_entries_tells_of_those_that_take_their_numbers() -> 
 def test_templates_are_retired_remembered_and_forgotten() -> None:
     touches = Touches()
     touches.activate(inactivityTtlMs=5000)
-    named = {"templateIdsUsed": [keys.shown(TEMPLATE)], "timeoutMs": 0}
+    named = {"templateIdsUsed": [keys.format_key(TEMPLATE)], "timeoutMs": 0}
     touches.clock.advance(6)
     assert touches.state.tidy()
     touches.change(value={"anything": 1})
@@ -239,7 +241,7 @@ def test_templates_are_retired_remembered_and_forgotten() -> None:
     assert answer["touched"] is True  # by the table
     touches.clock.advance(25 * 3600)
     assert touches.state.tidy()
-    with pytest.raises(Stale) as stale:
+    with pytest.raises(StaleCursor) as stale:
         touches.wait(cursor=1, **named)
     assert "03d5826f0bf1e3e7" in stale.value.message
     assert stale.value.delayed
@@ -249,7 +251,7 @@ def test_a_template_activated_after_the_cursor_judges_the_gap_by_the_table() -> 
     touches = Touches()
     touches.change(value=OPEN | {"tenantId": "t2"})
     touches.activate()
-    named = {"templateIdsUsed": [keys.shown(TEMPLATE)], "timeoutMs": 0, "exact": True}
+    named = {"templateIdsUsed": [keys.format_key(TEMPLATE)], "timeoutMs": 0, "exact": True}
     assert touches.wait(cursor=0, **named) is not None
     assert touches.answers.pop()["touched"] is True
     touches.change(value=OPEN | {"tenantId": "t2"})
@@ -267,7 +269,7 @@ def test_caps_evict_who_was_seen_least_and_nobody_who_is_waited_on() -> None:
     touches.activate(others[2])
     assert {one.entity for one in touches.state.templates.active.values()} == {"e1", "e2"}
     for name in ("e1", "e2"):
-        touches.wait(templateIdsUsed=[keys.shown(keys.template_id(name, ["a"]))])
+        touches.wait(templateIdsUsed=[keys.format_key(keys.template_id(name, ["a"]))])
     assert touches.activate(others[3])["denied"][0]["reason"] == "limit"
     assert touches.activate(others[4])["denied"][0]["reason"] == "rate_limited"
     invalid = {"entity": "e", "fields": [{"name": str(n)} for n in range(4)]}

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tailrace.pipeline.kernels.words import tokens_in
-from tailrace.search.analyze import TOKEN_BYTES_MAX, tokens_of
+from tailrace.search.analyze import TOKEN_BYTES_MAX, tokenize_text
 
 WORDS = st.text(st.sampled_from("aZ09 _-.\0\t/"), max_size=12)
 
@@ -21,12 +21,12 @@ WORDS = st.text(st.sampled_from("aZ09 _-.\0\t/"), max_size=12)
 def test_tokens_in_is_tokens_of_each(texts: list[str], skipped: int) -> None:
     values = pa.array(["before"] * skipped + texts, pa.string()).slice(skipped)
     tokens, counts = tokens_in(values)
-    assert tokens.to_pylist() == [token for text in texts for token in tokens_of(text)]
-    assert counts.tolist() == [len(tokens_of(text)) for text in texts]
+    assert tokens.to_pylist() == [token for text in texts for token in tokenize_text(text)]
+    assert counts.tolist() == [len(tokenize_text(text)) for text in texts]
 
 
 @pytest.mark.parametrize("code", range(128))
 def test_every_character_of_ascii(code: int) -> None:
     text = f"a{chr(code)}B"
     tokens, _ = tokens_in(pa.array([text], pa.string()))
-    assert tokens.to_pylist() == tokens_of(text)
+    assert tokens.to_pylist() == tokenize_text(text)

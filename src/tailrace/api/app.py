@@ -38,7 +38,7 @@ from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import http_headers, stream_names
 from tailrace.schema.adoption import Adoptions
-from tailrace.schema.append_validation import Guard
+from tailrace.schema.append_validation import AppendValidator
 from tailrace.schema.profile import ProfileRoutes
 from tailrace.schema.schema import SchemaRoutes
 from tailrace.search.aggregate import AggregateRoutes
@@ -74,7 +74,7 @@ class TailraceApp:
         self.live = Live(context)
         self.reads = ReadRoutes(context, self.live)
         self.filtered = self.reads.filtered
-        self.guard = Guard(self.live.contracts, context.clock, context.limits)
+        self.guard = AppendValidator(self.live.contracts, context.clock, context.limits)
         self.waiting_appends = WaitingAppends(context.log, context.loop)
         self._streams = StreamRoutes(context, self.guard, self.waiting_appends)
         self.adoptions = Adoptions(context, self.guard.candidates)

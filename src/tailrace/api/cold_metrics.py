@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tailrace.common.server_metrics import ServerMetrics
-from tailrace.search.index_files.companion_files import CompanionFiles
+from tailrace.search.index_files.companion_files import IndexFileService
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 
 
 def connect_cold(
-    telemetry: ServerMetrics, sealing: SealingService, cold: ColdReader, companions: CompanionFiles
+    telemetry: ServerMetrics, sealing: SealingService, cold: ColdReader, companions: IndexFileService
 ) -> None:
     readers = (cold.parts, companions.parts, companions.lexicons)
 

@@ -21,13 +21,13 @@ from tailrace.log.model import Lifetime, Stream
 from tailrace.log.transaction import await_commit
 from tailrace.protocol.http_headers import is_json
 from tailrace.protocol.stream_names import check_creatable_name
-from tailrace.schema.append_validation import PROFILE
+from tailrace.schema.append_validation import PROFILE_DOCUMENT
 from tailrace.schema.profile import profile_changes
-from tailrace.schema.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
+from tailrace.schema.profiles.profile import GENERIC, Profile, parse_profile, profile_document, read_profile
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.registry_update import decide_update
-from tailrace.schema.schema import document_of, prepare
-from tailrace.schema.stream_schema import SCHEMA
+from tailrace.schema.schema import prepare_registry_update, registry_document
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 FILE_BYTES_MAX: Final = 4 * 1024 * 1024
 STREAMS_MAX: Final = 10_000
@@ -128,7 +128,9 @@ class DeclaredStreams:
         known = self._log.find(name)
         if known is None and update:
             # What cannot be is found out before there is a stream that would have to be deleted again.
-            await self._loop.run_in_executor(None, prepare, Registry(name=name).to_json(), update)
+            await self._loop.run_in_executor(
+                None, prepare_registry_update, Registry(name=name).to_json(), update
+            )
         # That a stream was closed since is part of its life, no difference.
         closed = known is not None and known.closed
         request = CreateRequest(name, content_type, declared.lifetime(), closed)
@@ -140,8 +142,8 @@ class DeclaredStreams:
             await self._register(stream, update)
 
     async def _install(self, stream: Stream, wanted: Profile) -> None:
-        current = read_profile((stream.documents or {}).get(PROFILE))
-        if to_document(current) == to_document(wanted):
+        current = read_profile((stream.documents or {}).get(PROFILE_DOCUMENT))
+        if profile_document(current) == profile_document(wanted):
             return
         if current.kind != GENERIC.kind:
             raise SettingsError(f"it has a profile already ({current.kind}), and another one than this")
@@ -149,7 +151,7 @@ class DeclaredStreams:
         await await_commit(lambda reply: self._log.describe_all(stream, changes, reply))
 
     async def _register(self, stream: Stream, update: dict[str, object]) -> None:
-        before = document_of(stream, stream.documents)
+        before = registry_document(stream, stream.documents)
         registry = read_registry(before)
         if stream.content_type is not None and not stream.json:
             raise SettingsError(f"a schema needs application/json, and it holds {stream.content_type}")
@@ -161,13 +163,13 @@ class DeclaredStreams:
                 )
             if not update:
                 return
-        registry, prepared = await self._loop.run_in_executor(None, prepare, before, update)
+        registry, prepared = await self._loop.run_in_executor(None, prepare_registry_update, before, update)
         after = decide_update(registry, prepared, stream.tail).to_json()
         if after == before:
             return
         if not is_new:
             raise SettingsError("it has another routing key, or other searchable fields")
-        await await_commit(lambda reply: self._log.describe(stream, SCHEMA, after, reply))
+        await await_commit(lambda reply: self._log.describe(stream, SCHEMA_DOCUMENT, after, reply))
 
 
 def _window_s(value: str | int | None, what: str) -> int | None:

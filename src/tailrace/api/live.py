@@ -31,7 +31,7 @@ from tailrace.log.reader import Page
 from tailrace.protocol.http_headers import is_text
 from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS
-from tailrace.schema.stream_schema import Contracts
+from tailrace.schema.stream_schema import StreamSchemaCache
 
 TICK_S = 1.0
 # Of one page for a follower that catches up.
@@ -52,7 +52,7 @@ class Live:
         self.loop = context.loop
         self._origins = AllowedOrigins(context.settings)
         self.unsent_bytes_max = context.limits.live_unsent_bytes
-        self.contracts = Contracts(context.limits.key_bytes)
+        self.contracts = StreamSchemaCache(context.limits.key_bytes)
         self._followers: set[Follower] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.now = self.loop.time()  # moved by the tick

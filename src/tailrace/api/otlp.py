@@ -19,16 +19,28 @@ from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.http_headers import header_line, media_type
 from tailrace.protocol.stream_names import check_creatable_name
-from tailrace.schema.append_validation import PROFILE, Guard
+from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
 from tailrace.schema.profiles.config import OtlpLimits
-from tailrace.schema.profiles.export import JSON, PROTOBUF, Export, Record, UnusableSpanError
+from tailrace.schema.profiles.export import (
+    JSON_MEDIA_TYPE,
+    PROTOBUF_MEDIA_TYPE,
+    Record,
+    SpanExport,
+    UnusableSpanError,
+)
 from tailrace.schema.profiles.otlp_json import read_json
 from tailrace.schema.profiles.otlp_protobuf import read_protobuf
-from tailrace.schema.profiles.profile import GENERIC, OtelTracesProfile, install, parse_profile, to_document
-from tailrace.schema.record import dump_record
+from tailrace.schema.profiles.profile import (
+    GENERIC,
+    OtelTracesProfile,
+    install_profile,
+    parse_profile,
+    profile_document,
+)
+from tailrace.schema.record import encode_json_record
 from tailrace.schema.registry import read_registry
-from tailrace.schema.schema import document_of
-from tailrace.schema.stream_schema import SCHEMA
+from tailrace.schema.schema import registry_document
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 PATH: Final = b"/v1/traces"
 ROUTE: Final = "v1/traces"
@@ -85,7 +97,7 @@ class Target(NamedTuple):
 class OtlpRoutes:
     """Decoding is done on threads; what is appended goes the way of every append."""
 
-    def __init__(self, context: Context, guard: Guard) -> None:
+    def __init__(self, context: Context, guard: AppendValidator) -> None:
         self._context = context
         self._log = context.log
         self._guard = guard
@@ -129,11 +141,11 @@ class OtlpRoutes:
     def _create(self, name: str) -> None:
         if self._log.find(name) is None:
             check_creatable_name(name, self._context.limits.name_bytes)
-            self._log.create(CreateRequest(name, JSON), _ignore, None)
+            self._log.create(CreateRequest(name, JSON_MEDIA_TYPE), _ignore, None)
         stream = self._log.existing(name)
         profile = parse_profile({"kind": "otel-traces"})
-        registry = install(profile, GENERIC, read_registry(document_of(stream, None)), 0)
-        documents = [(PROFILE, to_document(profile)), (SCHEMA, registry.to_json())]
+        registry = install_profile(profile, GENERIC, read_registry(registry_document(stream, None)), 0)
+        documents = [(PROFILE_DOCUMENT, profile_document(profile)), (SCHEMA_DOCUMENT, registry.to_json())]
         self._log.describe_all(stream, documents)
 
     # -- an export -------------------------------------------------------------------------------------
@@ -174,7 +186,11 @@ class OtlpRoutes:
             answers.refuse(exchange, TailraceError("internal", "the export failed"))
             raise
         else:
-            kind = answers.JSON_TYPE if media == JSON else header_line("Content-Type", PROTOBUF)
+            kind = (
+                answers.JSON_TYPE
+                if media == JSON_MEDIA_TYPE
+                else header_line("Content-Type", PROTOBUF_MEDIA_TYPE)
+            )
             head = kind + answers.NO_STORE + answers.next_offset(offset)
             exchange.respond(200, head, export.answer(media))
         finally:
@@ -182,7 +198,7 @@ class OtlpRoutes:
 
     async def _ingest(
         self, body: bytes, target: Target, profile: OtelTracesProfile, media: str, gzipped: bool
-    ) -> tuple[Export, str]:
+    ) -> tuple[SpanExport, str]:
         """What was taken, and the offset of the last span."""
         now_ms = self._context.clock.now_ns() // 1_000_000
         work = partial(_decode, body, profile, media, gzipped, now_ms)
@@ -191,7 +207,7 @@ class OtlpRoutes:
         offset = stream.offset(max(stream.visible, 0))
         for batch in batches:
             lengths = None if len(batch.lengths) == 1 else batch.lengths
-            request = AppendRequest(batch.body(), JSON, lengths)
+            request = AppendRequest(batch.body(), JSON_MEDIA_TYPE, lengths)
             request.check = partial(self._guard.check_normal, profile, batch.keys)
             offset = await self._append(target, request)
         return export, offset
@@ -224,8 +240,8 @@ def too_large(bytes_max: int) -> TailraceError:
 
 def _media_of(exchange: Exchange) -> str:
     media = media_type(parse.content_type_of(exchange) or "")
-    if media not in (PROTOBUF, JSON):
-        message = f"OTLP traces require {PROTOBUF} or {JSON}"
+    if media not in (PROTOBUF_MEDIA_TYPE, JSON_MEDIA_TYPE):
+        message = f"OTLP traces require {PROTOBUF_MEDIA_TYPE} or {JSON_MEDIA_TYPE}"
         raise TailraceError("unsupported_media_type", message)
     return media
 
@@ -239,15 +255,15 @@ def _is_gzipped(exchange: Exchange) -> bool:
 
 def _decode(
     body: bytes, profile: OtelTracesProfile, media: str, gzipped: bool, now_ms: int
-) -> tuple[Export, list[Batch]]:
+) -> tuple[SpanExport, list[Batch]]:
     """On a thread: everything that can be wrong with an export, before anything of it is stored."""
     limits = profile.config.otlp_limits
     data = unzipped(body, limits) if gzipped else body
     if len(data) > limits.max_decoded_bytes:
         raise too_large(limits.max_decoded_bytes)
     batches = Batches(profile, now_ms)
-    export = Export(limits, batches.add)
-    (read_protobuf if media == PROTOBUF else read_json)(data, export)
+    export = SpanExport(limits, batches.add)
+    (read_protobuf if media == PROTOBUF_MEDIA_TYPE else read_json)(data, export)
     return export, batches.all
 
 
@@ -265,7 +281,7 @@ class Batches:
             record = self._profile.accept(span, self._now_ms)
         except TailraceError as refusal:
             raise UnusableSpanError(refusal.message) from None
-        payload = dump_record(record)
+        payload = encode_json_record(record)
         size = len(payload)
         if self._size + size > EXPORT_BYTES:
             raise UnusableSpanError(f"an export may take {EXPORT_BYTES} bytes once it is normalised")

@@ -15,7 +15,7 @@ from tailrace.log.segment_catalogue import decode_plans, durable_plans
 from tailrace.log.system_streams import has_index_files
 from tailrace.schema.profiles.profile import read_profile
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.schema.stream_schema import SCHEMA
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 from tailrace.search.index_files.index_plan import IndexPlan, index_plan, store_plan
 from tailrace.storage.index_coverage import IndexMerge, UncoveredSegment
 from tailrace.storage.index_work import IndexWork, RollupRewrite, StreamIndexWork
@@ -39,7 +39,7 @@ def plan_of(stream: Stream, keyed: bool) -> IndexPlan:
     documents = stream.documents or {}
     if not has_index_files(stream.name):
         return _plan(None, None, False)
-    return _plan(documents.get(SCHEMA), documents.get(PROFILE), keyed)
+    return _plan(documents.get(SCHEMA_DOCUMENT), documents.get(PROFILE), keyed)
 
 
 @lru_cache(maxsize=256)
@@ -140,7 +140,7 @@ class Plans:
         if plan.hash != entry.hash:
             return False
         documents = stream.documents or {}
-        schema = documents.get(SCHEMA)
+        schema = documents.get(SCHEMA_DOCUMENT)
         registry = Registry(name=stream.name) if schema is None else read_registry(schema)
         data = store_plan(plan, registry, documents.get(PROFILE))
         publication = ManifestPublication(stream_id=folder, objects={plan_name(plan.hash): data})

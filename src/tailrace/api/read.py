@@ -35,7 +35,7 @@ from tailrace.protocol.query_params import (
 )
 from tailrace.schema.registry import Registry
 from tailrace.search.filtered import FilteredReads
-from tailrace.search.filtering import Sieve
+from tailrace.search.filtering import FilterScan
 
 Answer = Callable[[Exchange], None]
 
@@ -275,11 +275,11 @@ class ReadRoutes:
             until = self.filtered.patience(exchange.started)
             self._later(self._answer_later(exchange, request, self._sift(request, sieve, key, until)))
 
-    async def _sift(self, request: ReadRequest, sieve: Sieve, key: bytes | None, until: float) -> Answer:
+    async def _sift(self, request: ReadRequest, sieve: FilterScan, key: bytes | None, until: float) -> Answer:
         await self.filtered.scan(request.stream, sieve, key, until)
         return lambda exchange: self._answer_sieve(exchange, request, sieve)
 
-    def _answer_sieve(self, exchange: Exchange, request: ReadRequest, sieve: Sieve) -> None:
+    def _answer_sieve(self, exchange: Exchange, request: ReadRequest, sieve: FilterScan) -> None:
         page = Page(sieve.parts, sieve.decided, sieve.count)
         if not request.mode or page.count or sieve.scan_limit_reached:
             more = self.filtered.limit_lines(sieve, request.scanned_bytes)

@@ -54,7 +54,7 @@ from tailrace.http.tls import Certificate
 from tailrace.log import listing
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
-from tailrace.search.index_files.companion_files import CompanionFiles
+from tailrace.search.index_files.companion_files import IndexFileService
 from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.sealing import SealingService
@@ -164,7 +164,7 @@ class Server:
             settings.object_store_url, directory.path / "cache", limits.segment_cache_max_bytes, limits, loop
         )
         self.log.reader.history.cold = self._cold
-        self._companions = CompanionFiles(
+        self._companions = IndexFileService(
             self.log, settings.object_store_url, directory.path / "companions", limits, loop
         )
         self._companions.connect(self.app, self.telemetry)

@@ -25,10 +25,10 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol import json_split
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line, is_json
 from tailrace.protocol.stream_names import check_creatable_name, is_system_name
-from tailrace.schema.append_validation import PROFILE, Guard
-from tailrace.schema.profile import TOUCH
-from tailrace.schema.registry import forked, read_registry
-from tailrace.schema.stream_schema import SCHEMA
+from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
+from tailrace.schema.profile import TOUCH_DOCUMENT
+from tailrace.schema.registry import fork_registry, read_registry
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 # An append with none of these is nothing but a body: most are.
 SPECIAL_HEADERS = frozenset(
@@ -49,7 +49,7 @@ SPECIAL_HEADERS = frozenset(
 class StreamRoutes:
     """What changes a stream, and its metadata."""
 
-    def __init__(self, context: Context, guard: Guard, waiting: WaitingAppends) -> None:
+    def __init__(self, context: Context, guard: AppendValidator, waiting: WaitingAppends) -> None:
         self._context = context
         self._waiting = waiting
         self._guard = guard
@@ -208,10 +208,14 @@ class StreamRoutes:
             keys = self._guard.judge(initial, source)
             initial.check = lambda _request, _stream: keys
         inherited: dict[str, bytes] = {}
-        if SCHEMA in documents:
-            inherited[SCHEMA] = forked(read_registry(documents[SCHEMA]), name, entry).to_json()
-        if PROFILE in documents and TOUCH not in documents:  # touches are about one stream and its entries
-            inherited[PROFILE] = documents[PROFILE]
+        if SCHEMA_DOCUMENT in documents:
+            inherited[SCHEMA_DOCUMENT] = fork_registry(
+                read_registry(documents[SCHEMA_DOCUMENT]), name, entry
+            ).to_json()
+        if (
+            PROFILE_DOCUMENT in documents and TOUCH_DOCUMENT not in documents
+        ):  # touches are about one stream and its entries
+            inherited[PROFILE_DOCUMENT] = documents[PROFILE_DOCUMENT]
         return inherited
 
     async def _create_later(

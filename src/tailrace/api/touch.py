@@ -16,14 +16,14 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
-from tailrace.schema.append_validation import PROFILE
-from tailrace.schema.profile import TOUCH
+from tailrace.schema.append_validation import PROFILE_DOCUMENT
+from tailrace.schema.profile import TOUCH_DOCUMENT
 from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
 from tailrace.schema.profiles.profiles_touch_config import TouchConfig
-from tailrace.schema.profiles.state import Stale, TouchState
+from tailrace.schema.profiles.state import StaleCursor, TouchState
 from tailrace.schema.profiles.touch_templates import parse_ttl
 from tailrace.schema.profiles.touch_waits import TIMEOUT_MS, TIMEOUT_MS_MAX, Waiter, WaitRequest, parse_wait
-from tailrace.schema.schema import parse
+from tailrace.schema.schema import parse_json_body
 
 FEEDS_MAX = 1000  # streams whose touches are followed; cursors outlive their feed
 SWEEP_S = 0.05
@@ -56,11 +56,11 @@ class TouchRoutes:
             raise STOPPING
         feed = self._feed(self._log.readable(name))
         if route == "wait":
-            self._wait(exchange, identity, feed, parse_wait(parse(exchange.body)))
+            self._wait(exchange, identity, feed, parse_wait(parse_json_body(exchange.body)))
         elif route == "meta":
             self._meta(exchange, feed)
         else:
-            self._activate(exchange, feed, parse(exchange.body))
+            self._activate(exchange, feed, parse_json_body(exchange.body))
 
     @property
     def waiters(self) -> int:
@@ -121,8 +121,8 @@ class TouchRoutes:
 
     def _feed(self, stream: Stream) -> Feed:
         documents = stream.visible_documents or {}
-        document = documents.get(TOUCH)
-        profile = read_profile(documents.get(PROFILE))
+        document = documents.get(TOUCH_DOCUMENT)
+        profile = read_profile(documents.get(PROFILE_DOCUMENT))
         if document is None or not isinstance(profile, StateProtocolProfile):
             raise TailraceError("not_found", "touch not enabled")
         feed = self._feeds.pop(stream.number, None)
@@ -149,7 +149,7 @@ class TouchRoutes:
 
     def _save(self, feed: Feed, exchange: Exchange | None = None, answer: bytes = b"") -> None:
         """Templates are written down; if somebody asked for that, the answer waits for it."""
-        if not feed.state.is_of((feed.stream.documents or {}).get(TOUCH)):
+        if not feed.state.is_of((feed.stream.documents or {}).get(TOUCH_DOCUMENT)):
             raise TailraceError("not_found", "touch not enabled")
 
         def saved(_: Transaction, error: TailraceError | None) -> None:
@@ -160,7 +160,7 @@ class TouchRoutes:
             else:
                 exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, answer)
 
-        self._log.describe(feed.stream, TOUCH, feed.state.to_document(), saved)
+        self._log.describe(feed.stream, TOUCH_DOCUMENT, feed.state.to_document(), saved)
 
     def _tidy(self) -> None:
         """Retires templates that nobody uses, and writes down now and then who was last seen."""
@@ -261,7 +261,7 @@ class TouchRoutes:
             if head - state.journal.absorbed <= state.config.lag_degrade_fine_touches_at_source_offsets:
                 await feed.settle()
             waiter = state.begin(request, cursor, show)
-        except Stale as stale:
+        except StaleCursor as stale:
             if stale.delayed:
                 await asyncio.sleep(state.config.touch_coalesce_window_ms / 1000)
             _show(exchange, state.stale(request, stale.message, max(head, stream.visible)))

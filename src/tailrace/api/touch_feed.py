@@ -9,9 +9,9 @@ from collections.abc import Callable
 from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.schema.profiles.journal import Layer
-from tailrace.schema.profiles.state import Stale, TouchState
-from tailrace.schema.record import UnusableRecordError, load_record
+from tailrace.schema.profiles.journal import JournalLayer
+from tailrace.schema.profiles.state import StaleCursor, TouchState
+from tailrace.schema.record import UnusableRecordError, decode_json_record
 
 STEP_ENTRIES = 500
 STEP_BYTES = 256 * 1024
@@ -105,7 +105,7 @@ class Feed:
         while cursor < self.state.journal.floor:
             floor = self.state.journal.floor
             if floor - cursor > self._context.limits.touch_replay_max or cursor < self.stream.earliest:
-                raise Stale(TOO_OLD)
+                raise StaleCursor(TOO_OLD)
             if self._past is None:
                 self._past = self._context.loop.create_task(self._derive(cursor, floor))
                 self._past.add_done_callback(self._derived)
@@ -117,7 +117,7 @@ class Feed:
             task.exception()  # those who wait for it are told; there may be none left
 
     async def _derive(self, cursor: int, floor: int) -> None:
-        past = Layer(cursor)
+        past = JournalLayer(cursor)
         keys_max = self.state.config.memory.pending_max_keys
         after = cursor
         while after < floor:
@@ -126,20 +126,20 @@ class Feed:
                     self.stream, after, STEP_BYTES, min(STEP_ENTRIES, floor - after), apart=True
                 )
             except TailraceError:
-                raise Stale(TOO_OLD) from None
+                raise StaleCursor(TOO_OLD) from None
             for entry, part in zip(page.entries(), page.parts, strict=True):
                 self.state.derive(past, entry - 1, _record(part))
             if len(past.keys) > keys_max:
-                raise Stale(TOO_OLD)
+                raise StaleCursor(TOO_OLD)
             after = page.next_entry
             await asyncio.sleep(0)
         self.state.journal.extend_back(past, floor)
         if self.state.journal.floor > cursor:
-            raise Stale(TOO_OLD)  # so much has come meanwhile that the journal moved on
+            raise StaleCursor(TOO_OLD)  # so much has come meanwhile that the journal moved on
 
 
 def _record(part: bytes | memoryview) -> object:
     try:
-        return load_record(part)
+        return decode_json_record(part)
     except UnusableRecordError:
         return None  # older than the profile: it tells of no change

@@ -23,7 +23,7 @@ from tailrace.search.index_files.format import (
     FACT_ROWS,
     ROUTING_KEY_INDEX,
     ROUTING_KEY_LEXICON,
-    companion_name,
+    index_file_key,
 )
 from tailrace.storage.segments.model import stream_prefix
 from tailrace.storage.segments.parquet import pa, pq
@@ -123,7 +123,7 @@ def _rows_said(file: Any) -> int:
 
 def _put(order: MergeOrder, data: bytes | memoryview, rows: int, stats: dict[str, int]) -> Any:
     sha256 = hashlib.sha256(data).hexdigest()
-    name = companion_name(order.plan_hash, order.family, order.first, order.last, sha256)
+    name = index_file_key(order.plan_hash, order.family, order.first, order.last, sha256)
     key = stream_prefix(order.stream_id) + name
     reached("after_write", "worker")
     stores().put(order.store, key, data)

@@ -22,7 +22,7 @@ import msgspec
 from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels.parquet import WRITER, Built
 from tailrace.pipeline.kernels.segment import BuildRequest, UnusablePlanError, build_segment, check_built
-from tailrace.search.index_files.format import companion_name
+from tailrace.search.index_files.format import index_file_key
 from tailrace.search.index_files.index_plan import BuildPlan, load_plan
 from tailrace.storage.object_store.interface import (
     BlockingRunner,
@@ -230,7 +230,7 @@ def _built(row: Row, started: float) -> list[Row]:
     for one in built:
         check_built(one)
         sha256 = hashlib.sha256(one.data).hexdigest()
-        name = companion_name(plan.plan.hash, one.family, request.first, request.last, sha256)
+        name = index_file_key(plan.plan.hash, one.family, request.first, request.last, sha256)
         found.put(url, prefix + name, one.data)
         rows.append(_row(row, one, prefix + name, sha256, started))
     reached("after_put", "worker")

@@ -23,50 +23,50 @@ from tailrace.log.model import Stream
 from tailrace.log.transaction import await_commit
 from tailrace.protocol.query_params import parse_query
 from tailrace.schema.profiles.profile import Profile
-from tailrace.schema.record import UnusableRecordError, dump_record, load_record
-from tailrace.schema.stream_schema import cut
+from tailrace.schema.record import UnusableRecordError, decode_json_record, encode_json_record
+from tailrace.schema.stream_schema import split_append_body
 from tailrace.schema.validate import compile_schema
 
 READ_BYTES: Final = 256 * 1024  # of payload between two looks at the time
-CHECKS_AT_ONCE: Final = 4
-PROGRESS_S: Final = 0.5
-LINES: Final = b"Content-Type: application/x-ndjson\r\n"
+CONCURRENT_CHECKS_MAX: Final = 4
+PROGRESS_INTERVAL_S: Final = 0.5
+NDJSON_TYPE: Final = b"Content-Type: application/x-ndjson\r\n"
 
 Payload = bytes | memoryview
 # What is wrong with a stored payload; None if it fits.
-Check = Callable[[Payload], str | None]
+EntryCheck = Callable[[Payload], str | None]
 
 
-class Misfit(NamedTuple):
+class InvalidEntry(NamedTuple):
     """The first entry that was found not to fit, and why."""
 
     entry: int
     reason: str
 
 
-class Candidate:
+class AdoptionCandidate:
     """What a stream is to be given, while its entries are checked. Owned by the loop thread."""
 
-    def __init__(self, stream: Stream, check: Check) -> None:
+    def __init__(self, stream: Stream, check: EntryCheck) -> None:
         self.stream = stream
         self.check = check
         self.last_read = stream.tail  # entries up to here are read
         self._seen = stream.tail  # entries up to here, behind those, were seen when they were appended
-        self.misfit: Misfit | None = None
+        self.misfit: InvalidEntry | None = None
 
     def see(self, request: AppendRequest) -> None:
         """The entries of an append, which is decided as soon as this returns."""
         first = self.stream.tail + 1
         if first > self._seen + 1:
             return  # some came another way: `verify` finds out
-        payloads = cut(request)
+        payloads = split_append_body(request)
         self._seen = first + len(payloads) - 1  # a commit that failed may have taken some back
         if self.misfit is None:
-            self.note(first, first_misfit(self.check, payloads))
+            self.note(first, find_invalid_entry(self.check, payloads))
 
     def note(self, first: int, found: tuple[int, str] | None) -> None:
         if found is not None and self.misfit is None:
-            self.misfit = Misfit(first + found[0], found[1])
+            self.misfit = InvalidEntry(first + found[0], found[1])
 
     def verify(self) -> None:
         """Refuses, unless everything up to the tail was looked at and fits."""
@@ -84,7 +84,7 @@ class Candidate:
             raise TailraceError("conflict", "the stream changed while its entries were checked; try again")
 
 
-def first_misfit(check: Check, payloads: Sequence[Payload]) -> tuple[int, str] | None:
+def find_invalid_entry(check: EntryCheck, payloads: Sequence[Payload]) -> tuple[int, str] | None:
     """The first payload that does not fit, by its index."""
     for index, payload in enumerate(payloads):
         reason = check(payload)
@@ -93,29 +93,29 @@ def first_misfit(check: Check, payloads: Sequence[Payload]) -> tuple[int, str] |
     return None
 
 
-def schema_check(schema: object) -> Check:
+def schema_checker(schema: object) -> EntryCheck:
     """Whether records are valid under a schema."""
     validator = compile_schema(schema)
 
     def check(payload: Payload) -> str | None:
         try:
-            return validator.complaint(load_record(payload))
+            return validator.complaint(decode_json_record(payload))
         except UnusableRecordError as error:
             return f"(root) {error}"
 
     return check
 
 
-def profile_check(profile: Profile) -> Check:
+def profile_checker(profile: Profile) -> EntryCheck:
     """Whether records are what the profile would store if they were appended now: they stay as they are."""
 
     def check(payload: Payload) -> str | None:
         try:
-            stored = profile.accept(load_record(payload), 0)
+            stored = profile.accept(decode_json_record(payload), 0)
             if not profile.reencodes:
                 return None
             field = _differing(
-                cast("dict[str, object]", load_record(payload)), cast("dict[str, object]", stored)
+                cast("dict[str, object]", decode_json_record(payload)), cast("dict[str, object]", stored)
             )
         except UnusableRecordError as error:
             return f"(root) {error}"
@@ -131,7 +131,11 @@ def profile_check(profile: Profile) -> Check:
 def _differing(given: dict[str, object], stored: dict[str, object]) -> str | None:
     """The first member that is not the same in both."""
     for name in (*given, *stored):
-        if name not in given or name not in stored or dump_record(given[name]) != dump_record(stored[name]):
+        if (
+            name not in given
+            or name not in stored
+            or encode_json_record(given[name]) != encode_json_record(stored[name])
+        ):
             return name
     return None
 
@@ -143,7 +147,7 @@ def wants_adoption(exchange: Exchange) -> bool:
     return asked == "true"
 
 
-class Answer:
+class AdoptionResponse:
     """How a request is answered that may take long: at its end, or line by line if its client wants that."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -155,14 +159,14 @@ class Answer:
     def begin(self, on_gone: Callable[[], object]) -> None:
         """The check begins. A client that leaves ends it."""
         if self.streamed:
-            self._outlet = self._exchange.open_stream(200, LINES + answers.NO_STORE)
+            self._outlet = self._exchange.open_stream(200, NDJSON_TYPE + answers.NO_STORE)
             self._outlet.on_gone = lambda: _ignore(on_gone())
         else:
             self._exchange.on_gone = lambda: _ignore(on_gone())
 
     def progress(self, checked: int, total: int) -> None:
         now_s = time.monotonic()
-        if self._outlet is not None and now_s - self._told_s >= PROGRESS_S:
+        if self._outlet is not None and now_s - self._told_s >= PROGRESS_INTERVAL_S:
             self._told_s = now_s
             self._outlet.write(b'{"checked":%d,"total":%d}\n' % (checked, total))
 
@@ -191,7 +195,7 @@ def _ignore(_: object) -> None:
 class Adoptions:
     """The checks that are under way: one of a stream, and few in all."""
 
-    def __init__(self, context: Context, candidates: dict[int, Candidate]) -> None:
+    def __init__(self, context: Context, candidates: dict[int, AdoptionCandidate]) -> None:
         """`candidates` by the number of their stream are asked by the sequencer."""
         self._context = context
         self._log = context.log
@@ -203,18 +207,22 @@ class Adoptions:
         """Shutdown: no check is finished, and nothing is changed."""
         self._stopping = True
 
-    async def adopt(self, stream: Stream, check: Check, answer: Answer, decide: Callable[[], None]) -> None:
+    async def adopt(
+        self, stream: Stream, check: EntryCheck, answer: AdoptionResponse, decide: Callable[[], None]
+    ) -> None:
         """Checks every entry, then calls `decide` in the same step. Raises if some entry does not fit."""
         if stream.number in self._candidates:
             raise TailraceError("conflict", "entries of this stream are being checked already")
-        if len(self._candidates) >= CHECKS_AT_ONCE:
-            raise TailraceError("overloaded", f"{CHECKS_AT_ONCE} streams are being checked; try again later")
+        if len(self._candidates) >= CONCURRENT_CHECKS_MAX:
+            raise TailraceError(
+                "overloaded", f"{CONCURRENT_CHECKS_MAX} streams are being checked; try again later"
+            )
         task = asyncio.current_task()
         assert task is not None
         answer.begin(task.cancel)
         limits = self._context.limits
         limit_ms = limits.adopt_ms if answer.streamed else limits.request_ms
-        candidate = self._candidates[stream.number] = Candidate(stream, check)
+        candidate = self._candidates[stream.number] = AdoptionCandidate(stream, check)
         # Appends to a stream without documents are not looked at, and an idle one may leave memory.
         stream.documents = stream.documents or {}
         stream.live += 1
@@ -225,14 +233,14 @@ class Adoptions:
             candidate.verify()
             decide()
         except TimeoutError:
-            raise _too_slow(limit_ms, streamed=answer.streamed) from None
+            raise _adoption_timeout(limit_ms, streamed=answer.streamed) from None
         finally:
             del self._candidates[stream.number]
             stream.documents = stream.documents or None
             stream.live -= 1
             self._log.touch(stream)
 
-    async def _read(self, candidate: Candidate, answer: Answer) -> None:
+    async def _read(self, candidate: AdoptionCandidate, answer: AdoptionResponse) -> None:
         """Stops at the first entry that does not fit, whether it was read or appended."""
         stream, last = candidate.stream, candidate.last_read
         begin = after = stream.earliest
@@ -252,13 +260,13 @@ class Adoptions:
                     "conflict", "the stream changed while its entries were checked; try again"
                 )
             found = await asyncio.get_running_loop().run_in_executor(
-                self._thread, first_misfit, candidate.check, page.parts
+                self._thread, find_invalid_entry, candidate.check, page.parts
             )
             candidate.note(after + 1, found)
             after = page.next_entry
 
 
-def _too_slow(limit_ms: int, *, streamed: bool) -> TailraceError:
+def _adoption_timeout(limit_ms: int, *, streamed: bool) -> TailraceError:
     message = f"the entries could not be checked in {limit_ms} ms; nothing was changed"
     if not streamed:
         message += "; with Accept: application/x-ndjson the check may take longer and tells its progress"

@@ -11,37 +11,37 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
-from tailrace.schema.adoption import Candidate
+from tailrace.schema.adoption import AdoptionCandidate
 from tailrace.schema.profiles.profile import GENERIC, Profile, is_canonical, read_profile
-from tailrace.schema.record import UnusableRecordError, dump_record, load_record
-from tailrace.schema.stream_schema import Contract, Contracts, cut
+from tailrace.schema.record import UnusableRecordError, decode_json_record, encode_json_record
+from tailrace.schema.stream_schema import StreamSchema, StreamSchemaCache, split_append_body
 
-PROFILE = "profile"  # key of the document
-PROFILES_KEPT = 1000
+PROFILE_DOCUMENT = "profile"  # key of the document
+PROFILES_CACHED_MAX = 1000
 
 
-class Profiles:
+class ProfileCache:
     """Profiles by their documents, ready for use."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, Profile] = OrderedDict()
 
     def of(self, documents: dict[str, bytes] | None) -> Profile:
-        document = None if documents is None else documents.get(PROFILE)
+        document = None if documents is None else documents.get(PROFILE_DOCUMENT)
         if document is None:
             return GENERIC
         found = self._kept.get(document)
         if found is None:
             found = self._kept[document] = read_profile(document)
-            if len(self._kept) > PROFILES_KEPT:
+            if len(self._kept) > PROFILES_CACHED_MAX:
                 self._kept.popitem(last=False)
         return found
 
 
-class Guard:
+class AppendValidator:
     """Asked by the sequencer when all else about an append is in order."""
 
-    def __init__(self, contracts: Contracts, clock: Clock, limits: Limits) -> None:
+    def __init__(self, contracts: StreamSchemaCache, clock: Clock, limits: Limits) -> None:
         self._contracts = contracts
         self._clock = clock
         self._bytes_max = limits.append_body_bytes
@@ -50,9 +50,9 @@ class Guard:
         # Streams with documents that were appended to, for the tail index, which takes and empties the set.
         self.grown: set[Stream] = set()
         # Schemas and profiles that streams are about to adopt, by number: they see what is appended.
-        self.candidates: dict[int, Candidate] = {}
-        self._canonical: WeakKeyDictionary[Contract, Profile] = WeakKeyDictionary()
-        self.profiles = Profiles()
+        self.candidates: dict[int, AdoptionCandidate] = {}
+        self._canonical: WeakKeyDictionary[StreamSchema, Profile] = WeakKeyDictionary()
+        self.profiles = ProfileCache()
 
     def check(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
         """As `judge`, for entries that are about to be appended."""
@@ -85,17 +85,17 @@ class Guard:
         payloads: list[bytes] = []
         keys: list[bytes | None] = []
         size = 0
-        for index, payload in enumerate(cut(request)):
+        for index, payload in enumerate(split_append_body(request)):
             try:
-                record = accept(load_record(payload), now_ms)
+                record = accept(decode_json_record(payload), now_ms)
             except (UnusableRecordError, TailraceError) as error:
-                raise _refusal(error, _where(request, index)) from None
-            key = None if judged is None else judged.judge(record, _where(request, index), valid=valid)
+                raise _refusal(error, _entry_label(request, index)) from None
+            key = None if judged is None else judged.judge(record, _entry_label(request, index), valid=valid)
             if default:
                 key = self._key(default_key(record), request, index)
             keys.append(key)
             if profile.reencodes:
-                stored = dump_record(record)
+                stored = encode_json_record(record)
                 size += len(stored)
                 if size > self._bytes_max:
                     message = f"the records are larger than {self._bytes_max} bytes once they are normalised"
@@ -138,12 +138,12 @@ class Guard:
             return [self._key(key, request, index) for index, key in enumerate(defaults)]
         valid = self._writes_valid(profile, contract)
         keys: list[bytes | None] = []
-        for index, (payload, default) in enumerate(zip(cut(request), defaults, strict=True)):
-            key = contract.judge(load_record(payload), _where(request, index), valid=valid)
+        for index, (payload, default) in enumerate(zip(split_append_body(request), defaults, strict=True)):
+            key = contract.judge(decode_json_record(payload), _entry_label(request, index), valid=valid)
             keys.append(key if contract.has_rule else self._key(default, request, index))
         return keys
 
-    def _writes_valid(self, profile: Profile, contract: Contract) -> bool:
+    def _writes_valid(self, profile: Profile, contract: StreamSchema) -> bool:
         """Whether the profile writes nothing that the current schema refuses; looked at once."""
         if self._canonical.get(contract) is profile:
             return True
@@ -160,12 +160,14 @@ class Guard:
         except UnicodeEncodeError:
             return None  # half a character finds nothing anyway
         if len(key) > self._key_bytes_max:
-            message = f"{_where(request, index)}routing key must have at most {self._key_bytes_max} bytes"
+            message = (
+                f"{_entry_label(request, index)}routing key must have at most {self._key_bytes_max} bytes"
+            )
             raise TailraceError("invalid_request", message)
         return key
 
 
-def _where(request: AppendRequest, index: int) -> str:
+def _entry_label(request: AppendRequest, index: int) -> str:
     """Which entry of a batch a message is about."""
     return "" if request.lengths is None else f"record {index}: "
 

@@ -10,43 +10,43 @@ from tailrace.common.errors import TailraceError
 SHOWN_MAX = 100  # characters of a client's own text in a message
 
 
-def invalid(message: str) -> TailraceError:
+def invalid_request(message: str) -> TailraceError:
     return TailraceError("invalid_request", message)
 
 
-def shown(text: str) -> str:
+def shorten(text: str) -> str:
     """A client's text as far as it fits a message; what cannot be written as UTF-8 is replaced."""
     return text[:SHOWN_MAX].encode("utf-8", "replace").decode()
 
 
-def object_at(value: object, path: str, allowed: Collection[str] | None = None) -> dict[str, object]:
+def expect_object(value: object, path: str, allowed: Collection[str] | None = None) -> dict[str, object]:
     """A JSON object, with no keys but the allowed ones."""
     if not isinstance(value, dict):
-        raise invalid(f"{path} must be an object")
+        raise invalid_request(f"{path} must be an object")
     given = cast("dict[str, object]", value)
     if allowed is not None:
         for key in given:
             if key not in allowed:
-                raise invalid(f"{path}.{shown(key)} is not supported")
+                raise invalid_request(f"{path}.{shorten(key)} is not supported")
     return given
 
 
-def array_at(value: object, path: str, length_max: int) -> list[object]:
+def expect_array(value: object, path: str, length_max: int) -> list[object]:
     if not isinstance(value, list):
-        raise invalid(f"{path} must be an array")
+        raise invalid_request(f"{path} must be an array")
     items = cast("list[object]", value)
     if len(items) > length_max:
-        raise invalid(f"{path} must have at most {length_max} items")
+        raise invalid_request(f"{path} must have at most {length_max} items")
     return items
 
 
-def string_at(value: object, path: str) -> str:
+def expect_string(value: object, path: str) -> str:
     if not isinstance(value, str):
-        raise invalid(f"{path} must be a string")
+        raise invalid_request(f"{path} must be a string")
     return value
 
 
-def flag_at(value: object, path: str) -> bool:
+def expect_bool(value: object, path: str) -> bool:
     if not isinstance(value, bool):
-        raise invalid(f"{path} must be a boolean")
+        raise invalid_request(f"{path} must be a boolean")
     return value

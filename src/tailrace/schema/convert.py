@@ -28,7 +28,7 @@ class Conversion(Struct, frozen=True):
     def run(self, value: object) -> object:
         if self.table is None:
             return _BUILTINS[self.builtin](value)
-        found = self.table.get(text_of(value), self.default)
+        found = self.table.get(value_text(value), self.default)
         if found is ABSENT:
             raise LensFailureError("the value is not in the map, which has no default")
         return found
@@ -40,7 +40,7 @@ class Conversion(Struct, frozen=True):
         return [*self.table.values(), self.default]
 
 
-def type_of(value: object) -> str:
+def json_type(value: object) -> str:
     """The JSON type; a number without a fraction is an integer, however it is written."""
     if value is None:
         return "null"
@@ -56,11 +56,11 @@ def type_of(value: object) -> str:
 
 
 def has_type(value: object, wanted: str) -> bool:
-    found = type_of(value)
+    found = json_type(value)
     return found == wanted or (wanted == "number" and found == "integer")
 
 
-def text_of(value: object) -> str:
+def value_text(value: object) -> str:
     """The key of a value in a map: strings as they are, numbers in their shortest form."""
     if isinstance(value, str):
         return value
@@ -112,7 +112,7 @@ def _text(value: object) -> str:
 
 
 def _integer(value: object) -> int:
-    if type_of(value) != "integer":
+    if json_type(value) != "integer":
         raise LensFailureError("the value is no integer")
     assert isinstance(value, int | float)
     return int(value)
@@ -128,10 +128,10 @@ _BUILTINS = {
 }
 BUILTINS: Final = frozenset(_BUILTINS)
 # What a function takes and gives; those that are not total may still fail on a value of their type.
-TAKES: Final = {
+INPUT_TYPES: Final = {
     name: "integer" if name in ("int_to_string", "unix_millis_to_rfc3339") else "string" for name in BUILTINS
 }
-GIVES: Final = {
+OUTPUT_TYPES: Final = {
     name: "integer" if name in ("string_to_int", "rfc3339_to_unix_millis") else "string" for name in BUILTINS
 }
 PARTIAL: Final = frozenset({"string_to_int", "rfc3339_to_unix_millis"})

@@ -7,10 +7,10 @@ from typing import Final, cast
 
 import msgspec
 
-from tailrace.schema.documents import Document, Path
-from tailrace.schema.lens import Tokens, shown
-from tailrace.schema.shapes import ALL_TYPES, ANY, Shape
-from tailrace.schema.validate import subschemas
+from tailrace.schema.documents import SchemaDocument, SchemaPath
+from tailrace.schema.lens import PointerTokens, format_pointer
+from tailrace.schema.shapes import ALL_TYPES, ANY_SHAPE, ValueShape
+from tailrace.schema.validate import compile_subschemas
 
 _ANNOTATIONS: Final = frozenset(
     [
@@ -42,16 +42,18 @@ class UnprovenError(Exception):
         self.made_by = made_by
 
 
-class Cover:
+class AcceptanceCheck:
     """One comparison of shapes with the schema they have to fit."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: SchemaDocument) -> None:
         self._document = document
-        self._validators = subschemas(document)
+        self._validators = compile_subschemas(document)
         # Pairs that hold, or are being looked at further up: a recursive schema is compared once.
-        self._settled: set[tuple[Path, object]] = set()
+        self._settled: set[tuple[SchemaPath, object]] = set()
 
-    def check(self, path: Path, shape: Shape, at: Tokens = (), made_by: int | None = None) -> None:
+    def check(
+        self, path: SchemaPath, shape: ValueShape, at: PointerTokens = (), made_by: int | None = None
+    ) -> None:
         """Raises UnprovenError unless the schema at `path` accepts every value of the shape."""
         if shape.never:
             return
@@ -73,10 +75,10 @@ class Cover:
             self._check_values(path, values, at, made_by)
             return
         if not isinstance(node, dict):
-            raise UnprovenError(f"{shown(at)} is not allowed by the new schema", made_by)
+            raise UnprovenError(f"{format_pointer(at)} is not allowed by the new schema", made_by)
         _Comparison(self, self._document, cast("dict[str, object]", node), path, shape, at, made_by).run()
 
-    def attempt(self, path: Path, shape: Shape, at: Tokens, made_by: int | None) -> bool:
+    def attempt(self, path: SchemaPath, shape: ValueShape, at: PointerTokens, made_by: int | None) -> bool:
         before = set(self._settled)
         try:
             self.check(path, shape, at, made_by)
@@ -85,13 +87,15 @@ class Cover:
             return False
         return True
 
-    def _check_values(self, path: Path, values: Sequence[object], at: Tokens, made_by: int | None) -> None:
+    def _check_values(
+        self, path: SchemaPath, values: Sequence[object], at: PointerTokens, made_by: int | None
+    ) -> None:
         pointer = "".join("/" + token.replace("~", "~0").replace("/", "~1") for token in path)
         validator = self._validators.get(f"#{pointer}")
         if validator is None or not all(validator.is_valid(value) for value in values):
-            raise UnprovenError(f"{shown(at)} may hold a value that the new schema refuses", made_by)
+            raise UnprovenError(f"{format_pointer(at)} may hold a value that the new schema refuses", made_by)
 
-    def _same(self, node: object, shape: Shape) -> bool:
+    def _same(self, node: object, shape: ValueShape) -> bool:
         """The same words mean the same, unless they refer to something else."""
         if shape.place is None or shape.place[0].is_draft_7 != self._document.is_draft_7:
             return False
@@ -105,12 +109,12 @@ class _Comparison:
 
     def __init__(
         self,
-        cover: Cover,
-        document: Document,
+        cover: AcceptanceCheck,
+        document: SchemaDocument,
         schema: dict[str, object],
-        path: Path,
-        shape: Shape,
-        at: Tokens,
+        path: SchemaPath,
+        shape: ValueShape,
+        at: PointerTokens,
         made_by: int | None,
     ) -> None:
         self._cover = cover
@@ -137,9 +141,9 @@ class _Comparison:
                 raise self._no(f"cannot be decided because of {keyword}")
 
     def _no(self, what: str) -> UnprovenError:
-        return UnprovenError(f"{shown(self._at)} {what}", self._made_by)
+        return UnprovenError(f"{format_pointer(self._at)} {what}", self._made_by)
 
-    def _inner(self, path: Path, shape: Shape, *tokens: str) -> None:
+    def _inner(self, path: SchemaPath, shape: ValueShape, *tokens: str) -> None:
         self._cover.check((*self._path, *path), shape, (*self._at, *tokens), self._made_by)
 
     def reference(self, _: object) -> None:
@@ -163,7 +167,7 @@ class _Comparison:
     def properties(self, value: object) -> None:
         if "object" in self._shape.types:
             for name in cast("dict[str, object]", value):
-                shape = self._shape.props.get(name, self._shape.others or ANY)
+                shape = self._shape.props.get(name, self._shape.others or ANY_SHAPE)
                 self._inner(("properties", name), shape, name)
 
     def additional(self, _: object) -> None:
@@ -174,7 +178,7 @@ class _Comparison:
         for name, shape in self._shape.props.items():
             if name not in declared:
                 self._inner(("additionalProperties",), shape, name)
-        self._inner(("additionalProperties",), self._shape.others or ANY, "*")
+        self._inner(("additionalProperties",), self._shape.others or ANY_SHAPE, "*")
 
     def required(self, value: object) -> None:
         if "object" in self._shape.types:
@@ -187,14 +191,14 @@ class _Comparison:
                         if gone
                         else "is required by the new schema"
                     )
-                    at = shown((*self._at, name))
+                    at = format_pointer((*self._at, name))
                     raise UnprovenError(f"{at} {what}", shape.made_by if shape else self._made_by)
 
     def items(self, value: object) -> None:
         if "array" in self._shape.types and self._number("maxItems", 1) > 0:
             if isinstance(value, list):
                 raise self._no("cannot be decided because of items")
-            self._inner(("items",), self._shape.items or ANY, "*")
+            self._inner(("items",), self._shape.items or ANY_SHAPE, "*")
 
     def all_of(self, value: object) -> None:
         for index in range(len(cast("list[object]", value))):

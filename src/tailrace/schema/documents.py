@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Final, cast
 from urllib.parse import unquote, urldefrag, urljoin
 
-from tailrace.schema.body import invalid, shown
-from tailrace.schema.pointer import ABSENT, find, parse_pointer
+from tailrace.schema.body import invalid_request, shorten
+from tailrace.schema.pointer import ABSENT, parse_pointer, resolve_pointer
 
 SCHEMA_BYTES_MAX: Final = 1024 * 1024
 DEPTH_MAX: Final = 64
@@ -24,23 +24,23 @@ _MAPS: Final = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )
 
-Path = tuple[str, ...]
+SchemaPath = tuple[str, ...]
 
 
-class Document:
+class SchemaDocument:
     """A schema with its references resolved to places in it."""
 
     def __init__(self, root: object) -> None:
         self.root = root
         self.is_draft_7 = _is_draft_7(root)
-        self._resources: dict[str, Path] = {"": ()}  # by absolute URI, anchors with their fragment
-        self._references: dict[Path, tuple[str, str]] = {}  # base and text of every `$ref`
+        self._resources: dict[str, SchemaPath] = {"": ()}  # by absolute URI, anchors with their fragment
+        self._references: dict[SchemaPath, tuple[str, str]] = {}  # base and text of every `$ref`
         self._walk(root, (), "")
         for base, text in self._references.values():
             if urldefrag(_joined(base, text)).url not in self._resources:
-                raise invalid("external $ref is not supported")
+                raise invalid_request("external $ref is not supported")
 
-    def _walk(self, node: object, path: Path, base: str) -> None:
+    def _walk(self, node: object, path: SchemaPath, base: str) -> None:
         if not isinstance(node, dict):
             return
         schema = cast("dict[str, object]", node)
@@ -58,13 +58,13 @@ class Document:
         for keyword in ("$ref", "$dynamicRef"):
             if isinstance(text := schema.get(keyword), str):
                 self._references[(*path, keyword)] = (base, text)
-        for place, child in children(schema):
+        for place, child in iterate_subschemas(schema):
             self._walk(child, (*path, *place), base)
 
-    def node(self, path: Path) -> object:
-        return find(self.root, path)
+    def node(self, path: SchemaPath) -> object:
+        return resolve_pointer(self.root, path)
 
-    def target(self, path: Path) -> Path | None:
+    def target(self, path: SchemaPath) -> SchemaPath | None:
         """Where the `$ref` of the schema at this path leads; None if that is not a plain place."""
         base, text = self._references[(*path, "$ref")]
         uri, fragment = urldefrag(_joined(base, text))
@@ -73,7 +73,7 @@ class Document:
             return self._resources.get(f"{uri}#{fragment}")
         home = self._resources.get(uri)
         tokens = parse_pointer(fragment)
-        if home is None or tokens is None or find(self.root, (*home, *tokens)) is ABSENT:
+        if home is None or tokens is None or resolve_pointer(self.root, (*home, *tokens)) is ABSENT:
             return None
         return (*home, *tokens)
 
@@ -82,10 +82,10 @@ def _joined(base: str, text: str) -> str:
     try:
         return urljoin(base, text)
     except ValueError:
-        raise invalid("external $ref is not supported") from None  # not even an address
+        raise invalid_request("external $ref is not supported") from None  # not even an address
 
 
-def children(schema: dict[str, object]) -> Iterator[tuple[Path, object]]:
+def iterate_subschemas(schema: dict[str, object]) -> Iterator[tuple[SchemaPath, object]]:
     """Every subschema, those below unknown keywords included: a reference may lead there."""
     for keyword, value in schema.items():
         if keyword in _DATA:
@@ -107,14 +107,14 @@ def _is_draft_7(schema: object) -> bool:
     if dialect == "":
         return False
     if not isinstance(dialect, str):
-        raise invalid("invalid schema: /$schema must be a string")
+        raise invalid_request("invalid schema: /$schema must be a string")
     known = dialect.removesuffix("#")
     if known not in (DRAFT_2020, DRAFT_7):
-        raise invalid(f"unsupported $schema {shown(dialect)}")
+        raise invalid_request(f"unsupported $schema {shorten(dialect)}")
     return known == DRAFT_7
 
 
-def depth_of(value: object) -> int:
+def nesting_depth(value: object) -> int:
     """How many containers lie inside one another."""
     deepest = 0
     level: list[object] = [value]

@@ -12,34 +12,34 @@ from typing import NoReturn, cast
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import invalid
-from tailrace.schema.convert import GIVES, PARTIAL, TAKES, LensFailureError, has_type
-from tailrace.schema.covers import Cover, UnprovenError
-from tailrace.schema.documents import Document, Path
-from tailrace.schema.lens import Op, Tokens, convert, shown
+from tailrace.schema.body import invalid_request
+from tailrace.schema.convert import INPUT_TYPES, OUTPUT_TYPES, PARTIAL, LensFailureError, has_type
+from tailrace.schema.covers import AcceptanceCheck, UnprovenError
+from tailrace.schema.documents import SchemaDocument, SchemaPath
+from tailrace.schema.lens import LensOp, PointerTokens, convert_value, format_pointer
 from tailrace.schema.pointer import ABSENT
-from tailrace.schema.shapes import NEVER, Shape
+from tailrace.schema.shapes import NO_SHAPE, ValueShape
 from tailrace.schema.validate import compile_schema
 
 
-def prove(ops: tuple[Op, ...], old: Document, new: Document) -> None:
+def prove_lens(ops: tuple[LensOp, ...], old: SchemaDocument, new: SchemaDocument) -> None:
     """Refuses the lens unless it is shown to be safe. Defaults are resolved already."""
     try:
-        shape = _Run().all(ops, Shape.at(old, ()))
+        shape = _ProofRun().all(ops, ValueShape.at(old, ()))
         _check_declared(new, (), shape, ())
-        Cover(new).check((), shape)
+        AcceptanceCheck(new).check((), shape)
     except UnprovenError as unproven:
         index = len(ops) - 1 if unproven.made_by is None else unproven.made_by
-        raise invalid(f"lens proof: {index} {unproven}") from None
+        raise invalid_request(f"lens proof: {index} {unproven}") from None
     except RecursionError:
-        raise invalid(f"lens proof: {len(ops) - 1} the schemas are too deep to decide") from None
+        raise invalid_request(f"lens proof: {len(ops) - 1} the schemas are too deep to decide") from None
 
 
-def resolve_defaults(
-    ops: tuple[Op, ...], documents: list[object], outer: int | None = None
-) -> tuple[Op, ...]:
+def resolve_lens_defaults(
+    ops: tuple[LensOp, ...], documents: list[object], outer: int | None = None
+) -> tuple[LensOp, ...]:
     """Gives every `add` the default it will use, also in the lens as it is kept."""
-    resolved: list[Op] = []
+    resolved: list[LensOp] = []
     for position, (op, document) in enumerate(zip(ops, documents, strict=True)):
         index = position if outer is None else outer
         given = cast("dict[str, object]", document)
@@ -47,13 +47,13 @@ def resolve_defaults(
             given["default"] = default = _default_of(op, index)
             op = msgspec.structs.replace(op, default=default)
         elif op.ops:
-            inner = resolve_defaults(op.ops, cast("list[object]", given["ops"]), index)
+            inner = resolve_lens_defaults(op.ops, cast("list[object]", given["ops"]), index)
             op = msgspec.structs.replace(op, ops=inner)
         resolved.append(op)
     return tuple(resolved)
 
 
-def _default_of(op: Op, index: int) -> object:
+def _default_of(op: LensOp, index: int) -> object:
     whole = op.schema
     schema: dict[str, object] = cast("dict[str, object]", whole) if isinstance(whole, dict) else {}
     default = op.default if op.default is not ABSENT else schema.get("default", ABSENT)
@@ -62,24 +62,24 @@ def _default_of(op: Op, index: int) -> object:
         named = schema.get("type")
         default = empty.get(named, ABSENT) if isinstance(named, str) else ABSENT
     if default is ABSENT:
-        raise invalid(f"lens proof: {index} add needs a default")
+        raise invalid_request(f"lens proof: {index} add needs a default")
     try:
         validator = compile_schema(cast("object", whole))
     except TailraceError as error:
-        raise invalid(f"lens proof: {index} {error.message}") from None
+        raise invalid_request(f"lens proof: {index} {error.message}") from None
     if not validator.accepts(default):
-        raise invalid(f"lens proof: {index} the default does not match the schema of the operation")
+        raise invalid_request(f"lens proof: {index} the default does not match the schema of the operation")
     return default
 
 
-class _Run:
+class _ProofRun:
     """One pass over the operations; `index` is the one of the outermost lens that is at work."""
 
     def __init__(self) -> None:
         self.index = 0
         self._depth = 0
 
-    def all(self, ops: tuple[Op, ...], root: Shape) -> Shape:
+    def all(self, ops: tuple[LensOp, ...], root: ValueShape) -> ValueShape:
         outermost = self._depth == 0
         self._depth += 1
         for index, op in enumerate(ops):
@@ -94,7 +94,7 @@ class _Run:
 
     # -- places ----------------------------------------------------------------------------------------
 
-    def need(self, root: Shape, tokens: Tokens) -> Shape:
+    def need(self, root: ValueShape, tokens: PointerTokens) -> ValueShape:
         """What is at a place that every record has."""
         shape = root
         for depth, token in enumerate(tokens):
@@ -102,28 +102,28 @@ class _Run:
                 least = shape.limits.get("minItems", 0)
                 inside = token.isdecimal() and isinstance(least, int | float) and int(token) < least
                 if not inside:
-                    self.fail(f"{shown(tokens[: depth + 1])} is not in every record")
-                shape = Shape() if shape.items is None else shape.items
+                    self.fail(f"{format_pointer(tokens[: depth + 1])} is not in every record")
+                shape = ValueShape() if shape.items is None else shape.items
                 continue
             if not shape.only("object"):
-                self.fail(f"{shown(tokens[:depth])} is not an object in every record")
+                self.fail(f"{format_pointer(tokens[:depth])} is not an object in every record")
             if token not in shape.required:
-                self.fail(f"{shown(tokens[: depth + 1])} is not required by the old schema")
+                self.fail(f"{format_pointer(tokens[: depth + 1])} is not required by the old schema")
             shape = shape.prop(token)
         return shape.open()
 
-    def objects_on(self, root: Shape, tokens: Tokens) -> list[Shape]:
+    def objects_on(self, root: ValueShape, tokens: PointerTokens) -> list[ValueShape]:
         """The objects on the way to a place, which are required, from the root to its parent."""
-        way: list[Shape] = []
+        way: list[ValueShape] = []
         for depth in range(len(tokens)):
             parent = self.need(root, tokens[:depth])
             if not parent.only("object"):
                 what = "is not a required object" if not parent.only("array") else "is an array; use map"
-                self.fail(f"{shown(tokens[:depth])} {what}")
+                self.fail(f"{format_pointer(tokens[:depth])} {what}")
             way.append(parent)
         return way
 
-    def replace(self, root: Shape, tokens: Tokens, shape: Shape) -> Shape:
+    def replace(self, root: ValueShape, tokens: PointerTokens, shape: ValueShape) -> ValueShape:
         """The root with something else at a place whose parents are there."""
         shape.made_by = self.index
         if not tokens:
@@ -135,32 +135,32 @@ class _Run:
         way[-1].required.add(tokens[-1])
         return root
 
-    def clear(self, root: Shape, tokens: Tokens) -> None:
+    def clear(self, root: ValueShape, tokens: PointerTokens) -> None:
         way = self.objects_on(root, tokens)
         for parent in way:
             parent.touch()
-        gone = NEVER.clone()
+        gone = NO_SHAPE.clone()
         gone.made_by = self.index
         way[-1].props[tokens[-1]] = gone
         way[-1].required.discard(tokens[-1])
 
     # -- operations ------------------------------------------------------------------------------------
 
-    def move(self, op: Op, root: Shape) -> Shape:
+    def move(self, op: LensOp, root: ValueShape) -> ValueShape:
         shape = self.need(root, op.source).clone()
         if op.op == "rename" or (op.op == "hoist" and not op.keeps_source):
             self.clear(root, op.source)
         return self.replace(root, op.target, shape)
 
-    def add(self, op: Op, root: Shape) -> Shape:
-        return self.replace(root, op.target, Shape.of([op.default]))
+    def add(self, op: LensOp, root: ValueShape) -> ValueShape:
+        return self.replace(root, op.target, ValueShape.of([op.default]))
 
-    def remove(self, op: Op, root: Shape) -> Shape:
+    def remove(self, op: LensOp, root: ValueShape) -> ValueShape:
         self.need(root, op.source)
         self.clear(root, op.source)
         return root
 
-    def plunge(self, op: Op, root: Shape) -> Shape:
+    def plunge(self, op: LensOp, root: ValueShape) -> ValueShape:
         shape = self.need(root, op.source).clone()
         if not op.keeps_source:
             self.clear(root, op.source)
@@ -169,107 +169,113 @@ class _Run:
         host = root
         for depth, token in enumerate(op.target[:-1]):
             if not host.only("object"):
-                self.fail(f"{shown(op.target[:depth])} is not an object in every record")
+                self.fail(f"{format_pointer(op.target[:depth])} is not an object in every record")
             inner = host.prop(token)
             host.touch()
             if inner.never:
-                inner = host.props[token] = Shape.of([{}])
+                inner = host.props[token] = ValueShape.of([{}])
             elif token not in host.required:
                 # It may be there, and may have to be made: then it has nothing in it.
                 inner.touch()
                 inner.required = set()
             if not inner.only("object"):
-                self.fail(f"{shown(op.target[: depth + 1])} may be there and not be an object")
+                self.fail(f"{format_pointer(op.target[: depth + 1])} may be there and not be an object")
             inner.made_by = self.index
             host.required.add(token)
             host = inner
         return self.replace(root, op.target, shape)
 
-    def wrap(self, op: Op, root: Shape) -> Shape:
-        array = Shape(frozenset({"array"}))
+    def wrap(self, op: LensOp, root: ValueShape) -> ValueShape:
+        array = ValueShape(frozenset({"array"}))
         array.items = self.need(root, op.source).clone()
         array.limits = {"minItems": 1, "maxItems": 1}
         return self.replace(root, op.source, array)
 
-    def head(self, op: Op, root: Shape) -> Shape:
+    def head(self, op: LensOp, root: ValueShape) -> ValueShape:
         array = self.need(root, op.source)
         least = array.limits.get("minItems", 0)
         if not array.only("array") or not isinstance(least, int | float) or least < 1:
-            self.fail(f"{shown(op.source)} is not a non-empty array in every record")
+            self.fail(f"{format_pointer(op.source)} is not a non-empty array in every record")
         if array.values is not None:
             arrays = cast("list[list[object]]", array.values)
-            return self.replace(root, op.source, Shape.of([items[0] for items in arrays]))
-        first = Shape() if array.items is None else array.items.clone()
+            return self.replace(root, op.source, ValueShape.of([items[0] for items in arrays]))
+        first = ValueShape() if array.items is None else array.items.clone()
         return self.replace(root, op.source, first)
 
-    def convert(self, op: Op, root: Shape) -> Shape:
+    def convert(self, op: LensOp, root: ValueShape) -> ValueShape:
         source = self.need(root, op.source)
         if source.open().values is not None:
             return self.replace(root, op.source, self._converted(op, source.values or []))
         kinds = {"integer", "number"} if op.from_type == "number" else {op.from_type}
         if not source.types <= kinds:
-            self.fail(f"{shown(op.source)} is not of type {op.from_type} in every record")
+            self.fail(f"{format_pointer(op.source)} is not of type {op.from_type} in every record")
         forward = op.forward
         if forward.table is None:
             if forward.builtin in PARTIAL:
-                self.fail(f"{forward.builtin} is not total: {shown(op.source)} needs an enum or a const")
-            if op.from_type != TAKES[forward.builtin]:
-                self.fail(f"{forward.builtin} takes {TAKES[forward.builtin]}, not {op.from_type}")
-            if op.to_type != GIVES[forward.builtin]:
-                self.fail(f"{forward.builtin} gives {GIVES[forward.builtin]}, not {op.to_type}")
-            result = Shape(frozenset({GIVES[forward.builtin]}))
+                self.fail(
+                    f"{forward.builtin} is not total: {format_pointer(op.source)} needs an enum or a const"
+                )
+            if op.from_type != INPUT_TYPES[forward.builtin]:
+                self.fail(f"{forward.builtin} takes {INPUT_TYPES[forward.builtin]}, not {op.from_type}")
+            if op.to_type != OUTPUT_TYPES[forward.builtin]:
+                self.fail(f"{forward.builtin} gives {OUTPUT_TYPES[forward.builtin]}, not {op.to_type}")
+            result = ValueShape(frozenset({OUTPUT_TYPES[forward.builtin]}))
             if forward.builtin == "unix_millis_to_rfc3339":
                 result.limits = {"format": "date-time"}
             return self.replace(root, op.source, result)
         results = forward.results()
         if results is None:
-            self.fail(f"a map without default is not total: {shown(op.source)} needs an enum or a const")
+            self.fail(
+                f"a map without default is not total: {format_pointer(op.source)} needs an enum or a const"
+            )
         if not all(has_type(value, op.to_type) for value in results):
             self.fail(f"the map gives values that are not of type {op.to_type}")
-        return self.replace(root, op.source, Shape.of(results))
+        return self.replace(root, op.source, ValueShape.of(results))
 
-    def _converted(self, op: Op, values: list[object]) -> Shape:
+    def _converted(self, op: LensOp, values: list[object]) -> ValueShape:
         try:
-            return Shape.of([convert(op, value) for value in values])
+            return ValueShape.of([convert_value(op, value) for value in values])
         except LensFailureError as failure:
             self.fail(str(failure))
 
-    def inside(self, op: Op, root: Shape) -> Shape:
+    def inside(self, op: LensOp, root: ValueShape) -> ValueShape:
         inner = self.need(root, op.source)
         if not inner.only("object"):
-            self.fail(f"{shown(op.source)} is not an object in every record")
+            self.fail(f"{format_pointer(op.source)} is not an object in every record")
         return self.replace(root, op.source, self.all(op.ops, inner.clone()))
 
-    def each(self, op: Op, root: Shape) -> Shape:
+    def each(self, op: LensOp, root: ValueShape) -> ValueShape:
         array = self.need(root, op.source)
         if not array.only("array"):
-            self.fail(f"{shown(op.source)} is not an array in every record")
+            self.fail(f"{format_pointer(op.source)} is not an array in every record")
         mapped = array.clone()
         mapped.touch()
-        items = Shape() if mapped.items is None else mapped.items
+        items = ValueShape() if mapped.items is None else mapped.items
         mapped.items = items if items.never else self.all(op.ops, items)
         return self.replace(root, op.source, mapped)
 
 
-_STEPS: dict[str, Callable[[_Run, Op, Shape], Shape]] = {
-    "rename": _Run.move,
-    "copy": _Run.move,
-    "hoist": _Run.move,
-    "add": _Run.add,
-    "remove": _Run.remove,
-    "plunge": _Run.plunge,
-    "wrap": _Run.wrap,
-    "head": _Run.head,
-    "convert": _Run.convert,
-    "in": _Run.inside,
-    "map": _Run.each,
+_STEPS: dict[str, Callable[[_ProofRun, LensOp, ValueShape], ValueShape]] = {
+    "rename": _ProofRun.move,
+    "copy": _ProofRun.move,
+    "hoist": _ProofRun.move,
+    "add": _ProofRun.add,
+    "remove": _ProofRun.remove,
+    "plunge": _ProofRun.plunge,
+    "wrap": _ProofRun.wrap,
+    "head": _ProofRun.head,
+    "convert": _ProofRun.convert,
+    "in": _ProofRun.inside,
+    "map": _ProofRun.each,
 }
 
 
-def _check_declared(new: Document, path: Path | None, shape: Shape, at: Tokens) -> None:
+def _check_declared(
+    new: SchemaDocument, path: SchemaPath | None, shape: ValueShape, at: PointerTokens
+) -> None:
     """Everything the lens put somewhere must be named by the new schema."""
     if shape.made_by is not None and path is None and not shape.never:
-        raise UnprovenError(f"{shown(at)} is not declared in the new schema", shape.made_by)
+        raise UnprovenError(f"{format_pointer(at)} is not declared in the new schema", shape.made_by)
     if shape.place is not None:
         return  # as it was: nothing was put inside
     path = _followed(new, path)
@@ -279,7 +285,7 @@ def _check_declared(new: Document, path: Path | None, shape: Shape, at: Tokens) 
         _check_declared(new, _child(new, path, "items"), shape.items, (*at, "*"))
 
 
-def _followed(new: Document, path: Path | None) -> Path | None:
+def _followed(new: SchemaDocument, path: SchemaPath | None) -> SchemaPath | None:
     for _ in range(100):
         node = None if path is None else new.node(path)
         if path is None or not isinstance(node, dict) or "$ref" not in node:
@@ -288,7 +294,7 @@ def _followed(new: Document, path: Path | None) -> Path | None:
     return None
 
 
-def _child(new: Document, path: Path | None, *tokens: str) -> Path | None:
+def _child(new: SchemaDocument, path: SchemaPath | None, *tokens: str) -> SchemaPath | None:
     if path is None or new.node((*path, *tokens)) is ABSENT:
         return None
     return (*path, *tokens)

@@ -27,7 +27,7 @@ class UnreadableRecordError(ValueError):
     """The payload is no JSON text, or is nested too deep to be decoded."""
 
 
-def decode_record(payload: bytes | bytearray | memoryview) -> object:
+def decode_payload(payload: bytes | bytearray | memoryview) -> object:
     """The value of a payload. Numbers beyond the doubles are infinite."""
     try:
         return orjson.loads(payload)

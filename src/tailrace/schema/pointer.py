@@ -31,7 +31,7 @@ def parse_pointer(text: str) -> tuple[str, ...] | None:
     return tuple(token.replace("~1", "/").replace("~0", "~") for token in tokens)
 
 
-def find(value: object, tokens: tuple[str, ...]) -> object:
+def resolve_pointer(value: object, tokens: tuple[str, ...]) -> object:
     """What lies at the pointer, or `ABSENT`."""
     for token in tokens:
         if isinstance(value, dict):

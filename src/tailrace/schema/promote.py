@@ -5,7 +5,7 @@ from __future__ import annotations
 from tailrace.schema.convert import LensFailureError
 from tailrace.schema.lens import Lens
 from tailrace.schema.lens_parse import parse_lens
-from tailrace.schema.record import UnusableRecordError, dump_record, load_record
+from tailrace.schema.record import UnusableRecordError, decode_json_record, encode_json_record
 from tailrace.schema.registry import Registry
 
 
@@ -35,6 +35,6 @@ class Promoter:
         if version in (0, self._registry.version):
             return payload
         try:
-            return dump_record(self.promote(load_record(payload), version))
+            return encode_json_record(self.promote(decode_json_record(payload), version))
         except UnusableRecordError as error:
             raise LensFailureError(str(error)) from None

@@ -15,7 +15,7 @@ class UnusableRecordError(ValueError):
     """The text is JSON, but no value of ours can carry it."""
 
 
-def load_record(payload: bytes | memoryview) -> object:
+def decode_json_record(payload: bytes | memoryview) -> object:
     """The value of a JSON text that is known to be well-formed.
 
     Half a surrogate pair, escaped, is legal JSON; msgspec refuses it, so the slower reader steps in.
@@ -39,7 +39,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def dump_record(value: object) -> bytes:
+def encode_json_record(value: object) -> bytes:
     """The value as compact JSON."""
     try:
         return _ENCODER.encode(value)

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Struct
 
 from tailrace.schema.routing import RoutingKey
-from tailrace.schema.search_config import SearchConfig, parse_search
+from tailrace.schema.search_config import SearchConfig, parse_search_config
 
 API_VERSION: Final = "durable.streams/schema-registry/v1"
 
 
-class Boundary(Struct, frozen=True):
+class VersionBoundary(Struct, frozen=True):
     """The first sequence number (from 0) that was written under a version."""
 
     offset: int
@@ -28,7 +28,7 @@ class Registry(Struct, frozen=True, kw_only=True):
     version: int = 0
     routing_key: RoutingKey | None = None
     search: SearchConfig | None = None
-    boundaries: tuple[Boundary, ...] = ()
+    boundaries: tuple[VersionBoundary, ...] = ()
     schemas: dict[int, object] = msgspec.field(default_factory=dict[int, object])
     lenses: dict[int, dict[str, object]] = msgspec.field(default_factory=dict[int, dict[str, object]])
 
@@ -63,8 +63,8 @@ def read_registry(document: bytes) -> Registry:
         name=cast("str", stored["schema"]),
         version=cast("int", stored["currentVersion"]),
         routing_key=None if routing_key is None else msgspec.convert(routing_key, RoutingKey),
-        search=None if search is None else parse_search(search),
-        boundaries=msgspec.convert(stored["boundaries"], tuple[Boundary, ...]),
+        search=None if search is None else parse_search_config(search),
+        boundaries=msgspec.convert(stored["boundaries"], tuple[VersionBoundary, ...]),
         schemas=_by_version(stored["schemas"]),
         lenses=cast("dict[int, dict[str, object]]", _by_version(stored["lenses"])),
     )
@@ -74,12 +74,12 @@ def _by_version(stored: object) -> dict[int, object]:
     return {int(version): value for version, value in cast("dict[str, object]", stored).items()}
 
 
-def _offset_of(boundary: Boundary) -> int:
+def _offset_of(boundary: VersionBoundary) -> int:
     return boundary.offset
 
 
-def forked(registry: Registry, name: str, entry: int) -> Registry:
+def fork_registry(registry: Registry, name: str, entry: int) -> Registry:
     """The registry of a fork that leaves its source after `entry`: the source's, from there on its own."""
-    boundaries = tuple(Boundary(min(one.offset, entry), one.version) for one in registry.boundaries)
+    boundaries = tuple(VersionBoundary(min(one.offset, entry), one.version) for one in registry.boundaries)
     lenses = {version: {**lens, "schema": name} for version, lens in registry.lenses.items()}
     return msgspec.structs.replace(registry, name=name, boundaries=boundaries, lenses=lenses)

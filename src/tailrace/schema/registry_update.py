@@ -8,15 +8,15 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import invalid, object_at, shown
-from tailrace.schema.documents import Document
-from tailrace.schema.lens import Lens, duplicate
+from tailrace.schema.body import expect_object, invalid_request, shorten
+from tailrace.schema.documents import SchemaDocument
+from tailrace.schema.lens import Lens, deep_copy
 from tailrace.schema.lens_parse import parse_lens
-from tailrace.schema.lens_proof import prove, resolve_defaults
-from tailrace.schema.registry import API_VERSION, Boundary, Registry
+from tailrace.schema.lens_proof import prove_lens, resolve_lens_defaults
+from tailrace.schema.registry import API_VERSION, Registry, VersionBoundary
 from tailrace.schema.routing import RoutingKey, parse_routing_key
-from tailrace.schema.search_config import SearchConfig, parse_search
-from tailrace.schema.validate import read_document
+from tailrace.schema.search_config import SearchConfig, parse_search_config
+from tailrace.schema.validate import check_schema
 
 VERSIONS_MAX: Final = 1000
 REGISTRY_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -24,7 +24,7 @@ REGISTRY_BYTES_MAX: Final = 16 * 1024 * 1024
 _KEYS: Final = frozenset({"apiVersion", "schema", "lens", "routingKey", "search"})
 
 
-class Update(Struct, frozen=True, kw_only=True):
+class RegistryUpdate(Struct, frozen=True, kw_only=True):
     """A well-formed update of one registry. What is unset stays as it is; None clears it."""
 
     schema: object = UNSET
@@ -33,49 +33,49 @@ class Update(Struct, frozen=True, kw_only=True):
     search: SearchConfig | UnsetType | None = UNSET
 
 
-def prepare_update(registry: Registry, body: object) -> Update:
+def prepare_update(registry: Registry, body: object) -> RegistryUpdate:
     """Everything that can be checked without knowing how far the stream is; this is where the work lies."""
     if not isinstance(body, dict):
-        raise invalid("schema update must be an object")
+        raise invalid_request("schema update must be an object")
     given = cast("dict[str, object]", body)
     for key in given:
         if key not in _KEYS:
-            raise invalid(f"schemaUpdate.{shown(key)} is not supported")
+            raise invalid_request(f"schemaUpdate.{shorten(key)} is not supported")
     if given.get("apiVersion", API_VERSION) != API_VERSION:
-        raise invalid("invalid schema apiVersion")
+        raise invalid_request("invalid schema apiVersion")
     if "schema" not in given:
         return _without_schema(registry, given)
     routing_key: RoutingKey | UnsetType = UNSET
     if "routingKey" in given:
-        routing_key = parse_routing_key(object_at(given["routingKey"], "routingKey"))
+        routing_key = parse_routing_key(expect_object(given["routingKey"], "routingKey"))
     search = _search(given)
-    new = read_document(given["schema"])
-    update = Update(schema=given["schema"], routing_key=routing_key, search=search)
+    new = check_schema(given["schema"])
+    update = RegistryUpdate(schema=given["schema"], routing_key=routing_key, search=search)
     if not registry.version:
         return msgspec.structs.replace(update, lens=_first_lens(registry, given))
-    if _says_again(registry, update, given):
-        return Update()
+    if _repeats_current(registry, update, given):
+        return RegistryUpdate()
     return msgspec.structs.replace(update, lens=_evolution(registry, given, new))
 
 
-def _without_schema(registry: Registry, given: dict[str, object]) -> Update:
+def _without_schema(registry: Registry, given: dict[str, object]) -> RegistryUpdate:
     if "lens" in given:
-        raise invalid("schema update lens requires schema")
+        raise invalid_request("schema update lens requires schema")
     if "routingKey" not in given and "search" not in given:
-        raise invalid("schema update must include schema, routingKey, or search")
+        raise invalid_request("schema update must include schema, routingKey, or search")
     routing_key: RoutingKey | UnsetType | None = UNSET
     if "routingKey" in given:
         routing_key = None if given["routingKey"] is None else parse_routing_key(given["routingKey"])
     search = _search(given)
     if search is not UNSET and not registry.version:
-        raise invalid("search config requires an installed schema version")
-    return Update(routing_key=routing_key, search=search)
+        raise invalid_request("search config requires an installed schema version")
+    return RegistryUpdate(routing_key=routing_key, search=search)
 
 
 def _search(given: dict[str, object]) -> SearchConfig | UnsetType | None:
     if "search" not in given:
         return UNSET
-    return None if given["search"] is None else parse_search(given["search"])
+    return None if given["search"] is None else parse_search_config(given["search"])
 
 
 def _first_lens(registry: Registry, given: dict[str, object]) -> Lens | None:
@@ -86,21 +86,21 @@ def _first_lens(registry: Registry, given: dict[str, object]) -> Lens | None:
     return lens
 
 
-def _evolution(registry: Registry, given: dict[str, object], new: Document) -> Lens:
+def _evolution(registry: Registry, given: dict[str, object], new: SchemaDocument) -> Lens:
     """The lens to the next version, proven."""
     version = registry.version
     if "lens" not in given:
-        raise invalid("lens required")
-    lens = parse_lens(duplicate(given["lens"]))
+        raise invalid_request("lens required")
+    lens = parse_lens(deep_copy(given["lens"]))
     _check_versions(registry, lens)
     if version >= VERSIONS_MAX:
-        raise invalid(f"a stream has at most {VERSIONS_MAX} schema versions")
-    ops = resolve_defaults(lens.ops, cast("list[object]", lens.document["ops"]))
-    prove(ops, Document(registry.schemas[version]), new)
+        raise invalid_request(f"a stream has at most {VERSIONS_MAX} schema versions")
+    ops = resolve_lens_defaults(lens.ops, cast("list[object]", lens.document["ops"]))
+    prove_lens(ops, SchemaDocument(registry.schemas[version]), new)
     return msgspec.structs.replace(lens, ops=ops)
 
 
-def _says_again(registry: Registry, update: Update, given: dict[str, object]) -> bool:
+def _repeats_current(registry: Registry, update: RegistryUpdate, given: dict[str, object]) -> bool:
     """Whether the body only repeats how the current version came to be, as clients do when they start."""
     before = registry.version - 1
     if (
@@ -111,11 +111,11 @@ def _says_again(registry: Registry, update: Update, given: dict[str, object]) ->
         return False
     if "lens" not in given:
         return before == 0
-    lens = parse_lens(duplicate(given["lens"]))
+    lens = parse_lens(deep_copy(given["lens"]))
     if (lens.version_from, lens.version_to) != (before, registry.version):
         return False
     if before:
-        resolve_defaults(lens.ops, cast("list[object]", lens.document["ops"]))
+        resolve_lens_defaults(lens.ops, cast("list[object]", lens.document["ops"]))
     return _equal(lens.document, registry.lenses.get(before))
 
 
@@ -126,17 +126,17 @@ def _equal(one: object, other: object) -> bool:
 
 def _check_versions(registry: Registry, lens: Lens) -> None:
     if lens.schema != registry.name:
-        raise invalid("lens schema mismatch")
+        raise invalid_request("lens schema mismatch")
     if (lens.version_from, lens.version_to) != (registry.version, registry.version + 1):
         raise TailraceError("conflict", "lens version mismatch")
 
 
-def is_first_schema(registry: Registry, update: Update) -> bool:
+def is_first_schema(registry: Registry, update: RegistryUpdate) -> bool:
     return not registry.version and update.schema is not UNSET
 
 
 def decide_update(
-    registry: Registry, update: Update, next_sequence: int, *, adopted: bool = False
+    registry: Registry, update: RegistryUpdate, next_sequence: int, *, adopted: bool = False
 ) -> Registry:
     """The registry after the update, for a stream whose next entry has this sequence number.
 
@@ -150,7 +150,7 @@ def decide_update(
         changes["search"] = update.search
     if update.schema is not UNSET:
         if not registry.version and next_sequence and not adopted:
-            raise invalid(
+            raise invalid_request(
                 "first schema requires empty stream; with ?adopt=true (--adopt) the entries that are there "
                 "are checked, and the schema holds from the first one on"
             )
@@ -158,10 +158,10 @@ def decide_update(
         version = registry.version + 1
         changes["version"] = version
         changes["schemas"] = {**registry.schemas, version: update.schema}
-        changes["boundaries"] = (*registry.boundaries, Boundary(first, version))
+        changes["boundaries"] = (*registry.boundaries, VersionBoundary(first, version))
         if update.lens is not None:
             changes["lenses"] = {**registry.lenses, version - 1: update.lens.document}
     updated = msgspec.structs.replace(registry, **changes)
     if len(updated.to_json()) > REGISTRY_BYTES_MAX:
-        raise invalid(f"the registry would be larger than {REGISTRY_BYTES_MAX} bytes")
+        raise invalid_request(f"the registry would be larger than {REGISTRY_BYTES_MAX} bytes")
     return updated

@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import flag_at, invalid, object_at, string_at
-from tailrace.schema.pointer import ABSENT, find, parse_pointer
+from tailrace.schema.body import expect_bool, expect_object, expect_string, invalid_request
+from tailrace.schema.pointer import ABSENT, parse_pointer, resolve_pointer
 
 
 class RoutingKey(Struct, frozen=True, rename="camel"):
@@ -17,7 +17,7 @@ class RoutingKey(Struct, frozen=True, rename="camel"):
         return {"jsonPointer": self.json_pointer, "required": self.required}
 
 
-class KeyRule:
+class RoutingKeyReader:
     """A routing key's configuration, ready to be applied to records."""
 
     __slots__ = ("_bytes_max", "_required", "_tokens")
@@ -31,28 +31,28 @@ class KeyRule:
 
     def key_of(self, record: object) -> bytes | None:
         """The record's key; None if it has none and need not have one."""
-        found = find(record, self._tokens)
+        found = resolve_pointer(record, self._tokens)
         if found is ABSENT or found is None or found == "":
             if self._required:
-                raise invalid("routing key missing")
+                raise invalid_request("routing key missing")
             return None
         if not isinstance(found, str):
-            raise invalid("routing key must be string")
+            raise invalid_request("routing key must be string")
         try:
             key = found.encode()
         except UnicodeEncodeError:
-            raise invalid("routing key must be valid Unicode") from None
+            raise invalid_request("routing key must be valid Unicode") from None
         if len(key) > self._bytes_max:
-            raise invalid(f"routing key must have at most {self._bytes_max} bytes")
+            raise invalid_request(f"routing key must have at most {self._bytes_max} bytes")
         return key
 
 
 def parse_routing_key(body: object) -> RoutingKey:
-    given = object_at(body, "routingKey", ("jsonPointer", "required"))
-    pointer = string_at(given.get("jsonPointer"), "routingKey.jsonPointer")
+    given = expect_object(body, "routingKey", ("jsonPointer", "required"))
+    pointer = expect_string(given.get("jsonPointer"), "routingKey.jsonPointer")
     if parse_pointer(pointer) is None:
-        raise invalid("routingKey.jsonPointer must be a JSON pointer")
-    return RoutingKey(pointer, flag_at(given.get("required"), "routingKey.required"))
+        raise invalid_request("routingKey.jsonPointer must be a JSON pointer")
+    return RoutingKey(pointer, expect_bool(given.get("required"), "routingKey.required"))
 
 
 def key_not_allowed() -> TailraceError:

@@ -17,12 +17,12 @@ from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.schema.adoption import Adoptions, Answer, schema_check, wants_adoption
+from tailrace.schema.adoption import AdoptionResponse, Adoptions, schema_checker, wants_adoption
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.schema.registry_update import Update, decide_update, is_first_schema, prepare_update
+from tailrace.schema.registry_update import RegistryUpdate, decide_update, is_first_schema, prepare_update
 from tailrace.schema.search_config import SearchConfig
-from tailrace.schema.stream_schema import SCHEMA
-from tailrace.search.includes import check_includes
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
+from tailrace.search.includes import check_rollup_includes
 
 METHODS = "GET, HEAD, POST, OPTIONS"
 
@@ -46,30 +46,32 @@ class SchemaRoutes:
             authorise(identity, Action.CONFIGURE_STREAM, stream=name)
             check_encoding(exchange)
             self._log.existing(name)
-            self._post(exchange, name, parse(exchange.body), adopts=wants_adoption(exchange))
+            self._post(exchange, name, parse_json_body(exchange.body), adopts=wants_adoption(exchange))
         elif method in (b"GET", b"HEAD"):
             authorise(identity, Action.QUERY_STREAM, stream=name)
             stream = self._log.readable(name)
-            _answer(exchange, document_of(stream, stream.visible_documents))
+            _respond_registry(exchange, registry_document(stream, stream.visible_documents))
         else:
             raise answers.not_allowed(METHODS)
 
     def _post(self, exchange: Exchange, name: str, body: object, *, adopts: bool) -> None:
-        task = self._context.loop.create_task(self._update(Answer(exchange), name, body, adopts=adopts))
+        task = self._context.loop.create_task(
+            self._update(AdoptionResponse(exchange), name, body, adopts=adopts)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _update(self, answer: Answer, name: str, body: object, *, adopts: bool) -> None:
+    async def _update(self, answer: AdoptionResponse, name: str, body: object, *, adopts: bool) -> None:
         try:
             stream = self._log.existing(name)
-            before = document_of(stream, stream.documents)
+            before = registry_document(stream, stream.documents)
             async with asyncio.timeout(self._context.limits.request_ms / 1000):
                 registry, update = await self._context.loop.run_in_executor(
-                    self._thread, prepare, before, body
+                    self._thread, prepare_registry_update, before, body
                 )
             if adopts and stream.tail and is_first_schema(registry, update):
-                check_json(stream)
-                check = schema_check(update.schema)
+                require_json(stream)
+                check = schema_checker(update.schema)
                 decide = partial(self._decide, answer, name, before, registry, update, adopted=True)
                 await self._adoptions.adopt(stream, check, answer, decide)
             else:
@@ -83,56 +85,63 @@ class SchemaRoutes:
             raise
 
     def _decide(
-        self, answer: Answer, name: str, before: bytes, registry: Registry, update: Update, *, adopted: bool
+        self,
+        answer: AdoptionResponse,
+        name: str,
+        before: bytes,
+        registry: Registry,
+        update: RegistryUpdate,
+        *,
+        adopted: bool,
     ) -> None:
         """From the look at the stream to the record in the journal nothing comes between."""
         stream = self._log.existing(name)
-        check_json(stream)
-        if document_of(stream, stream.documents) != before:
+        require_json(stream)
+        if registry_document(stream, stream.documents) != before:
             raise TailraceError("conflict", "schema registry changed concurrently")
         after = decide_update(registry, update, stream.tail, adopted=adopted).to_json()
         if after == before:
             self._log.settled(stream, self._decided, answer)
         else:
-            self._log.describe(stream, SCHEMA, after, self._decided, answer)
+            self._log.describe(stream, SCHEMA_DOCUMENT, after, self._decided, answer)
 
     def _decided(self, transaction: Transaction, error: TailraceError | None) -> None:
         answer, stream = transaction.context, transaction.subject
-        assert type(answer) is Answer
+        assert type(answer) is AdoptionResponse
         assert stream is not None
         if error is not None:
             answer.refuse(error)
             return
         self._live.step_stream = None  # what was encoded for one reader was promoted by the old registry
-        answer.finish(document_of(stream, stream.visible_documents))
+        answer.finish(registry_document(stream, stream.visible_documents))
 
 
-def document_of(stream: Stream, documents: dict[str, bytes] | None) -> bytes:
+def registry_document(stream: Stream, documents: dict[str, bytes] | None) -> bytes:
     """The registry as it is shown; a stream that never had one has an empty one."""
-    found = None if documents is None else documents.get(SCHEMA)
+    found = None if documents is None else documents.get(SCHEMA_DOCUMENT)
     return Registry(name=stream.name).to_json() if found is None else found
 
 
-def check_json(stream: Stream) -> None:
+def require_json(stream: Stream) -> None:
     if stream.content_type is not None and not stream.json:
         raise TailraceError("invalid_request", "schema requires application/json stream content-type")
 
 
-def parse(body: bytes) -> object:
+def parse_json_body(body: bytes) -> object:
     try:
         return msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
 
 
-def prepare(document: bytes, body: object) -> tuple[Registry, Update]:
+def prepare_registry_update(document: bytes, body: object) -> tuple[Registry, RegistryUpdate]:
     """The registry and a checked update of it; may take long, so it is done on a thread."""
     registry = read_registry(document)
     update = prepare_update(registry, body)
     if isinstance(update.search, SearchConfig):
-        check_includes(update.search)
+        check_rollup_includes(update.search)
     return registry, update
 
 
-def _answer(exchange: Exchange, document: bytes) -> None:
+def _respond_registry(exchange: Exchange, document: bytes) -> None:
     exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, document)

@@ -8,9 +8,9 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from tailrace.schema.body import array_at, invalid, object_at, shown, string_at
+from tailrace.schema.body import expect_array, expect_object, expect_string, invalid_request, shorten
 from tailrace.schema.search_fields import Binding, Field, Kind, check_name, parse_field
-from tailrace.schema.search_rollups import Measure, Rollup, interval_ms, parse_rollup
+from tailrace.schema.search_rollups import Measure, Rollup, parse_interval_ms, parse_rollup
 
 __all__ = [
     "Binding",
@@ -20,8 +20,8 @@ __all__ = [
     "Measure",
     "Rollup",
     "SearchConfig",
-    "interval_ms",
-    "parse_search",
+    "parse_interval_ms",
+    "parse_search_config",
 ]
 
 FIELDS_MAX: Final = 500
@@ -29,7 +29,7 @@ ALIASES_MAX: Final = 500
 ROLLUPS_MAX: Final = 64
 PROFILE_CHARACTERS_MAX: Final = 64
 
-_KEYS: Final = frozenset(
+_SEARCH_KEYS: Final = frozenset(
     {
         "profile",
         "primaryTimestampField",
@@ -70,19 +70,19 @@ class SearchConfig(Struct, frozen=True, omit_defaults=True, rename="camel"):
         return msgspec.json.decode(msgspec.json.encode(self))
 
 
-def parse_search(body: object) -> SearchConfig:
+def parse_search_config(body: object) -> SearchConfig:
     """A `search` object from a request, checked but for the queries in rollup includes."""
-    given = object_at(body, "search", _KEYS)
+    given = expect_object(body, "search", _SEARCH_KEYS)
     fields = _fields(given.get("fields"))
     primary = _name(given, "primaryTimestampField")
     if primary is not None and (primary not in fields or fields[primary].kind != "date"):
-        raise invalid("search.primaryTimestampField must name a date field")
+        raise invalid_request("search.primaryTimestampField must name a date field")
     profile = _name(given, "profile")
     if profile is not None and len(profile) > PROFILE_CHARACTERS_MAX:
-        raise invalid(f"search.profile must have at most {PROFILE_CHARACTERS_MAX} characters")
+        raise invalid_request(f"search.profile must have at most {PROFILE_CHARACTERS_MAX} characters")
     return SearchConfig(
         fields=fields,
-        profile=None if profile is None else shown(profile),
+        profile=None if profile is None else shorten(profile),
         primary_timestamp_field=primary,
         default_fields=_default_fields(given, "defaultFields", fields),
         contains_default_fields=_default_fields(given, "containsDefaultFields", fields),
@@ -92,32 +92,32 @@ def parse_search(body: object) -> SearchConfig:
 
 
 def _name(given: dict[str, object], key: str) -> str | None:
-    return string_at(given[key], f"search.{key}") if key in given else None
+    return expect_string(given[key], f"search.{key}") if key in given else None
 
 
 def _fields(value: object) -> dict[str, Field]:
-    given = object_at(value, "search.fields")
+    given = expect_object(value, "search.fields")
     if not given:
-        raise invalid("search.fields must not be empty")
+        raise invalid_request("search.fields must not be empty")
     if len(given) > FIELDS_MAX:
-        raise invalid(f"search.fields must have at most {FIELDS_MAX} fields")
+        raise invalid_request(f"search.fields must have at most {FIELDS_MAX} fields")
     return {
-        check_name(name, "search.fields"): parse_field(item, f"search.fields.{shown(name)}")
+        check_name(name, "search.fields"): parse_field(item, f"search.fields.{shorten(name)}")
         for name, item in given.items()
     }
 
 
 def _aliases(value: object, fields: dict[str, Field]) -> dict[str, str]:
-    given = object_at(value, "search.aliases")
+    given = expect_object(value, "search.aliases")
     if len(given) > ALIASES_MAX:
-        raise invalid(f"search.aliases must have at most {ALIASES_MAX} aliases")
+        raise invalid_request(f"search.aliases must have at most {ALIASES_MAX} aliases")
     aliases: dict[str, str] = {}
     for name, target in given.items():
         check_name(name, "search.aliases")
         if name in fields:
-            raise invalid(f"search.aliases.{name} is a declared field")
+            raise invalid_request(f"search.aliases.{name} is a declared field")
         if not isinstance(target, str) or target not in fields:
-            raise invalid(f"search.aliases.{name} must name a declared field")
+            raise invalid_request(f"search.aliases.{name} must name a declared field")
         aliases[name] = target
     return aliases
 
@@ -125,18 +125,18 @@ def _aliases(value: object, fields: dict[str, Field]) -> dict[str, str]:
 def _default_fields(given: dict[str, object], key: str, fields: dict[str, Field]) -> tuple[DefaultField, ...]:
     path = f"search.{key}"
     found: dict[str, DefaultField] = {}
-    for index, item in enumerate(array_at(given.get(key, []), path, FIELDS_MAX)):
+    for index, item in enumerate(expect_array(given.get(key, []), path, FIELDS_MAX)):
         at = f"{path}[{index}]"
         entry: dict[str, object] = (
-            {"field": item} if isinstance(item, str) else object_at(item, at, ("field", "boost"))
+            {"field": item} if isinstance(item, str) else expect_object(item, at, ("field", "boost"))
         )
-        name = string_at(entry.get("field"), f"{at}.field")
+        name = expect_string(entry.get("field"), f"{at}.field")
         if name not in fields:
-            raise invalid(f"{at}.field must name a declared field")
+            raise invalid_request(f"{at}.field must name a declared field")
         if fields[name].kind not in ("text", "keyword"):
-            raise invalid(f"{at}.field must name a text or keyword field")
+            raise invalid_request(f"{at}.field must name a text or keyword field")
         if name in found:
-            raise invalid(f"{at}.field is named twice")
+            raise invalid_request(f"{at}.field is named twice")
         found[name] = DefaultField(name, _boost(entry.get("boost", 1), f"{at}.boost"))
     return tuple(found.values())
 
@@ -146,16 +146,16 @@ def _boost(value: object, path: str) -> int | float:
         # An integer beyond the doubles has no finite weight.
         if 0 < value <= 1e308 and math.isfinite(value):
             return value if value <= 2**53 else float(value)
-    raise invalid(f"{path} must be a finite number greater than 0")
+    raise invalid_request(f"{path} must be a finite number greater than 0")
 
 
 def _rollups(value: object, fields: dict[str, Field], primary: str | None) -> dict[str, Rollup]:
-    given = object_at(value, "search.rollups")
+    given = expect_object(value, "search.rollups")
     if len(given) > ROLLUPS_MAX:
-        raise invalid(f"search.rollups must have at most {ROLLUPS_MAX} rollups")
+        raise invalid_request(f"search.rollups must have at most {ROLLUPS_MAX} rollups")
     return {
         check_name(name, "search.rollups"): parse_rollup(
-            item, f"search.rollups.{shown(name)}", fields, primary
+            item, f"search.rollups.{shorten(name)}", fields, primary
         )
         for name, item in given.items()
     }

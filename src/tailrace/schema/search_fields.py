@@ -7,7 +7,14 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from tailrace.schema.body import array_at, flag_at, invalid, object_at, shown, string_at
+from tailrace.schema.body import (
+    expect_array,
+    expect_bool,
+    expect_object,
+    expect_string,
+    invalid_request,
+    shorten,
+)
 from tailrace.schema.pointer import parse_pointer
 
 Kind = Literal["keyword", "text", "integer", "float", "date", "bool"]
@@ -40,7 +47,7 @@ _ALL_FLAGS: Final = (
     "positions",
     "contains",
 )
-_KEYS: Final = frozenset({"kind", "bindings", "normalizer", "analyzer", *_ALL_FLAGS})
+_FIELD_KEYS: Final = frozenset({"kind", "bindings", "normalizer", "analyzer", *_ALL_FLAGS})
 
 
 class Binding(Struct, frozen=True, rename={"json_pointer": "jsonPointer"}):
@@ -78,40 +85,40 @@ class Field(Struct, frozen=True, omit_defaults=True):
 def check_name(name: str, path: str) -> str:
     """The name of a field, alias, rollup or measure: such that the query language can say it."""
     if not _NAME.fullmatch(name):
-        raise invalid(f"{path}.{shown(name)} is not a valid name")
+        raise invalid_request(f"{path}.{shorten(name)} is not a valid name")
     if name.lower() in _RESERVED:
-        raise invalid(f"{path}.{name} is a reserved name")
+        raise invalid_request(f"{path}.{name} is a reserved name")
     return name
 
 
 def check_pointer(value: object, path: str) -> str:
-    text = string_at(value, path)
+    text = expect_string(value, path)
     if parse_pointer(text) is None or not _is_text(text):
-        raise invalid(f"{path} must be a JSON pointer")
+        raise invalid_request(f"{path} must be a JSON pointer")
     return text
 
 
 def parse_field(value: object, path: str) -> Field:
     """One entry of `search.fields`."""
-    given = object_at(value, path, _KEYS)
+    given = expect_object(value, path, _FIELD_KEYS)
     kind = given.get("kind")
     if kind not in KINDS:
-        raise invalid(f"{path}.kind must be keyword, text, integer, float, date or bool")
+        raise invalid_request(f"{path}.kind must be keyword, text, integer, float, date or bool")
     called = kind if kind in ("keyword", "text") else "typed"
     flags: dict[str, bool] = {}
     for flag in _ALL_FLAGS:
-        if flag in given and flag_at(given[flag], f"{path}.{flag}"):
+        if flag in given and expect_bool(given[flag], f"{path}.{flag}"):
             if flag not in _FLAGS[kind]:
-                raise invalid(f"{path}.{flag} is not supported for {called} fields")
+                raise invalid_request(f"{path}.{flag} is not supported for {called} fields")
             flags[flag] = True
     normalizer = _choice(given, "normalizer", NORMALIZERS, path)
     if normalizer is not None and kind != "keyword":
-        raise invalid(f"{path}.normalizer is not supported for {called} fields")
+        raise invalid_request(f"{path}.normalizer is not supported for {called} fields")
     analyzer = _choice(given, "analyzer", ANALYZERS, path)
     if analyzer is not None and kind != "text":
-        raise invalid(f"{path}.analyzer is not supported for {called} fields")
+        raise invalid_request(f"{path}.analyzer is not supported for {called} fields")
     if analyzer is None and kind == "text":
-        raise invalid(f"{path}.analyzer is required for text fields")
+        raise invalid_request(f"{path}.analyzer is required for text fields")
     bindings = _bindings(given.get("bindings"), f"{path}.bindings")
     return Field(kind=kind, bindings=bindings, normalizer=normalizer, analyzer=analyzer, **flags)
 
@@ -121,23 +128,23 @@ def _choice(given: dict[str, object], key: str, choices: tuple[str, ...], path: 
         return None
     value = given[key]
     if not isinstance(value, str) or value not in choices:
-        raise invalid(f"{path}.{key} must be {' or '.join(choices)}")
+        raise invalid_request(f"{path}.{key} must be {' or '.join(choices)}")
     return value
 
 
 def _bindings(value: object, path: str) -> tuple[Binding, ...]:
-    items = array_at(value, path, BINDINGS_MAX)
+    items = expect_array(value, path, BINDINGS_MAX)
     if not items:
-        raise invalid(f"{path} must not be empty")
+        raise invalid_request(f"{path} must not be empty")
     bindings: dict[int, Binding] = {}
     for index, item in enumerate(items):
         at = f"{path}[{index}]"
-        given = object_at(item, at, ("version", "jsonPointer"))
+        given = expect_object(item, at, ("version", "jsonPointer"))
         version = given.get("version")
         if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
-            raise invalid(f"{at}.version must be an integer of at least 1")
+            raise invalid_request(f"{at}.version must be an integer of at least 1")
         if version in bindings:
-            raise invalid(f"{at}.version {version} is bound twice")
+            raise invalid_request(f"{at}.version {version} is bound twice")
         bindings[version] = Binding(version, check_pointer(given.get("jsonPointer"), f"{at}.jsonPointer"))
     return tuple(bindings.values())
 

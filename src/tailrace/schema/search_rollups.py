@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from tailrace.schema.body import array_at, invalid, object_at, shown, string_at
+from tailrace.schema.body import expect_array, expect_object, expect_string, invalid_request, shorten
 from tailrace.schema.search_fields import Field, check_name, check_pointer
 
 DIMENSIONS_MAX: Final = 12
@@ -52,7 +52,7 @@ class Rollup(Struct, frozen=True, omit_defaults=True, rename="camel"):
     dimensions: tuple[str, ...] = ()
 
 
-def interval_ms(text: str) -> int | None:
+def parse_interval_ms(text: str) -> int | None:
     """`10s` and the like in milliseconds; None if it is no interval."""
     match = _INTERVAL.fullmatch(text)
     if not match:
@@ -63,14 +63,14 @@ def interval_ms(text: str) -> int | None:
 
 def parse_rollup(value: object, path: str, fields: Mapping[str, Field], primary: str | None) -> Rollup:
     """One entry of `search.rollups`. Includes are queries and are checked where queries are known."""
-    given = object_at(value, path, _ROLLUP_KEYS)
+    given = expect_object(value, path, _ROLLUP_KEYS)
     timestamp_field = _text(given, "timestampField", path)
     if timestamp_field is None and primary is None:
-        raise invalid(f"{path}.timestampField is required without search.primaryTimestampField")
+        raise invalid_request(f"{path}.timestampField is required without search.primaryTimestampField")
     if timestamp_field is not None:
         field = fields.get(timestamp_field)
         if field is None or field.kind != "date":
-            raise invalid(f"{path}.timestampField must name a date field")
+            raise invalid_request(f"{path}.timestampField must name a date field")
     return Rollup(
         timestamp_field=timestamp_field,
         include=_text(given, "include", path),
@@ -81,15 +81,15 @@ def parse_rollup(value: object, path: str, fields: Mapping[str, Field], primary:
 
 
 def _text(given: dict[str, object], key: str, path: str) -> str | None:
-    return string_at(given[key], f"{path}.{key}") if key in given else None
+    return expect_string(given[key], f"{path}.{key}") if key in given else None
 
 
 def _unique(value: object, path: str, length_max: int) -> tuple[str, ...]:
     found: dict[str, None] = {}
-    for index, item in enumerate(array_at(value, path, length_max)):
-        text = string_at(item, f"{path}[{index}]")
+    for index, item in enumerate(expect_array(value, path, length_max)):
+        text = expect_string(item, f"{path}[{index}]")
         if text in found:
-            raise invalid(f"{path}[{index}] is named twice")
+            raise invalid_request(f"{path}[{index}] is named twice")
         found[text] = None
     return tuple(found)
 
@@ -98,55 +98,55 @@ def _dimensions(value: object, path: str, fields: Mapping[str, Field]) -> tuple[
     names = _unique(value, path, DIMENSIONS_MAX)
     for index, name in enumerate(names):
         if name not in fields:
-            raise invalid(f"{path}[{index}] must name a declared field")
+            raise invalid_request(f"{path}[{index}] must name a declared field")
         if not fields[name].exact or fields[name].kind == "text":
-            raise invalid(f"{path}[{index}] must name an exact field")
+            raise invalid_request(f"{path}[{index}] must name an exact field")
     return names
 
 
 def _intervals(value: object, path: str) -> tuple[str, ...]:
     intervals = _unique(value, path, INTERVALS_MAX)
     if not intervals:
-        raise invalid(f"{path} must not be empty")
+        raise invalid_request(f"{path} must not be empty")
     for index, text in enumerate(intervals):
-        if interval_ms(text) is None:
-            raise invalid(f"{path}[{index}] must be <n>ms, s, m, h or d")
+        if parse_interval_ms(text) is None:
+            raise invalid_request(f"{path}[{index}] must be <n>ms, s, m, h or d")
     return intervals
 
 
 def _measures(value: object, path: str, fields: Mapping[str, Field]) -> dict[str, Measure]:
-    given = object_at(value, path)
+    given = expect_object(value, path)
     if not given:
-        raise invalid(f"{path} must not be empty")
+        raise invalid_request(f"{path} must not be empty")
     if len(given) > MEASURES_MAX:
-        raise invalid(f"{path} must have at most {MEASURES_MAX} measures")
+        raise invalid_request(f"{path} must have at most {MEASURES_MAX} measures")
     return {
-        check_name(name, path): _measure(item, f"{path}.{shown(name)}", fields)
+        check_name(name, path): _measure(item, f"{path}.{shorten(name)}", fields)
         for name, item in given.items()
     }
 
 
 def _measure(value: object, path: str, fields: Mapping[str, Field]) -> Measure:
-    kind = object_at(value, path).get("kind")
+    kind = expect_object(value, path).get("kind")
     if kind == "count":
-        given = object_at(value, path, _MEASURE_KEYS["count"])
+        given = expect_object(value, path, _MEASURE_KEYS["count"])
         return Measure(kind="count", include=_text(given, "include", path))
     if kind == "summary":
-        given = object_at(value, path, _MEASURE_KEYS["summary"])
-        name = string_at(given.get("field"), f"{path}.field")
+        given = expect_object(value, path, _MEASURE_KEYS["summary"])
+        name = expect_string(given.get("field"), f"{path}.field")
         field = fields.get(name)
         if field is None or not field.aggregatable or field.kind not in ("integer", "float"):
-            raise invalid(f"{path}.field must name an aggregatable integer or float field")
+            raise invalid_request(f"{path}.field must name an aggregatable integer or float field")
         histogram = _text(given, "histogram", path)
         if histogram not in (None, "log2_v1"):
-            raise invalid(f"{path}.histogram must be log2_v1")
+            raise invalid_request(f"{path}.histogram must be log2_v1")
         return Measure(kind="summary", field=name, histogram=histogram)
     if kind == "summary_parts":
-        given = object_at(value, path, _MEASURE_KEYS["summary_parts"])
+        given = expect_object(value, path, _MEASURE_KEYS["summary_parts"])
         parts = [check_pointer(given.get(key), f"{path}.{key}") for key in _PARTS]
         rest = [
             check_pointer(given[key], f"{path}.{key}") if key in given else None
             for key in ("histogramJsonPointer", "sketchJsonPointer")
         ]
         return Measure("summary_parts", None, None, None, *parts, *rest)
-    raise invalid(f"{path}.kind must be count, summary or summary_parts")
+    raise invalid_request(f"{path}.kind must be count, summary or summary_parts")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, cast
 
-from tailrace.schema.convert import type_of
-from tailrace.schema.documents import Document, Path
+from tailrace.schema.convert import json_type
+from tailrace.schema.documents import SchemaDocument, SchemaPath
 
 ALL_TYPES: Final = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 LIMITS: Final = frozenset(
@@ -35,7 +35,7 @@ LIMITS: Final = frozenset(
 _REFERENCES_MAX: Final = 100
 
 
-class Shape:
+class ValueShape:
     """The values at one place. `others` and `items` are None where anything may be."""
 
     __slots__ = (
@@ -54,26 +54,28 @@ class Shape:
     def __init__(self, types: frozenset[str] = ALL_TYPES) -> None:
         self.types: frozenset[str] = types
         self.values: list[object] | None = None  # all there can be, if that is known
-        self.props: dict[str, Shape] = {}
+        self.props: dict[str, ValueShape] = {}
         self.required: set[str] = set()
-        self.others: Shape | None = None  # properties that are not in `props`
-        self.items: Shape | None = None
+        self.others: ValueShape | None = None  # properties that are not in `props`
+        self.items: ValueShape | None = None
         self.limits: dict[str, object] = {}
         self.made_by: int | None = None  # the operation that put it where it is
-        self.place: tuple[Document, Path] | None = None  # where it is described, while that is the truth
+        self.place: tuple[SchemaDocument, SchemaPath] | None = (
+            None  # where it is described, while that is the truth
+        )
         self._pending = False
 
     @staticmethod
-    def at(document: Document, path: Path) -> Shape:
-        shape = Shape()
+    def at(document: SchemaDocument, path: SchemaPath) -> ValueShape:
+        shape = ValueShape()
         shape.place = (document, path)
         shape._pending = True
         return shape
 
     @staticmethod
-    def of(values: Sequence[object]) -> Shape:
+    def of(values: Sequence[object]) -> ValueShape:
         """Exactly these values."""
-        shape = Shape(frozenset(kind for value in values for kind in _expanded(type_of(value))))
+        shape = ValueShape(frozenset(kind for value in values for kind in _expanded(json_type(value))))
         shape._set_values(list(values))
         return shape
 
@@ -84,7 +86,7 @@ class Shape:
     def only(self, kind: str) -> bool:
         return self.open().types == frozenset({kind})
 
-    def open(self) -> Shape:
+    def open(self) -> ValueShape:
         """Looks at the schema, if that was not done yet."""
         if self._pending:
             self._pending = False
@@ -92,7 +94,7 @@ class Shape:
             self._describe(*self.place)
         return self
 
-    def _describe(self, document: Document, path: Path) -> None:
+    def _describe(self, document: SchemaDocument, path: SchemaPath) -> None:
         node = document.node(path)
         for _ in range(_REFERENCES_MAX):
             if not isinstance(node, dict) or "$ref" not in node:
@@ -111,13 +113,13 @@ class Shape:
         if self.values is not None:
             return  # nothing else could say more
         for name in _object(schema.get("properties")):
-            self.props[name] = Shape.at(document, (*path, "properties", name))
+            self.props[name] = ValueShape.at(document, (*path, "properties", name))
         if isinstance(required := schema.get("required"), list):
             self.required = {name for name in cast("list[object]", required) if isinstance(name, str)}
         if "additionalProperties" in schema and "patternProperties" not in schema:
-            self.others = Shape.at(document, (*path, "additionalProperties"))
+            self.others = ValueShape.at(document, (*path, "additionalProperties"))
         if isinstance(schema.get("items"), dict | bool) and "prefixItems" not in schema:
-            self.items = Shape.at(document, (*path, "items"))
+            self.items = ValueShape.at(document, (*path, "items"))
         self.limits = {key: value for key, value in schema.items() if key in LIMITS}
 
     def _describe_types(self, schema: dict[str, object]) -> None:
@@ -128,8 +130,8 @@ class Shape:
             self.types = frozenset(kind for one in cast("list[str]", named) for kind in _expanded(one))
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(listed, list):
-            values = [value for value in cast("list[object]", listed) if type_of(value) in self.types]
-            self.types = frozenset(kind for value in values for kind in _expanded(type_of(value)))
+            values = [value for value in cast("list[object]", listed) if json_type(value) in self.types]
+            self.types = frozenset(kind for value in values for kind in _expanded(json_type(value)))
             self._set_values(values)
 
     def _set_values(self, values: list[object]) -> None:
@@ -137,12 +139,12 @@ class Shape:
         if self.types == frozenset({"object"}):
             objects = cast("list[dict[str, object]]", values)
             for name in dict.fromkeys(name for value in objects for name in value):
-                self.props[name] = Shape.of([value[name] for value in objects if name in value])
+                self.props[name] = ValueShape.of([value[name] for value in objects if name in value])
             self.required = {name for name in self.props if all(name in value for value in objects)}
-            self.others = NEVER
+            self.others = NO_SHAPE
         elif self.types == frozenset({"array"}):
             arrays = cast("list[list[object]]", values)
-            self.items = Shape.of([item for array in arrays for item in array])
+            self.items = ValueShape.of([item for array in arrays for item in array])
             self.limits = {"minItems": min(map(len, arrays)), "maxItems": max(map(len, arrays))}
 
     def touch(self) -> None:
@@ -152,15 +154,15 @@ class Shape:
         self.place = None
         self.limits = {key: value for key, value in self.limits.items() if key in ("minItems", "maxItems")}
 
-    def prop(self, name: str) -> Shape:
+    def prop(self, name: str) -> ValueShape:
         """The shape of a property, made the object's own so that it can be changed."""
         found = self.open().props.get(name)
         if found is None:
-            found = self.props[name] = (self.others or ANY).clone()
+            found = self.props[name] = (self.others or ANY_SHAPE).clone()
         return found
 
-    def clone(self) -> Shape:
-        copy = Shape(self.types)
+    def clone(self) -> ValueShape:
+        copy = ValueShape(self.types)
         copy.values = self.values
         copy.props = {name: shape.clone() for name, shape in self.props.items()}
         copy.required = set(self.required)
@@ -182,5 +184,5 @@ def _object(value: object) -> dict[str, object]:
     return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
 
-ANY: Final = Shape()
-NEVER: Final = Shape(frozenset[str]())
+ANY_SHAPE: Final = ValueShape()
+NO_SHAPE: Final = ValueShape(frozenset[str]())

@@ -13,19 +13,19 @@ from tailrace.log.reader import Page
 from tailrace.protocol.http_headers import is_json
 from tailrace.schema.convert import LensFailureError
 from tailrace.schema.promote import Promoter
-from tailrace.schema.record import UnusableRecordError, load_record
+from tailrace.schema.record import UnusableRecordError, decode_json_record
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.schema.routing import KeyRule, key_not_allowed
+from tailrace.schema.routing import RoutingKeyReader, key_not_allowed
 from tailrace.schema.validate import Validator, compile_schema
 
-SCHEMA = "schema"  # key of the document
-KEPT_BYTES = 64 * 1024 * 1024  # of documents whose contracts are kept
+SCHEMA_DOCUMENT = "schema"  # key of the document
+CACHE_BYTES = 64 * 1024 * 1024  # of documents whose contracts are kept
 # A page that has to be promoted is smaller: that is done on the loop.
-PAGE_BYTES = 128 * 1024
-PAGE_ENTRIES = 1000
+PROMOTED_PAGE_BYTES = 128 * 1024
+PROMOTED_PAGE_ENTRIES = 1000
 
 
-class Contract:
+class StreamSchema:
     """A registry, ready for use."""
 
     def __init__(self, document: bytes, key_bytes_max: int) -> None:
@@ -34,7 +34,9 @@ class Contract:
         self._validator: Validator | None = None
         if registry.version:
             self._validator = compile_schema(registry.schemas[registry.version])
-        self._rule = None if registry.routing_key is None else KeyRule(registry.routing_key, key_bytes_max)
+        self._rule = (
+            None if registry.routing_key is None else RoutingKeyReader(registry.routing_key, key_bytes_max)
+        )
         self._promoter = Promoter(registry)
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -46,10 +48,10 @@ class Contract:
             return None
         batch = request.lengths is not None
         keys: list[bytes | None] = []
-        for index, payload in enumerate(cut(request)):
+        for index, payload in enumerate(split_append_body(request)):
             where = f"record {index}: " if batch else ""
             try:
-                record = load_record(payload)
+                record = decode_json_record(payload)
             except UnusableRecordError as error:
                 raise TailraceError("invalid_request", f"{where}(root) {error}") from None
             keys.append(self.judge(record, where))
@@ -94,7 +96,7 @@ class Contract:
         parts: list[ReadPart] = []
         size = 0
         for entry, part in zip(page.entries(), page.parts, strict=True):
-            if size > PAGE_BYTES:
+            if size > PROMOTED_PAGE_BYTES:
                 return Page(parts, entry - 1, len(parts))
             try:
                 parts.append(self._promoter.promote_payload(part, entry - 1))
@@ -107,12 +109,12 @@ class Contract:
         return Page(parts, page.next_entry, page.count)
 
 
-class Contracts:
+class StreamSchemaCache:
     """Contracts by their documents, least recently used out first, bounded in bytes."""
 
     def __init__(self, key_bytes_max: int) -> None:
         self._key_bytes_max = key_bytes_max
-        self._kept: OrderedDict[bytes, Contract] = OrderedDict()
+        self._kept: OrderedDict[bytes, StreamSchema] = OrderedDict()
         self._bytes = 0
 
     @property
@@ -125,18 +127,18 @@ class Contracts:
         self._kept.clear()
         self._bytes = 0
 
-    def of(self, documents: dict[str, bytes] | None) -> Contract | None:
+    def of(self, documents: dict[str, bytes] | None) -> StreamSchema | None:
         """The contract in a stream's documents; None if it has no registry."""
-        document = None if documents is None else documents.get(SCHEMA)
+        document = None if documents is None else documents.get(SCHEMA_DOCUMENT)
         if document is None:
             return None
         found = self._kept.get(document)  # the same object until it changes: its hash is known
         if found is not None:
             self._kept.move_to_end(document)
             return found
-        found = self._kept[document] = Contract(document, self._key_bytes_max)
+        found = self._kept[document] = StreamSchema(document, self._key_bytes_max)
         self._bytes += len(document)
-        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+        while self._bytes > CACHE_BYTES and len(self._kept) > 1:
             self._bytes -= len(self._kept.popitem(last=False)[0])
         return found
 
@@ -148,7 +150,7 @@ class Contracts:
             return *whole, False
         if not contract.promotes_behind(after):
             return *whole, True  # a new version may come while the page is read
-        return min(PAGE_BYTES, whole[0]), min(PAGE_ENTRIES, whole[1]), True
+        return min(PROMOTED_PAGE_BYTES, whole[0]), min(PROMOTED_PAGE_ENTRIES, whole[1]), True
 
     def guard(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
         """What the sequencer asks when all else about an append is in order."""
@@ -157,7 +159,7 @@ class Contracts:
         return None if contract is None else contract.check(request)
 
 
-def cut(request: AppendRequest) -> list[bytes]:
+def split_append_body(request: AppendRequest) -> list[bytes]:
     """The entries of an append, each apart."""
     if request.lengths is None:
         return [request.body]

@@ -13,8 +13,8 @@ _INSTANT = re.compile(
 _DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _YEARS_400_MS = 146_097 * 86_400_000
-FIRST_MS: Final = -62_135_596_800_000  # 0001-01-01T00:00:00Z
-LAST_MS: Final = 253_402_300_799_999  # 9999-12-31T23:59:59.999Z
+TIMESTAMP_MS_MIN: Final = -62_135_596_800_000  # 0001-01-01T00:00:00Z
+TIMESTAMP_MS_MAX: Final = 253_402_300_799_999  # 9999-12-31T23:59:59.999Z
 
 
 def is_date_time(text: str) -> bool:
@@ -56,5 +56,5 @@ def to_unix_ms(text: str) -> int | None:
 
 def from_unix_ms(ms: int) -> str:
     """The instant as text. What lies outside the years 1 to 9999 is moved to their edge."""
-    at = _EPOCH + timedelta(milliseconds=min(max(ms, FIRST_MS), LAST_MS))
+    at = _EPOCH + timedelta(milliseconds=min(max(ms, TIMESTAMP_MS_MIN), TIMESTAMP_MS_MAX))
     return at.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"

@@ -9,8 +9,8 @@ from typing import Final, cast
 import jsonschema_rs
 import msgspec
 
-from tailrace.schema.body import invalid, shown
-from tailrace.schema.documents import DEPTH_MAX, SCHEMA_BYTES_MAX, Document, depth_of
+from tailrace.schema.body import invalid_request, shorten
+from tailrace.schema.documents import DEPTH_MAX, SCHEMA_BYTES_MAX, SchemaDocument, nesting_depth
 from tailrace.schema.record import without_surrogates
 from tailrace.schema.timestamps import is_date_time
 
@@ -31,7 +31,7 @@ _FORMATS: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(_ANNOTATIONS.split(), _annotation),
     "date-time": is_date_time,
 }
-_LINEAR = jsonschema_rs.RegexOptions()
+_LINEAR_REGEX = jsonschema_rs.RegexOptions()
 
 
 class Validator:
@@ -56,23 +56,23 @@ class Validator:
             found = list(islice(self._compiled.iter_errors(value), ERRORS_SHOWN))
         except UnicodeEncodeError:
             return self.complaint(without_surrogates(value))
-        return "; ".join(f"{_place(error)} {_reason(error)}" for error in found)
+        return "; ".join(f"{_error_path(error)} {_error_reason(error)}" for error in found)
 
 
 def compile_schema(schema: object) -> Validator:
     """A schema for records, or the refusal it deserves."""
-    return Validator(_compile(Document(schema).root))
+    return Validator(_compile(SchemaDocument(schema).root))
 
 
-def read_document(schema: object) -> Document:
+def check_schema(schema: object) -> SchemaDocument:
     """A schema from a request: bounded, of a known dialect, complete in itself, and one that compiles."""
     if not isinstance(schema, dict | bool):
-        raise invalid("invalid schema: it must be an object or a boolean")
-    if depth_of(cast("object", schema)) > DEPTH_MAX:
-        raise invalid(f"schema is nested deeper than {DEPTH_MAX} levels")
+        raise invalid_request("invalid schema: it must be an object or a boolean")
+    if nesting_depth(cast("object", schema)) > DEPTH_MAX:
+        raise invalid_request(f"schema is nested deeper than {DEPTH_MAX} levels")
     if len(msgspec.json.encode(schema)) > SCHEMA_BYTES_MAX:
-        raise invalid(f"schema is larger than {SCHEMA_BYTES_MAX} bytes")
-    document = Document(cast("object", schema))
+        raise invalid_request(f"schema is larger than {SCHEMA_BYTES_MAX} bytes")
+    document = SchemaDocument(cast("object", schema))
     _compile(document.root)
     return document
 
@@ -84,26 +84,26 @@ def _compile(schema: object) -> jsonschema_rs.Validator:
             formats=_FORMATS,
             validate_formats=True,
             mask="value",
-            pattern_options=_LINEAR,
+            pattern_options=_LINEAR_REGEX,
             offline=True,
         )
     except jsonschema_rs.ValidationError as error:
         path = error.instance_path
         if error.message.endswith('is not a "regex"') and _is_pattern(path):
             where = ".".join(str(part) for part in path)
-            raise invalid(f"schema.{shown(where)}: pattern not supported") from None
-        raise invalid(f"invalid schema: {_place(error)} {_reason(error)}") from None
+            raise invalid_request(f"schema.{shorten(where)}: pattern not supported") from None
+        raise invalid_request(f"invalid schema: {_error_path(error)} {_error_reason(error)}") from None
     except (jsonschema_rs.ReferencingError, ValueError) as error:
-        raise invalid(f"invalid schema: {shown(str(error))}") from None
+        raise invalid_request(f"invalid schema: {shorten(str(error))}") from None
 
 
-def subschemas(document: Document) -> jsonschema_rs.ValidatorMap:
+def compile_subschemas(document: SchemaDocument) -> jsonschema_rs.ValidatorMap:
     """A validator for each place in a document that compiled."""
     return jsonschema_rs.validator_map_for(
         cast("dict[str, object]", document.root),
         formats=_FORMATS,
         validate_formats=True,
-        pattern_options=_LINEAR,
+        pattern_options=_LINEAR_REGEX,
         offline=True,
     )
 
@@ -112,12 +112,12 @@ def _is_pattern(path: list[str | int]) -> bool:
     return path[-1:] == ["pattern"] or path[-2:-1] == ["patternProperties"]
 
 
-def _place(error: jsonschema_rs.ValidationError) -> str:
+def _error_path(error: jsonschema_rs.ValidationError) -> str:
     if not error.instance_path:
         return "(root)"
     tokens = (str(token).replace("~", "~0").replace("/", "~1") for token in error.instance_path)
-    return shown("/" + "/".join(tokens))
+    return shorten("/" + "/".join(tokens))
 
 
-def _reason(error: jsonschema_rs.ValidationError) -> str:
+def _error_reason(error: jsonschema_rs.ValidationError) -> str:
     return error.message[:REASON_CHARACTERS_MAX]

@@ -13,14 +13,14 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
-from tailrace.schema.stream_schema import SCHEMA
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 from tailrace.search.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
-from tailrace.search.aggregates.aggregate import too_late
+from tailrace.search.aggregates.aggregate import aggregate_timeout
 from tailrace.search.aggregates.run import Aggregator
-from tailrace.search.search import SearchRoutes, view_of
-from tailrace.search.view import View
+from tailrace.search.search import SearchRoutes, searchable_view
+from tailrace.search.view import RecordView
 
-METHODS = "POST, OPTIONS"
+AGGREGATE_METHODS = "POST, OPTIONS"
 
 
 class AggregateRoutes:
@@ -35,7 +35,7 @@ class AggregateRoutes:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method != b"POST":
-            raise answers.not_allowed(METHODS)
+            raise answers.not_allowed(AGGREGATE_METHODS)
         authorise(identity, Action.QUERY_STREAM, stream=name)
         stream = self._log.readable(name)
         try:
@@ -44,8 +44,8 @@ class AggregateRoutes:
             raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
         asked = parse_aggregate(body)
         documents = stream.visible_documents
-        document = None if documents is None else documents.get(SCHEMA)
-        view = None if document is None else view_of(document)
+        document = None if documents is None else documents.get(SCHEMA_DOCUMENT)
+        view = None if document is None else searchable_view(document)
         request = bind_aggregate(asked, None if view is None else view.config)
         assert view is not None, "without a configuration the request was refused"
         self._log.touch(stream)
@@ -54,7 +54,7 @@ class AggregateRoutes:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(
-        self, exchange: Exchange, stream: Stream, view: View, request: AggregateRequest
+        self, exchange: Exchange, stream: Stream, view: RecordView, request: AggregateRequest
     ) -> None:
         try:
             body = await self._aggregate(stream, view, request)
@@ -69,11 +69,11 @@ class AggregateRoutes:
             raise
         exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, body)
 
-    async def _aggregate(self, stream: Stream, view: View, request: AggregateRequest) -> bytes:
+    async def _aggregate(self, stream: Stream, view: RecordView, request: AggregateRequest) -> bytes:
         limit_s = self._context.limits.request_ms / 1000
         deadline = time.monotonic() + limit_s
         if not await self._gate.enter(limit_s):
-            raise too_late()
+            raise aggregate_timeout()
         try:
             return await self._aggregator.aggregate(stream, view, request, deadline)
         finally:

@@ -7,22 +7,22 @@ import re
 from typing import Final, NamedTuple, cast
 
 from tailrace.common.timestamps import parse_rfc3339_ns
-from tailrace.schema.body import array_at, invalid, object_at, shown, string_at
+from tailrace.schema.body import expect_array, expect_object, expect_string, invalid_request, shorten
 from tailrace.schema.search_config import SearchConfig
-from tailrace.schema.search_rollups import Measure, Rollup, interval_ms
-from tailrace.schema.timestamps import FIRST_MS, LAST_MS
-from tailrace.search.bind import Bound, bind_query
-from tailrace.search.dialect import SEARCH
+from tailrace.schema.search_rollups import Measure, Rollup, parse_interval_ms
+from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN
+from tailrace.search.bind import BoundQuery, bind_query
+from tailrace.search.dialect import SEARCH_DIALECT
 from tailrace.search.values import INT64_MAX
 
 NAMES_MAX: Final = 64  # in one list; no rollup has so many
 
-_KEYS: Final = frozenset({"rollup", "from", "to", "interval", "q", "group_by", "measures"})
+_AGGREGATE_KEYS: Final = frozenset({"rollup", "from", "to", "interval", "q", "group_by", "measures"})
 _NS_PER_MS: Final = 1_000_000
-_NANOS: Final = re.compile(r"-?[0-9]{1,19}")
+_NANOSECONDS: Final = re.compile(r"-?[0-9]{1,19}")
 
 
-class AskedAggregate(NamedTuple):
+class AggregateParameters(NamedTuple):
     """The shape of a request, before anything is looked up. Times are in nanoseconds."""
 
     rollup: str
@@ -44,65 +44,68 @@ class AggregateRequest(NamedTuple):
     to_ms: int
     interval: str
     interval_ms: int
-    query: Bound | None
-    include: Bound | None
+    query: BoundQuery | None
+    include: BoundQuery | None
     group_by: tuple[str, ...]
     measures: dict[str, Measure]  # by name, in the order of names
-    measure_includes: dict[str, Bound]
+    measure_includes: dict[str, BoundQuery]
 
 
-def parse_aggregate(body: object) -> AskedAggregate:
+def parse_aggregate(body: object) -> AggregateParameters:
     """The shape of an aggregate in JSON."""
-    given = object_at(body, "aggregate", _KEYS)
+    given = expect_object(body, "aggregate", _AGGREGATE_KEYS)
     for key in ("rollup", "from", "to", "interval"):
         if given.get(key) is None:
-            raise invalid(f"missing {key}")
+            raise invalid_request(f"missing {key}")
     q, measures = given.get("q"), given.get("measures")
-    asked = AskedAggregate(
-        string_at(given["rollup"], "rollup"),
-        _instant_ns(given["from"], "from"),
-        _instant_ns(given["to"], "to"),
-        string_at(given["interval"], "interval"),
-        None if q is None else string_at(q, "q"),
+    asked = AggregateParameters(
+        expect_string(given["rollup"], "rollup"),
+        _parse_time_ns(given["from"], "from"),
+        _parse_time_ns(given["to"], "to"),
+        expect_string(given["interval"], "interval"),
+        None if q is None else expect_string(q, "q"),
         [] if given.get("group_by") is None else _names(given["group_by"], "group_by"),
         None if measures is None else _names(measures, "measures"),
     )
     if asked.to_ns <= asked.from_ns:
-        raise invalid("to must be greater than from")
+        raise invalid_request("to must be greater than from")
     return asked
 
 
 def _names(value: object, path: str) -> list[str]:
     return [
-        string_at(item, f"{path}[{index}]") for index, item in enumerate(array_at(value, path, NAMES_MAX))
+        expect_string(item, f"{path}[{index}]")
+        for index, item in enumerate(expect_array(value, path, NAMES_MAX))
     ]
 
 
-def _instant_ns(value: object, key: str) -> int:
+def _parse_time_ns(value: object, key: str) -> int:
     """RFC 3339, nanoseconds as text, or milliseconds as a number."""
     found: int | None = None
     if isinstance(value, str):
-        found = int(value) if _NANOS.fullmatch(value) else parse_rfc3339_ns(value)
-        if found is not None and abs(found) >= INT64_MAX and not _NANOS.fullmatch(value):
+        found = int(value) if _NANOSECONDS.fullmatch(value) else parse_rfc3339_ns(value)
+        if found is not None and abs(found) >= INT64_MAX and not _NANOSECONDS.fullmatch(value):
             found = None  # an instant that 64 bits of nanoseconds do not reach
     elif isinstance(value, int) and not isinstance(value, bool):
         found = value * _NS_PER_MS
     elif isinstance(value, float) and math.isfinite(value * _NS_PER_MS):
         found = int(value * _NS_PER_MS)
-    if found is None or not FIRST_MS <= found // _NS_PER_MS <= LAST_MS:
-        raise invalid(f"{key} must be a valid timestamp")
+    if found is None or not TIMESTAMP_MS_MIN <= found // _NS_PER_MS <= TIMESTAMP_MS_MAX:
+        raise invalid_request(f"{key} must be a valid timestamp")
     return found
 
 
-def bind_aggregate(asked: AskedAggregate, config: SearchConfig | None) -> AggregateRequest:
+def bind_aggregate(asked: AggregateParameters, config: SearchConfig | None) -> AggregateRequest:
     """The request in the terms of the stream."""
     if config is None:
-        raise invalid("search is not configured for this stream")
+        raise invalid_request("search is not configured for this stream")
     rollup = config.rollups.get(asked.rollup)
     if rollup is None:
-        raise invalid(f"unknown rollup {shown(asked.rollup)}")
+        raise invalid_request(f"unknown rollup {shorten(asked.rollup)}")
     if asked.interval not in rollup.intervals:
-        raise invalid(f"interval {shown(asked.interval)} is not configured for rollup {asked.rollup}")
+        raise invalid_request(
+            f"interval {shorten(asked.interval)} is not configured for rollup {asked.rollup}"
+        )
     measures = _measures(asked, rollup)
     return AggregateRequest(
         asked.rollup,
@@ -112,36 +115,38 @@ def bind_aggregate(asked: AskedAggregate, config: SearchConfig | None) -> Aggreg
         -(-asked.from_ns // _NS_PER_MS),
         -(-asked.to_ns // _NS_PER_MS),
         asked.interval,
-        cast("int", interval_ms(asked.interval)),
-        None if asked.q is None else bind_query(asked.q, config, SEARCH),
-        None if rollup.include is None else bind_query(rollup.include, config, SEARCH),
+        cast("int", parse_interval_ms(asked.interval)),
+        None if asked.q is None else bind_query(asked.q, config, SEARCH_DIALECT),
+        None if rollup.include is None else bind_query(rollup.include, config, SEARCH_DIALECT),
         _group_by(asked, rollup, config),
         measures,
         {
-            name: bind_query(measure.include, config, SEARCH)
+            name: bind_query(measure.include, config, SEARCH_DIALECT)
             for name, measure in measures.items()
             if measure.include is not None
         },
     )
 
 
-def _group_by(asked: AskedAggregate, rollup: Rollup, config: SearchConfig) -> tuple[str, ...]:
+def _group_by(asked: AggregateParameters, rollup: Rollup, config: SearchConfig) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for index, name in enumerate(asked.group_by):
         field = config.resolve(name)
         if field is None or field not in rollup.dimensions:
-            raise invalid(f"group_by field {shown(name)} is not configured on rollup {asked.rollup}")
+            raise invalid_request(
+                f"group_by field {shorten(name)} is not configured on rollup {asked.rollup}"
+            )
         if field in found:
-            raise invalid(f"group_by[{index}] is named twice")
+            raise invalid_request(f"group_by[{index}] is named twice")
         found[field] = None
     return tuple(found)
 
 
-def _measures(asked: AskedAggregate, rollup: Rollup) -> dict[str, Measure]:
+def _measures(asked: AggregateParameters, rollup: Rollup) -> dict[str, Measure]:
     names = list(rollup.measures) if asked.measures is None else asked.measures
     for index, name in enumerate(names):
         if name not in rollup.measures:
-            raise invalid(f"unknown measure {shown(name)} on rollup {asked.rollup}")
+            raise invalid_request(f"unknown measure {shorten(name)} on rollup {asked.rollup}")
         if name in names[:index]:
-            raise invalid(f"measures[{index}] is named twice")
+            raise invalid_request(f"measures[{index}] is named twice")
     return {name: rollup.measures[name] for name in sorted(names)}

@@ -11,15 +11,15 @@ TOKEN_BYTES_MAX: Final = 1024
 _find_words = re.compile(r"[^\W_]+").findall
 
 
-def tokens_of(text: str) -> list[str]:
+def tokenize_text(text: str) -> list[str]:
     """The tokens of one value, in order."""
     tokens: list[str] = _find_words(text.lower())
     if len(text) * 4 > TOKEN_BYTES_MAX:
-        return [cut(token) for token in tokens]
+        return [truncate_token(token) for token in tokens]
     return tokens
 
 
-def cut(token: str) -> str:
+def truncate_token(token: str) -> str:
     """As much of a token as is kept: whole characters in the first 1024 bytes."""
     if len(token) * 4 <= TOKEN_BYTES_MAX:
         return token

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.schema.body import shown
+from tailrace.schema.body import shorten
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.search_fields import Field
-from tailrace.search.analyze import tokens_of
+from tailrace.search.analyze import tokenize_text
 from tailrace.search.dialect import Dialect
-from tailrace.search.parser import And, Bare, Compare, Comparison, Has, Literally, Node, Not, Or, parse
-from tailrace.search.values import Value, converter
+from tailrace.search.parser import (
+    And,
+    BareTerm,
+    ComparisonOperator,
+    FieldComparison,
+    HasField,
+    LiteralValue,
+    Not,
+    Or,
+    QueryNode,
+    parse_query_text,
+)
+from tailrace.search.values import Value, converter_for
 
 _ORDERED = ("integer", "float", "date")
 
@@ -21,15 +32,15 @@ _ORDERED = ("integer", "float", "date")
 
 
 class All(msgspec.Struct, frozen=True):
-    clauses: tuple[Bound, ...]
+    clauses: tuple[BoundQuery, ...]
 
 
 class AnyOf(msgspec.Struct, frozen=True):
-    clauses: tuple[Bound, ...]
+    clauses: tuple[BoundQuery, ...]
 
 
 class Negation(msgspec.Struct, frozen=True):
-    clause: Bound
+    clause: BoundQuery
 
 
 class HasValue(msgspec.Struct, frozen=True):
@@ -54,7 +65,7 @@ class Compares(msgspec.Struct, frozen=True):
     """Some value lies on the wanted side."""
 
     field: str
-    comparison: Comparison
+    comparison: ComparisonOperator
     value: int | float
 
 
@@ -80,43 +91,43 @@ class Anywhere(msgspec.Struct, frozen=True):
 
 
 Clause = HasValue | Equals | StartsWith | Compares | Words | Phrase | Anywhere
-Bound = All | AnyOf | Negation | Clause
+BoundQuery = All | AnyOf | Negation | Clause
 
 
-def bind_query(text: str, config: SearchConfig | None, dialect: Dialect) -> Bound:
+def bind_query(text: str, config: SearchConfig | None, dialect: Dialect) -> BoundQuery:
     """The text of a filter or a search, ready to be decided on records."""
-    tree = parse(text, dialect)
+    tree = parse_query_text(text, dialect)
     if config is None:
         raise dialect.refuse("search is not configured for this stream")
-    return bind(tree, config, dialect)
+    return bind_tree(tree, config, dialect)
 
 
-def bind(tree: Node, config: SearchConfig, dialect: Dialect) -> Bound:
+def bind_tree(tree: QueryNode, config: SearchConfig, dialect: Dialect) -> BoundQuery:
     match tree:
         case And(children):
-            return All(tuple(bind(child, config, dialect) for child in children))
+            return All(tuple(bind_tree(child, config, dialect) for child in children))
         case Or(children):
-            return AnyOf(tuple(bind(child, config, dialect) for child in children))
+            return AnyOf(tuple(bind_tree(child, config, dialect) for child in children))
         case Not(child):
-            return Negation(bind(child, config, dialect))
-        case Has(name):
+            return Negation(bind_tree(child, config, dialect))
+        case HasField(name):
             return _has(name, config, dialect)
-        case Compare():
+        case FieldComparison():
             return (
                 _filter_clause(tree, config, dialect)
                 if not dialect.bare
                 else _search_clause(tree, config, dialect)
             )
-        case Bare(value):
-            return _anywhere(value, config, dialect)
+        case BareTerm(value):
+            return _bind_bare_term(value, config, dialect)
 
 
 def _field(name: str, config: SearchConfig, dialect: Dialect) -> tuple[str, Field]:
     resolved = config.resolve(name)
     if resolved is None:
         if dialect.bare:
-            raise dialect.refuse(f"unknown search field {shown(name)}")
-        raise dialect.refuse(f"filter field {shown(name)} is not indexed")
+            raise dialect.refuse(f"unknown search field {shorten(name)}")
+        raise dialect.refuse(f"filter field {shorten(name)} is not indexed")
     return resolved, config.fields[resolved]
 
 
@@ -127,7 +138,7 @@ def _has(name: str, config: SearchConfig, dialect: Dialect) -> HasValue:
     return HasValue(resolved)
 
 
-def _filter_clause(clause: Compare, config: SearchConfig, dialect: Dialect) -> Clause:
+def _filter_clause(clause: FieldComparison, config: SearchConfig, dialect: Dialect) -> Clause:
     name, comparison, value = clause
     resolved, field = _field(name, config, dialect)
     if field.kind == "text":
@@ -140,7 +151,7 @@ def _filter_clause(clause: Compare, config: SearchConfig, dialect: Dialect) -> C
     return Equals(resolved, _value(value.text, field, dialect))
 
 
-def _search_clause(clause: Compare, config: SearchConfig, dialect: Dialect) -> Clause:
+def _search_clause(clause: FieldComparison, config: SearchConfig, dialect: Dialect) -> Clause:
     name, comparison, value = clause
     resolved, field = _field(name, config, dialect)
     if comparison not in (None, "="):
@@ -163,7 +174,7 @@ def _search_clause(clause: Compare, config: SearchConfig, dialect: Dialect) -> C
     return Equals(resolved, _value(value.text, field, dialect))
 
 
-def _compares(clause: Compare, resolved: str, field: Field, dialect: Dialect) -> Compares:
+def _compares(clause: FieldComparison, resolved: str, field: Field, dialect: Dialect) -> Compares:
     ordered = field.kind in _ORDERED
     if not field.column or (dialect.bare and not ordered):
         raise dialect.refuse(f"{dialect.field} {clause.name} does not support comparisons")
@@ -177,31 +188,31 @@ def _compares(clause: Compare, resolved: str, field: Field, dialect: Dialect) ->
 
 def _value(text: str, field: Field, dialect: Dialect) -> Value:
     """A value in a query is text, and is read as the same text in a record would be."""
-    value = converter(field)(text)
+    value = converter_for(field)(text)
     if value is None:
         raise dialect.refuse(f"invalid value for {dialect.field}")
     return value
 
 
-def _is_prefix(value: Literally) -> bool:
+def _is_prefix(value: LiteralValue) -> bool:
     return not value.quoted and value.text.endswith("*")
 
 
-def _keyword_clause(name: str, field: Field, value: Literally, dialect: Dialect) -> Equals | StartsWith:
+def _keyword_clause(name: str, field: Field, value: LiteralValue, dialect: Dialect) -> Equals | StartsWith:
     if _is_prefix(value):
         return StartsWith(name, str(_value(value.text[:-1], field, dialect)))
     return Equals(name, _value(value.text, field, dialect))
 
 
-def _text_clause(name: str, value: Literally) -> Words | Phrase | None:
+def _text_clause(name: str, value: LiteralValue) -> Words | Phrase | None:
     """None if nothing in the value is a letter or a number."""
-    tokens = tuple(tokens_of(value.text))
+    tokens = tuple(tokenize_text(value.text))
     if not tokens:
         return None
     return Phrase(name, tokens) if value.quoted else Words(name, tokens, _is_prefix(value))
 
 
-def _anywhere(value: Literally, config: SearchConfig, dialect: Dialect) -> Anywhere:
+def _bind_bare_term(value: LiteralValue, config: SearchConfig, dialect: Dialect) -> Anywhere:
     names = [entry.field for entry in config.default_fields]
     if not names:
         names = [name for name, field in config.fields.items() if field.kind == "text"]

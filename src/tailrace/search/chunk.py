@@ -13,7 +13,7 @@ from tailrace.search.bind import (
     All,
     AnyOf,
     Anywhere,
-    Bound,
+    BoundQuery,
     Compares,
     Equals,
     HasValue,
@@ -22,11 +22,11 @@ from tailrace.search.bind import (
     StartsWith,
     Words,
 )
-from tailrace.search.chunk_score import add_statistics, chunk_scores, heavy_rows
+from tailrace.search.chunk_score import add_statistics, rows_scoring_at_least, score_chunk_rows
 from tailrace.search.column import Column
-from tailrace.search.column_build import column_from, joined
-from tailrace.search.members import Get, column_of_raw
-from tailrace.search.packed import WordTerms, rows_of
+from tailrace.search.column_build import build_column, join_columns
+from tailrace.search.members import Getter, raw_column
+from tailrace.search.packed import StringDictionary, rows_from_bits
 from tailrace.search.score import Scorer, Statistics
 from tailrace.search.values import Value
 
@@ -87,13 +87,13 @@ class Chunk:
     def add_statistics(self, statistics: Statistics, after: int) -> None:
         add_statistics(self, statistics, after)
 
-    def scores(self, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
-        return chunk_scores(self, query, rows, scorer)
+    def scores(self, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
+        return score_chunk_rows(self, query, rows, scorer)
 
-    def heavy(self, query: Bound, rows: int, scorer: Scorer, least: float) -> int:
-        return heavy_rows(self, query, rows, scorer, least)
+    def heavy(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
+        return rows_scoring_at_least(self, query, rows, scorer, least)
 
-    def match(self, query: Bound) -> int:
+    def match(self, query: BoundQuery) -> int:
         """The set of rows that match."""
         match query:
             case All(clauses):
@@ -123,7 +123,7 @@ class Chunk:
                 return 0 if rank < 0 else column.with_ranks(range(rank, rank + 1))
             case StartsWith(field, prefix):
                 column = self.columns[field]
-                assert isinstance(column.terms, WordTerms)
+                assert isinstance(column.terms, StringDictionary)
                 return column.with_ranks(column.terms.starting_with(prefix))
             case Compares(field, comparison, bound):
                 column = self.columns[field]
@@ -138,7 +138,7 @@ class Chunk:
         wanted = token_ranges(column, query)
         found = self._with_all(column, wanted)
         doubtful = found & column.multiple if len(wanted) > 1 else 0
-        for row in rows_of(doubtful):
+        for row in rows_from_bits(doubtful):
             if not any(
                 all(any(rank in stretch for rank in value) for stretch in wanted)
                 for value in column.values_of(row)
@@ -155,14 +155,14 @@ class Chunk:
         return found
 
 
-def columns_from(
-    config: SearchConfig, gets: Mapping[str, Get | None], members: Sequence[Any], *, lists: bool = True
+def build_columns(
+    config: SearchConfig, gets: Mapping[str, Getter | None], members: Sequence[Any], *, lists: bool = True
 ) -> dict[str, Column]:
     """The columns of some fields over decoded records, each with what gets it out of them."""
     nothing: list[object] = [None] * len(members)
     return {
-        name: column_from(
-            config.fields[name], nothing if get is None else column_of_raw(members, get), lists=lists
+        name: build_column(
+            config.fields[name], nothing if get is None else raw_column(members, get), lists=lists
         )
         for name, get in gets.items()
     }
@@ -170,7 +170,7 @@ def columns_from(
 
 def join_chunks(config: SearchConfig, chunks: Sequence[Chunk]) -> Chunk:
     columns = {
-        name: joined(field, [chunk.columns[name] for chunk in chunks])
+        name: join_columns(field, [chunk.columns[name] for chunk in chunks])
         for name, field in config.fields.items()
     }
     return Chunk(chain.from_iterable(chunk.entries for chunk in chunks), columns)
@@ -179,7 +179,7 @@ def join_chunks(config: SearchConfig, chunks: Sequence[Chunk]) -> Chunk:
 def token_ranges(column: Column, query: Words) -> list[range]:
     """The ranks that each token of a clause stands for; the last one may be a prefix."""
     terms = column.terms
-    assert isinstance(terms, WordTerms)
+    assert isinstance(terms, StringDictionary)
     whole = query.tokens[:-1] if query.prefix else query.tokens
     wanted: list[range] = []
     for token in whole:

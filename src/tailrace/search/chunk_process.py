@@ -28,15 +28,15 @@ from typing import Final, cast
 
 from tailrace.common import process
 from tailrace.schema.registry import read_registry
-from tailrace.search.chunk import Chunk, columns_from
-from tailrace.search.view import Decoder, View
+from tailrace.search.chunk import Chunk, build_columns
+from tailrace.search.view import RecordDecoder, RecordView
 
 logger = logging.getLogger("tailrace.query")
 
 
 _LENGTH: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<QQQ")  # first entry, bytes of the registry, payloads
-_VIEWS_KEPT: Final = 16
+_VIEWS_CACHED_MAX: Final = 16
 
 Payload = bytes | memoryview
 
@@ -69,8 +69,8 @@ class ChunkProcess:
             self._used_s = time.monotonic()
             try:
                 child = self._running()
-                _write(cast("FileIO", child.stdin), request)
-                answer = _read(cast("FileIO", child.stdout))
+                _write_frame(cast("FileIO", child.stdin), request)
+                answer = _read_frame(cast("FileIO", child.stdout))
             except OSError as error:
                 self._end()
                 raise ChunkProcessError(str(error)) from error
@@ -127,7 +127,7 @@ def encode_request(document: bytes, first: int, payloads: Sequence[Payload]) -> 
     return b"".join((head, document, lengths.tobytes(), *payloads))
 
 
-def answer_request(request: bytes) -> bytes:
+def build_pickled_chunk(request: bytes) -> bytes:
     """The pickled chunk."""
     first, document_bytes, count = _HEAD.unpack_from(request)
     at = _HEAD.size + document_bytes
@@ -138,30 +138,30 @@ def answer_request(request: bytes) -> bytes:
     for length in lengths:
         payloads.append(request[at : at + length])
         at += length
-    return pickle.dumps(make_chunk(*_view_of(document), first, payloads), protocol=5)
+    return pickle.dumps(build_chunk(*_cached_view(document), first, payloads), protocol=5)
 
 
-def make_chunk(view: View, decoder: Decoder, first: int, payloads: Sequence[Payload]) -> Chunk:
+def build_chunk(view: RecordView, decoder: RecordDecoder, first: int, payloads: Sequence[Payload]) -> Chunk:
     """The chunk of consecutive entries."""
     entries = range(first, first + len(payloads))
     members = decoder.all_members(entries, payloads)
-    return Chunk(entries, columns_from(view.config, decoder.gets, members))
+    return Chunk(entries, build_columns(view.config, decoder.gets, members))
 
 
-@lru_cache(_VIEWS_KEPT)
-def _view_of(document: bytes) -> tuple[View, Decoder]:
-    view = View(read_registry(document))
-    return view, Decoder(view, list(view.config.fields))
+@lru_cache(_VIEWS_CACHED_MAX)
+def _cached_view(document: bytes) -> tuple[RecordView, RecordDecoder]:
+    view = RecordView(read_registry(document))
+    return view, RecordDecoder(view, list(view.config.fields))
 
 
-def _write(pipe: FileIO, body: bytes) -> None:
+def _write_frame(pipe: FileIO, body: bytes) -> None:
     for part in (_LENGTH.pack(len(body)), body):
         rest = memoryview(part)
         while rest:
             rest = rest[pipe.write(rest) :]
 
 
-def _read(pipe: FileIO) -> bytes | None:
+def _read_frame(pipe: FileIO) -> bytes | None:
     """The body of the next frame; None if there is none any more."""
     head = _read_exactly(pipe, _LENGTH.size)
     return None if head is None else _read_exactly(pipe, _LENGTH.unpack(head)[0])
@@ -183,14 +183,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
     process.lower_cpu_priority(int(sys.argv[1]))
     requests, answers = FileIO(0, "rb", closefd=False), FileIO(1, "wb", closefd=False)
-    while (request := _read(requests)) is not None:
+    while (request := _read_frame(requests)) is not None:
         try:
-            answer = answer_request(request)
+            answer = build_pickled_chunk(request)
         except Exception:
             logger.exception("a chunk of the tail index cannot be made")
             answer = b""
         try:
-            _write(answers, answer)
+            _write_frame(answers, answer)
         except OSError:
             return
 

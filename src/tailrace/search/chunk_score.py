@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tailrace.search.bind import All, AnyOf, Anywhere, Bound, Equals, Phrase, StartsWith, Words
-from tailrace.search.packed import bits_of, rows_of
-from tailrace.search.score import Group, Matched, Scorer, Statistics, Target
-from tailrace.search.sort import has_text
+from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, Equals, Phrase, StartsWith, Words
+from tailrace.search.packed import bits_from_rows, rows_from_bits
+from tailrace.search.score import ClauseMatches, ScoredClause, Scorer, Statistics, TermMatch
+from tailrace.search.sort import has_text_clause
 
 if TYPE_CHECKING:
     from tailrace.search.chunk import Chunk
@@ -23,7 +23,7 @@ def add_statistics(chunk: Chunk, statistics: Statistics, after: int) -> None:
         if whole:
             documents, tokens = column.documents, column.tokens
         else:
-            lengths = [column.length_of(row) for row in rows_of(kept)]
+            lengths = [column.length_of(row) for row in rows_from_bits(kept)]
             documents, tokens = sum(1 for length in lengths if length), sum(lengths)
         with_token: dict[str, int] = {}
         for token in field.with_token:
@@ -38,28 +38,32 @@ def add_statistics(chunk: Chunk, statistics: Statistics, after: int) -> None:
         field.add(documents, tokens, with_token)
 
 
-def explain_row(chunk: Chunk, query: Bound, row: int, boosts: Mapping[str, float]) -> list[Group]:
+def explain_row_score(
+    chunk: Chunk, query: BoundQuery, row: int, boosts: Mapping[str, float]
+) -> list[ClauseMatches]:
     """What weighs in a row that matches: one group for each positive clause with words in it."""
     match query:
         case All(clauses):
-            return [group for clause in clauses for group in explain_row(chunk, clause, row, boosts)]
+            return [group for clause in clauses for group in explain_row_score(chunk, clause, row, boosts)]
         case AnyOf(clauses):
             return [
                 group
                 for clause in clauses
                 if chunk.match(clause) >> row & 1
-                for group in explain_row(chunk, clause, row, boosts)
+                for group in explain_row_score(chunk, clause, row, boosts)
             ]
         case Anywhere(targets):
             matching = [one for one in targets if chunk.match(one) >> row & 1]
-            return [tuple(_matched(chunk, one, row, boosts) for one in matching)]
+            return [tuple(_term_match(chunk, one, row, boosts) for one in matching)]
         case Words() | Phrase():
-            return [(_matched(chunk, query, row, boosts),)]
+            return [(_term_match(chunk, query, row, boosts),)]
         case _:
             return []
 
 
-def _matched(chunk: Chunk, clause: Target, row: int, boosts: Mapping[str, float]) -> float | Matched:
+def _term_match(
+    chunk: Chunk, clause: ScoredClause, row: int, boosts: Mapping[str, float]
+) -> float | TermMatch:
     if isinstance(clause, Equals | StartsWith) or (isinstance(clause, Words) and clause.prefix):
         return boosts.get(clause.field, 1.0)
     column = chunk.columns[clause.field]
@@ -68,42 +72,42 @@ def _matched(chunk: Chunk, clause: Target, row: int, boosts: Mapping[str, float]
         frequencies = (column.phrase(clause.tokens).more.get(row, 1),)
     else:
         frequencies = tuple(map(column.ranks_of(row).count, ranks))
-    return Matched(clause, frequencies, column.length_of(row))
+    return TermMatch(clause, frequencies, column.length_of(row))
 
 
-def chunk_scores(chunk: Chunk, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
+def score_chunk_rows(chunk: Chunk, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
     """The scores of matching rows, added up in the order of the clauses."""
-    scores = dict.fromkeys(rows_of(rows), 0.0)
-    _add(chunk, query, rows, scorer, scores)
+    scores = dict.fromkeys(rows_from_bits(rows), 0.0)
+    _add_scores(chunk, query, rows, scorer, scores)
     return scores
 
 
-def _add(chunk: Chunk, query: Bound, rows: int, scorer: Scorer, scores: dict[int, float]) -> None:
+def _add_scores(chunk: Chunk, query: BoundQuery, rows: int, scorer: Scorer, scores: dict[int, float]) -> None:
     match query:
         case All(clauses):
             for clause in clauses:
-                _add(chunk, clause, rows, scorer, scores)
+                _add_scores(chunk, clause, rows, scorer, scores)
         case AnyOf(clauses):
             for clause in clauses:
                 matching = rows & chunk.match(clause)
                 if matching:
-                    _add(chunk, clause, matching, scorer, scores)
+                    _add_scores(chunk, clause, matching, scorer, scores)
         case Anywhere(targets):
             best: dict[int, float] = {}
             for target in targets:
-                for row, weight in _weights(chunk, target, rows & chunk.match(target), scorer).items():
+                for row, weight in _clause_scores(chunk, target, rows & chunk.match(target), scorer).items():
                     if weight > best.get(row, 0.0):
                         best[row] = weight
             for row, weight in best.items():
                 scores[row] += weight
         case Words() | Phrase():
-            for row, weight in _weights(chunk, query, rows, scorer).items():
+            for row, weight in _clause_scores(chunk, query, rows, scorer).items():
                 scores[row] += weight
         case _:
             return
 
 
-def _weights(chunk: Chunk, clause: Target, rows: int, scorer: Scorer) -> dict[int, float]:
+def _clause_scores(chunk: Chunk, clause: ScoredClause, rows: int, scorer: Scorer) -> dict[int, float]:
     """The weight of one clause in each row, all of which match it."""
     if not rows:
         return {}
@@ -111,14 +115,15 @@ def _weights(chunk: Chunk, clause: Target, rows: int, scorer: Scorer) -> dict[in
     if isinstance(clause, Phrase):
         often = column.phrase(clause.tokens).more
         return {
-            row: scorer.weigh(clause, (often.get(row, 1),), column.length_of(row)) for row in rows_of(rows)
+            row: scorer.weigh(clause, (often.get(row, 1),), column.length_of(row))
+            for row in rows_from_bits(rows)
         }
     if not isinstance(clause, Words) or clause.prefix:
-        return dict.fromkeys(rows_of(rows), scorer.boost(clause.field))
+        return dict.fromkeys(rows_from_bits(rows), scorer.boost(clause.field))
     ranks = [column.terms.find(token) for token in clause.tokens]
     weights: dict[int, float] = {}
     known: dict[tuple[tuple[int, ...], int], float] = {}  # few combinations, many rows
-    for row in rows_of(rows):
+    for row in rows_from_bits(rows):
         own = column.ranks_of(row)
         key = (tuple([own.count(rank) for rank in ranks]), column.length_of(row))
         weight = known.get(key)
@@ -128,24 +133,30 @@ def _weights(chunk: Chunk, clause: Target, rows: int, scorer: Scorer) -> dict[in
     return weights
 
 
-def heavy_rows(chunk: Chunk, query: Bound, rows: int, scorer: Scorer, least: float) -> int:
+def rows_scoring_at_least(chunk: Chunk, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
     """The rows, of those that match, that may weigh at least so much; none of those that do is missing."""
     match query:
         case All(clauses):
-            weighing = [clause for clause in clauses if has_text(clause)]
-            return heavy_rows(chunk, weighing[0], rows, scorer, least) if len(weighing) == 1 else rows
+            weighing = [clause for clause in clauses if has_text_clause(clause)]
+            return (
+                rows_scoring_at_least(chunk, weighing[0], rows, scorer, least) if len(weighing) == 1 else rows
+            )
         case Anywhere(targets):
             heavy = 0
             for target in targets:
-                heavy |= _heavy(chunk, target, rows & chunk.match(target), scorer, least)
+                heavy |= _clause_rows_scoring_at_least(
+                    chunk, target, rows & chunk.match(target), scorer, least
+                )
             return heavy
         case Words() | Phrase():
-            return _heavy(chunk, query, rows, scorer, least)
+            return _clause_rows_scoring_at_least(chunk, query, rows, scorer, least)
         case _:
             return rows
 
 
-def _heavy(chunk: Chunk, clause: Target, rows: int, scorer: Scorer, least: float) -> int:
+def _clause_rows_scoring_at_least(
+    chunk: Chunk, clause: ScoredClause, rows: int, scorer: Scorer, least: float
+) -> int:
     """Rows that match one clause and may weigh so much."""
     if not rows:
         return 0
@@ -158,7 +169,7 @@ def _heavy(chunk: Chunk, clause: Target, rows: int, scorer: Scorer, least: float
     if len(clause.tokens) == 1:
         heavy = rows & column.repeating(column.terms.find(clause.tokens[0]))
     else:
-        heavy = rows & bits_of(column.phrase(clause.tokens).more, chunk.count)
+        heavy = rows & bits_from_rows(column.phrase(clause.tokens).more, chunk.count)
     # The others have it once.
     for length, found in by_length.items():
         if scorer.weigh(clause, (1,), length) >= least:

@@ -10,58 +10,60 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tailrace.search.coverage import Counters
-from tailrace.search.facts import Facts
-from tailrace.search.packed import bits_of, rows_of
-from tailrace.search.plan import Indexed, Stretch
-from tailrace.search.scan import Counts, Payload, Scanned, Scanner
-from tailrace.search.score import Group, Scorer
+from tailrace.search.coverage import SearchCounters
+from tailrace.search.facts import RangeStatistics
+from tailrace.search.packed import bits_from_rows, rows_from_bits
+from tailrace.search.plan import IndexedRows, ScanRange
+from tailrace.search.scan import Payload, ScannedRows, Scanner, ScanStatistics
+from tailrace.search.score import ClauseMatches, Scorer
 from tailrace.search.search_request import SearchRequest
-from tailrace.search.sort import SortValue, TopHits, has_text, rank, shown_value
+from tailrace.search.sort import SortValue, TopHits, has_text_clause, sort_rank, to_sort_value
 from tailrace.search.values import Value
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 
 # What may wait for the statistics, in matches and bytes; the rest is scanned a second time.
-WEIGHED_LATER_MAX = 250_000
-WEIGHED_LATER_BYTES_MAX = 16 << 20
-ROWS_AT_FIRST = 128  # of a source, offered before it is looked which others have a chance
+UNSCORED_MATCHES_MAX = 250_000
+UNSCORED_BYTES_MAX = 16 << 20
+FIRST_BLOCK_ROWS = 128  # of a source, offered before it is looked which others have a chance
 
 
 class Hit(NamedTuple):
     entry: int
     score: float
     values: list[SortValue]  # with the entry's number in the place of the offset
-    groups: list[Group]  # what weighs, while the score is not known
-    source: Indexed | None = None  # who knows what weighs, if that is not known here
+    groups: list[ClauseMatches]  # what weighs, while the score is not known
+    source: IndexedRows | None = None  # who knows what weighs, if that is not known here
     row: int = 0
 
 
-class Collector:
+class HitCollector:
     """`trimmed` is the last entry that retention has taken: it and what comes before is not there."""
 
-    def __init__(self, view: View, request: SearchRequest, trimmed: int, total_exact_max: int) -> None:
+    def __init__(self, view: RecordView, request: SearchRequest, trimmed: int, total_exact_max: int) -> None:
         self.request = request
-        self.counters = Counters()
+        self.counters = SearchCounters()
         self.scanner = Scanner(view, request)
         self.matches = 0
         self._primaries: list[tuple[int, int]] = []  # by piece: its last entry, its largest timestamp
-        self.undecided: list[Stretch] = []
+        self.undecided: list[ScanRange] = []
         self._view = view
         self._trimmed = trimmed
         self._total_exact_max = total_exact_max
-        after = None if request.after is None else rank(request.sort, request.after)
+        after = None if request.after is None else sort_rank(request.sort, request.after)
         self.top: TopHits[Hit] = TopHits(request.size, after)
-        self.weighs = has_text(request.query)
+        self.weighs = has_text_clause(request.query)
         self.statistics = self.scanner.new_statistics()
         self._scorer = Scorer(view.config, self.statistics)
-        self._waiting: list[tuple[Scanned, int]] = []  # with the rows of each that match
+        self._waiting: list[tuple[ScannedRows, int]] = []  # with the rows of each that match
         self._waiting_rows = self._waiting_bytes = 0
         self._overflowed = False  # more matches than may wait
         self._settled = not (self.weighs and request.by_score)
 
     # -- scans -------------------------------------------------------------------------------------------
 
-    def scan(self, first: int, payloads: Sequence[Payload], counts: Counts | None, deadline: float) -> int:
+    def scan(
+        self, first: int, payloads: Sequence[Payload], counts: ScanStatistics | None, deadline: float
+    ) -> int:
         """How many payloads were decided before the deadline."""
         begun = time.monotonic()
         decided = self.scanner.scan(first, payloads, counts, deadline, self._take)
@@ -79,13 +81,13 @@ class Collector:
         """A hit with all that weighs in it, from its record."""
         return hit._replace(groups=self.scanner.groups_in(hit.entry, payload), source=None)
 
-    def counted(self, counts: Counts, last: int) -> None:
+    def counted(self, counts: ScanStatistics, last: int) -> None:
         """A stretch, or what was decided of it up to `last`, is counted in."""
         self.see_primary(counts.primary_max, last)
         for name, field in counts.statistics.items():
             self.statistics[name].add(field.documents, field.tokens, field.with_token)
 
-    def known(self, facts: Facts, last: int) -> None:
+    def known(self, facts: RangeStatistics, last: int) -> None:
         """As `counted`, for a stretch that was counted before."""
         self.see_primary(facts.primary_max, last)
         facts.add_to(self.statistics)
@@ -99,7 +101,7 @@ class Collector:
         """The largest primary timestamp of the pieces that end at or below an entry."""
         return max((primary for last, primary in self._primaries if last <= through), default=None)
 
-    def _take(self, scanned: Scanned) -> None:
+    def _take(self, scanned: ScannedRows) -> None:
         """Decides rows that were decoded, or keeps them until it is known what weighs how much."""
         if self._overflowed and not self._settled:
             return
@@ -114,7 +116,7 @@ class Collector:
     @property
     def must_scan_again(self) -> bool:
         """Whether what comes now is only counted: it is scanned again when the statistics are known."""
-        if self._waiting_rows >= WEIGHED_LATER_MAX or self._waiting_bytes >= WEIGHED_LATER_BYTES_MAX:
+        if self._waiting_rows >= UNSCORED_MATCHES_MAX or self._waiting_bytes >= UNSCORED_BYTES_MAX:
             self._overflowed = True
         return self._overflowed and not self._settled
 
@@ -128,7 +130,7 @@ class Collector:
 
     # -- indexed sources ---------------------------------------------------------------------------------
 
-    def count_sources(self, sources: Sequence[Indexed]) -> None:
+    def count_sources(self, sources: Sequence[IndexedRows]) -> None:
         """The statistics of sources, and how far their timestamps reach."""
         begun = time.monotonic()
         primary = self._view.primary
@@ -140,11 +142,11 @@ class Collector:
                 bounds = source.bounds(primary)
                 self.see_primary(None if bounds is None else bounds[1], source.last)
             else:
-                for row in rows_of(source.after(self._trimmed)):
+                for row in rows_from_bits(source.after(self._trimmed)):
                     self.see_primary(source.edge(primary, row, True), source.last)
         self.counters.fts_clause_estimate_s += time.monotonic() - begun
 
-    def source(self, source: Indexed) -> None:
+    def source(self, source: IndexedRows) -> None:
         """Decides all rows of a chunk."""
         rows = source.match(self.request.query)
         if source.first <= self._trimmed:
@@ -152,33 +154,33 @@ class Collector:
         self.counters.scanned_tail_docs += rows.bit_count()
         self.take_rows(source, rows)
 
-    def take_rows(self, source: Indexed, rows: int) -> None:
+    def take_rows(self, source: IndexedRows, rows: int) -> None:
         """Takes the rows of a source that match."""
         self.counters.candidates += rows.bit_count()
         self._keep_best(source, rows)
 
-    def _keep_best(self, source: Indexed, rows: int) -> None:
+    def _keep_best(self, source: IndexedRows, rows: int) -> None:
         """Counts rows that match, and offers those that have a chance.
 
         Some at a time: a few fill the page, and of the others most have no chance from then on.
         """
         self.matches += rows.bit_count()
-        block = ROWS_AT_FIRST
+        block = FIRST_BLOCK_ROWS
         while rows := self.hopeful(source, rows):
-            listed = rows_of(rows)
+            listed = rows_from_bits(rows)
             # The newest first where larger comes first: times mostly grow, and offsets always do.
             some = listed[-block:][::-1] if self.request.sort[0].descending else listed[:block]
             if not self._offer_rows(source, some):
                 return
-            rows &= ~bits_of(some, rows.bit_length())
+            rows &= ~bits_from_rows(some, rows.bit_length())
             block *= 4
 
-    def _offer_rows(self, source: Indexed, rows: Sequence[int]) -> bool:
+    def _offer_rows(self, source: IndexedRows, rows: Sequence[int]) -> bool:
         """Answers whether others may follow."""
         request = self.request
         scores: Mapping[int, float] = {}
         if self.weighs and request.by_score:
-            scores = source.scores(request.query, bits_of(rows, max(rows) + 1), self._scorer)
+            scores = source.scores(request.query, bits_from_rows(rows, max(rows) + 1), self._scorer)
         for row in rows:
             values = self._sort_values(source, row, scores.get(row, 0.0))
             if request.sort[0].kind == "offset" and self._behind(values):
@@ -186,7 +188,7 @@ class Collector:
             self._offer(Hit(source.entries[row], scores.get(row, 0.0), values, [], source, row))
         return True
 
-    def _heavy(self, source: Indexed, rows: int) -> int:
+    def _heavy(self, source: IndexedRows, rows: int) -> int:
         """The rows that can get among the best by their weight, and those of equal weight by the next key."""
         query, worst = self.request.query, self.top.hits[-1]
         rows = source.heavy(query, rows, self._scorer, worst.score)
@@ -199,9 +201,9 @@ class Collector:
     def _behind(self, values: list[SortValue]) -> bool:
         """Whether a row in the order of offsets comes behind all that is kept: then all others do."""
         worst = self.top.worst
-        return worst is not None and rank(self.request.sort, values) >= worst
+        return worst is not None and sort_rank(self.request.sort, values) >= worst
 
-    def _sort_values(self, source: Indexed, row: int, score: float) -> list[SortValue]:
+    def _sort_values(self, source: IndexedRows, row: int, score: float) -> list[SortValue]:
         values: list[SortValue] = []
         for key in self.request.sort:
             if key.kind == "offset":
@@ -209,10 +211,10 @@ class Collector:
             elif key.kind == "score":
                 values.append(score)
             else:
-                values.append(shown_value(source.edge(key.name, row, key.descending)))
+                values.append(to_sort_value(source.edge(key.name, row, key.descending)))
         return values
 
-    def hopeful(self, source: Indexed, rows: int) -> int:
+    def hopeful(self, source: IndexedRows, rows: int) -> int:
         """The rows that can get among the best, as far as the first sort key or two tell."""
         if not rows or not self.top.full:
             return rows
@@ -221,7 +223,7 @@ class Collector:
             return self._heavy(source, rows)
         return self._hopeful_by(0, source, rows)
 
-    def _hopeful_by(self, place: int, source: Indexed, rows: int) -> int:
+    def _hopeful_by(self, place: int, source: IndexedRows, rows: int) -> int:
         """As `_hopeful`, by a key of which those before it are equal. A missing value is greatest."""
         key, worst = self.request.sort[place], self.top.hits[-1].values[place]
         if key.kind == "score" or worst is None:
@@ -241,10 +243,10 @@ class Collector:
         if self.request.by_score:
             pairs = zip(sort, hit.values, strict=True)
             hit = hit._replace(values=[hit.score if key.kind == "score" else value for key, value in pairs])
-        place = rank(sort, hit.values)
+        place = sort_rank(sort, hit.values)
         if not self.top.wants(place):
             return
-        if isinstance(hit.source, Scanned):
+        if isinstance(hit.source, ScannedRows):
             # The other rows it was decoded with are let go.
             groups = [] if self.request.by_score else self.scanner.explain(hit.source, hit.row)
             hit = hit._replace(groups=groups, source=None)

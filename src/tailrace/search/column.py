@@ -13,22 +13,30 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tailrace.schema.search_fields import Field
-from tailrace.search.inverted import Lists, invert, invert_single, one_row_each, owners_of
-from tailrace.search.packed import NumberTerms, Terms, WordTerms, bits_of, bits_where, pack, size_of
+from tailrace.search.inverted import InvertedLists, invert, invert_single, invert_unique, rows_at_positions
+from tailrace.search.packed import (
+    NumberDictionary,
+    StringDictionary,
+    TermDictionary,
+    array_bytes,
+    bits_from_rows,
+    bits_in_code_range,
+    pack_numbers,
+)
 from tailrace.search.values import Value
 
-_OVERHEAD_BYTES = 500  # of a column's objects
-_ASKED_MAX = 8
+_COLUMN_OVERHEAD_BYTES = 500  # of a column's objects
+_PHRASES_CACHED_MAX = 8
 
 
-class Occurrences(NamedTuple):
+class PhraseOccurrences(NamedTuple):
     """The rows that have a phrase, and how often those have it that have it more than once."""
 
     rows: int
     more: dict[int, int]
 
 
-NOWHERE = Occurrences(0, {})
+NO_OCCURRENCES = PhraseOccurrences(0, {})
 
 
 class Column:
@@ -50,30 +58,30 @@ class Column:
         order: list[int] | None = None,
     ) -> None:
         self.count = len(ranks) if starts is None else len(starts) - 1
-        self.terms: Terms = (
-            WordTerms(terms)
+        self.terms: TermDictionary = (
+            StringDictionary(terms)
             if field.kind in ("keyword", "text")
-            else NumberTerms(terms, field.kind == "float")
+            else NumberDictionary(terms, field.kind == "float")
         )
         self.break_rank = len(terms)
-        self.ranks = pack(ranks, len(terms))
-        self.starts = None if starts is None else pack(starts, len(ranks))
+        self.ranks = pack_numbers(ranks, len(terms))
+        self.starts = None if starts is None else pack_numbers(starts, len(ranks))
         self.multiple = multiple  # rows with more than one value
         self.present = present  # rows with a value
-        self._phrase: tuple[tuple[str, ...], Occurrences] | None = None
+        self._phrase: tuple[tuple[str, ...], PhraseOccurrences] | None = None
         self.tokens = self.documents = 0
         lengths: list[int] | None = None
         if field.kind == "text":
             lengths = self._lengths()
             self.tokens = sum(lengths)
             self.documents = self.count - lengths.count(0)  # rows with a token
-        self._lists: Lists | None = None
+        self._lists: InvertedLists | None = None
         # A column that is never inverted is made for one search, which asks the same more than once.
         self._asked: dict[range, int] | None = None if lists else {}
         if lists:
             plain = starts is None and lengths is None
             self._lists = (
-                one_row_each(order)
+                invert_unique(order)
                 if order is not None
                 else invert_single(ranks, len(terms))
                 if plain
@@ -97,8 +105,8 @@ class Column:
     def _measure(self) -> int:
         bits = (self.multiple.bit_length() + self.present.bit_length()) // 8
         lists = 0 if self._lists is None else self._lists.memory_bytes(self.count)
-        columns = self.terms.memory_bytes + size_of(self.ranks) + size_of(self.starts)
-        return columns + lists + bits + _OVERHEAD_BYTES
+        columns = self.terms.memory_bytes + array_bytes(self.ranks) + array_bytes(self.starts)
+        return columns + lists + bits + _COLUMN_OVERHEAD_BYTES
 
     @property
     def inverted(self) -> bool:
@@ -119,7 +127,7 @@ class Column:
         if lists is not None:
             begin = lists.ends[wanted.start - 1] if wanted.start else 0
             end = lists.ends[wanted.stop - 1]
-            found = bits_of(lists.rows[begin:end], self.count) if begin < end else 0
+            found = bits_from_rows(lists.rows[begin:end], self.count) if begin < end else 0
             for rank, bits in lists.dense.items():
                 if rank in wanted:
                     found |= bits
@@ -127,7 +135,7 @@ class Column:
         found = self._asked.get(wanted) if self._asked else None
         if found is None:
             found = self._search(wanted)
-            if self._asked is not None and len(self._asked) < _ASKED_MAX:
+            if self._asked is not None and len(self._asked) < _PHRASES_CACHED_MAX:
                 self._asked[wanted] = found
         return found
 
@@ -136,9 +144,11 @@ class Column:
         if not low and high == len(self.terms) and not self.tokens:
             return self.present  # in a text, a row may have a value and no token
         if self.starts is None and self.ranks.typecode == "B":
-            return bits_where(self.ranks.tobytes(), low, high)
+            return bits_in_code_range(self.ranks.tobytes(), low, high)
         places = [at for at, rank in enumerate(self.ranks) if low <= rank < high]
-        return bits_of(places if self.starts is None else owners_of(self.starts, places), self.count)
+        return bits_from_rows(
+            places if self.starts is None else rows_at_positions(self.starts, places), self.count
+        )
 
     def by_length(self, rows: int) -> dict[int, int] | None:
         """Rows by the length of their text; None where that is not known."""
@@ -150,17 +160,17 @@ class Column:
     def repeating(self, rank: int) -> int:
         """Rows that have a token more than once, where `by_length` is known."""
         lists = self._lists
-        return self.present if lists is None else bits_of(lists.repeats.get(rank, ()), self.count)
+        return self.present if lists is None else bits_from_rows(lists.repeats.get(rank, ()), self.count)
 
-    def phrase(self, tokens: Sequence[str]) -> Occurrences:
+    def phrase(self, tokens: Sequence[str]) -> PhraseOccurrences:
         """Where some tokens follow one another. The last answer is kept: a search asks more than once."""
         wanted, known = tuple(tokens), self._phrase
         if known is None or known[0] != wanted:
             ranks = [self.terms.find(token) for token in wanted]
-            known = self._phrase = wanted, NOWHERE if -1 in ranks else self._occurrences(ranks)
+            known = self._phrase = wanted, NO_OCCURRENCES if -1 in ranks else self._occurrences(ranks)
         return known[1]
 
-    def _occurrences(self, ranks: Sequence[int]) -> Occurrences:
+    def _occurrences(self, ranks: Sequence[int]) -> PhraseOccurrences:
         width = self.ranks.itemsize
         text, wanted = self.ranks.tobytes(), array(self.ranks.typecode, ranks).tobytes()
         starts, length = self.starts, len(ranks)
@@ -175,7 +185,7 @@ class Column:
                     found[row] = found.get(row, 0) + 1
             at = text.find(wanted, at + 1)
         more = {row: count for row, count in found.items() if count > 1}
-        return Occurrences(bits_of(found, self.count), more)
+        return PhraseOccurrences(bits_from_rows(found, self.count), more)
 
     def documents_with(self, rank: int) -> int:
         """How many rows have a term."""

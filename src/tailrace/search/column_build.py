@@ -12,22 +12,22 @@ from math import isfinite
 from typing import Any, Final, cast
 
 from tailrace.schema.search_fields import Field
-from tailrace.search.analyze import tokens_of
+from tailrace.search.analyze import tokenize_text
 from tailrace.search.column import Column
-from tailrace.search.packed import bits_if, bits_of
-from tailrace.search.values import INT64_MAX, Value, converter, dates_of, leaves
+from tailrace.search.packed import bits_from_flags, bits_from_rows
+from tailrace.search.values import INT64_MAX, Value, converter_for, flatten_leaves, parse_dates
 
-_BREAK: Final = ""  # is no token
-_NUMBERS: Final = frozenset({int, float})
-_PLAIN: Final = frozenset({str, int, float, bool, type(None)})
+_VALUE_SEPARATOR: Final = ""  # is no token
+_NUMBER_TYPES: Final = frozenset({int, float})
+_SCALAR_TYPES: Final = frozenset({str, int, float, bool, type(None)})
 
 
-def column_from(field: Field, found: list[object], *, lists: bool = True) -> Column:
+def build_column(field: Field, found: list[object], *, lists: bool = True) -> Column:
     """The column of a field, given what lies at its pointer in each row: None where nothing is."""
     kinds = set(map(type, found))
-    if not kinds <= _PLAIN or (bool in kinds and kinds & _NUMBERS):
+    if not kinds <= _SCALAR_TYPES or (bool in kinds and kinds & _NUMBER_TYPES):
         # Arrays and objects; and truths beside numbers, which would be equal to some of them.
-        return column_of(field, _all_values(field, found), lists=lists)
+        return build_column_from_values(field, _all_values(field, found), lists=lists)
     canonical = _canonical(field, set(found))
     if field.kind == "text":
         return _text_column(field, found, cast("Mapping[object, str | None]", canonical), lists)
@@ -44,7 +44,7 @@ def column_from(field: Field, found: list[object], *, lists: bool = True) -> Col
     listed = [ranks[leaf] for leaf in found if leaf in ranks]
     flags = [leaf in ranks for leaf in found]
     starts = list(accumulate(flags, initial=0))
-    return Column(field, terms, listed, starts, 0, bits_if(flags), lists=lists)
+    return Column(field, terms, listed, starts, 0, bits_from_flags(flags), lists=lists)
 
 
 def _unique_column(field: Field, values: list[Any], lists: bool) -> Column:
@@ -61,10 +61,10 @@ def _unique_column(field: Field, values: list[Any], lists: bool) -> Column:
 def _canonical(field: Field, distinct: set[object]) -> Mapping[object, Value | None]:
     """Each leaf's value, or None if it has none."""
     if field.kind == "date":
-        return dates_of(distinct)
+        return parse_dates(distinct)
     if _are_canonical(field, distinct):
         return cast("dict[object, Value]", dict(zip(distinct, distinct, strict=True)))
-    convert = converter(field)
+    convert = converter_for(field)
     return {leaf: convert(leaf) for leaf in distinct}
 
 
@@ -85,24 +85,28 @@ def _are_canonical(field: Field, distinct: set[object]) -> bool:
 def _text_column(
     field: Field, found: list[object], canonical: Mapping[object, str | None], lists: bool
 ) -> Column:
-    tokens = {leaf: [] if text is None else tokens_of(text) for leaf, text in canonical.items()}
+    tokens = {leaf: [] if text is None else tokenize_text(text) for leaf, text in canonical.items()}
     terms = sorted(set(chain.from_iterable(tokens.values())))
     number = {term: rank for rank, term in enumerate(terms)}.__getitem__
     ranked = {leaf: list(map(number, listed)) for leaf, listed in tokens.items()}
     ranks = list(chain.from_iterable(map(ranked.__getitem__, found)))
     lengths = {leaf: len(listed) for leaf, listed in ranked.items()}
     starts = list(accumulate(map(lengths.__getitem__, found), initial=0))
-    present = bits_if([canonical[leaf] is not None for leaf in found])
+    present = bits_from_flags([canonical[leaf] is not None for leaf in found])
     single = set(lengths.values()) == {1}
     return Column(field, terms, ranks, None if single else starts, 0, present, lists=lists)
 
 
 def _all_values(field: Field, found: Iterable[object]) -> list[list[Value]]:
-    convert = converter(field)
-    return [[value for leaf in leaves(item) if (value := convert(leaf)) is not None] for item in found]
+    convert = converter_for(field)
+    return [
+        [value for leaf in flatten_leaves(item) if (value := convert(leaf)) is not None] for item in found
+    ]
 
 
-def column_of(field: Field, values: Sequence[Sequence[Value]], *, lists: bool = True) -> Column:
+def build_column_from_values(
+    field: Field, values: Sequence[Sequence[Value]], *, lists: bool = True
+) -> Column:
     """The column of a field, given its values in each row."""
     is_text = field.kind == "text"
     listed: Sequence[Sequence[Any]] = _tokens(values) if is_text else values
@@ -110,18 +114,18 @@ def column_of(field: Field, values: Sequence[Sequence[Value]], *, lists: bool = 
     for row in listed:
         distinct.update(row)
     if is_text:
-        distinct.discard(_BREAK)
+        distinct.discard(_VALUE_SEPARATOR)
     terms = sorted(distinct)
     numbers: dict[Value, int] = {term: rank for rank, term in enumerate(terms)}
     if is_text:
-        numbers[_BREAK] = len(terms)
+        numbers[_VALUE_SEPARATOR] = len(terms)
     ranks: list[int] = []
     starts: list[int] = [0]
     for row in listed:
         ranks += [numbers[value] for value in row]
         starts.append(len(ranks))
-    multiple = bits_of((row for row, found in enumerate(values) if len(found) > 1), len(values))
-    present = bits_of((row for row, found in enumerate(values) if found), len(values))
+    multiple = bits_from_rows((row for row, found in enumerate(values) if len(found) > 1), len(values))
+    present = bits_from_rows((row for row, found in enumerate(values) if found), len(values))
     return Column(field, terms, ranks, _starts(ranks, starts, len(terms)), multiple, present, lists=lists)
 
 
@@ -131,7 +135,7 @@ def _starts(ranks: list[int], starts: list[int], break_rank: int) -> list[int] |
     return None if single and break_rank not in ranks else starts
 
 
-def joined(field: Field, columns: Sequence[Column]) -> Column:
+def join_columns(field: Field, columns: Sequence[Column]) -> Column:
     """One column of several, one behind the other."""
     listed = [column.terms.all() for column in columns]
     terms: list[Any] = sorted({term for terms in listed for term in terms})
@@ -157,7 +161,7 @@ def _tokens(values: Sequence[Sequence[Value]]) -> list[list[str]]:
         tokens: list[str] = []
         for index, value in enumerate(row):
             if index:
-                tokens.append(_BREAK)
-            tokens += tokens_of(str(value))
+                tokens.append(_VALUE_SEPARATOR)
+            tokens += tokenize_text(str(value))
         rows.append(tokens)
     return rows

@@ -13,15 +13,15 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from tailrace.schema.payload import UnreadableRecordError, decode_record
-from tailrace.schema.pointer import find, parse_pointer
+from tailrace.schema.payload import UnreadableRecordError, decode_payload
+from tailrace.schema.pointer import parse_pointer, resolve_pointer
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.analyze import tokens_of
+from tailrace.search.analyze import tokenize_text
 from tailrace.search.bind import (
     All,
     AnyOf,
     Anywhere,
-    Bound,
+    BoundQuery,
     Clause,
     Compares,
     Equals,
@@ -31,13 +31,19 @@ from tailrace.search.bind import (
     StartsWith,
     Words,
 )
-from tailrace.search.evaluate import has_phrase, has_words, holds
-from tailrace.search.values import Convert, Value, converter, leaves
+from tailrace.search.evaluate import evaluate_values, has_phrase, has_words
+from tailrace.search.values import Convert, Value, converter_for, flatten_leaves
 
-Check = Callable[[Any], bool]  # on one canonical value
-Test = Callable[[Any], bool]  # on the members of a record
+ValueCheck = Callable[[Any], bool]  # on one canonical value
+RecordTest = Callable[[Any], bool]  # on the members of a record
 
-_COMPARES: Final[dict[str, Callable[[Any, Any], bool]]] = {"=": eq, ">": gt, ">=": ge, "<": lt, "<=": le}
+_COMPARE_FUNCTIONS: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    "=": eq,
+    ">": gt,
+    ">=": ge,
+    "<": lt,
+    "<=": le,
+}
 
 
 class Matcher:
@@ -45,9 +51,9 @@ class Matcher:
 
     __slots__ = ("_decode", "_members", "_on_nothing", "_shape", "_test")
 
-    def __init__(self, query: Bound, config: SearchConfig, version: int) -> None:
+    def __init__(self, query: BoundQuery, config: SearchConfig, version: int) -> None:
         compiler = _Compiler(config, version)
-        self._test: Test = compiler.compile(query)
+        self._test: RecordTest = compiler.compile(query)
         self._members = tuple(compiler.members)
         names = [f"m{index}" for index in range(len(self._members))]
         # A member that is missing counts as null does: neither has values.
@@ -61,7 +67,7 @@ class Matcher:
             ),
         )
         self._decode = msgspec.json.Decoder(cast("type[object]", self._shape)).decode
-        self._on_nothing = holds(query, _no_values)
+        self._on_nothing = evaluate_values(query, _no_values)
 
     def matches(self, payload: bytes | memoryview) -> bool:
         """Whether a stored payload, already at this version, matches."""
@@ -70,7 +76,7 @@ class Matcher:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             pass
         try:
-            return self.matches_record(decode_record(payload))
+            return self.matches_record(decode_payload(payload))
         except UnreadableRecordError:
             return self._on_nothing
 
@@ -96,7 +102,7 @@ class _Compiler:
         self._version = version
         self.members: dict[str, str] = {}  # top-level member to its attribute
 
-    def compile(self, query: Bound) -> Test:
+    def compile(self, query: BoundQuery) -> RecordTest:
         match query:
             case All(clauses):
                 return _all([self.compile(clause) for clause in clauses])
@@ -109,7 +115,7 @@ class _Compiler:
             case _:
                 return self._clause(query)
 
-    def _clause(self, clause: Clause) -> Test:
+    def _clause(self, clause: Clause) -> RecordTest:
         assert not isinstance(clause, Anywhere)
         field = self._config.fields[clause.field]
         pointer = field.pointer_at(self._version)
@@ -119,27 +125,27 @@ class _Compiler:
         assert tokens, "pointers are checked when a registry is installed"
         attribute = self.members.setdefault(tokens[0], f"m{len(self.members)}")
         get = _getter(attribute, tokens[1:])
-        test = _some(get, converter(field), _check(clause))
+        test = _some(get, converter_for(field), _check(clause))
         if isinstance(clause, Equals) and isinstance(clause.value, str):
             return _equals(get, clause.value, field.normalizer == "lowercase_v1", test)
         return test
 
 
-def _all(tests: list[Test]) -> Test:
+def _all(tests: list[RecordTest]) -> RecordTest:
     if len(tests) == 2:
         first, second = tests
         return lambda members: first(members) and second(members)
     return lambda members: all(test(members) for test in tests)
 
 
-def _any(tests: list[Test]) -> Test:
+def _any(tests: list[RecordTest]) -> RecordTest:
     if len(tests) == 2:
         first, second = tests
         return lambda members: first(members) or second(members)
     return lambda members: any(test(members) for test in tests)
 
 
-def _not(test: Test) -> Test:
+def _not(test: RecordTest) -> RecordTest:
     return lambda members: not test(members)
 
 
@@ -147,10 +153,10 @@ def _getter(attribute: str, rest: tuple[str, ...]) -> Callable[[object], object]
     get = attrgetter(attribute)
     if not rest:
         return get
-    return lambda members: find(get(members), rest)
+    return lambda members: resolve_pointer(get(members), rest)
 
 
-def _some(get: Callable[[object], object], convert: Convert, check: Check) -> Test:
+def _some(get: Callable[[object], object], convert: Convert, check: ValueCheck) -> RecordTest:
     """Whether some value passes; a single leaf, the usual case, makes no list."""
 
     def test(members: object) -> bool:
@@ -158,12 +164,12 @@ def _some(get: Callable[[object], object], convert: Convert, check: Check) -> Te
         if type(found) is not list:
             value = convert(found)
             return value is not None and check(value)
-        return any(check(value) for value in _converted(leaves(cast("object", found)), convert))
+        return any(check(value) for value in _converted(flatten_leaves(cast("object", found)), convert))
 
     return test
 
 
-def _equals(get: Callable[[object], object], wanted: str, lower: bool, otherwise: Test) -> Test:
+def _equals(get: Callable[[object], object], wanted: str, lower: bool, otherwise: RecordTest) -> RecordTest:
     """The clause that most filters have: one plain string against another."""
 
     def test(members: object) -> bool:
@@ -179,7 +185,7 @@ def _converted(found: list[object], convert: Convert) -> Iterable[Value]:
     return (value for leaf in found if (value := convert(leaf)) is not None)
 
 
-def _check(clause: HasValue | Equals | StartsWith | Compares | Words | Phrase) -> Check:
+def _check(clause: HasValue | Equals | StartsWith | Compares | Words | Phrase) -> ValueCheck:
     match clause:
         case HasValue():
             return lambda _value: True
@@ -188,19 +194,19 @@ def _check(clause: HasValue | Equals | StartsWith | Compares | Words | Phrase) -
         case StartsWith(_, prefix):
             return lambda value: value.startswith(prefix)
         case Compares(_, comparison, bound):
-            compares = _COMPARES[comparison]
+            compares = _COMPARE_FUNCTIONS[comparison]
             return lambda value: compares(value, bound)
         case Words(_, tokens, prefix):
             return _words(tokens, prefix)
         case Phrase(_, tokens):
-            return lambda value: has_phrase(tokens_of(value), tokens)
+            return lambda value: has_phrase(tokenize_text(value), tokens)
 
 
-def _words(tokens: tuple[str, ...], prefix: bool) -> Check:
+def _words(tokens: tuple[str, ...], prefix: bool) -> ValueCheck:
     # A token that is in no part of the text is no token of it: most texts are settled by that.
     needle = max(tokens, key=len)
 
     def check(value: str) -> bool:
-        return needle in value.lower() and has_words(tokens_of(value), tokens, prefix)
+        return needle in value.lower() and has_words(tokenize_text(value), tokens, prefix)
 
     return check

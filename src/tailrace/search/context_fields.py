@@ -13,65 +13,65 @@ from typing import Final
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import shown
+from tailrace.schema.body import shorten
 from tailrace.schema.search_fields import Binding, Field, Kind
-from tailrace.search.dialect import SEARCH, Dialect
-from tailrace.search.parser import And, Compare, Node, Not, Or, parse
-from tailrace.search.values import converter
-from tailrace.search.view import View
+from tailrace.search.dialect import SEARCH_DIALECT, Dialect
+from tailrace.search.parser import And, FieldComparison, Not, Or, QueryNode, parse_query_text
+from tailrace.search.values import converter_for
+from tailrace.search.view import RecordView
 
-PREFIX: Final = "context."
-PROFILE: Final = "evlog"
+CONTEXT_PREFIX: Final = "context."
+CONTEXT_PROFILE: Final = "evlog"
 _KINDS: Final[tuple[Kind, ...]] = ("float", "bool")
-_VIEWS_KEPT: Final = 64
+_VIEWS_CACHED_MAX: Final = 64
 
 
-def with_context_fields(view: View, text: str, dialect: Dialect = SEARCH) -> View:
+def add_context_fields(view: RecordView, text: str, dialect: Dialect = SEARCH_DIALECT) -> RecordView:
     """The view that has the fields of `context` which a query asks for; the same one if there are none."""
-    if view.config.profile != PROFILE or PREFIX not in text:
+    if view.config.profile != CONTEXT_PROFILE or CONTEXT_PREFIX not in text:
         return view
     try:
-        tree = parse(text, dialect)
+        tree = parse_query_text(text, dialect)
     except TailraceError:
         return view  # refused when it is bound, in the usual order
     kinds: dict[str, Kind] = {}
-    for clause in _clauses(tree):
-        if not clause.name.startswith(PREFIX) or view.config.resolve(clause.name) is not None:
+    for clause in _field_comparisons(tree):
+        if not clause.name.startswith(CONTEXT_PREFIX) or view.config.resolve(clause.name) is not None:
             continue
-        kind = _kind_of(clause)
+        kind = _infer_kind(clause)
         if kinds.setdefault(clause.name, kind) != kind:
             raise dialect.refuse(
-                f"{dialect.field} {shown(clause.name)} is asked for by values of two kinds; quote a number "
+                f"{dialect.field} {shorten(clause.name)} is asked for by values of two kinds; quote a number "
                 "that is meant as text"
             )
-    return _extended(view, tuple(sorted(kinds.items()))) if kinds else view
+    return _extend_view(view, tuple(sorted(kinds.items()))) if kinds else view
 
 
-def _clauses(tree: Node) -> Iterator[Compare]:
+def _field_comparisons(tree: QueryNode) -> Iterator[FieldComparison]:
     match tree:
         case And(children) | Or(children):
             for child in children:
-                yield from _clauses(child)
+                yield from _field_comparisons(child)
         case Not(child):
-            yield from _clauses(child)
-        case Compare():
+            yield from _field_comparisons(child)
+        case FieldComparison():
             yield tree
         case _:
             pass
 
 
-def _kind_of(clause: Compare) -> Kind:
+def _infer_kind(clause: FieldComparison) -> Kind:
     """A number or a truth if it is written as one, else text."""
     if clause.value.quoted:
         return "keyword"
     for kind in _KINDS:
-        if converter(Field(kind, ()))(clause.value.text) is not None:
+        if converter_for(Field(kind, ()))(clause.value.text) is not None:
             return kind
     return "keyword"
 
 
-@lru_cache(_VIEWS_KEPT)
-def _extended(view: View, kinds: tuple[tuple[str, Kind], ...]) -> View:
+@lru_cache(_VIEWS_CACHED_MAX)
+def _extend_view(view: RecordView, kinds: tuple[tuple[str, Kind], ...]) -> RecordView:
     fields = dict(view.config.fields)
     for name, kind in kinds:
         pointer = "".join("/" + part.replace("~", "~0").replace("/", "~1") for part in name.split("."))
@@ -82,6 +82,6 @@ def _extended(view: View, kinds: tuple[tuple[str, Kind], ...]) -> View:
             else Field(kind, bindings, exact=True, column=True)
         )
     search = msgspec.structs.replace(view.config, fields=fields)
-    extended = View(msgspec.structs.replace(view.registry, search=search))
+    extended = RecordView(msgspec.structs.replace(view.registry, search=search))
     extended.indexed = view
     return extended

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from tailrace.search.plan import Stretch
+from tailrace.search.plan import ScanRange
 
 
-class Counters:
+class SearchCounters:
     """Times are in seconds while they are counted, and milliseconds where they are shown."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-class Omitted(NamedTuple):
+class OmittedRows(NamedTuple):
     """The rows that were not decided."""
 
     segments: int  # uploaded ones with such a row
@@ -69,26 +69,32 @@ class Omitted(NamedTuple):
     oldest: int | None  # the first such entry
 
 
-NOTHING_OMITTED = Omitted(0, 0, 0, 0, None)
+NOTHING_OMITTED = OmittedRows(0, 0, 0, 0, None)
 
 
-def visible_through(first: int, last: int, undecided: Sequence[Stretch]) -> int:
+def visible_through(first: int, last: int, undecided: Sequence[ScanRange]) -> int:
     """The greatest entry with nothing undecided at or below it."""
     return min((stretch.first - 1 for stretch in undecided), default=last) if last >= first else last
 
 
-def omitted(undecided: Sequence[Stretch], sealed: int, segments: Sequence[tuple[int, int]]) -> Omitted:
+def count_omitted(
+    undecided: Sequence[ScanRange], sealed: int, segments: Sequence[tuple[int, int]]
+) -> OmittedRows:
     """`segments` are the first and last entries of those that may hold undecided rows."""
     if not undecided:
         return NOTHING_OMITTED
     rows = sum(stretch.last - stretch.first + 1 for stretch in undecided)
     unsealed = sum(max(0, stretch.last - max(stretch.first - 1, sealed)) for stretch in undecided)
-    return Omitted(
-        touched(segments, undecided), 0, unsealed, rows, min(stretch.first for stretch in undecided)
+    return OmittedRows(
+        count_touched_segments(segments, undecided),
+        0,
+        unsealed,
+        rows,
+        min(stretch.first for stretch in undecided),
     )
 
 
-def touched(segments: Sequence[tuple[int, int]], stretches: Sequence[Stretch]) -> int:
+def count_touched_segments(segments: Sequence[tuple[int, int]], stretches: Sequence[ScanRange]) -> int:
     """How many segments have a row in some of the stretches."""
     ordered = sorted(stretches)
     firsts = [stretch.first for stretch in ordered]

@@ -9,9 +9,9 @@ from typing import Final, NamedTuple
 
 from tailrace.common.errors import TailraceError
 
-TEXT_BYTES_MAX: Final = 16 * 1024
+QUERY_BYTES_MAX: Final = 16 * 1024
 CLAUSES_MAX: Final = 1024
-DEPTH_MAX: Final = 64
+QUERY_DEPTH_MAX: Final = 64
 
 
 class Dialect(NamedTuple):
@@ -28,7 +28,9 @@ class Dialect(NamedTuple):
         return TailraceError(self.code, message)
 
 
-FILTER: Final = Dialect("invalid_filter", "filter", "filter", "filter clause", "filter field", bare=False)
-SEARCH: Final = Dialect(
+FILTER_DIALECT: Final = Dialect(
+    "invalid_filter", "filter", "filter", "filter clause", "filter field", bare=False
+)
+SEARCH_DIALECT: Final = Dialect(
     "invalid_request", "q", "search query", "fielded search clause", "search field", bare=True
 )

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Final
 
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.analyze import tokens_of
+from tailrace.search.analyze import tokenize_text
 from tailrace.search.bind import (
     All,
     AnyOf,
     Anywhere,
-    Bound,
+    BoundQuery,
     Compares,
     Equals,
     HasValue,
@@ -23,10 +23,10 @@ from tailrace.search.bind import (
     StartsWith,
     Words,
 )
-from tailrace.search.parser import Comparison
-from tailrace.search.values import Value, values_of
+from tailrace.search.parser import ComparisonOperator
+from tailrace.search.values import Value, field_values
 
-_SIDES: Final[dict[Comparison, Callable[[Value, int | float], bool]]] = {
+_COMPARISONS: Final[dict[ComparisonOperator, Callable[[Value, int | float], bool]]] = {
     "=": lambda value, bound: value == bound,
     ">": lambda value, bound: not isinstance(value, str) and value > bound,
     ">=": lambda value, bound: not isinstance(value, str) and value >= bound,
@@ -35,26 +35,26 @@ _SIDES: Final[dict[Comparison, Callable[[Value, int | float], bool]]] = {
 }
 
 
-def evaluate(query: Bound, record: object, config: SearchConfig, version: int) -> bool:
+def evaluate_record(query: BoundQuery, record: object, config: SearchConfig, version: int) -> bool:
     """Whether a record, promoted to `version`, matches. None stands for one that could not be promoted."""
 
     def values(field: str) -> list[Value]:
-        return values_of(record, config.fields[field], version)
+        return field_values(record, config.fields[field], version)
 
-    return holds(query, values)
+    return evaluate_values(query, values)
 
 
-def holds(query: Bound, values: Callable[[str], list[Value]]) -> bool:
+def evaluate_values(query: BoundQuery, values: Callable[[str], list[Value]]) -> bool:
     """Whether the query holds for a record that has these values."""
     match query:
         case All(clauses):
-            return all(holds(clause, values) for clause in clauses)
+            return all(evaluate_values(clause, values) for clause in clauses)
         case AnyOf(clauses):
-            return any(holds(clause, values) for clause in clauses)
+            return any(evaluate_values(clause, values) for clause in clauses)
         case Anywhere(targets):
-            return any(holds(target, values) for target in targets)
+            return any(evaluate_values(target, values) for target in targets)
         case Negation(clause):
-            return not holds(clause, values)
+            return not evaluate_values(clause, values)
         case HasValue(field):
             return bool(values(field))
         case Equals(field, wanted):
@@ -62,11 +62,11 @@ def holds(query: Bound, values: Callable[[str], list[Value]]) -> bool:
         case StartsWith(field, prefix):
             return any(str(value).startswith(prefix) for value in values(field))
         case Compares(field, comparison, bound):
-            return any(_SIDES[comparison](value, bound) for value in values(field))
+            return any(_COMPARISONS[comparison](value, bound) for value in values(field))
         case Words(field, tokens, prefix):
-            return any(has_words(tokens_of(str(value)), tokens, prefix) for value in values(field))
+            return any(has_words(tokenize_text(str(value)), tokens, prefix) for value in values(field))
         case Phrase(field, tokens):
-            return any(has_phrase(tokens_of(str(value)), tokens) for value in values(field))
+            return any(has_phrase(tokenize_text(str(value)), tokens) for value in values(field))
 
 
 def has_words(found: list[str], wanted: tuple[str, ...], prefix: bool) -> bool:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from tailrace.search.bind import Bound
-from tailrace.search.index_files.wants import is_beyond_times
-from tailrace.search.plan import Stretch
+from tailrace.search.bind import BoundQuery
+from tailrace.search.index_files.wants import is_outside_times
+from tailrace.search.plan import ScanRange
 from tailrace.search.score import Statistics
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 
-STRETCHES_MAX = 4096
-TOKENS_MAX = 64  # counted in one stretch
+RANGES_CACHED_MAX = 4096
+TOKENS_PER_RANGE_MAX = 64  # counted in one stretch
 
 
-class Facts:
+class RangeStatistics:
     """Of one stretch: how far its primary timestamps reach, and counts of its texts."""
 
     __slots__ = ("_fields", "_tokens", "has_primary", "primary_max", "primary_min")
@@ -35,11 +35,11 @@ class Facts:
             for name, tokens in wanted.items()
         )
 
-    def rules_out(self, query: Bound, primary: str | None) -> bool:
+    def rules_out(self, query: BoundQuery, primary: str | None) -> bool:
         """Whether no row can match, by the times alone."""
         if primary is None or self.primary_max is None or self.primary_min is None:
             return False
-        return is_beyond_times(query, primary, (self.primary_min, self.primary_max))
+        return is_outside_times(query, primary, (self.primary_min, self.primary_max))
 
     def learn(self, statistics: Statistics, primary_max: int | None, primary_min: int | None = None) -> None:
         """Counts of the whole stretch, and of nothing else."""
@@ -49,7 +49,7 @@ class Facts:
         for name, field in statistics.items():
             self._fields[name] = (field.documents, field.tokens)
             for token, count in field.with_token.items():
-                if len(self._tokens) >= TOKENS_MAX:
+                if len(self._tokens) >= TOKENS_PER_RANGE_MAX:
                     self._tokens.clear()
                 self._tokens[name, token] = count
 
@@ -59,21 +59,21 @@ class Facts:
             field.add(documents, tokens, {token: self._tokens[name, token] for token in field.with_token})
 
 
-class FactsCache:
+class RangeStatisticsCache:
     """By stream and stretch, the least recently used out first. Entries never change, registries do."""
 
     def __init__(self) -> None:
-        self._facts: OrderedDict[tuple[int, int], tuple[View, Facts]] = OrderedDict()
+        self._facts: OrderedDict[tuple[int, int], tuple[RecordView, RangeStatistics]] = OrderedDict()
 
-    def find(self, number: int, stretch: Stretch, view: View) -> Facts | None:
+    def find(self, number: int, stretch: ScanRange, view: RecordView) -> RangeStatistics | None:
         kept = self._facts.get((number, stretch.first))
         if kept is None or not kept[0].same_values(view):
             return None
         self._facts.move_to_end((number, stretch.first))
         return kept[1]
 
-    def put(self, number: int, stretch: Stretch, view: View, facts: Facts) -> None:
+    def put(self, number: int, stretch: ScanRange, view: RecordView, facts: RangeStatistics) -> None:
         self._facts[number, stretch.first] = (view, facts)
         self._facts.move_to_end((number, stretch.first))
-        while len(self._facts) > STRETCHES_MAX:
+        while len(self._facts) > RANGES_CACHED_MAX:
             self._facts.popitem(last=False)

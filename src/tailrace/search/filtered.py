@@ -14,19 +14,19 @@ from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.protocol.http_headers import header_line
 from tailrace.schema.registry import Registry
-from tailrace.search.filtering import Filter, Sieve
-from tailrace.search.index_files.library import Library
-from tailrace.search.narrowing import Narrowing
+from tailrace.search.filtering import FilterScan, RecordFilter
+from tailrace.search.index_files.library import IndexCatalogue
+from tailrace.search.narrowing import IndexPrefilter
 
-THREADS = 2
-SCANS_MAX = 8  # at once; each holds a page or two
-FILTERS_KEPT_BYTES = 256 * 1024  # of their texts, each with something on top: what is compiled grows alike
+FILTER_THREADS = 2
+CONCURRENT_SCANS_MAX = 8  # at once; each holds a page or two
+FILTER_CACHE_BYTES = 256 * 1024  # of their texts, each with something on top: what is compiled grows alike
 FILTER_BASE_BYTES = 1024
 SHORT_FILTER_BYTES = 1024  # a longer one is never evaluated on the loop
 INLINE_BYTES = 32 * 1024  # decided on the loop: less than handing them to a thread would cost
-WORK_BYTES = 256 * 1024  # decided on a thread before others have their turn
+SCAN_STEP_BYTES = 256 * 1024  # decided on a thread before others have their turn
 # Part of the time for a request after which an answer is given with what is decided so far.
-PATIENCE = 0.6
+SCAN_TIME_SHARE = 0.6
 
 
 class FilteredReads:
@@ -37,11 +37,11 @@ class FilteredReads:
         self._reader = context.log.reader
         self._limits = context.limits
         self._registry_of = registry_of
-        self._threads = ThreadPoolExecutor(THREADS, "filter")
-        self._turns = asyncio.Semaphore(SCANS_MAX)
-        self._kept: OrderedDict[tuple[int, str], Filter] = OrderedDict()
+        self._threads = ThreadPoolExecutor(FILTER_THREADS, "filter")
+        self._turns = asyncio.Semaphore(CONCURRENT_SCANS_MAX)
+        self._kept: OrderedDict[tuple[int, str], RecordFilter] = OrderedDict()
         self._kept_bytes = 0
-        self.library: Library | None = None  # set by whoever knows what is published
+        self.library: IndexCatalogue | None = None  # set by whoever knows what is published
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -54,7 +54,7 @@ class FilteredReads:
             raise TailraceError("invalid_filter", f"filter does not support live={mode}")
         self.filter_of(stream, text)
 
-    def filter_of(self, stream: Stream, text: str) -> Filter:
+    def filter_of(self, stream: Stream, text: str) -> RecordFilter:
         """The filter as the stream's registry of this moment understands it."""
         registry = self._registry_of(stream)
         key = (stream.number, text)
@@ -65,17 +65,17 @@ class FilteredReads:
         if found is not None:
             del self._kept[key]
             self._kept_bytes -= len(text) + FILTER_BASE_BYTES
-        made = self._kept[key] = Filter(text, registry)
+        made = self._kept[key] = RecordFilter(text, registry)
         self._kept_bytes += len(text) + FILTER_BASE_BYTES
-        while self._kept_bytes > FILTERS_KEPT_BYTES:
+        while self._kept_bytes > FILTER_CACHE_BYTES:
             (_, oldest), _ = self._kept.popitem(last=False)
             self._kept_bytes -= len(oldest) + FILTER_BASE_BYTES
         return made
 
-    def begin(self, stream: Stream, text: str, start: int, scanned_bytes: int) -> Sieve:
+    def begin(self, stream: Stream, text: str, start: int, scanned_bytes: int) -> FilterScan:
         """A sieve for one answer. Of the bytes that may be scanned for it, some may have been already."""
         limits = self._limits
-        return Sieve(
+        return FilterScan(
             self.filter_of(stream, text),
             start,
             stream.visible,
@@ -84,7 +84,7 @@ class FilteredReads:
             limits.filter_scan_bytes - scanned_bytes,
         )
 
-    def try_scan(self, stream: Stream, sieve: Sieve, key: bytes | None) -> bool:
+    def try_scan(self, stream: Stream, sieve: FilterScan, key: bytes | None) -> bool:
         """Scans a little, on the spot. Whether that was all there is to do."""
         if sieve.done:
             return True
@@ -98,12 +98,12 @@ class FilteredReads:
         self._settle(sieve, page, sieve.take(page.entries(), page.parts, 0, 2 * INLINE_BYTES))
         return sieve.done
 
-    async def scan(self, stream: Stream, sieve: Sieve, key: bytes | None, until: float) -> None:
+    async def scan(self, stream: Stream, sieve: FilterScan, key: bytes | None, until: float) -> None:
         """Scans until the answer is full, everything is decided, or the time (of the loop) has come."""
         limits = self._limits
         narrowing = None
         if self.library is not None and sieve.decided < stream.sealed:
-            narrowing = Narrowing(self.library, stream, sieve.filter.view, sieve.filter.query)
+            narrowing = IndexPrefilter(self.library, stream, sieve.filter.view, sieve.filter.query)
         async with self._turns:
             while not sieve.done:
                 entries_max = limits.read_page_entries
@@ -119,13 +119,15 @@ class FilteredReads:
                 entries, index = page.entries(), 0
                 while index < page.count and not sieve.done:
                     index = await self._loop.run_in_executor(
-                        self._threads, sieve.take, entries, page.parts, index, WORK_BYTES
+                        self._threads, sieve.take, entries, page.parts, index, SCAN_STEP_BYTES
                     )
                 self._settle(sieve, page, index)
                 if self._loop.time() >= until:
                     break
 
-    async def _narrow(self, narrowing: Narrowing, sieve: Sieve, key: bytes | None, entries_max: int) -> int:
+    async def _narrow(
+        self, narrowing: IndexPrefilter, sieve: FilterScan, key: bytes | None, entries_max: int
+    ) -> int:
         """Passes over what an index rules out; answers how many entries to read then, 0 for none here."""
         known = await narrowing.at(sieve.decided + 1)
         if known is None:
@@ -137,15 +139,15 @@ class FilteredReads:
         sieve.pass_over(run[0] - 1)
         return entries_max if key is not None else min(entries_max, run[1] - run[0] + 1)
 
-    def _settle(self, sieve: Sieve, page: Page, index: int) -> None:
+    def _settle(self, sieve: FilterScan, page: Page, index: int) -> None:
         if index == page.count:
             sieve.pass_over(page.next_entry)
 
     def patience(self, started: float) -> float:
         """When a scan that began with a request has to come to an end."""
-        return started + self._limits.request_ms * PATIENCE / 1000
+        return started + self._limits.request_ms * SCAN_TIME_SHARE / 1000
 
-    def limit_lines(self, sieve: Sieve, scanned_before: int) -> bytes:
+    def limit_lines(self, sieve: FilterScan, scanned_before: int) -> bytes:
         """The headers that say that the scan ended before the stream did."""
         if not sieve.scan_limit_reached:
             return b""

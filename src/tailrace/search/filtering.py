@@ -11,21 +11,21 @@ from tailrace.schema.promote import Promoter
 from tailrace.schema.registry import Registry
 from tailrace.search.bind import bind_query
 from tailrace.search.compiled import Matcher
-from tailrace.search.context_fields import with_context_fields
-from tailrace.search.dialect import FILTER
-from tailrace.search.view import View
+from tailrace.search.context_fields import add_context_fields
+from tailrace.search.dialect import FILTER_DIALECT
+from tailrace.search.view import RecordView
 
 Payload = bytes | memoryview
 
 
-class Filter:
+class RecordFilter:
     """A filter as one registry understands it. Entries count from 1, sequence numbers from 0."""
 
     def __init__(self, text: str, registry: Registry | None) -> None:
-        view: View | None = None
+        view: RecordView | None = None
         if registry is not None and registry.search is not None:
-            view = with_context_fields(View(registry), text, FILTER)
-        query = bind_query(text, None if view is None else view.config, FILTER)
+            view = add_context_fields(RecordView(registry), text, FILTER_DIALECT)
+        query = bind_query(text, None if view is None else view.config, FILTER_DIALECT)
         assert registry is not None
         assert view is not None
         self.text = text
@@ -54,7 +54,7 @@ class Filter:
         return bytes(payload)
 
 
-class Sieve:
+class FilterScan:
     """What one answer has of a stream so far: the matching entries, and how far everything is decided."""
 
     __slots__ = (
@@ -71,7 +71,13 @@ class Sieve:
     )
 
     def __init__(
-        self, chosen: Filter, after: int, upto: int, bytes_max: int, entries_max: int, scan_bytes_max: int
+        self,
+        chosen: RecordFilter,
+        after: int,
+        upto: int,
+        bytes_max: int,
+        entries_max: int,
+        scan_bytes_max: int,
     ) -> None:
         self._filter = chosen
         self._bytes_left = bytes_max
@@ -89,7 +95,7 @@ class Sieve:
         return self._filter.mark
 
     @property
-    def filter(self) -> Filter:
+    def filter(self) -> RecordFilter:
         return self._filter
 
     @property

@@ -8,7 +8,7 @@ from collections import deque
 from tailrace.common.errors import TailraceError
 
 
-class Gate:
+class ConcurrencyLimiter:
     """First come, first served. Beyond the queue a search is refused."""
 
     def __init__(self, running_max: int, waiting_max: int) -> None:

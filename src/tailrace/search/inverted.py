@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
-from tailrace.search.packed import bits_of, bits_where, pack, size_of
+from tailrace.search.packed import array_bytes, bits_from_rows, bits_in_code_range, pack_numbers
 
 _DENSE = 16  # a term in more than one of so many rows has a set of rows instead of a list
 _SET_BYTES = 120  # of such a set, beside its bits
 _LENGTHS_MAX = 64  # of texts in a chunk, for each of which there is a set of rows
 
 
-class Lists(NamedTuple):
+class InvertedLists(NamedTuple):
     """The rows of each term, one list behind the other, and where each ends; sets for terms of many rows."""
 
     rows: array[int]
@@ -26,17 +26,17 @@ class Lists(NamedTuple):
 
     def memory_bytes(self, count: int) -> int:
         sets = len(self.dense) + len(self.lengths or ())
-        lists = size_of(self.rows) + size_of(self.ends) + sum(map(size_of, self.repeats.values()))
+        lists = array_bytes(self.rows) + array_bytes(self.ends) + sum(map(array_bytes, self.repeats.values()))
         return lists + sets * (_SET_BYTES + count // 8) + len(self.repeats) * _SET_BYTES
 
 
-def one_row_each(order: Sequence[int]) -> Lists:
+def invert_unique(order: Sequence[int]) -> InvertedLists:
     """Of a column in which terms and rows are one to one; `order` are the rows by rank."""
     count = len(order)
-    return Lists(pack(order, count), pack(range(1, count + 1), count), {}, None, {})
+    return InvertedLists(pack_numbers(order, count), pack_numbers(range(1, count + 1), count), {}, None, {})
 
 
-def invert_single(ranks: Sequence[int], terms: int) -> Lists:
+def invert_single(ranks: Sequence[int], terms: int) -> InvertedLists:
     """Of a column with exactly one value in each row."""
     count = len(ranks)
     found = Counter(ranks)
@@ -53,17 +53,21 @@ def invert_single(ranks: Sequence[int], terms: int) -> Lists:
         for rank in often:
             begin, end = ends[rank] - sizes[rank], ends[rank]
             dense[rank] = (
-                bits_of(rows[begin:end], count) if codes is None else bits_where(codes, rank, rank + 1)
+                bits_from_rows(rows[begin:end], count)
+                if codes is None
+                else bits_in_code_range(codes, rank, rank + 1)
             )
             kept += rows[at:begin]
             at = end
             sizes[rank] = 0
         rows = kept + rows[at:]
     ends = list(accumulate(sizes))
-    return Lists(pack(rows, count), pack(ends, len(rows)), dense, None, {})
+    return InvertedLists(pack_numbers(rows, count), pack_numbers(ends, len(rows)), dense, None, {})
 
 
-def invert(ranks: Sequence[int], starts: Sequence[int], terms: int, lengths: Sequence[int] | None) -> Lists:
+def invert(
+    ranks: Sequence[int], starts: Sequence[int], terms: int, lengths: Sequence[int] | None
+) -> InvertedLists:
     """Of a column with any number of values in a row; `lengths` are those of texts, in tokens."""
     count = len(starts) - 1
     owners = list(chain.from_iterable(repeat(row, starts[row + 1] - starts[row]) for row in range(count)))
@@ -79,14 +83,14 @@ def invert(ranks: Sequence[int], starts: Sequence[int], terms: int, lengths: Seq
         at += len(own)
         once = list(dict.fromkeys(own))
         if len(once) < len(own) and lengths is not None:
-            repeats[rank] = pack([row for row, often in Counter(own).items() if often > 1], count)
+            repeats[rank] = pack_numbers([row for row, often in Counter(own).items() if often > 1], count)
         if _is_dense(len(once), count):
-            dense[rank] = bits_of(once, count)
+            dense[rank] = bits_from_rows(once, count)
         else:
             rows += once
         ends.append(len(rows))
     by_length = None if lengths is None else _by_length(lengths)
-    return Lists(pack(rows, count), pack(ends, len(rows)), dense, by_length, repeats)
+    return InvertedLists(pack_numbers(rows, count), pack_numbers(ends, len(rows)), dense, by_length, repeats)
 
 
 def _is_dense(size: int, count: int) -> bool:
@@ -99,14 +103,14 @@ def _by_length(lengths: Sequence[int]) -> dict[int, int] | None:
         return None
     if max(distinct, default=0) < 256:
         codes = bytes(lengths)
-        return {length: bits_where(codes, length, length + 1) for length in sorted(distinct)}
+        return {length: bits_in_code_range(codes, length, length + 1) for length in sorted(distinct)}
     by_length: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
         by_length.setdefault(length, []).append(row)
-    return {length: bits_of(rows, len(lengths)) for length, rows in by_length.items()}
+    return {length: bits_from_rows(rows, len(lengths)) for length, rows in by_length.items()}
 
 
-def owners_of(starts: Sequence[int], positions: Iterable[int]) -> Iterable[int]:
+def rows_at_positions(starts: Sequence[int], positions: Iterable[int]) -> Iterable[int]:
     """The rows that these positions of a column belong to. Positions ascend."""
     row = 0
     for position in positions:

@@ -12,23 +12,23 @@ from typing import Any, cast
 
 import msgspec
 
-from tailrace.schema.pointer import ABSENT, find
+from tailrace.schema.pointer import ABSENT, resolve_pointer
 
-Tokens = tuple[str, ...]
-Get = Callable[[Any], object]  # from the members of a record to what a pointer finds
+PointerTokens = tuple[str, ...]
+Getter = Callable[[Any], object]  # from the members of a record to what a pointer finds
 
 # What a member may be where an object is expected. An array may be gone into by its places.
-_NO_OBJECT = str | int | float | bool | list[Any] | None
+_NON_OBJECT = str | int | float | bool | list[Any] | None
 
-UNDECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Members:
+class MemberReader:
     """The wanted members of records, by pointers with one token at least."""
 
     __slots__ = ("_names", "_shape", "decode", "none")
 
-    def __init__(self, pointers: Iterable[Tokens]) -> None:
+    def __init__(self, pointers: Iterable[PointerTokens]) -> None:
         wanted = _Node()
         for tokens in pointers:
             wanted.add(tokens)
@@ -44,14 +44,14 @@ class Members:
             return self.none
         return self._shape(*map(cast("dict[str, object]", record).get, self._names))
 
-    def getter(self, tokens: Tokens) -> Get:
+    def getter(self, tokens: PointerTokens) -> Getter:
         """What lies at one of the pointers, `ABSENT` or None where nothing does."""
         return (
             attrgetter(f"m{self._names.index(tokens[0])}") if len(tokens) == 1 else _Path(self._shape, tokens)
         )
 
 
-def column_of_raw(members: Sequence[Any], get: Get) -> list[object]:
+def raw_column(members: Sequence[Any], get: Getter) -> list[object]:
     """What a getter finds in each record; None where nothing is."""
     if isinstance(get, _Path):
         try:
@@ -67,7 +67,7 @@ class _Path:
 
     __slots__ = ("_tokens", "straight")
 
-    def __init__(self, shape: Any, tokens: Tokens) -> None:
+    def __init__(self, shape: Any, tokens: PointerTokens) -> None:
         self._tokens = tokens
         attributes: list[str] = []
         for token in tokens:
@@ -85,7 +85,7 @@ class _Path:
             attribute, _ = cast("Any", type(found)).inner[self._tokens[at]]
             found = getattr(found, attribute)
             at += 1
-        return find(found, self._tokens[at:])
+        return resolve_pointer(found, self._tokens[at:])
 
 
 class _Node:
@@ -95,7 +95,7 @@ class _Node:
         self.inner: dict[str, _Node] = {}
         self.whole = False  # some pointer ends here
 
-    def add(self, tokens: Tokens) -> None:
+    def add(self, tokens: PointerTokens) -> None:
         if not tokens:
             self.whole = True
             return
@@ -108,7 +108,7 @@ class _Node:
             shape: Any = None if node.whole or not node.inner else node.shape()
             # An object that is missing is as good as an empty one, and leads on.
             fields.append(
-                (f"m{index}", Any, None) if shape is None else (f"m{index}", shape | _NO_OBJECT, shape())
+                (f"m{index}", Any, None) if shape is None else (f"m{index}", shape | _NON_OBJECT, shape())
             )
             inner[name] = f"m{index}", shape
         names = {attribute: name for name, (attribute, _) in inner.items()}

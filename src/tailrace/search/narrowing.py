@@ -6,18 +6,18 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from tailrace.log.model import Stream
-from tailrace.search.bind import Bound
-from tailrace.search.index_files.library import Library
+from tailrace.search.bind import BoundQuery
+from tailrace.search.index_files.library import IndexCatalogue
 from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.index_files.span import Span
-from tailrace.search.index_files.wants import Wants
-from tailrace.search.packed import rows_of
-from tailrace.search.view import View
+from tailrace.search.index_files.span import IndexSpan
+from tailrace.search.index_files.wants import FileSelection
+from tailrace.search.packed import rows_from_bits
+from tailrace.search.view import RecordView
 
-NEAR = 64  # entries between two candidates that are fetched in one go
+CANDIDATE_GAP_MAX = 64  # entries between two candidates that are fetched in one go
 
 
-class Candidates(NamedTuple):
+class CandidateEntries(NamedTuple):
     """The entries of one stretch that may match; all others of it do not."""
 
     last: int
@@ -30,25 +30,25 @@ class Candidates(NamedTuple):
             return None
         first = end = self.entries[at]
         for entry in self.entries[at + 1 :]:
-            if entry - end > NEAR:
+            if entry - end > CANDIDATE_GAP_MAX:
                 break
             end = entry
         return first, end
 
 
-class Narrowing:
+class IndexPrefilter:
     """One read with one filter. It remembers the span it is in."""
 
-    def __init__(self, library: Library, stream: Stream, view: View, query: Bound) -> None:
+    def __init__(self, library: IndexCatalogue, stream: Stream, view: RecordView, query: BoundQuery) -> None:
         self._library = library
         self._stream = stream
         self._view = view
         self._query = query
         # Without a primary timestamp: nobody asks a filter how far times reach.
-        self._wants = Wants(view, query, (), (), with_times=False)
-        self._known: tuple[Span, Candidates | None] | None = None
+        self._wants = FileSelection(view, query, (), (), with_times=False)
+        self._known: tuple[IndexSpan, CandidateEntries | None] | None = None
 
-    async def at(self, entry: int) -> Candidates | None:
+    async def at(self, entry: int) -> CandidateEntries | None:
         """What may match in the span that an entry lies in; None if nothing is known of it."""
         if self._known is not None and self._known[0].first <= entry <= self._known[0].last:
             return self._known[1]
@@ -60,9 +60,9 @@ class Narrowing:
         self._known = (span, await self._judged(span))
         return self._known[1]
 
-    async def _judged(self, span: Span) -> Candidates | None:
+    async def _judged(self, span: IndexSpan) -> CandidateEntries | None:
         if self._wants.rules_out(span):
-            return Candidates(span.last, [])
+            return CandidateEntries(span.last, [])
         files = self._wants.files(span, self._stream.earliest)
         if files is None:
             return None
@@ -70,12 +70,12 @@ class Narrowing:
         if len(opened) < len(files):
             return None
 
-        def judged() -> Candidates:
+        def judged() -> CandidateEntries:
             from tailrace.search.index_files.source import SpanSource  # brings Arrow, which is large
 
             source = SpanSource(span, self._view.config, opened)
-            return Candidates(
-                span.last, [source.entries[row] for row in rows_of(source.judge(self._query).maybe)]
+            return CandidateEntries(
+                span.last, [source.entries[row] for row in rows_from_bits(source.judge(self._query).maybe)]
             )
 
         try:

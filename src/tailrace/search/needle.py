@@ -11,16 +11,16 @@ import re
 from collections.abc import Sequence
 
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.bind import All, AnyOf, Anywhere, Bound, Equals, Phrase, StartsWith, Words
+from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, Equals, Phrase, StartsWith, Words
 
 _SAFE = re.compile(r"[A-Za-z0-9_.-]+")
-NEEDLES_MAX = 8
+PREFILTER_WORDS_MAX = 8
 
 # U+212A KELVIN SIGN and U+0130 are the only letters outside ASCII whose lower case begins with an ASCII one.
 _ODD_LOWER = ("\u212a".encode(), "\u0130".encode())
 
 
-class Needles:
+class PayloadPrefilter:
     """A payload without any of them does not match. They are in lower case if `lower`."""
 
     __slots__ = ("_lower", "_words")
@@ -39,42 +39,42 @@ class Needles:
         return self._lower and not payload.isascii() and any(odd in payload for odd in _ODD_LOWER)
 
 
-def needles_of(query: Bound, config: SearchConfig) -> Needles | None:
+def build_prefilter(query: BoundQuery, config: SearchConfig) -> PayloadPrefilter | None:
     """The needles of a query; None if it can match without any."""
-    found = _needed(query, config)
-    if found is None or len(found) > NEEDLES_MAX:
+    found = _required_words(query, config)
+    if found is None or len(found) > PREFILTER_WORDS_MAX:
         return None
     lower = any(is_lower for _, is_lower in found)
-    return Needles([(word.lower() if lower else word).encode() for word, _ in found], lower)
+    return PayloadPrefilter([(word.lower() if lower else word).encode() for word, _ in found], lower)
 
 
-def _needed(query: Bound, config: SearchConfig) -> set[tuple[str, bool]] | None:
+def _required_words(query: BoundQuery, config: SearchConfig) -> set[tuple[str, bool]] | None:
     """Words of which one has to be there, each with whether its case does not matter."""
     match query:
         case All(clauses):
             # One clause is enough: the one with the fewest and longest needles.
-            choices = [found for clause in clauses if (found := _needed(clause, config)) is not None]
+            choices = [found for clause in clauses if (found := _required_words(clause, config)) is not None]
             return min(choices, key=_cost, default=None)
         case AnyOf(clauses) | Anywhere(clauses):
             union: set[tuple[str, bool]] = set()
             for clause in clauses:
-                found = _needed(clause, config)
+                found = _required_words(clause, config)
                 if found is None:
                     return None
                 union |= found
             return union
         case Equals(field, value) if isinstance(value, str):
-            return _word(value, config.fields[field].normalizer == "lowercase_v1")
+            return _safe_word(value, config.fields[field].normalizer == "lowercase_v1")
         case StartsWith(field, prefix):
-            return _word(prefix, config.fields[field].normalizer == "lowercase_v1")
+            return _safe_word(prefix, config.fields[field].normalizer == "lowercase_v1")
         case Words(_, tokens, _) | Phrase(_, tokens):
             safe = [token for token in tokens if token.isascii()]
-            return _word(max(safe, key=len), True) if safe else None
+            return _safe_word(max(safe, key=len), True) if safe else None
         case _:
             return None
 
 
-def _word(text: str, lower: bool) -> set[tuple[str, bool]] | None:
+def _safe_word(text: str, lower: bool) -> set[tuple[str, bool]] | None:
     return {(text, lower)} if _SAFE.fullmatch(text) else None
 
 

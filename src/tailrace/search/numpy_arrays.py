@@ -8,20 +8,20 @@ import numpy
 
 np: Any = numpy
 
-NONE: Any = np.zeros(0, np.int64)
+EMPTY: Any = np.zeros(0, np.int64)
 
 
-def numbers_in(array: Any) -> Any:
+def to_numpy(array: Any) -> Any:
     """The numbers of an Arrow array that has no nulls, where they lie."""
     return array.to_numpy(zero_copy_only=False)
 
 
-def narrowed(numbers: Any) -> Any:
+def narrow_integers(numbers: Any) -> Any:
     """Numbers that are not negative, in as few bytes as the largest of them takes."""
     return numbers.astype(np.min_scalar_type(numbers.max())) if len(numbers) else numbers
 
 
-def bits_at(rows: Any, count: int) -> int:
+def bits_from_row_array(rows: Any, count: int) -> int:
     """The set of these rows, of `count` rows there are."""
     if not len(rows):
         return 0
@@ -30,7 +30,7 @@ def bits_at(rows: Any, count: int) -> int:
     return int.from_bytes(np.packbits(marks, bitorder="little").tobytes(), "little")
 
 
-def rows_in(bits: int, count: int) -> Any:
+def row_array_from_bits(bits: int, count: int) -> Any:
     """The rows of a set, of `count` rows there are."""
     packed = np.frombuffer(bits.to_bytes(-(-count // 8), "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(packed, count=count, bitorder="little"))

@@ -13,21 +13,21 @@ from typing import Protocol
 
 from tailrace.search.values import Value
 
-_OVERHEAD_BYTES = 64  # of an array object
+_DICTIONARY_OVERHEAD_BYTES = 64  # of an array object
 _SPARSE = 8  # sets with fewer rows than one in so many are gone through from row to row
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
-def pack(numbers: Sequence[int], largest: int) -> array[int]:
+def pack_numbers(numbers: Sequence[int], largest: int) -> array[int]:
     """Unsigned numbers in the narrowest array that holds the largest."""
     return array("B" if largest < 1 << 8 else "H" if largest < 1 << 16 else "I", numbers)
 
 
-def size_of(numbers: array[int] | array[float] | None) -> int:
-    return 0 if numbers is None else len(numbers) * numbers.itemsize + _OVERHEAD_BYTES
+def array_bytes(numbers: array[int] | array[float] | None) -> int:
+    return 0 if numbers is None else len(numbers) * numbers.itemsize + _DICTIONARY_OVERHEAD_BYTES
 
 
-def bits_of(rows: Iterable[int], count: int) -> int:
+def bits_from_rows(rows: Iterable[int], count: int) -> int:
     """The set of these rows, of `count` rows there are."""
     marks = bytearray(count // 8 + 1)
     for row in rows:
@@ -35,18 +35,18 @@ def bits_of(rows: Iterable[int], count: int) -> int:
     return int.from_bytes(marks, "little")
 
 
-def bits_where(codes: bytes, first: int, end: int) -> int:
+def bits_in_code_range(codes: bytes, first: int, end: int) -> int:
     """The set of rows whose code, a byte for each row, lies from `first` to below `end`."""
     digits = b"0" * first + b"1" * (end - first) + b"0" * (256 - end)
     return int(codes.translate(digits)[::-1], 2) if codes else 0
 
 
-def bits_if(flags: Iterable[bool]) -> int:
+def bits_from_flags(flags: Iterable[bool]) -> int:
     """The set of rows that have a flag, of which there is one for each row."""
-    return bits_where(bytes(flags), 1, 2)
+    return bits_in_code_range(bytes(flags), 1, 2)
 
 
-def rows_of(bits: int) -> list[int]:
+def rows_from_bits(bits: int) -> list[int]:
     """The rows of a set, ascending."""
     length = bits.bit_length()
     if bits.bit_count() * _SPARSE > length:
@@ -60,7 +60,7 @@ def rows_of(bits: int) -> list[int]:
     return rows
 
 
-class Terms(Protocol):
+class TermDictionary(Protocol):
     """The distinct values of one field in one chunk, ascending; a term's number is its rank."""
 
     memory_bytes: int
@@ -80,12 +80,12 @@ class Terms(Protocol):
         ...
 
 
-class NumberTerms:
+class NumberDictionary:
     """Integers, dates, truths and floats."""
 
     def __init__(self, values: Sequence[int | float], is_float: bool) -> None:
         self._values: array[int] | array[float] = array("d" if is_float else "q", values)
-        self.memory_bytes = size_of(self._values)
+        self.memory_bytes = array_bytes(self._values)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -115,15 +115,15 @@ class NumberTerms:
         return range(bisect_left(values, bound), bisect_right(values, bound))
 
 
-class WordTerms:
+class StringDictionary:
     """Strings, as one run of UTF-8 and where each ends: bytes sort as code points do."""
 
     def __init__(self, words: Sequence[str]) -> None:
         text = "".join(words)
         self._text = text.encode()
         lengths = map(len, words) if text.isascii() else [len(word.encode()) for word in words]
-        self._ends = pack(list(accumulate(lengths)), len(self._text))
-        self.memory_bytes = len(self._text) + size_of(self._ends)
+        self._ends = pack_numbers(list(accumulate(lengths)), len(self._text))
+        self.memory_bytes = len(self._text) + array_bytes(self._ends)
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-from tailrace.search.dialect import CLAUSES_MAX, DEPTH_MAX, TEXT_BYTES_MAX, Dialect
+from tailrace.search.dialect import CLAUSES_MAX, QUERY_BYTES_MAX, QUERY_DEPTH_MAX, Dialect
 from tailrace.search.lexer import Token, tokenize
 
-Comparison = Literal["=", ">", ">=", "<", "<="]
+ComparisonOperator = Literal["=", ">", ">=", "<", "<="]
 
-_OPERATORS: Final[dict[str, Comparison]] = {"=": "=", ">": ">", ">=": ">=", "<": "<", "<=": "<="}
+_OPERATORS: Final[dict[str, ComparisonOperator]] = {"=": "=", ">": ">", ">=": ">=", "<": "<", "<=": "<="}
 _KEYWORDS: Final = frozenset({"and", "or", "not"})
 
 
-class Literally(NamedTuple):
+class LiteralValue(NamedTuple):
     """A value as it was written. Quoted, it is a phrase for text fields, and its `*` is a star."""
 
     text: str
@@ -24,45 +24,45 @@ class Literally(NamedTuple):
 
 
 class And(NamedTuple):
-    children: tuple[Node, ...]
+    children: tuple[QueryNode, ...]
 
 
 class Or(NamedTuple):
-    children: tuple[Node, ...]
+    children: tuple[QueryNode, ...]
 
 
 class Not(NamedTuple):
-    child: Node
+    child: QueryNode
 
 
-class Has(NamedTuple):
+class HasField(NamedTuple):
     name: str
 
 
-class Compare(NamedTuple):
+class FieldComparison(NamedTuple):
     """`name:value`, with the comparison that was written, if any."""
 
     name: str
-    comparison: Comparison | None
-    value: Literally
+    comparison: ComparisonOperator | None
+    value: LiteralValue
 
 
-class Bare(NamedTuple):
+class BareTerm(NamedTuple):
     """A word or a phrase without a field."""
 
-    value: Literally
+    value: LiteralValue
 
 
-Node = And | Or | Not | Has | Compare | Bare
+QueryNode = And | Or | Not | HasField | FieldComparison | BareTerm
 
 
-def parse(text: str, dialect: Dialect) -> Node:
+def parse_query_text(text: str, dialect: Dialect) -> QueryNode:
     """The tree of a query."""
     if not text or text.isspace():
         raise dialect.refuse(f"{dialect.parameter} must not be empty")
     # Four bytes are the most a character takes: most texts need not be encoded to be measured.
-    if len(text) * 4 > TEXT_BYTES_MAX and len(text.encode("utf-8", "surrogatepass")) > TEXT_BYTES_MAX:
-        raise dialect.refuse(f"{dialect.parameter} must not be longer than {TEXT_BYTES_MAX} bytes")
+    if len(text) * 4 > QUERY_BYTES_MAX and len(text.encode("utf-8", "surrogatepass")) > QUERY_BYTES_MAX:
+        raise dialect.refuse(f"{dialect.parameter} must not be longer than {QUERY_BYTES_MAX} bytes")
     return _Parser(tokenize(text, dialect), dialect).whole()
 
 
@@ -74,7 +74,7 @@ class _Parser:
         self._depth = 0
         self._dialect = dialect
 
-    def whole(self) -> Node:
+    def whole(self) -> QueryNode:
         tree = self._or()
         token = self._peek()
         if token is not None:
@@ -89,14 +89,14 @@ class _Parser:
         token = self._peek()
         return token is not None and token.kind == "word" and token.text.lower() == keyword
 
-    def _or(self) -> Node:
+    def _or(self) -> QueryNode:
         children = [self._and()]
         while self._is("or"):
             self._at += 1
             children.append(self._and())
         return children[0] if len(children) == 1 else Or(tuple(children))
 
-    def _and(self) -> Node:
+    def _and(self) -> QueryNode:
         children = [self._unary()]
         while True:
             if self._is("and"):
@@ -110,7 +110,7 @@ class _Parser:
         token = self._peek()
         return token is not None and token.kind in ("(", "-", "word", "quoted") and not self._is("or")
 
-    def _unary(self) -> Node:
+    def _unary(self) -> QueryNode:
         token = self._peek()
         if token is not None and (token.kind == "-" or self._is("not")):
             self._at += 1
@@ -132,10 +132,12 @@ class _Parser:
 
     def _enter(self) -> None:
         self._depth += 1
-        if self._depth > DEPTH_MAX:
-            raise self._dialect.refuse(f"{self._dialect.called} is nested deeper than {DEPTH_MAX} levels")
+        if self._depth > QUERY_DEPTH_MAX:
+            raise self._dialect.refuse(
+                f"{self._dialect.called} is nested deeper than {QUERY_DEPTH_MAX} levels"
+            )
 
-    def _clause(self) -> Node:
+    def _clause(self) -> QueryNode:
         dialect = self._dialect
         token = self._peek()
         if token is None or token.kind not in ("word", "quoted") or self._is_keyword(token):
@@ -149,32 +151,32 @@ class _Parser:
             self._at += 1
             return self._fielded(token.text)
         if dialect.bare:
-            return Bare(Literally(token.text, token.kind == "quoted"))
+            return BareTerm(LiteralValue(token.text, token.kind == "quoted"))
         if token.kind == "quoted":
             raise dialect.refuse("expected field name in filter")
         raise dialect.refuse("expected ':' in filter clause")
 
-    def _fielded(self, name: str) -> Node:
+    def _fielded(self, name: str) -> QueryNode:
         dialect = self._dialect
         if name.lower() == "has":
-            return Has(self._value("has: requires a field name", quotable=False).text)
+            return HasField(self._value("has: requires a field name", quotable=False).text)
         if name.lower() == "contains" and dialect.bare:
             raise dialect.refuse("contains: is not supported on _search yet")
-        comparison: Comparison | None = None
+        comparison: ComparisonOperator | None = None
         token = self._peek()
         if token is not None and token.kind == "op":
             comparison = _OPERATORS[token.text]
             self._at += 1
-        return Compare(name, comparison, self._value(f"expected value in {dialect.clause}"))
+        return FieldComparison(name, comparison, self._value(f"expected value in {dialect.clause}"))
 
-    def _value(self, message: str, *, quotable: bool = True) -> Literally:
+    def _value(self, message: str, *, quotable: bool = True) -> LiteralValue:
         token = self._peek()
         wanted = ("word", "quoted") if quotable else ("word",)
         # `state:OR` names Oregon; in `state: OR ...` the value was forgotten.
         if token is None or token.kind not in wanted or (self._is_keyword(token) and not token.glued):
             raise self._dialect.refuse(message)
         self._at += 1
-        return Literally(token.text, token.kind == "quoted")
+        return LiteralValue(token.text, token.kind == "quoted")
 
     def _is_keyword(self, token: Token) -> bool:
         return token.kind == "word" and token.text.lower() in _KEYWORDS

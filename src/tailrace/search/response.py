@@ -11,20 +11,20 @@ import orjson
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.log.reader import PointReader
-from tailrace.schema.pointer import ABSENT, find, parse_pointer
+from tailrace.schema.pointer import ABSENT, parse_pointer, resolve_pointer
 from tailrace.search.collect import Hit
-from tailrace.search.run import Outcome
+from tailrace.search.run import SearchResult
 from tailrace.search.search_request import SearchRequest
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 
-MS_SHOWN_MAX = 253_402_300_799_999  # the end of the year 9999; nothing later is shown as an instant
+TIMESTAMP_MS_MAX = 253_402_300_799_999  # the end of the year 9999; nothing later is shown as an instant
 
 
-async def body_of(
-    outcome: Outcome,
+async def build_search_body(
+    outcome: SearchResult,
     request: SearchRequest,
     stream: Stream,
-    view: View,
+    view: RecordView,
     reader: PointReader,
     took_ms: int,
 ) -> dict[str, object]:
@@ -39,14 +39,14 @@ async def body_of(
         "took_ms": took_ms,
         "timed_out": outcome.timed_out,
         "timeout_ms": request.timeout_ms,
-        "coverage": coverage_of(outcome, stream),
+        "coverage": build_coverage(outcome, stream),
         "total": {"value": outcome.matches, "relation": "eq" if outcome.exact else "gte"},
         "hits": hits,
-        "next_search_after": _shown(page[-1], request, stream) if page and more else None,
+        "next_search_after": _hit_sort_values(page[-1], request, stream) if page and more else None,
     }
 
 
-def coverage_of(outcome: Outcome, stream: Stream) -> dict[str, object]:
+def build_coverage(outcome: SearchResult, stream: Stream) -> dict[str, object]:
     left = outcome.omitted
     oldest_ns = outcome.oldest_omitted_ns
     return {
@@ -54,7 +54,7 @@ def coverage_of(outcome: Outcome, stream: Stream) -> dict[str, object]:
         "complete": outcome.complete,
         "stream_head_offset": stream.offset(outcome.last),
         "visible_through_offset": stream.offset(outcome.through),
-        "visible_through_primary_timestamp_max": _instant(outcome.primary_max),
+        "visible_through_primary_timestamp_max": _format_ms(outcome.primary_max),
         "oldest_omitted_append_at": None if oldest_ns is None else format_rfc3339(oldest_ns),
         "possible_missing_uploaded_segments": left.segments,
         "possible_missing_sealed_rows": left.sealed_rows,
@@ -64,7 +64,7 @@ def coverage_of(outcome: Outcome, stream: Stream) -> dict[str, object]:
     }
 
 
-def headers_of(body: dict[str, object]) -> list[tuple[str, str]]:
+def coverage_headers(body: dict[str, object]) -> list[tuple[str, str]]:
     """One header for each counter of the body."""
     coverage = cast("dict[str, object]", body["coverage"])
     total = cast("dict[str, object]", body["total"])
@@ -78,10 +78,10 @@ def headers_of(body: dict[str, object]) -> list[tuple[str, str]]:
     names = list(coverage)
     counters = names[names.index("indexed_segments") :]
     shown += [(name.replace("_", "-"), coverage[name]) for name in counters]
-    return [(f"search-{name}", _text(value)) for name, value in shown]
+    return [(f"search-{name}", _header_text(value)) for name, value in shown]
 
 
-def _text(value: object) -> str:
+def _header_text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
@@ -89,25 +89,27 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _instant(ms: int | None) -> str | None:
-    if ms is None or not 0 <= ms <= MS_SHOWN_MAX:
+def _format_ms(ms: int | None) -> str | None:
+    if ms is None or not 0 <= ms <= TIMESTAMP_MS_MAX:
         return None
     return format_rfc3339(ms * 1_000_000)
 
 
-def _hit(hit: Hit, payload: bytes, request: SearchRequest, stream: Stream, view: View) -> dict[str, object]:
+def _hit(
+    hit: Hit, payload: bytes, request: SearchRequest, stream: Stream, view: RecordView
+) -> dict[str, object]:
     record = view.record(hit.entry, payload)
     current = view.is_current(hit.entry) or record is None
     return {
         "offset": stream.offset(hit.entry),
         "score": hit.score,
-        "sort": _shown(hit, request, stream),
-        "fields": fields_of(record, view),
-        "source": orjson.Fragment(payload) if current else json_of(record),
+        "sort": _hit_sort_values(hit, request, stream),
+        "fields": hit_fields(record, view),
+        "source": orjson.Fragment(payload) if current else to_json_value(record),
     }
 
 
-def _shown(hit: Hit, request: SearchRequest, stream: Stream) -> list[object]:
+def _hit_sort_values(hit: Hit, request: SearchRequest, stream: Stream) -> list[object]:
     """The sort values of a hit, as `search_after` takes them."""
     return [
         stream.offset(hit.entry) if key.kind == "offset" else value
@@ -115,7 +117,7 @@ def _shown(hit: Hit, request: SearchRequest, stream: Stream) -> list[object]:
     ]
 
 
-def fields_of(record: object, view: View) -> dict[str, object]:
+def hit_fields(record: object, view: RecordView) -> dict[str, object]:
     """What lies at each field's pointer, as it is."""
     fields: dict[str, object] = {}
     if not isinstance(record, dict):
@@ -123,12 +125,12 @@ def fields_of(record: object, view: View) -> dict[str, object]:
     for name, field in view.config.fields.items():
         pointer = field.pointer_at(view.version)
         tokens = None if pointer is None else parse_pointer(pointer)
-        if tokens is not None and (found := find(cast("object", record), tokens)) is not ABSENT:
-            fields[name] = json_of(found)
+        if tokens is not None and (found := resolve_pointer(cast("object", record), tokens)) is not ABSENT:
+            fields[name] = to_json_value(found)
     return fields
 
 
-def json_of(value: object) -> orjson.Fragment:
+def to_json_value(value: object) -> orjson.Fragment:
     """Any value that a record can have: numbers of any size, nesting of any depth."""
     try:
         return orjson.Fragment(orjson.dumps(value))

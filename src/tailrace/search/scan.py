@@ -12,16 +12,16 @@ from functools import cached_property
 from typing import Any
 
 from tailrace.schema.search_fields import Field
-from tailrace.search.bind import All, AnyOf, Anywhere, Bound, Negation
-from tailrace.search.chunk import Chunk, columns_from
-from tailrace.search.chunk_score import explain_row
-from tailrace.search.column_build import column_from
-from tailrace.search.members import column_of_raw
-from tailrace.search.needle import needles_of
-from tailrace.search.score import FieldStatistics, Group, Statistics, boosts_of, scored_tokens
+from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, Negation
+from tailrace.search.chunk import Chunk, build_columns
+from tailrace.search.chunk_score import explain_row_score
+from tailrace.search.column_build import build_column
+from tailrace.search.members import raw_column
+from tailrace.search.needle import build_prefilter
+from tailrace.search.score import ClauseMatches, FieldStatistics, Statistics, field_boosts, scored_tokens
 from tailrace.search.search_request import SearchRequest
-from tailrace.search.values import Value, earliest_and_latest
-from tailrace.search.view import Decoder, View
+from tailrace.search.values import Value, timestamp_bounds
+from tailrace.search.view import RecordDecoder, RecordView
 
 ROWS_AT_ONCE = 512  # between two looks at the clock; far less than 20 ms of work
 BYTES_AT_ONCE = 1 << 20
@@ -29,19 +29,19 @@ BYTES_AT_ONCE = 1 << 20
 Payload = bytes | memoryview
 
 
-class Scanned(Chunk):
+class ScannedRows(Chunk):
     """Rows that were decoded for one search."""
 
 
-Take = Callable[[Scanned], None]
+ScanCallback = Callable[[ScannedRows], None]
 
 
-def fields_in(query: Bound) -> set[str]:
+def query_fields(query: BoundQuery) -> set[str]:
     match query:
         case All(clauses) | AnyOf(clauses) | Anywhere(clauses):
-            return {field for clause in clauses for field in fields_in(clause)}
+            return {field for clause in clauses for field in query_fields(clause)}
         case Negation(clause):
-            return fields_in(clause)
+            return query_fields(clause)
         case _:
             return {query.field}
 
@@ -53,14 +53,14 @@ class Scanner:
     scanner, and with it every file its hits come from, until somebody looks for cycles.
     """
 
-    def __init__(self, view: View, request: SearchRequest) -> None:
+    def __init__(self, view: RecordView, request: SearchRequest) -> None:
         self._view = view
         self._query = request.query
         self._first_current = view.first_current()
-        self._needles = needles_of(request.query, view.config)
-        self._boosts = boosts_of(view.config)
+        self._needles = build_prefilter(request.query, view.config)
+        self._boosts = field_boosts(view.config)
         self.wanted = scored_tokens(request.query)
-        self._fields = fields_in(request.query)
+        self._fields = query_fields(request.query)
         self._fields |= {key.name for key in request.sort if key.kind not in ("score", "offset")}
         self._columns = self._fields | set(self.wanted)
         self.decoded = 0
@@ -68,19 +68,26 @@ class Scanner:
     # Where indexes decide everything, nothing is decoded and nobody needs these.
 
     @cached_property
-    def _asked(self) -> Decoder:
-        return Decoder(self._view, sorted(self._fields))
+    def _asked(self) -> RecordDecoder:
+        return RecordDecoder(self._view, sorted(self._fields))
 
     @cached_property
-    def _counted(self) -> Decoder:
+    def _counted(self) -> RecordDecoder:
         primary = self._view.primary
-        return Decoder(self._view, sorted(self._columns if primary is None else {*self._columns, primary}))
+        return RecordDecoder(
+            self._view, sorted(self._columns if primary is None else {*self._columns, primary})
+        )
 
     def new_statistics(self) -> Statistics:
         return {name: FieldStatistics(sorted(tokens)) for name, tokens in self.wanted.items()}
 
     def scan(
-        self, first: int, payloads: Sequence[Payload], counts: Counts | None, deadline: float, take: Take
+        self,
+        first: int,
+        payloads: Sequence[Payload],
+        counts: ScanStatistics | None,
+        deadline: float,
+        take: ScanCallback,
     ) -> int:
         """Decides payloads of consecutive entries; answers how many before the deadline.
 
@@ -99,15 +106,17 @@ class Scanner:
             take(chunk)
         return len(payloads)
 
-    def _see_times(self, members: Sequence[Any], counts: Counts) -> None:
+    def _see_times(self, members: Sequence[Any], counts: ScanStatistics) -> None:
         primary = self._view.primary
         get = None if primary is None else self._counted.gets[primary]
         if primary is not None and get is not None:
-            bounds = bounds_of(self._view.config.fields[primary], column_of_raw(members, get))
+            bounds = value_bounds(self._view.config.fields[primary], raw_column(members, get))
             if bounds is not None:
                 counts.see(bounds)
 
-    def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float, take: Take) -> int:
+    def verify(
+        self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float, take: ScanCallback
+    ) -> int:
         """Decides payloads for their matches alone; answers how many before the deadline."""
         for begin, end in _batches(payloads):
             if begin and time.monotonic() >= deadline:
@@ -121,13 +130,13 @@ class Scanner:
                 take(self._chunk(self._asked, numbers, self._asked.all_members(numbers, some)))
         return len(payloads)
 
-    def groups_in(self, entry: int, payload: Payload) -> list[Group]:
+    def groups_in(self, entry: int, payload: Payload) -> list[ClauseMatches]:
         """What weighs in a row that matches."""
         members = self._asked.all_members([entry], [payload])
         return self.explain(self._chunk(self._asked, [entry], members), 0)
 
-    def explain(self, chunk: Scanned, row: int) -> list[Group]:
-        return explain_row(chunk, self._query, row, self._boosts)
+    def explain(self, chunk: ScannedRows, row: int) -> list[ClauseMatches]:
+        return explain_row_score(chunk, self._query, row, self._boosts)
 
     def _hopeful(self, entries: Sequence[int], payloads: Sequence[Payload]) -> Sequence[int]:
         """Rows that may match, as far as can be told without decoding them."""
@@ -138,11 +147,11 @@ class Scanner:
             row for row, payload in enumerate(payloads) if may_match(bytes(payload)) or entries[row] < current
         ]
 
-    def _chunk(self, decoder: Decoder, entries: Sequence[int], members: Sequence[Any]) -> Scanned:
+    def _chunk(self, decoder: RecordDecoder, entries: Sequence[int], members: Sequence[Any]) -> ScannedRows:
         """Of the fields that are asked for; how far times reach is told without a column of them."""
         self.decoded += len(members)
         gets = {name: get for name, get in decoder.gets.items() if name in self._columns}
-        return Scanned(entries, columns_from(self._view.config, gets, members, lists=False))
+        return ScannedRows(entries, build_columns(self._view.config, gets, members, lists=False))
 
 
 def _batches(payloads: Sequence[Payload]) -> Iterator[tuple[int, int]]:
@@ -161,16 +170,16 @@ def _batches(payloads: Sequence[Payload]) -> Iterator[tuple[int, int]]:
         yield begin, len(payloads)
 
 
-def bounds_of(field: Field, found: list[object]) -> tuple[Value, Value] | None:
+def value_bounds(field: Field, found: list[object]) -> tuple[Value, Value] | None:
     """The smallest and the largest value of a field; None if no row has one."""
-    bounds = earliest_and_latest(found) if field.kind == "date" else None
+    bounds = timestamp_bounds(found) if field.kind == "date" else None
     if bounds is not None:
         return bounds
-    terms = column_from(field, found, lists=False).terms
+    terms = build_column(field, found, lists=False).terms
     return (terms[0], terms[len(terms) - 1]) if len(terms) else None
 
 
-class Counts:
+class ScanStatistics:
     """What is counted over all rows of a stretch, matching or not."""
 
     __slots__ = ("primary_max", "primary_min", "statistics")

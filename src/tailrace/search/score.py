@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.bind import All, AnyOf, Anywhere, Bound, Equals, Phrase, StartsWith, Words
+from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, Equals, Phrase, StartsWith, Words
 
-K1 = 1.2
-B = 0.75
+BM25_K1 = 1.2
+BM25_B = 0.75
 
-Target = Equals | StartsWith | Words | Phrase
+ScoredClause = Equals | StartsWith | Words | Phrase
 
 
 class FieldStatistics:
@@ -39,7 +39,7 @@ class FieldStatistics:
 Statistics = dict[str, FieldStatistics]
 
 
-class Matched(NamedTuple):
+class TermMatch(NamedTuple):
     """A text clause in a row: how often each token (or the phrase) occurs, and how long the text is."""
 
     clause: Words | Phrase
@@ -47,10 +47,10 @@ class Matched(NamedTuple):
     length: int
 
 
-Group = tuple[float | Matched, ...]  # of these the best counts
+ClauseMatches = tuple[float | TermMatch, ...]  # of these the best counts
 
 
-def scored_tokens(query: Bound) -> dict[str, set[str]]:
+def scored_tokens(query: BoundQuery) -> dict[str, set[str]]:
     """The tokens by field that weigh something in this query."""
     found: dict[str, set[str]] = {}
     for clause in _scored(query):
@@ -58,7 +58,7 @@ def scored_tokens(query: Bound) -> dict[str, set[str]]:
     return found
 
 
-def _scored(query: Bound) -> list[Words | Phrase]:
+def _scored(query: BoundQuery) -> list[Words | Phrase]:
     match query:
         case All(clauses) | AnyOf(clauses):
             return [found for clause in clauses for found in _scored(clause)]
@@ -72,7 +72,7 @@ def _scored(query: Bound) -> list[Words | Phrase]:
             return []
 
 
-def boosts_of(config: SearchConfig) -> dict[str, float]:
+def field_boosts(config: SearchConfig) -> dict[str, float]:
     return {entry.field: float(entry.boost) for entry in config.default_fields}
 
 
@@ -80,7 +80,7 @@ class Scorer:
     """Weighs matches by the statistics of a snapshot."""
 
     def __init__(self, config: SearchConfig, statistics: Statistics) -> None:
-        self._boosts = boosts_of(config)
+        self._boosts = field_boosts(config)
         self._average: dict[str, float] = {}
         self._idf: dict[tuple[str, str], float] = {}
         for name, field in statistics.items():
@@ -95,7 +95,7 @@ class Scorer:
     def weigh(self, clause: Words | Phrase, frequencies: Sequence[int], length: int) -> float:
         """The score of one text clause that matches."""
         field = clause.field
-        norm = K1 * (1 - B + B * length / self._average[field])
+        norm = BM25_K1 * (1 - BM25_B + BM25_B * length / self._average[field])
         if isinstance(clause, Phrase):
             idf = sum(self._idf[field, token] for token in clause.tokens)
             return self.boost(field) * idf * _saturated(frequencies[0], norm)
@@ -104,12 +104,12 @@ class Scorer:
             total += self._idf[field, token] * _saturated(frequency, norm)
         return self.boost(field) * total
 
-    def score(self, groups: Sequence[Group]) -> float:
+    def score(self, groups: Sequence[ClauseMatches]) -> float:
         total = 0.0
         for group in groups:
-            total += max(self.weigh(*one) if isinstance(one, Matched) else one for one in group)
+            total += max(self.weigh(*one) if isinstance(one, TermMatch) else one for one in group)
         return total
 
 
 def _saturated(frequency: int, norm: float) -> float:
-    return frequency * (K1 + 1) / (frequency + norm)
+    return frequency * (BM25_K1 + 1) / (frequency + norm)

@@ -23,34 +23,34 @@ from tailrace.log.model import Stream
 from tailrace.log.reader import PointReader
 from tailrace.log.segment_catalogue import read_segments
 from tailrace.protocol.http_headers import SEARCH_HEADERS, expose_headers_line, header_line
-from tailrace.schema.body import invalid
+from tailrace.schema.body import invalid_request
 from tailrace.schema.registry import read_registry
-from tailrace.schema.stream_schema import SCHEMA
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 from tailrace.search.chunk_process import ChunkProcess
-from tailrace.search.context_fields import with_context_fields
-from tailrace.search.gate import Gate
-from tailrace.search.response import body_of, headers_of
+from tailrace.search.context_fields import add_context_fields
+from tailrace.search.gate import ConcurrencyLimiter
+from tailrace.search.response import build_search_body, coverage_headers
 from tailrace.search.run import Searcher
-from tailrace.search.search_request import Asked, SearchRequest, bind_request, parse_body
+from tailrace.search.search_request import SearchParameters, SearchRequest, bind_search, parse_search_body
 from tailrace.search.tail_index import TailIndex
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 from tailrace.storage.segments.model import SegmentInfo
 
 logger = logging.getLogger("tailrace.api")
 
-METHODS = "GET, HEAD, POST, OPTIONS"
-SEAL_EARLY_S = 60.0  # between two times that a stream is sealed for want of memory
+SEARCH_METHODS = "GET, HEAD, POST, OPTIONS"
+EARLY_SEAL_INTERVAL_S = 60.0  # between two times that a stream is sealed for want of memory
 INDEXING_THREADS = 2
 
 
 @lru_cache(128)
-def view_of(document: bytes) -> View | None:
+def searchable_view(document: bytes) -> RecordView | None:
     """The searchable side of a registry; None if search is not configured."""
     registry = read_registry(document)
-    return None if registry.search is None else View(registry)
+    return None if registry.search is None else RecordView(registry)
 
 
-class SearchCounts:
+class SearchTotals:
     """What searches did since the start, in plain numbers."""
 
     __slots__ = ("incomplete", "searches", "seconds", "timeouts")
@@ -68,7 +68,7 @@ class SearchRoutes:
         self._log = context.log
         limits = context.limits
         running_max = limits.search_concurrency or 2 * (os.cpu_count() or 1)
-        self.gate = Gate(running_max, limits.search_queue)
+        self.gate = ConcurrencyLimiter(running_max, limits.search_queue)
         self._threads = ThreadPoolExecutor(running_max, "search")
         self._indexing = ThreadPoolExecutor(INDEXING_THREADS, "tail-index")
         idle_s = limits.helper_idle_ms / 1000
@@ -84,7 +84,7 @@ class SearchRoutes:
             context.log.reader, self.tail, self._threads, self._segments_of, limits.search_total_exact_limit
         )
         self.records = PointReader(context.log.reader)
-        self.counts = SearchCounts()
+        self.counts = SearchTotals()
         self._sealed_early: dict[int, float] = {}  # by stream, when that was last asked for
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -100,9 +100,12 @@ class SearchRoutes:
         def on_pressure(stream: Stream) -> None:
             now = time.monotonic()
             asked = self._sealed_early
-            if stream.visible <= stream.sealed or now - asked.get(stream.number, -inf) < SEAL_EARLY_S:
+            if (
+                stream.visible <= stream.sealed
+                or now - asked.get(stream.number, -inf) < EARLY_SEAL_INTERVAL_S
+            ):
                 return
-            for number in [number for number, at in asked.items() if now - at >= SEAL_EARLY_S]:
+            for number in [number for number, at in asked.items() if now - at >= EARLY_SEAL_INTERVAL_S]:
                 del asked[number]
             asked[stream.number] = now
             self._spawn(ask(stream))
@@ -113,17 +116,17 @@ class SearchRoutes:
         """Called now and then with the streams that were appended to; empties the set."""
         if self._log.pressure is None:  # else what is built here would be shed at once
             for stream in grown:
-                document = (stream.visible_documents or {}).get(SCHEMA)
+                document = (stream.visible_documents or {}).get(SCHEMA_DOCUMENT)
                 if document is None or stream.removed or not self.tail.is_behind(stream):
                     continue
-                view = view_of(document)
+                view = searchable_view(document)
                 if view is not None:
                     self._spawn(self._follow(stream, view))
         grown.clear()
         for process in self._chunk_processes:
             process.end_if_idle()
 
-    async def _follow(self, stream: Stream, view: View) -> None:
+    async def _follow(self, stream: Stream, view: RecordView) -> None:
         try:
             await self.searcher.follow(stream, view)
         except TailraceError as error:
@@ -149,15 +152,19 @@ class SearchRoutes:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method not in (b"GET", b"HEAD", b"POST"):
-            raise answers.not_allowed(METHODS)
+            raise answers.not_allowed(SEARCH_METHODS)
         authorise(identity, Action.QUERY_STREAM, stream=name)
         stream = self._log.readable(name)
-        asked = parse_body(_json(exchange.body)) if method == b"POST" else parse_query(exchange.query)
+        asked = (
+            parse_search_body(_parse_json(exchange.body))
+            if method == b"POST"
+            else parse_query_string(exchange.query)
+        )
         documents = stream.visible_documents
-        document = None if documents is None else documents.get(SCHEMA)
-        view = None if document is None else view_of(document)
-        view = None if view is None else with_context_fields(view, asked.q)
-        request = bind_request(
+        document = None if documents is None else documents.get(SCHEMA_DOCUMENT)
+        view = None if document is None else searchable_view(document)
+        view = None if view is None else add_context_fields(view, asked.q)
+        request = bind_search(
             asked, None if view is None else view.config, self._context.limits.search_timeout_ms
         )
         assert view is not None, "without a configuration the query was refused"
@@ -166,7 +173,9 @@ class SearchRoutes:
         self._log.touch(stream)
         self._spawn(self._answer(exchange, stream, view, request))
 
-    async def _answer(self, exchange: Exchange, stream: Stream, view: View, request: SearchRequest) -> None:
+    async def _answer(
+        self, exchange: Exchange, stream: Stream, view: RecordView, request: SearchRequest
+    ) -> None:
         try:
             async with asyncio.timeout(self._context.limits.request_ms / 1000):
                 status, body = await self.search(stream, view, request)
@@ -183,11 +192,11 @@ class SearchRoutes:
             answers.refuse(exchange, TailraceError("internal", "the search failed"))
             raise
         head = answers.JSON_TYPE + answers.NO_STORE + expose_headers_line(SEARCH_HEADERS)
-        head += b"".join(header_line(name, value) for name, value in headers_of(body))
+        head += b"".join(header_line(name, value) for name, value in coverage_headers(body))
         exchange.respond(status, head, orjson.dumps(body))
 
     async def search(
-        self, stream: Stream, view: View, request: SearchRequest
+        self, stream: Stream, view: RecordView, request: SearchRequest
     ) -> tuple[int, dict[str, object]]:
         """Status and body, within the budget of the request."""
         begun = time.monotonic()
@@ -196,7 +205,7 @@ class SearchRoutes:
         try:
             outcome = await self.searcher.search(stream, view, request, deadline if entered else begun)
             took_ms = int((time.monotonic() - begun) * 1000)
-            body = await body_of(outcome, request, stream, view, self.records, took_ms)
+            body = await build_search_body(outcome, request, stream, view, self.records, took_ms)
         finally:
             if entered:
                 self.gate.leave()
@@ -207,19 +216,19 @@ class SearchRoutes:
         return (408 if outcome.timed_out else 200), body
 
 
-def _json(body: bytes) -> object:
+def _parse_json(body: bytes) -> object:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
 
 
-def parse_query(raw: bytes) -> Asked:
+def parse_query_string(raw: bytes) -> SearchParameters:
     """A search in a query string: the names of the body, each as text."""
     try:
         pairs = parse_qsl(raw.decode("ascii"), keep_blank_values=True, errors="strict")
     except UnicodeError:
-        raise invalid("the query string is not valid UTF-8") from None
+        raise invalid_request("the query string is not valid UTF-8") from None
     body: dict[str, object] = {}
     sort: list[str] = []
     for name, text in pairs:
@@ -230,12 +239,12 @@ def parse_query(raw: bytes) -> Asked:
         elif name in ("size", "timeout_ms"):
             body[name] = _number(text)
         elif name == "search_after":
-            body[name] = _after(text)
+            body[name] = _parse_after(text)
         elif name == "track_total_hits":
             body[name] = text
     if sort:
         body["sort"] = sort
-    return parse_body(body)
+    return parse_search_body(body)
 
 
 def _number(text: str) -> object:
@@ -246,8 +255,8 @@ def _number(text: str) -> object:
         return text
 
 
-def _after(text: str) -> object:
+def _parse_after(text: str) -> object:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        raise invalid("search_after must be a JSON array") from None
+        raise invalid_request("search_after must be a JSON array") from None

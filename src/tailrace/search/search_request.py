@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple, cast
 
-from tailrace.schema.body import array_at, invalid, object_at, string_at
+from tailrace.schema.body import expect_array, expect_object, expect_string, invalid_request
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.bind import Bound, bind_query
-from tailrace.search.dialect import SEARCH
-from tailrace.search.sort import SORTS_MAX, SortKey, SortValue, parse_after, parse_sort
+from tailrace.search.bind import BoundQuery, bind_query
+from tailrace.search.dialect import SEARCH_DIALECT
+from tailrace.search.sort import SORTS_MAX, SortKey, SortValue, parse_search_after, parse_sort
 
-SIZE: Final = 50
+SIZE_DEFAULT: Final = 50
 SIZE_MAX: Final = 500
 
-_KEYS: Final = frozenset({"q", "size", "sort", "search_after", "timeout_ms"})
+_SEARCH_KEYS: Final = frozenset({"q", "size", "sort", "search_after", "timeout_ms"})
 
 
-class Asked(NamedTuple):
+class SearchParameters(NamedTuple):
     """The shape of a request, before any field is looked up."""
 
     q: str
@@ -28,7 +28,7 @@ class Asked(NamedTuple):
 
 
 class SearchRequest(NamedTuple):
-    query: Bound
+    query: BoundQuery
     size: int
     sort: tuple[SortKey, ...]
     after: tuple[SortValue, ...] | None
@@ -39,25 +39,25 @@ class SearchRequest(NamedTuple):
         return any(key.kind == "score" for key in self.sort)
 
 
-def parse_body(body: object) -> Asked:
+def parse_search_body(body: object) -> SearchParameters:
     """The shape of a search in JSON."""
-    given = object_at(body, "search")
+    given = expect_object(body, "search")
     if "track_total_hits" in given:
-        raise invalid("track_total_hits is no longer supported")
-    object_at(given, "search", _KEYS)
+        raise invalid_request("track_total_hits is no longer supported")
+    expect_object(given, "search", _SEARCH_KEYS)
     if given.get("q") is None:
-        raise invalid("missing q")
+        raise invalid_request("missing q")
     if not isinstance(given["q"], str):
-        raise invalid("q must be a string")
+        raise invalid_request("q must be a string")
     sort: list[str] | None = None
     if given.get("sort") is not None:
-        items = array_at(given["sort"], "sort", SORTS_MAX)
-        sort = [string_at(item, f"sort[{index}]") for index, item in enumerate(items)]
+        items = expect_array(given["sort"], "sort", SORTS_MAX)
+        sort = [expect_string(item, f"sort[{index}]") for index, item in enumerate(items)]
     after = given.get("search_after")
     if after is not None:
-        array_at(after, "search_after", SORTS_MAX + 1)
-    return Asked(
-        given["q"], _size(given.get("size", SIZE)), sort, after, _timeout_ms(given.get("timeout_ms"))
+        expect_array(after, "search_after", SORTS_MAX + 1)
+    return SearchParameters(
+        given["q"], _size(given.get("size", SIZE_DEFAULT)), sort, after, _timeout_ms(given.get("timeout_ms"))
     )
 
 
@@ -65,7 +65,7 @@ def _size(value: object) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= SIZE_MAX:
-        raise invalid(f"size must be an integer between 1 and {SIZE_MAX}")
+        raise invalid_request(f"size must be an integer between 1 and {SIZE_MAX}")
     return value
 
 
@@ -73,15 +73,15 @@ def _timeout_ms(value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or not math.isfinite(value):
-        raise invalid("timeout_ms must be a number of at least 0")
+        raise invalid_request("timeout_ms must be a number of at least 0")
     return int(value)
 
 
-def bind_request(asked: Asked, config: SearchConfig | None, timeout_ms_max: int) -> SearchRequest:
+def bind_search(asked: SearchParameters, config: SearchConfig | None, timeout_ms_max: int) -> SearchRequest:
     """The request in the terms of the stream."""
-    query = bind_query(asked.q, config, SEARCH)
+    query = bind_query(asked.q, config, SEARCH_DIALECT)
     config = cast("SearchConfig", config)
     sort = parse_sort(asked.sort, query, config)
-    after = None if asked.search_after is None else parse_after(asked.search_after, sort)
+    after = None if asked.search_after is None else parse_search_after(asked.search_after, sort)
     timeout_ms = timeout_ms_max if asked.timeout_ms is None else min(asked.timeout_ms, timeout_ms_max)
     return SearchRequest(query, asked.size, sort, after, timeout_ms)

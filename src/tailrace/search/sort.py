@@ -10,15 +10,15 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
-from tailrace.schema.body import invalid, shown
+from tailrace.schema.body import invalid_request, shorten
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.bind import All, AnyOf, Anywhere, Bound, Negation, Phrase, Words
+from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, Negation, Phrase, Words
 from tailrace.search.values import INT64_MAX, Value
 
 SORTS_MAX = 64
 
 SortValue = str | int | float | None
-Rank = tuple[object, ...]
+SortRank = tuple[object, ...]
 T = TypeVar("T")
 
 
@@ -30,51 +30,51 @@ class SortKey(NamedTuple):
     descending: bool
 
 
-SCORE = SortKey("_score", "score", True)
-OFFSET = SortKey("offset", "offset", True)
+SORT_BY_SCORE = SortKey("_score", "score", True)
+SORT_BY_OFFSET = SortKey("offset", "offset", True)
 
 
-def parse_sort(given: Sequence[str] | None, query: Bound, config: SearchConfig) -> tuple[SortKey, ...]:
+def parse_sort(given: Sequence[str] | None, query: BoundQuery, config: SearchConfig) -> tuple[SortKey, ...]:
     """The effective sort: what was asked for, or the default, and the offset at its end."""
     if not given:
         primary = config.primary_timestamp_field
-        if not has_text(query):
-            return (OFFSET,)
+        if not has_text_clause(query):
+            return (SORT_BY_OFFSET,)
         dates = () if primary is None else (SortKey(primary, "date", True),)
-        return (SCORE, *dates, OFFSET)
+        return (SORT_BY_SCORE, *dates, SORT_BY_OFFSET)
     keys = tuple(_key(text, config) for text in given)
-    return keys if any(key.kind == "offset" for key in keys) else (*keys, OFFSET)
+    return keys if any(key.kind == "offset" for key in keys) else (*keys, SORT_BY_OFFSET)
 
 
 def _key(text: str, config: SearchConfig) -> SortKey:
     name, colon, direction = text.partition(":")
     if colon and direction not in ("asc", "desc"):
-        raise invalid(f"invalid sort direction for {shown(name)}")
+        raise invalid_request(f"invalid sort direction for {shorten(name)}")
     descending = direction != "asc"
     if name in ("_score", "offset"):
         return SortKey(name, name.removeprefix("_"), descending)
     resolved = config.resolve(name)
     if resolved is None:
-        raise invalid(f"unknown sort field {shown(name)}")
+        raise invalid_request(f"unknown sort field {shorten(name)}")
     field = config.fields[resolved]
     if not field.sortable and resolved != config.primary_timestamp_field:
-        raise invalid(f"search field {shown(name)} is not sortable")
+        raise invalid_request(f"search field {shorten(name)} is not sortable")
     return SortKey(resolved, field.kind, descending)
 
 
-def has_text(query: Bound) -> bool:
+def has_text_clause(query: BoundQuery) -> bool:
     """Whether some clause looks into texts, or names no field."""
     match query:
         case All(clauses) | AnyOf(clauses):
-            return any(has_text(clause) for clause in clauses)
+            return any(has_text_clause(clause) for clause in clauses)
         case Negation(clause):
-            return has_text(clause)
+            return has_text_clause(clause)
         case _:
             return isinstance(query, Words | Phrase | Anywhere)
 
 
 @total_ordering
-class Backwards:
+class ReversedText:
     """A word that sorts before smaller ones; a missing one comes first."""
 
     __slots__ = ("word",)
@@ -83,48 +83,48 @@ class Backwards:
         self.word = word
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Backwards) and self.word == other.word
+        return isinstance(other, ReversedText) and self.word == other.word
 
     def __hash__(self) -> int:
         return hash(self.word)
 
-    def __lt__(self, other: Backwards) -> bool:
+    def __lt__(self, other: ReversedText) -> bool:
         if self.word is None or other.word is None:
             return self.word is None and other.word is not None
         return self.word > other.word
 
 
-def rank_part(key: SortKey, value: SortValue) -> object:
+def sort_rank_part(key: SortKey, value: SortValue) -> object:
     """What compares in the place of one sort value: smaller comes first, missing is greater than any."""
     if key.kind == "keyword":
         if key.descending:
-            return Backwards(cast("str | None", value))
+            return ReversedText(cast("str | None", value))
         return (1, "") if value is None else (0, value)
     number = inf if value is None else cast("int | float", value)
     return -number if key.descending else number
 
 
-def rank(keys: Sequence[SortKey], values: Sequence[SortValue]) -> Rank:
+def sort_rank(keys: Sequence[SortKey], values: Sequence[SortValue]) -> SortRank:
     """`values` hold the entry's number in the place of the offset."""
-    return tuple(rank_part(key, value) for key, value in zip(keys, values, strict=True))
+    return tuple(sort_rank_part(key, value) for key, value in zip(keys, values, strict=True))
 
 
-def shown_value(value: Value | None) -> SortValue:
+def to_sort_value(value: Value | None) -> SortValue:
     return int(value) if isinstance(value, bool) else value
 
 
-def parse_after(given: object, keys: Sequence[SortKey]) -> tuple[SortValue, ...]:
+def parse_search_after(given: object, keys: Sequence[SortKey]) -> tuple[SortValue, ...]:
     """`search_after`: a position in the order, of the types that hits show."""
     if not isinstance(given, list):
-        raise invalid("search_after must be an array")
+        raise invalid_request("search_after must be an array")
     values = cast("list[object]", given)
     if len(values) != len(keys):
-        raise invalid(f"search_after must have {len(keys)} values, one for each sort key")
-    return tuple(_after(index, keys[index], value) for index, value in enumerate(values))
+        raise invalid_request(f"search_after must have {len(keys)} values, one for each sort key")
+    return tuple(_parse_after_value(index, keys[index], value) for index, value in enumerate(values))
 
 
-def _after(index: int, key: SortKey, value: object) -> SortValue:
-    wrong = invalid(f"search_after[{index}] has the wrong type")
+def _parse_after_value(index: int, key: SortKey, value: object) -> SortValue:
+    wrong = invalid_request(f"search_after[{index}] has the wrong type")
     if value is None:
         return None
     if key.kind == "offset":
@@ -152,10 +152,10 @@ def _after(index: int, key: SortKey, value: object) -> SortValue:
 class TopHits(Generic[T]):
     """The first so many hits of an order, kept sorted; one more than a page tells whether others follow."""
 
-    def __init__(self, size: int, after: Rank | None) -> None:
+    def __init__(self, size: int, after: SortRank | None) -> None:
         self._room = size + 1
         self._after = after
-        self._ranks: list[Rank] = []
+        self._ranks: list[SortRank] = []
         self.hits: list[T] = []
         self.peak = 0
 
@@ -164,16 +164,16 @@ class TopHits(Generic[T]):
         return len(self._ranks) == self._room
 
     @property
-    def worst(self) -> Rank | None:
+    def worst(self) -> SortRank | None:
         """A hit must come before this one to be kept."""
         return self._ranks[-1] if self.full else None
 
-    def wants(self, rank: Rank) -> bool:
+    def wants(self, rank: SortRank) -> bool:
         if self._after is not None and rank <= self._after:
             return False
         return not self.full or rank < self._ranks[-1]
 
-    def add(self, rank: Rank, hit: T) -> None:
+    def add(self, rank: SortRank, hit: T) -> None:
         """Keeps a hit that is wanted."""
         at = bisect_left(self._ranks, rank)
         self._ranks.insert(at, rank)

@@ -11,36 +11,41 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tailrace.search.bind import Clause, Equals
-from tailrace.search.collect import Collector
+from tailrace.search.collect import HitCollector
 from tailrace.search.index_files.exact_file import ExactFile
-from tailrace.search.index_files.format import COL, EXACT, FTS, stored_value
-from tailrace.search.index_files.library import Library
+from tailrace.search.index_files.format import COL, EXACT, FTS, encode_value
+from tailrace.search.index_files.library import IndexCatalogue
 from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.index_files.shelf import Opened
+from tailrace.search.index_files.shelf import OpenedFile
 from tailrace.search.index_files.source import SpanSource
-from tailrace.search.index_files.span import Served, Span
-from tailrace.search.index_files.wants import Wants, clauses_of
-from tailrace.search.index_files.weigh import can_weigh, hard_rows
-from tailrace.search.packed import rows_of
-from tailrace.search.plan import CANDIDATES_MAX, Indexed
+from tailrace.search.index_files.span import IndexSpan, UsableFile
+from tailrace.search.index_files.wants import FileSelection, query_clauses
+from tailrace.search.index_files.weigh import can_score_from_postings, rows_needing_records
+from tailrace.search.packed import rows_from_bits
+from tailrace.search.plan import CANDIDATE_SHARE_MAX, IndexedRows
 from tailrace.search.search_request import SearchRequest
-from tailrace.search.verdict import Verdict, judge
-from tailrace.search.view import View
+from tailrace.search.verdict import RowMatches, match_rows
+from tailrace.search.view import RecordView
 
 
-class Left(NamedTuple):
+class UndecidedSpan(NamedTuple):
     """A span that is not decided yet."""
 
-    span: Span
+    span: IndexSpan
     candidates: list[int] | None  # entries to be looked at; None if all of them have to be
     counted: bool  # whether its words and times were taken into account
 
 
-class SpanRun:
+class SpanSearch:
     """The spans of one search."""
 
     def __init__(
-        self, library: Library, view: View, request: SearchRequest, collector: Collector, trimmed: int
+        self,
+        library: IndexCatalogue,
+        view: RecordView,
+        request: SearchRequest,
+        collector: HitCollector,
+        trimmed: int,
     ) -> None:
         self._library = library
         self._view = view
@@ -49,21 +54,21 @@ class SpanRun:
         self._trimmed = trimmed
         columns = [key.name for key in request.sort if key.kind not in ("score", "offset")]
         self._scored = tuple(collector.scanner.wanted) if collector.weighs else ()
-        self._wants = Wants(view, request.query, columns, self._scored)
+        self._wants = FileSelection(view, request.query, columns, self._scored)
         self._columns = columns
-        self._weighs_here = can_weigh(request.query)
-        self._clauses = tuple(dict.fromkeys(clauses_of(request.query)))
+        self._weighs_here = can_score_from_postings(request.query)
+        self._clauses = tuple(dict.fromkeys(query_clauses(request.query)))
         self._values = {
-            clause: stored_value(clause.value) for clause in self._clauses if isinstance(clause, Equals)
+            clause: encode_value(clause.value) for clause in self._clauses if isinstance(clause, Equals)
         }
         self._lacking: dict[tuple[Clause, str], bool] = {}  # by file: it may speak for many spans
-        self._files: dict[int, dict[str, Served]] = {}  # by the first entry of a span
+        self._files: dict[int, dict[str, UsableFile]] = {}  # by the first entry of a span
         self._statistics: dict[str, bool] = {}  # by split: whether they were taken in
-        self.used: list[Span] = []  # that were decided, at least in part
+        self.used: list[IndexSpan] = []  # that were decided, at least in part
 
-    def usable(self, spans: Iterable[Span]) -> list[Span]:
+    def usable(self, spans: Iterable[IndexSpan]) -> list[IndexSpan]:
         """The spans whose files are of any use to this search; none of them is left out later."""
-        found: list[Span] = []
+        found: list[IndexSpan] = []
         for span in spans:
             files = self._wants.files(span, self._trimmed)
             if files is not None:
@@ -71,10 +76,10 @@ class SpanRun:
                 found.append(span)
         return self._with_whole_splits(found) if self._scored else found
 
-    def _with_whole_splits(self, spans: list[Span]) -> list[Span]:
+    def _with_whole_splits(self, spans: list[IndexSpan]) -> list[IndexSpan]:
         """Without spans of a split of which others are missing: its statistics are of all of them."""
         rows: dict[str, int] = {}
-        kept: list[tuple[Span, Served]] = []
+        kept: list[tuple[IndexSpan, UsableFile]] = []
         for span in spans:
             split = self._split_of(span)
             if split is not None:
@@ -87,21 +92,21 @@ class SpanRun:
             if rows[split.published.key] == split.companion.last - split.companion.first + 1
         ]
 
-    def _split_of(self, span: Span) -> Served | None:
+    def _split_of(self, span: IndexSpan) -> UsableFile | None:
         """The split that has all texts that weigh; None if there is no single one."""
         for served in span.files.get(FTS, ()):
             if served.names.issuperset(self._scored):
                 return served if all(span.serving(FTS, name) is served for name in self._scored) else None
         return None
 
-    def is_at_hand(self, span: Span) -> bool:
+    def is_at_hand(self, span: IndexSpan) -> bool:
         """Whether nothing has to be opened for a span: then there is nothing more to be held for it."""
         return self._library.at_hand(self._files[span.first])
 
-    async def open(self, spans: Sequence[Span]) -> list[tuple[Span, SpanSource | None]]:
+    async def open(self, spans: Sequence[IndexSpan]) -> list[tuple[IndexSpan, SpanSource | None]]:
         """Sources, None where a file cannot be used; without those that can be decided unopened."""
         begun = time.monotonic()
-        opened: list[tuple[Span, SpanSource | None]] = []
+        opened: list[tuple[IndexSpan, SpanSource | None]] = []
         for span in spans:
             if self._is_ruled_out(span):
                 continue
@@ -115,20 +120,20 @@ class SpanRun:
         self._collector.counters.fts_section_get_s += time.monotonic() - begun
         return opened
 
-    def _is_ruled_out(self, span: Span) -> bool:
+    def _is_ruled_out(self, span: IndexSpan) -> bool:
         """Whether the times of a span alone decide all of it."""
         if self._scored or span.first <= self._trimmed or not self._wants.rules_out(span):
             return False
         self._pass_over(span, COL)
         return True
 
-    def _has_none(self, span: Span, found: Mapping[str, Opened]) -> bool:
+    def _has_none(self, span: IndexSpan, found: Mapping[str, OpenedFile]) -> bool:
         """Whether filters that are in memory tell that no record of a span matches."""
         is_known = self._view.primary is None or span.primary is not None
         if self._scored or not self._values or span.first <= self._trimmed or not is_known:
             return False
 
-        def decide(clause: Clause) -> Verdict | None:
+        def decide(clause: Clause) -> RowMatches | None:
             if not isinstance(clause, Equals) or (served := span.serving(EXACT, clause.field)) is None:
                 return None
             key = (clause, served.published.key)
@@ -137,31 +142,31 @@ class SpanRun:
                 self._lacking[key] = isinstance(file, ExactFile) and file.lacks(
                     clause.field, self._values[clause]
                 )
-            return Verdict(0, 0) if self._lacking[key] else None
+            return RowMatches(0, 0) if self._lacking[key] else None
 
-        if judge(self._request.query, 1, decide).maybe:
+        if match_rows(self._request.query, 1, decide).maybe:
             return False
         self._pass_over(span, EXACT)
         return True
 
-    def _pass_over(self, span: Span, family: str) -> None:
+    def _pass_over(self, span: IndexSpan, family: str) -> None:
         """A span in which nothing matches is decided."""
         if span.primary is not None:
             self._collector.see_primary(span.primary[1], span.last)
         self._collector.counters.families.add(family)
         self.used.append(span)
 
-    def can_explain(self, source: Indexed) -> bool:
+    def can_explain(self, source: IndexedRows) -> bool:
         """Whether a source knows what weighs in its rows. Files may leave that to the records."""
         return not isinstance(source, SpanSource)
 
     # -- on a thread ---------------------------------------------------------------------------------------
 
-    def count(self, opened: Sequence[tuple[Span, SpanSource | None]]) -> list[Span]:
+    def count(self, opened: Sequence[tuple[IndexSpan, SpanSource | None]]) -> list[IndexSpan]:
         """Takes the statistics of sources in; answers the spans that have to be scanned for theirs."""
         return [span for span, source in opened if not self._counted(span, source)]
 
-    def _counted(self, span: Span, source: SpanSource | None) -> bool:
+    def _counted(self, span: IndexSpan, source: SpanSource | None) -> bool:
         """Takes the words and times of a span in. If it could, no scan must count them again."""
         split = self._split_of(span) if self._scored else None
         if split is not None:
@@ -194,30 +199,30 @@ class SpanRun:
         return True
 
     def decide(
-        self, opened: Sequence[tuple[Span, SpanSource | None]], deadline: float, *, counts: bool
-    ) -> tuple[list[Left], list[Span]]:
+        self, opened: Sequence[tuple[IndexSpan, SpanSource | None]], deadline: float, *, counts: bool
+    ) -> tuple[list[UndecidedSpan], list[IndexSpan]]:
         """Decides sources; answers what has to be decoded, and the spans that were not come to.
 
         Those are left for want of time, or because the page has all it needs.
         """
-        left: list[Left] = []
+        left: list[UndecidedSpan] = []
         begun = time.monotonic()
         for index, (span, source) in enumerate(opened):
             if time.monotonic() >= deadline or (counts and self._collector.enough):
                 return left, [span for span, _ in opened[index:]]
             counted = self._counted(span, source) if counts else True
             if source is None or not counted:
-                left.append(Left(span, None, counted))
+                left.append(UndecidedSpan(span, None, counted))
                 continue
             try:
                 candidates = self._take(source)
             except UnusableFileError:
-                left.append(Left(span, None, True))
+                left.append(UndecidedSpan(span, None, True))
                 continue
             self.used.append(span)
             self._collector.counters.families |= source.families
             if candidates is None or candidates:
-                left.append(Left(span, candidates, True))
+                left.append(UndecidedSpan(span, candidates, True))
         self._collector.counters.indexed_s += time.monotonic() - begun
         return left, []
 
@@ -237,16 +242,16 @@ class SpanRun:
         if by_score and not (self._weighs_here and source.knows(self._clauses)):
             sure = 0
         elif by_score and sure:
-            sure &= ~hard_rows(source, self._request.query)
+            sure &= ~rows_needing_records(source, self._request.query)
         doubtful = verdict.maybe & ~sure
-        if doubtful.bit_count() > max(source.rows.count * CANDIDATES_MAX, 1):
+        if doubtful.bit_count() > max(source.rows.count * CANDIDATE_SHARE_MAX, 1):
             return None
         if sure:
             # Nothing of a source may be taken if it breaks half-way: a scan would count it again.
             self._touch(source, sure)
             self._collector.take_rows(source, sure)
         self._collector.counters.candidates += doubtful.bit_count()
-        return [source.entries[row] for row in rows_of(doubtful)]
+        return [source.entries[row] for row in rows_from_bits(doubtful)]
 
     def _touch(self, source: SpanSource, rows: int) -> None:
         """Decodes all that taking the rows will need: columns only where a row can get among the best."""

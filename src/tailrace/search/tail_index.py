@@ -22,29 +22,29 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
 from tailrace.search.chunk import Chunk, join_chunks
-from tailrace.search.chunk_process import ChunkProcess, ChunkProcessError, make_chunk
+from tailrace.search.chunk_process import ChunkProcess, ChunkProcessError, build_chunk
 from tailrace.search.scan import Payload
-from tailrace.search.view import Decoder, View
+from tailrace.search.view import RecordDecoder, RecordView
 
 logger = logging.getLogger("tailrace.query")
 
 CHUNK_ROWS = 2048  # of chunks that grow while searches wait
-BULK = 4  # times as many rows have those that are made or joined in the background: fewer to ask
+BULK_CHUNKS = 4  # times as many rows have those that are made or joined in the background: fewer to ask
 CHUNK_BYTES = 8 << 20  # of payload
 READ_BYTES = 1 << 20
 URGENT_S = 10.0  # after a search the index of its stream is made at the server's own priority
 PATIENCE_S = 3.0  # with searches under way, before a fill begins
-ROOM_TO_GO_BACK = 0.9  # of the budget: beyond, older rows are left to scans
+BACKFILL_BUDGET_SHARE = 0.9  # of the budget: beyond, older rows are left to scans
 
 
 class StreamIndex:
     """The chunks of one stream, oldest first."""
 
-    def __init__(self, stream: Stream, view: View) -> None:
+    def __init__(self, stream: Stream, view: RecordView) -> None:
         self.stream = stream
         self.view = view
         self.document = view.registry.to_json()
-        self.decoder = Decoder(view, list(view.config.fields))
+        self.decoder = RecordDecoder(view, list(view.config.fields))
         self.chunks: list[Chunk] = []
         self.covered = 0  # the last entry that built indexes answer for, with all before it
         self.bytes = 0
@@ -126,7 +126,9 @@ class TailIndex:
 
     # -- what a search asks ------------------------------------------------------------------------------
 
-    async def chunks(self, stream: Stream, view: View, last: int, covered: int | None = None) -> list[Chunk]:
+    async def chunks(
+        self, stream: Stream, view: RecordView, last: int, covered: int | None = None
+    ) -> list[Chunk]:
         """The chunks for a search up to `last`: what is new is added first, if that is little.
 
         Rows up to `covered` leave: built indexes answer for them. None: that has not changed.
@@ -154,15 +156,15 @@ class TailIndex:
         if not self.bytes_max or (index is not None and (index.filling is not None or index.too_large)):
             return False
         newest = index.chunks[-1].last if index is not None and index.chunks else stream.sealed
-        return stream.visible - max(newest, stream.earliest) >= self._rows * BULK
+        return stream.visible - max(newest, stream.earliest) >= self._rows * BULK_CHUNKS
 
-    def follow(self, stream: Stream, view: View, covered: int) -> None:
+    def follow(self, stream: Stream, view: RecordView, covered: int) -> None:
         """Indexes what has arrived, in the background, and nothing that is sealed.
 
         A few rows are left to the next search, which adds them faster than it could wait for them.
         """
         if self.is_behind(stream):
-            self._start_filling(self._index(stream, view, covered, searched=False), self._rows * BULK)
+            self._start_filling(self._index(stream, view, covered, searched=False), self._rows * BULK_CHUNKS)
 
     def _start_filling(self, index: StreamIndex, least: int) -> None:
         if index.filling is None:
@@ -170,7 +172,7 @@ class TailIndex:
             index.filling.add_done_callback(lambda task: self._filled(index, task))
 
     def _index(
-        self, stream: Stream, view: View, covered: int | None, *, searched: bool = True
+        self, stream: Stream, view: RecordView, covered: int | None, *, searched: bool = True
     ) -> StreamIndex:
         for number in [number for number, index in self._streams.items() if index.stream.removed]:
             self.forget(number)
@@ -201,7 +203,7 @@ class TailIndex:
         return self._can_go_back(index) or self._few(index) is not None
 
     def _can_go_back(self, index: StreamIndex) -> bool:
-        room = self.bytes < self.bytes_max * ROOM_TO_GO_BACK
+        room = self.bytes < self.bytes_max * BACKFILL_BUDGET_SHARE
         return room and bool(index.chunks) and index.chunks[0].first > self._oldest_wanted(index)
 
     def _oldest_wanted(self, index: StreamIndex) -> int:
@@ -232,7 +234,7 @@ class TailIndex:
         stream = index.stream
         while not stream.removed:
             last = stream.visible
-            bulk = self._rows * BULK
+            bulk = self._rows * BULK_CHUNKS
             newest = index.chunks[-1].last if index.chunks else max(index.floor, last - bulk)
             if last - newest >= least:
                 end = min(last, newest + self._step(last - newest))
@@ -253,17 +255,17 @@ class TailIndex:
                 return
 
     def _step(self, missing: int) -> int:
-        bulk = self._rows * BULK
+        bulk = self._rows * BULK_CHUNKS
         return bulk if missing >= bulk else self._rows
 
     def _few(self, index: StreamIndex) -> slice | None:
         """Chunks side by side that have few rows, and together not too many."""
         begin = rows = 0
         for at, chunk in enumerate(index.chunks):
-            if rows + chunk.count > self._rows * BULK or chunk.count > self._rows:
+            if rows + chunk.count > self._rows * BULK_CHUNKS or chunk.count > self._rows:
                 begin, rows = at if chunk.count <= self._rows else at + 1, 0
             rows += chunk.count
-            if at - begin + 1 >= BULK and rows >= self._rows * BULK // 2:
+            if at - begin + 1 >= BULK_CHUNKS and rows >= self._rows * BULK_CHUNKS // 2:
                 return slice(begin, at + 1)
         return None
 
@@ -309,7 +311,7 @@ class TailIndex:
         """New chunks for the entries behind `after` up to `last`. No search waits for those in background."""
         is_searched = time.monotonic() - index.searched_s < URGENT_S
         process = (self._urgent if is_searched else self._process) if background else None
-        make = _make if process is None else partial(self._make_apart, process)
+        make = _build_chunk_here if process is None else partial(self._make_apart, process)
         threads = self._threads if process is None else process.thread
         loop = asyncio.get_running_loop()
         made: list[Chunk] = []
@@ -337,7 +339,7 @@ class TailIndex:
                 raise
             fields = {"stream": index.stream.name, "error": error}
             logger.warning("indexing process failed, indexing in the server", extra={"fields": fields})
-            return _make(index, first, payloads)
+            return _build_chunk_here(index, first, payloads)
 
     # -- shrinking ---------------------------------------------------------------------------------------
 
@@ -371,5 +373,5 @@ class TailIndex:
                 index.measure()
 
 
-def _make(index: StreamIndex, first: int, payloads: list[Payload]) -> Chunk:
-    return make_chunk(index.view, index.decoder, first, payloads)
+def _build_chunk_here(index: StreamIndex, first: int, payloads: list[Payload]) -> Chunk:
+    return build_chunk(index.view, index.decoder, first, payloads)

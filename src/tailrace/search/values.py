@@ -14,7 +14,7 @@ from datetime import UTC, date, datetime
 from functools import lru_cache
 from typing import Any, Final, cast
 
-from tailrace.schema.pointer import ABSENT, find, parse_pointer
+from tailrace.schema.pointer import ABSENT, parse_pointer, resolve_pointer
 from tailrace.schema.search_fields import Field
 
 Value = str | int | float | bool
@@ -22,15 +22,15 @@ Convert = Callable[[object], Value | None]
 
 INT64_MAX: Final = 2**63 - 1
 
-_HALVES: Final = re.compile("[\ud800-\udfff]")
+_SURROGATES: Final = re.compile("[\ud800-\udfff]")
 _INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _DECIMAL: Final = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 # UTC, whole seconds or milliseconds: as nearly every program writes it.
 _SECOND: Final = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
-_USUAL: Final = re.compile(rf"{_SECOND}(?:\.[0-9]{{3}})?Z")
+_COMMON_TIMESTAMP: Final = re.compile(rf"{_SECOND}(?:\.[0-9]{{3}})?Z")
 # Many of them with milliseconds, a line feed between two.
-_USUAL_LINES: Final = re.compile(rf"{_SECOND}\.[0-9]{{3}}Z(?:\n{_SECOND}\.[0-9]{{3}}Z)*+")
-_INSTANT: Final = re.compile(
+_COMMON_TIMESTAMP_LINES: Final = re.compile(rf"{_SECOND}\.[0-9]{{3}}Z(?:\n{_SECOND}\.[0-9]{{3}}Z)*+")
+_TIMESTAMP: Final = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})"
     r"(?:[Tt ]([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
     r"(?:\.([0-9]{1,9}))?(?:[Zz]|([+-])([01][0-9]|2[0-3]):([0-5][0-9])))?"
@@ -41,29 +41,29 @@ _DAYS_400_YEARS: Final = 146_097
 _BOOLS: Final = {"true": True, "false": False}
 
 
-def values_of(record: object, field: Field, version: int) -> list[Value]:
+def field_values(record: object, field: Field, version: int) -> list[Value]:
     """The values of a field in a record, promoted to `version`. A record that is no object has none."""
     pointer = field.pointer_at(version)
     if pointer is None:
         return []
     tokens = parse_pointer(pointer)
     assert tokens is not None, "pointers are checked when a registry is installed"
-    return values_at(record, tokens, converter(field))
+    return extract_values(record, tokens, converter_for(field))
 
 
-def values_at(record: object, tokens: tuple[str, ...], convert: Convert) -> list[Value]:
+def extract_values(record: object, tokens: tuple[str, ...], convert: Convert) -> list[Value]:
     """The same where the pointer of a field was parsed and its converter chosen: for many records."""
     if not isinstance(record, dict):
         return []
-    found = find(cast("object", record), tokens)
+    found = resolve_pointer(cast("object", record), tokens)
     if not isinstance(found, list):
         value = None if found is ABSENT else convert(found)
         return [] if value is None else [value]
-    values = (convert(leaf) for leaf in leaves(cast("object", found)))
+    values = (convert(leaf) for leaf in flatten_leaves(cast("object", found)))
     return [value for value in values if value is not None]
 
 
-def leaves(value: object) -> list[object]:
+def flatten_leaves(value: object) -> list[object]:
     """Arrays flattened to whatever depth; a pointer that finds nothing has no leaves."""
     if value is ABSENT:
         return []
@@ -80,7 +80,7 @@ def leaves(value: object) -> list[object]:
     return found
 
 
-def converter(field: Field) -> Convert:
+def converter_for(field: Field) -> Convert:
     """A leaf into the field's canonical value, or None if it has none. Text stays as it is: see `analyze`."""
     if field.kind == "keyword" and field.normalizer == "lowercase_v1":
         return to_lowercase
@@ -91,7 +91,7 @@ def to_string(leaf: object) -> str | None:
     if not isinstance(leaf, str):
         return None
     # Half a surrogate pair cannot be stored anywhere; it counts as the replacement character.
-    return leaf if leaf.isascii() else _HALVES.sub("�", leaf)
+    return leaf if leaf.isascii() else _SURROGATES.sub("�", leaf)
 
 
 def to_lowercase(leaf: object) -> str | None:
@@ -142,11 +142,11 @@ def to_date(leaf: object) -> int | None:
     return None
 
 
-def dates_of(distinct: Collection[object]) -> dict[object, Value | None]:
+def parse_dates(distinct: Collection[object]) -> dict[object, Value | None]:
     """`to_date` of many leaves. Times as nearly every program writes them share their minutes."""
     texts = [leaf for leaf in distinct if type(leaf) is str]
     found: dict[object, Value | None] = {}
-    if texts and _USUAL_LINES.fullmatch("\n".join(texts)):
+    if texts and _COMMON_TIMESTAMP_LINES.fullmatch("\n".join(texts)):
         minutes = {minute: _instant_ms(f"{minute}:00.000Z") for minute in {text[:16] for text in texts}}
         for text in texts:
             minute_ms = minutes[text[:16]]
@@ -156,7 +156,7 @@ def dates_of(distinct: Collection[object]) -> dict[object, Value | None]:
     return found | {leaf: to_date(leaf) for leaf in distinct if leaf not in found}
 
 
-def earliest_and_latest(found: Sequence[object]) -> tuple[int, int] | None:
+def timestamp_bounds(found: Sequence[object]) -> tuple[int, int] | None:
     """The bounds of times that are written as nearly every program does: such texts sort as their times do.
 
     None if that is not so of all of them.
@@ -164,7 +164,7 @@ def earliest_and_latest(found: Sequence[object]) -> tuple[int, int] | None:
     if set(map(type, found)) != {str}:
         return None
     texts = cast("Sequence[str]", found)
-    if not _USUAL_LINES.fullmatch("\n".join(texts)):
+    if not _COMMON_TIMESTAMP_LINES.fullmatch("\n".join(texts)):
         return None
     earliest, latest = _instant_ms(min(texts)), _instant_ms(max(texts))
     return None if earliest is None or latest is None else (earliest, latest)
@@ -188,14 +188,14 @@ def _integer_in(text: str) -> int | None:
 
 
 def _instant_ms(text: str) -> int | None:
-    if _USUAL.fullmatch(text):
+    if _COMMON_TIMESTAMP.fullmatch(text):
         try:
             since = datetime.fromisoformat(text) - _EPOCH
         except ValueError:
             pass  # no such day, or the year 0
         else:
             return (since.days * 86_400 + since.seconds) * 1000 + since.microseconds // 1000
-    match = _INSTANT.fullmatch(text)
+    match = _TIMESTAMP.fullmatch(text)
     if match is None:
         return None
     day_ms = _day_ms(match[1])
@@ -231,7 +231,7 @@ _CONVERTERS: Final[dict[str, Convert]] = {
 }
 
 
-def is_outside(comparison: str, bound: Any, bounds: tuple[Any, Any]) -> bool:
+def excludes_bounds(comparison: str, bound: Any, bounds: tuple[Any, Any]) -> bool:
     """Whether nothing from the least to the most of some values, all of one kind, stands so to a bound."""
     least, most = bounds
     match comparison:

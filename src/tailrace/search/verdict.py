@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tailrace.search.bind import All, AnyOf, Anywhere, Bound, Clause, Negation
+from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, Clause, Negation
 
-Decide = Callable[[Clause], "Verdict | None"]
+ClauseDecider = Callable[[Clause], "Verdict | None"]
 
 
-class Verdict(NamedTuple):
+class RowMatches(NamedTuple):
     """Sets of rows; `sure` is part of `maybe`."""
 
     sure: int
@@ -25,11 +25,11 @@ class Verdict(NamedTuple):
         return self.sure == self.maybe
 
 
-def certain(rows: int) -> Verdict:
-    return Verdict(rows, rows)
+def certain_match(rows: int) -> RowMatches:
+    return RowMatches(rows, rows)
 
 
-def judge(query: Bound, all_rows: int, decide: Decide) -> Verdict:
+def match_rows(query: BoundQuery, all_rows: int, decide: ClauseDecider) -> RowMatches:
     """`decide` answers for one clause, or None if it cannot tell."""
     match query:
         case All(clauses):
@@ -37,20 +37,20 @@ def judge(query: Bound, all_rows: int, decide: Decide) -> Verdict:
             for clause in clauses:
                 if not maybe:
                     break
-                found = judge(clause, all_rows, decide)
+                found = match_rows(clause, all_rows, decide)
                 sure &= found.sure
                 maybe &= found.maybe
-            return Verdict(sure & maybe, maybe)
+            return RowMatches(sure & maybe, maybe)
         case AnyOf(clauses) | Anywhere(clauses):
             sure = maybe = 0
             for clause in clauses:
-                found = judge(clause, all_rows, decide)
+                found = match_rows(clause, all_rows, decide)
                 sure |= found.sure
                 maybe |= found.maybe
-            return Verdict(sure, maybe)
+            return RowMatches(sure, maybe)
         case Negation(clause):
-            found = judge(clause, all_rows, decide)
-            return Verdict(all_rows & ~found.maybe, all_rows & ~found.sure)
+            found = match_rows(clause, all_rows, decide)
+            return RowMatches(all_rows & ~found.maybe, all_rows & ~found.sure)
         case _:
             known = decide(query)
-            return Verdict(0, all_rows) if known is None else known
+            return RowMatches(0, all_rows) if known is None else known

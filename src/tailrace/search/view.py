@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from tailrace.schema.convert import LensFailureError
-from tailrace.schema.payload import UnreadableRecordError, decode_record
+from tailrace.schema.payload import UnreadableRecordError, decode_payload
 from tailrace.schema.pointer import ABSENT, parse_pointer
 from tailrace.schema.promote import Promoter
 from tailrace.schema.registry import Registry
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.members import UNDECODED, Get, Members, Tokens
-from tailrace.search.values import Convert, Value, converter, leaves
+from tailrace.search.members import DECODE_ERRORS, Getter, MemberReader, PointerTokens
+from tailrace.search.values import Convert, Value, converter_for, flatten_leaves
 
 NO_VALUES: tuple[Value, ...] = ()
 
 Row = list[Sequence[Value]]  # the values of one record, by the order of the fields
 
 
-class View:
+class RecordView:
     """One registry with search configured. Entries count from 1, the registry's sequence numbers from 0."""
 
     def __init__(self, registry: Registry) -> None:
@@ -29,7 +29,9 @@ class View:
         self.version = registry.version
         self._promoter = Promoter(registry)
         self.primary = self.config.primary_timestamp_field
-        self.indexed: View = self  # what indexes are made of; one query may ask for more fields than that
+        self.indexed: RecordView = (
+            self  # what indexes are made of; one query may ask for more fields than that
+        )
 
     def is_current(self, entry: int) -> bool:
         """Whether the stored payload is what readers see."""
@@ -43,13 +45,13 @@ class View:
     def record(self, entry: int, payload: bytes | memoryview) -> object:
         """The promoted record; None if it cannot be had, which is to say: no values."""
         try:
-            record = decode_record(payload)
+            record = decode_payload(payload)
             version = self.registry.version_at(entry - 1)
             return record if version in (0, self.version) else self._promoter.promote(record, version)
         except (UnreadableRecordError, LensFailureError):
             return None
 
-    def same_values(self, other: View) -> bool:
+    def same_values(self, other: RecordView) -> bool:
         """Whether every record has the same values under both registries."""
         mine, its = self.registry, other.registry
         return mine is its or (
@@ -60,14 +62,14 @@ class View:
         )
 
 
-class Extractor:
+class FieldExtractor:
     """The values of some fields, taken from payloads without decoding what nobody asks for."""
 
-    def __init__(self, view: View, names: Sequence[str]) -> None:
-        self._decoder = Decoder(view, names)
+    def __init__(self, view: RecordView, names: Sequence[str]) -> None:
+        self._decoder = RecordDecoder(view, names)
         fields = view.config.fields
         self._gets = [
-            _nothing if get is None else _values(get, converter(fields[name]))
+            _nothing if get is None else _values(get, converter_for(fields[name]))
             for name, get in self._decoder.gets.items()
         ]
 
@@ -77,21 +79,21 @@ class Extractor:
         return [get(members) for get in self._gets]
 
 
-class Decoder:
+class RecordDecoder:
     """The parts of stored payloads that some fields are made of, at the version of a view."""
 
-    def __init__(self, view: View, names: Sequence[str]) -> None:
+    def __init__(self, view: RecordView, names: Sequence[str]) -> None:
         self._view = view
         self._first_current = view.first_current()
-        pointers: dict[str, Tokens] = {}
+        pointers: dict[str, PointerTokens] = {}
         for name in names:
             pointer = view.config.fields[name].pointer_at(view.version)
             # No binding yet, or the whole record, which is an object and so no value: nothing is there.
             tokens = parse_pointer(pointer) if pointer else None
             if tokens:
                 pointers[name] = tokens
-        self._members = Members(pointers.values())
-        self.gets: dict[str, Get | None] = {
+        self._members = MemberReader(pointers.values())
+        self.gets: dict[str, Getter | None] = {
             name: self._members.getter(pointers[name]) if name in pointers else None for name in names
         }
 
@@ -99,7 +101,7 @@ class Decoder:
         if entry >= self._first_current:
             try:
                 return self._members.decode(payload)
-            except UNDECODED:
+            except DECODE_ERRORS:
                 pass
         return self._members.of_record(self._view.record(entry, payload))
 
@@ -109,7 +111,7 @@ class Decoder:
             decode = self._members.decode
             try:
                 return [decode(payload) for payload in payloads]
-            except UNDECODED:
+            except DECODE_ERRORS:
                 pass
         return list(map(self.members, entries, payloads))
 
@@ -118,13 +120,13 @@ def _nothing(_members: object) -> Sequence[Value]:
     return NO_VALUES
 
 
-def _values(get: Get, convert: Convert) -> Callable[[Any], Sequence[Value]]:
+def _values(get: Getter, convert: Convert) -> Callable[[Any], Sequence[Value]]:
     def values(members: Any) -> Sequence[Value]:
         found = get(members)
         if found is None or found is ABSENT:
             return NO_VALUES
         if type(found) is list:
-            listed = (convert(leaf) for leaf in leaves(cast("object", found)))
+            listed = (convert(leaf) for leaf in flatten_leaves(cast("object", found)))
             return tuple(value for value in listed if value is not None)
         value = convert(found)
         return NO_VALUES if value is None else (value,)

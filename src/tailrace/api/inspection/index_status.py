@@ -8,7 +8,7 @@ from tailrace.api.inspection.documents import Documents
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.protocol.stream_names import is_system_name
-from tailrace.search.index_files.index_plan import members_of
+from tailrace.search.index_files.index_plan import family_members
 from tailrace.storage.index_coverage import EMPTY_SUMMARY, FamilySummary, IndexSummary
 
 BUNDLED: Final = ("col", "fts", "agg", "mblk")  # built for each segment and found by it
@@ -159,7 +159,7 @@ class _Status:
 
     def _members(self) -> dict[str, tuple[str, ...]]:
         search = self._documents.search
-        members = {} if search is None else members_of(search)
+        members = {} if search is None else family_members(search)
         # The server's own metrics are read one after the other, and nothing is built for them.
         measured = self._documents.profile_kind == "metrics" and not is_system_name(self._stream.name)
         return members | ({"mblk": ()} if measured else {})

@@ -14,8 +14,8 @@ from tailrace.api.live import Live
 from tailrace.api.memory_guard import MemoryGuard, mapped_file_bytes
 from tailrace.api.touch import TouchRoutes
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.schema.stream_schema import KEPT_BYTES
-from tailrace.search.index_files.companion_files import CompanionFiles
+from tailrace.schema.stream_schema import CACHE_BYTES
+from tailrace.search.index_files.companion_files import IndexFileService
 from tailrace.search.search import SearchRoutes
 from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.object_store.cache import ObjectCache
@@ -36,7 +36,7 @@ class Node(NamedTuple):
     cold: ColdReader
     search: SearchRoutes
     touch: TouchRoutes
-    companions: CompanionFiles
+    companions: IndexFileService
 
     @property
     def readers(self) -> tuple[ObjectCache, ...]:
@@ -125,7 +125,7 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "lexicon_cache_budget_bytes": limits.lexicon_index_cache_max_bytes,
             "companion_opened_budget_bytes": limits.search_companion_memory_max_bytes,
             "tail_index_budget_bytes": limits.tail_index_max_bytes,
-            "contract_budget_bytes": KEPT_BYTES,
+            "contract_budget_bytes": CACHE_BYTES,
             "sqlite_cache_budget_bytes": limits.sqlite_cache_bytes,
         },
         "pipeline_buffers": {"spooled_segment_bytes": node.sealing.spooled_bytes()},

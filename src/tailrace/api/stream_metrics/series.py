@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from tailrace.log.publish import StreamTraffic
-from tailrace.schema.profiles.metrics import Record, normalise
+from tailrace.schema.profiles.metrics import Record, normalise_metric
 
 QUIET_MS_MAX = 300_000  # something unchanged is told again after this time
 BUSIEST = 50  # streams that have series of their own
@@ -165,4 +165,4 @@ class SeriesBook:
             "min": extreme,
             "max": extreme,
         }
-        return normalise(given)
+        return normalise_metric(given)

@@ -17,9 +17,9 @@ from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.publish import TrafficCounts
 from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.log.transaction import ignore_reply
-from tailrace.schema.profiles.canonical import METRICS_SCHEMA_ONLY
+from tailrace.schema.profiles.canonical import METRICS_SCHEMA_REGISTRY
 from tailrace.schema.profiles.profile import API_VERSION
-from tailrace.schema.registry import Boundary, Registry
+from tailrace.schema.registry import Registry, VersionBoundary
 
 logger = logging.getLogger("tailrace.metrics")
 
@@ -94,8 +94,8 @@ class MetricsWriter:
             registry = Registry(
                 name=name,
                 version=1,
-                boundaries=(Boundary(0, 1),),
-                schemas={1: METRICS_SCHEMA_ONLY["schema"]},
+                boundaries=(VersionBoundary(0, 1),),
+                schemas={1: METRICS_SCHEMA_REGISTRY["schema"]},
             )
             self._log.describe(stream, "schema", registry.to_json())
             self._log.describe(stream, "profile", PROFILE)

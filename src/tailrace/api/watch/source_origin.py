@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.schema.append_validation import PROFILE
+from tailrace.schema.append_validation import PROFILE_DOCUMENT
 from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
 from tailrace.watch.sources.model import SourceError
 
@@ -47,7 +47,7 @@ def found_source(log: Log, name: str) -> Stream:
     stream = log.find(name)
     if stream is None or stream.gone or stream.visible < 0:
         raise SourceError(f"there is no stream {name!r}")
-    profile = read_profile((stream.visible_documents or {}).get(PROFILE))
+    profile = read_profile((stream.visible_documents or {}).get(PROFILE_DOCUMENT))
     if not isinstance(profile, StateProtocolProfile):
         raise SourceError(f"the stream {name!r} has not the profile state-protocol")
     return stream

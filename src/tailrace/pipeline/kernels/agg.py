@@ -23,17 +23,17 @@ from tailrace.pipeline.kernels.decoding import Tokens
 from tailrace.pipeline.kernels.levels import Groups, Level, grouped, joined_states, level_of
 from tailrace.pipeline.kernels.matching import fields_of, matching
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
-from tailrace.schema.convert import text_of
+from tailrace.schema.convert import value_text
 from tailrace.schema.pointer import parse_pointer
 from tailrace.schema.search_config import SearchConfig
-from tailrace.schema.search_rollups import Measure, Rollup, interval_ms
-from tailrace.schema.timestamps import FIRST_MS, LAST_MS
+from tailrace.schema.search_rollups import Measure, Rollup, parse_interval_ms
+from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN
 from tailrace.search.aggregates.keyed import group_ids
-from tailrace.search.aggregates.measures import Parts, PartsReader, Summary
-from tailrace.search.aggregates.summaries import numbers_from, summaries_of
-from tailrace.search.aggregates.tallies import tallies_of
-from tailrace.search.bind import Bound
-from tailrace.search.includes import bind_include
+from tailrace.search.aggregates.measures import Summary, SummaryParts, SummaryPartsReader
+from tailrace.search.aggregates.summaries import build_number_array, summarise_by_group
+from tailrace.search.aggregates.tallies import partial_summaries_by_group
+from tailrace.search.bind import BoundQuery
+from tailrace.search.includes import bind_rollup_include
 from tailrace.search.index_files.format import (
     AGG,
     COUNT,
@@ -46,7 +46,7 @@ from tailrace.search.index_files.format import (
     SUM_REST,
     UNPLACED,
     WINDOW_START,
-    cut_name,
+    partial_rollup_name,
 )
 from tailrace.search.values import INT64_MAX
 from tailrace.storage.segments.parquet import INT64, STRING, pa
@@ -99,14 +99,14 @@ class _RollupRows:
             called: _bound(measure.include, config, f"{path}.measures.{called}")
             for called, measure in self._measures.items()
         }
-        self._intervals = sorted({cast("int", interval_ms(text)) for text in rollup.intervals})
+        self._intervals = sorted({cast("int", parse_interval_ms(text)) for text in rollup.intervals})
         self._makes = {
             called: _maker(measure)
             for called, measure in self._measures.items()
             if measure.kind == "summary_parts"
         }
         self._readers = {
-            called: (PartsReader(_small(measure)), parts_pointers(measure))
+            called: (SummaryPartsReader(_small(measure)), parts_pointers(measure))
             for called, measure in self._measures.items()
             if measure.kind == "summary_parts"
         }
@@ -132,7 +132,7 @@ class _RollupRows:
         at = np.zeros(batch.count, dtype=np.int64)
         single = inside[times.rows]
         at[times.rows[single]] = to_numpy(times.values)[single]
-        inside &= (at >= FIRST_MS) & (at <= LAST_MS)
+        inside &= (at >= TIMESTAMP_MS_MIN) & (at <= TIMESTAMP_MS_MAX)
         if self._include is not None:
             inside &= matching(self._include, batch)
         codes: list[Any] = []
@@ -164,7 +164,7 @@ class _RollupRows:
         else:
             reader, pointers = self._readers[name]
             found = [batch.leaves(tokens) if tokens else None for tokens in pointers]
-            of, parts = list[int](), list[Parts]()
+            of, parts = list[int](), list[SummaryParts]()
             for row in rows.tolist():
                 small = {str(place): leaves[row] for place, leaves in enumerate(found) if leaves is not None}
                 read = reader.read(small)
@@ -183,7 +183,10 @@ class _RollupRows:
         """All dimensions together; and none, and each alone, where that is something else."""
         places = tuple(range(len(self._dimensions)))
         kept = {(), *((place,) for place in places)} - {places}
-        return [Cut(self.name, self, places), *(Cut(cut_name(self.name, one), self, one) for one in kept)]
+        return [
+            Cut(self.name, self, places),
+            *(Cut(partial_rollup_name(self.name, one), self, one) for one in kept),
+        ]
 
     def gathered(self) -> Gathered:
         """All members, ready to be grouped."""
@@ -195,7 +198,7 @@ class _RollupRows:
                 continue
             members, values = (np.concatenate([piece[place] for piece in waiting]) for place in (0, 1))
             if measure.kind == "summary":
-                values = numbers_from(values, histogram=measure.histogram is not None)
+                values = build_number_array(values, histogram=measure.histogram is not None)
             measured[name] = _Numbers(members, values)
         counted = {name: np.concatenate(held) for name, held in self._counted.items() if held}
         times = np.concatenate(self._times)
@@ -288,12 +291,12 @@ class _RollupRows:
             return np.bincount(groups.of[gathered.counted[name]], minlength=groups.number)
         members, values = gathered.measured[name]
         of = groups.of[members]
-        tallies = tallies_of(values, of, groups.number)
-        return summaries_of(values, of, groups.number) if tallies is None else tallies
+        tallies = partial_summaries_by_group(values, of, groups.number)
+        return summarise_by_group(values, of, groups.number) if tallies is None else tallies
 
     def _parts(self, waiting: _Numbers, groups: Groups, make: Callable[[], Summary]) -> tuple[Any, Any]:
         """The group of each state, and the states."""
-        found: list[list[Parts]] = [[] for _ in range(groups.number)]
+        found: list[list[SummaryParts]] = [[] for _ in range(groups.number)]
         of = cast("list[int]", groups.of[waiting.members].tolist())
         for group, parts in zip(of, waiting.values.tolist(), strict=True):
             found[group].append(parts)
@@ -424,8 +427,8 @@ def _name_bytes(cut: Cut) -> bytes:
     return cut.name.encode()
 
 
-def _bound(text: str | None, config: SearchConfig, path: str) -> Bound | None:
-    return None if text is None else bind_include(text, config, f"{path}.include")
+def _bound(text: str | None, config: SearchConfig, path: str) -> BoundQuery | None:
+    return None if text is None else bind_rollup_include(text, config, f"{path}.include")
 
 
 def _dimension(batch: Batch, name: str, texts: dict[str, int]) -> tuple[Any, Any]:
@@ -436,7 +439,7 @@ def _dimension(batch: Batch, name: str, texts: dict[str, int]) -> tuple[Any, Any
     if not len(column.rows):
         return code, several
     values, which = distinct(column)
-    known = np.array([texts.setdefault(text_of(value), len(texts)) for value in values])
+    known = np.array([texts.setdefault(value_text(value), len(texts)) for value in values])
     # Backwards, so that the first value of a row stays.
     code[column.rows[::-1]] = known[which][::-1]
     if len(column.rows) > len(column.present):
@@ -461,7 +464,7 @@ def _maker(measure: Measure) -> Callable[[], Summary]:
     return lambda: Summary(histogram=declared, whole=False)
 
 
-def _summed(found: list[Parts], make: Callable[[], Summary]) -> list[Summary]:
+def _summed(found: list[SummaryParts], make: Callable[[], Summary]) -> list[Summary]:
     """Summaries made by others, added up. Their counts may be as large as they like."""
     sums = [make()]
     for parts in found:

@@ -10,8 +10,8 @@ from tailrace.pipeline.kernels.arrays import np, to_numpy
 from tailrace.pipeline.kernels.columns import FieldColumn, column_of, column_of_values
 from tailrace.pipeline.kernels.decoding import Decoder, Leaves, Tokens
 from tailrace.schema.pointer import parse_pointer
-from tailrace.search.values import converter, values_at
-from tailrace.search.view import View
+from tailrace.search.values import converter_for, extract_values
+from tailrace.search.view import RecordView
 from tailrace.storage.segments.parquet import pa, pq
 
 ENTRY, KEY, PAYLOAD = "entry", "key", "payload"
@@ -120,7 +120,7 @@ class Reader:
     """Makes batches. `reference` has every value come from the reference function, record by record."""
 
     def __init__(
-        self, view: View, fields: Iterable[str], pointers: Iterable[Tokens], *, reference: bool
+        self, view: RecordView, fields: Iterable[str], pointers: Iterable[Tokens], *, reference: bool
     ) -> None:
         self._view = view
         self._reference = reference
@@ -143,7 +143,7 @@ class Reader:
         field = self._view.config.fields[name]
         tokens = self._tokens[name]
         if self._reference:
-            convert, records = converter(field), decoded.records
-            found = [values_at(records[row], tokens, convert) for row in range(decoded.rows)]
+            convert, records = converter_for(field), decoded.records
+            found = [extract_values(records[row], tokens, convert) for row in range(decoded.rows)]
             return column_of_values(field, found)
         return column_of(field, decoded.leaves[tokens] if tokens else [None] * decoded.rows)

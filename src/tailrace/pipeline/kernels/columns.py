@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, cast
 from tailrace.pipeline.kernels.arrays import BOOL, DOUBLE, np, offsets_of, to_numpy
 from tailrace.pipeline.kernels.decoding import Leaves
 from tailrace.schema.search_fields import Field
-from tailrace.search.values import Value, converter, leaves
+from tailrace.search.values import Value, converter_for, flatten_leaves
 from tailrace.storage.segments.parquet import INT64, STRING, pa, pc
 
 ARROW: Final = {
@@ -116,11 +116,11 @@ def _without_nulls(column: Any) -> FieldColumn:
 
 
 def _one_by_one(field: Field, found: Leaves) -> FieldColumn:
-    convert = converter(field)
+    convert = converter_for(field)
     rows: list[list[Value]] = []
     for leaf in found:
         if type(leaf) is list:
-            values = [convert(one) for one in leaves(cast("object", leaf))]
+            values = [convert(one) for one in flatten_leaves(cast("object", leaf))]
             rows.append([value for value in values if value is not None])
         else:
             value = None if leaf is None else convert(leaf)

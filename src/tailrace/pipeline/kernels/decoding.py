@@ -12,8 +12,8 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import astuple
 
-from tailrace.schema.pointer import ABSENT, find
-from tailrace.search.view import View
+from tailrace.schema.pointer import ABSENT, resolve_pointer
+from tailrace.search.view import RecordView
 
 Tokens = tuple[str, ...]
 Leaves = list[Any]  # what lies at one pointer, by row; None where nothing does
@@ -55,7 +55,7 @@ class _Node:
 class Decoder:
     """Leaves of payloads at some pointers. `reference` has every record take the reference way."""
 
-    def __init__(self, view: View, pointers: Iterable[Tokens], *, reference: bool) -> None:
+    def __init__(self, view: RecordView, pointers: Iterable[Tokens], *, reference: bool) -> None:
         self._view = view
         self._reference = reference
         self._first_current = view.first_current()
@@ -76,7 +76,7 @@ class Decoder:
         for row, record in whole.items():
             usable = isinstance(record, dict)
             for tokens in self._pointers:
-                leaf = find(cast("object", record), tokens) if usable else ABSENT
+                leaf = resolve_pointer(cast("object", record), tokens) if usable else ABSENT
                 found[tokens][row] = None if leaf is ABSENT else leaf
         return found, whole
 
@@ -132,7 +132,7 @@ def _spread(node: _Node, members: Sequence[Any], path: Tokens, found: dict[Token
         if child.wanted:
             found[here] = leaves
         for rest in _below(child):
-            below = [find(value, rest) for value in leaves]
+            below = [resolve_pointer(value, rest) for value in leaves]
             found[here + rest] = [None if leaf is ABSENT else leaf for leaf in below]
 
 

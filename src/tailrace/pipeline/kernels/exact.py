@@ -14,7 +14,7 @@ from tailrace.pipeline.kernels.exact_runs import merged
 from tailrace.pipeline.kernels.exact_tables import GROUP_ROWS, SCHEMA, rows_of, write_exact
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.index_files.format import EXACT, VALUE_BYTES_MAX, stored_value
+from tailrace.search.index_files.format import EXACT, VALUE_BYTES_MAX, encode_value
 from tailrace.storage.segments.parquet import BINARY, pa, pc, pq
 
 _SIGN: Final = np.uint64(1 << 63)
@@ -26,7 +26,7 @@ def stored_values(column: FieldColumn, kind: str) -> Any:
     if kind in ("keyword", "text"):
         stored = values.cast(BINARY)
         if len(stored) and pc.max(pc.binary_length(stored)).as_py() > VALUE_BYTES_MAX:
-            return pa.array([stored_value(value) for value in values.to_pylist()], BINARY)
+            return pa.array([encode_value(value) for value in values.to_pylist()], BINARY)
         return stored
     if kind == "bool":
         numbers = to_numpy(values).astype(np.uint8)

@@ -17,7 +17,7 @@ from tailrace.pipeline.kernels.postings import TERMS_SCHEMA, Postings, every_ent
 from tailrace.pipeline.kernels.words import tokens_in
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.search_fields import Field
-from tailrace.search.analyze import cut
+from tailrace.search.analyze import truncate_token
 from tailrace.search.index_files.format import FACT_PREFIX, FTS, KEYWORD_BYTES_MAX, SPLIT_FACTS, SPLIT_TERMS
 from tailrace.storage.segments.parquet import STRING, pa, pc
 
@@ -103,7 +103,7 @@ class FtsBuilder:
 def _whole_values(values: Any) -> tuple[Any, Any]:
     """Keywords are one token each, of which as much is kept as of any other."""
     if len(values) and pc.max(pc.binary_length(values)).as_py() > KEYWORD_BYTES_MAX:
-        values = pa.array([cut(value) for value in values.to_pylist()], STRING)
+        values = pa.array([truncate_token(value) for value in values.to_pylist()], STRING)
     return values, np.ones(len(values), np.int64)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from tailrace.pipeline.kernels.arrays import np
-from tailrace.search.aggregates.summaries import Summaries, joined_summaries
-from tailrace.search.aggregates.tallies import Tallies, added_counts, joined_tallies
+from tailrace.search.aggregates.summaries import SummaryArray, concat_summaries
+from tailrace.search.aggregates.tallies import PartialSummaries, concat_partial_summaries, sum_counts
 
 _DENSE: Final = 8  # so many marks for each member are quicker than sorting
 
@@ -52,7 +52,7 @@ class Level(NamedTuple):
 
     def is_part_of(self, span_ms: int) -> bool:
         """Whether groups by a longer interval can be made of these."""
-        additive = all(isinstance(found, Tallies | np.ndarray) for found in self.found)
+        additive = all(isinstance(found, PartialSummaries | np.ndarray) for found in self.found)
         return additive and span_ms % self.span_ms == 0
 
 
@@ -73,9 +73,9 @@ def level_of(
 
 
 def _put_together(found: Any, groups: Groups) -> Any:
-    if isinstance(found, Tallies):
+    if isinstance(found, PartialSummaries):
         return found.by(groups.of, groups.number)
-    return added_counts(found, groups.of, groups.number)
+    return sum_counts(found, groups.of, groups.number)
 
 
 def joined_states(levels: Sequence[Level]) -> list[Any]:
@@ -86,10 +86,10 @@ def joined_states(levels: Sequence[Level]) -> list[Any]:
 def _joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
-    if isinstance(parts[0], Tallies):
-        return joined_tallies(parts)
-    return joined_summaries(parts) if isinstance(parts[0], Summaries) else np.concatenate(parts)
+    if isinstance(parts[0], PartialSummaries):
+        return concat_partial_summaries(parts)
+    return concat_summaries(parts) if isinstance(parts[0], SummaryArray) else np.concatenate(parts)
 
 
 def _ended(found: Any) -> Any:
-    return found.summaries() if isinstance(found, Tallies) else found
+    return found.summaries() if isinstance(found, PartialSummaries) else found

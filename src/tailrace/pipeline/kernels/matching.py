@@ -11,12 +11,12 @@ from typing import Any
 from tailrace.pipeline.kernels.arrays import np
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import distinct
-from tailrace.search.bind import All, AnyOf, Anywhere, Bound, HasValue, Negation
-from tailrace.search.evaluate import holds
+from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, HasValue, Negation
+from tailrace.search.evaluate import evaluate_values
 from tailrace.search.values import Value
 
 
-def matching(query: Bound, batch: Batch) -> Any:
+def matching(query: BoundQuery, batch: Batch) -> Any:
     """A numpy array of truth values, one for each row."""
     match query:
         case All(clauses):
@@ -43,11 +43,11 @@ def matching(query: Bound, batch: Batch) -> Any:
             return found
 
 
-def _holds(clause: Bound, value: Value) -> bool:
-    return holds(clause, lambda _field: [value])
+def _holds(clause: BoundQuery, value: Value) -> bool:
+    return evaluate_values(clause, lambda _field: [value])
 
 
-def fields_of(query: Bound) -> set[str]:
+def fields_of(query: BoundQuery) -> set[str]:
     """The fields that a query asks about."""
     match query:
         case All(clauses) | AnyOf(clauses) | Anywhere(clauses):

@@ -10,7 +10,7 @@ from tailrace.pipeline.kernels.decoding import Tokens
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.pipeline.kernels.states import as_double, as_whole
 from tailrace.schema.search_rollups import Measure
-from tailrace.search.aggregates.measures import PartsReader
+from tailrace.search.aggregates.measures import SummaryPartsReader
 from tailrace.search.index_files.format import (
     COUNT,
     ENTRY,
@@ -28,7 +28,7 @@ from tailrace.search.index_files.format import (
     SUM,
     SUM_WHOLE,
 )
-from tailrace.search.values import leaves, to_integer, to_string
+from tailrace.search.values import flatten_leaves, to_integer, to_string
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
 
 GROUP_ROWS: Final = 8192
@@ -59,14 +59,16 @@ POINTERS: Final[list[Tokens]] = [
 class MblkBuilder:
     def __init__(self, covers: Range) -> None:
         self._covers = covers
-        self._reader = PartsReader(Measure("summary_parts", None, None, None, *MBLK_POINTERS))
+        self._reader = SummaryPartsReader(Measure("summary_parts", None, None, None, *MBLK_POINTERS))
         self._tables: list[Any] = []
 
     def add(self, batch: Batch) -> None:
         columns = [from_numpy(batch.entries, INT64)]
         columns += [pa.array(list(map(to_string, batch.leaves((name,)))), STRING) for name in MBLK_TEXTS]
         pairs = [
-            [] if found is None else [text for leaf in leaves(found) if (text := to_string(leaf)) is not None]
+            []
+            if found is None
+            else [text for leaf in flatten_leaves(found) if (text := to_string(leaf)) is not None]
             for found in batch.leaves((MBLK_DIMENSION_PAIRS,))
         ]
         columns.append(pa.array(pairs, SCHEMA.field(MBLK_DIMENSION_PAIRS).type))

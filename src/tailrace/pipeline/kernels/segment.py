@@ -32,7 +32,7 @@ from tailrace.search.index_files.format import (
     ROUTING_KEY_LEXICON,
 )
 from tailrace.search.index_files.index_plan import BuildPlan
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 from tailrace.storage.segments.model import CorruptSegmentError
 from tailrace.storage.segments.parquet import pa, pq
 
@@ -161,11 +161,11 @@ def column_fields(names: Iterable[str], primary: str | None) -> list[str]:
     return sorted({*names, *([] if primary is None else [primary])})
 
 
-def _view(plan: BuildPlan) -> View:
+def _view(plan: BuildPlan) -> RecordView:
     """Records without a search configuration have no fields, but may still be metrics."""
     if plan.view is not None:
         return plan.view
-    return View(msgspec.structs.replace(plan.registry, search=SearchConfig(fields={})))
+    return RecordView(msgspec.structs.replace(plan.registry, search=SearchConfig(fields={})))
 
 
 def check_built(built: Built) -> None:

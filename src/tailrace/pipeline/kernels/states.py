@@ -6,10 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from tailrace.pipeline.kernels.arrays import DOUBLE, from_numpy, np, offsets_of
-from tailrace.search.aggregates.exact_sums import halves_of
-from tailrace.search.aggregates.measures import SCALE, Histogram, Number, Summary, nearest_ratio, total_of
-from tailrace.search.aggregates.spread import Spread, coded, joined_spreads, sketch_from
-from tailrace.search.aggregates.summaries import Summaries
+from tailrace.search.aggregates.exact_sums import split_to_doubles
+from tailrace.search.aggregates.measures import (
+    EXACT_SUM_SCALE,
+    Histogram,
+    Number,
+    Summary,
+    decode_total,
+    nearest_ratio,
+)
+from tailrace.search.aggregates.spread import BucketArray, concat_buckets, encode_sketch, sketch_from_buckets
+from tailrace.search.aggregates.summaries import SummaryArray
 from tailrace.search.index_files.format import (
     COUNT,
     HISTOGRAM,
@@ -22,7 +29,7 @@ from tailrace.search.index_files.format import (
     SUM_EXACT,
     SUM_REST,
     UNPLACED,
-    stored_sum,
+    encode_sum,
 )
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, pa
 
@@ -58,18 +65,18 @@ def summary_row(summary: Summary) -> Row:
     histogram = None
     if summary.histogram is not None:
         histogram = sorted(summary.histogram.counts.items())
-    halves = halves_of(summary.total)
+    halves = split_to_doubles(summary.total)
     return (
         summary.count,
-        *(halves or (nearest_ratio(summary.total, 1 << SCALE), 0.0)),
-        None if halves else stored_sum(summary.total),
+        *(halves or (nearest_ratio(summary.total, 1 << EXACT_SUM_SCALE), 0.0)),
+        None if halves else encode_sum(summary.total),
         as_double(summary.smallest),
         as_double(summary.largest),
         as_whole(summary.smallest),
         as_whole(summary.largest),
         histogram,
         summary.unplaced,
-        list(coded(summary.sketch).items()),
+        list(encode_sketch(summary.sketch).items()),
     )
 
 
@@ -79,14 +86,14 @@ def summary_of(row: Mapping[str, object]) -> Summary:
     summary = Summary(histogram=histogram is not None, whole=False)
     summary.count = cast("int", row[COUNT])
     halves = cast("float", row[SUM]), cast("float", row[SUM_REST])
-    summary.total = total_of(*halves, cast("bytes | None", row[SUM_EXACT]))
+    summary.total = decode_total(*halves, cast("bytes | None", row[SUM_EXACT]))
     summary.smallest = _number(row[MIN], row[MIN_WHOLE])
     summary.largest = _number(row[MAX], row[MAX_WHOLE])
     summary.unplaced = cast("int", row[UNPLACED])
     if histogram is not None:
         summary.histogram = Histogram()
         summary.histogram.counts = dict(cast("list[tuple[int, int]]", histogram))
-    summary.sketch = sketch_from(dict(cast("list[tuple[int, int]]", row[SKETCH])))
+    summary.sketch = sketch_from_buckets(dict(cast("list[tuple[int, int]]", row[SKETCH])))
     return summary
 
 
@@ -116,9 +123,9 @@ def table_of_groups(measures: Sequence[Any], groups: int) -> Any:
 
     A measure is its counts, as an array, or its summaries.
     """
-    summed = [(place, found) for place, found in enumerate(measures) if isinstance(found, Summaries)]
+    summed = [(place, found) for place, found in enumerate(measures) if isinstance(found, SummaryArray)]
     rows = _Rows(len(measures), groups)
-    counts = [found.counts if isinstance(found, Summaries) else found for found in measures]
+    counts = [found.counts if isinstance(found, SummaryArray) else found for found in measures]
     columns = [from_numpy(np.stack(counts, axis=1).astype(np.int64).reshape(-1), INT64)]
     nearest = [(place, _nearest(found)) for place, found in summed]
     columns.append(rows.numbers(nearest, DOUBLE))
@@ -139,7 +146,7 @@ def table_of_groups(measures: Sequence[Any], groups: int) -> Any:
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
-_EDGES: Final = (Summaries._fields.index("smallest"), Summaries._fields.index("largest"))
+_EDGES: Final = (SummaryArray._fields.index("smallest"), SummaryArray._fields.index("largest"))
 
 
 class _Rows:
@@ -159,17 +166,17 @@ class _Rows:
             is_null[:, place] = missing[0] if missing else False
         return pa.array(values.reshape(-1), kind, mask=is_null.reshape(-1))
 
-    def exact_sums(self, summed: Sequence[tuple[int, Summaries]]) -> Any:
+    def exact_sums(self, summed: Sequence[tuple[int, SummaryArray]]) -> Any:
         groups, size = self._shape
         if not any(found.sums.beyond for _, found in summed):
             return pa.nulls(groups * size, BINARY)
         stored = list[bytes | None]([None] * (groups * size))
         for place, found in summed:
             for group, total in found.sums.beyond.items():
-                stored[group * size + place] = stored_sum(total)
+                stored[group * size + place] = encode_sum(total)
         return pa.array(stored, BINARY)
 
-    def buckets(self, parts: Sequence[tuple[int, Spread]]) -> Any:
+    def buckets(self, parts: Sequence[tuple[int, BucketArray]]) -> Any:
         groups, size = self._shape
         if not parts:
             return pa.nulls(groups * size, BUCKETS)
@@ -181,7 +188,7 @@ class _Rows:
         spread = parts[0][1]
         if len(parts) > 1:
             by_group = np.arange(groups * len(parts)).reshape(len(parts), groups).T.reshape(-1)
-            spread = joined_spreads([part for _, part in parts]).take(by_group)
+            spread = concat_buckets([part for _, part in parts]).take(by_group)
         return pa.MapArray.from_arrays(
             pa.array(offsets_of(sizes.reshape(-1)).astype(np.int32), INT32),
             from_numpy(spread.codes.astype(np.int32), INT32),
@@ -191,10 +198,10 @@ class _Rows:
         )
 
 
-def _nearest(found: Summaries) -> Any:
+def _nearest(found: SummaryArray) -> Any:
     if not found.sums.beyond:
         return found.sums.nearest
     nearest = found.sums.nearest.copy()
     for row, total in found.sums.beyond.items():
-        nearest[row] = nearest_ratio(total, 1 << SCALE)
+        nearest[row] = nearest_ratio(total, 1 << EXACT_SUM_SCALE)
     return nearest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from tailrace.pipeline.kernels.arrays import np, offsets_of, spans, to_numpy
-from tailrace.search.analyze import TOKEN_BYTES_MAX, tokens_of
+from tailrace.search.analyze import TOKEN_BYTES_MAX, tokenize_text
 from tailrace.storage.segments.parquet import STRING, pa, pc
 
 # Each byte of ASCII as it is in a token; 0 where there is none.
@@ -61,7 +61,7 @@ def _ascii_tokens(values: Any) -> tuple[Any, Any]:
 def _tokens_of_distinct(values: Any) -> tuple[Any, Any]:
     """The reference function, once for each different text."""
     encoded = values.dictionary_encode()
-    found = [tokens_of(text) for text in encoded.dictionary.to_pylist()]
+    found = [tokenize_text(text) for text in encoded.dictionary.to_pylist()]
     counts = np.fromiter(map(len, found), np.int64, len(found))
     flat = pa.array([token for tokens in found for token in tokens], STRING)
     which = to_numpy(encoded.indices)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.schema.profiles.evlog_config import KEYS
-from tailrace.schema.profiles.fields import LATENCY, keyword, keywords, text, texts, typed_as
+from tailrace.schema.profiles.evlog_config import EVLOG_KEYS
+from tailrace.schema.profiles.fields import (
+    LATENCY_MEASURE,
+    keyword_field,
+    keyword_fields,
+    text_field,
+    text_fields,
+    typed_fields,
+)
 from tailrace.schema.profiles.metrics import API_VERSION
-from tailrace.schema.profiles.shapes import COUNT, INSTANT, TEXT_OR_NULL, TEXTS, Json, closed
+from tailrace.schema.profiles.shapes import COUNT, INSTANT, TEXT_OR_NULL, TEXTS, Json, closed_object
 
 _NAME: Final[Json] = {"type": "string", "minLength": 1}
 _INTEGER: Final[Json] = {"type": "integer"}
@@ -15,19 +22,19 @@ _NUMBER: Final[Json] = {"type": "number"}
 _NUMBER_OR_NULL: Final[Json] = {"type": ["number", "null"]}
 
 
-def _map(values: Json) -> Json:
+def _map_schema(values: Json) -> Json:
     return {"type": "object", "additionalProperties": values}
 
 
-_EVLOG_SCHEMA: Final[Json] = closed(
+_EVLOG_SCHEMA: Final[Json] = closed_object(
     {
-        **dict.fromkeys(KEYS, TEXT_OR_NULL),
+        **dict.fromkeys(EVLOG_KEYS, TEXT_OR_NULL),
         "timestamp": INSTANT,
         "level": {"enum": ["debug", "info", "warn", "error"]},
         "status": {"type": ["integer", "null"]},
         "duration": _NUMBER_OR_NULL,
         "sampling": {"type": ["object", "null"]},
-        "redaction": closed({"keys": TEXTS}),
+        "redaction": closed_object({"keys": TEXTS}),
         "context": {"type": "object"},
     }
 )
@@ -51,13 +58,13 @@ _EVLOG_SEARCH: Final[Json] = {
         "ts": "timestamp",
     },
     "fields": {
-        **typed_as("date", "timestamp"),
-        **keywords("level", "service", "environment", "method", lowercase=True),
-        **keywords("requestId", "traceId", "spanId", "path", lowercase=False),
-        **typed_as("integer", "status"),
-        **typed_as("float", "duration"),
-        **texts("message", "why", "fix"),
-        "error.message": text("/context/error/message"),
+        **typed_fields("date", "timestamp"),
+        **keyword_fields("level", "service", "environment", "method", lowercase=True),
+        **keyword_fields("requestId", "traceId", "spanId", "path", lowercase=False),
+        **typed_fields("integer", "status"),
+        **typed_fields("float", "duration"),
+        **text_fields("message", "why", "fix"),
+        "error.message": text_field("/context/error/message"),
     },
     "rollups": {
         "requests": {
@@ -66,23 +73,23 @@ _EVLOG_SEARCH: Final[Json] = {
             "measures": {
                 "requests": {"kind": "count"},
                 "errors": {"kind": "count", "include": "level:error"},
-                "latency": LATENCY,
+                "latency": LATENCY_MEASURE,
             },
         }
     },
 }
 
-EVLOG: Final[Json] = {"schema": _EVLOG_SCHEMA, "search": _EVLOG_SEARCH}
+EVLOG_REGISTRY: Final[Json] = {"schema": _EVLOG_SCHEMA, "search": _EVLOG_SEARCH}
 
-_HISTOGRAM: Final[Json] = _map(_NUMBER)
-_METRICS_SCHEMA: Final[Json] = closed(
+_HISTOGRAM: Final[Json] = _map_schema(_NUMBER)
+_METRICS_SCHEMA: Final[Json] = closed_object(
     {
         "apiVersion": {"const": API_VERSION},
         "kind": {"const": "interval"},
         **dict.fromkeys(("metric", "unit", "metricKind", "temporality"), _NAME),
         **dict.fromkeys(("windowStart", "windowEnd", "intervalMs"), _INTEGER),
         **dict.fromkeys(("instance", "stream"), TEXT_OR_NULL),
-        **dict.fromkeys(("tags", "attributes"), _map({"type": "string"})),
+        **dict.fromkeys(("tags", "attributes"), _map_schema({"type": "string"})),
         "dimensionPairs": TEXTS,
         "dimensionKey": TEXT_OR_NULL,
         "seriesKey": {"type": "string"},
@@ -91,7 +98,7 @@ _METRICS_SCHEMA: Final[Json] = closed(
         **dict.fromkeys(("min", "max"), _NUMBER_OR_NULL),
         **dict.fromkeys(("avg", "p50", "p95", "p99"), _NUMBER),
         "buckets": _HISTOGRAM,
-        "summary": closed(
+        "summary": closed_object(
             {
                 "count": COUNT,
                 "sum": _NUMBER,
@@ -120,12 +127,12 @@ _METRICS_SEARCH: Final[Json] = {
         "series": "seriesKey",
     },
     "fields": {
-        **typed_as("date", "windowStart", "windowEnd"),
-        **typed_as("integer", "intervalMs", "count"),
-        **keywords("metric", "unit", "metricKind", "temporality", "stream", lowercase=True),
-        **keywords("instance", "dimensionKey", "dimensionPairs", lowercase=False),
-        "seriesKey": keyword("/seriesKey", lowercase=False, prefix=False),
-        **typed_as("float", "sum", "min", "max", "avg", "p95", "p99"),
+        **typed_fields("date", "windowStart", "windowEnd"),
+        **typed_fields("integer", "intervalMs", "count"),
+        **keyword_fields("metric", "unit", "metricKind", "temporality", "stream", lowercase=True),
+        **keyword_fields("instance", "dimensionKey", "dimensionPairs", lowercase=False),
+        "seriesKey": keyword_field("/seriesKey", lowercase=False, prefix=False),
+        **typed_fields("float", "sum", "min", "max", "avg", "p95", "p99"),
     },
     "rollups": {
         "metrics": {
@@ -148,8 +155,8 @@ _METRICS_SEARCH: Final[Json] = {
     },
 }
 
-METRICS_SCHEMA_ONLY: Final[Json] = {"schema": _METRICS_SCHEMA}  # of the server's own metrics stream
-METRICS: Final[Json] = {
+METRICS_SCHEMA_REGISTRY: Final[Json] = {"schema": _METRICS_SCHEMA}  # of the server's own metrics stream
+METRICS_REGISTRY: Final[Json] = {
     "schema": _METRICS_SCHEMA,
     "routingKey": {"jsonPointer": "/seriesKey", "required": True},
     "search": _METRICS_SEARCH,

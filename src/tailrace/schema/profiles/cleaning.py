@@ -12,7 +12,7 @@ from typing import Final, cast
 from tailrace.schema.profiles.config import OtelConfig
 from tailrace.schema.profiles.redaction import PATH_CHARACTERS_MAX, PATHS_MAX, REDACTED
 
-SECRETS: Final = frozenset(
+OTEL_SECRETS: Final = frozenset(
     {"password", "token", "secret", "authorization", "cookie"}
     | {"apikey", "api_key", "set_cookie", "x_api_key"}
 )
@@ -33,12 +33,12 @@ _QUERY = re.compile(r"[?#]")
 Attributes = dict[str, object]
 
 
-class Cleaner:
+class AttributeCleaner:
     """Cleans the parts of one span after the other, and remembers where it took secrets away."""
 
     __slots__ = ("_bytes_max", "_count_max", "_drops_queries", "_fates", "found")
 
-    def __init__(self, config: OtelConfig, fates: Fates) -> None:
+    def __init__(self, config: OtelConfig, fates: AttributeRules) -> None:
         self._fates = fates
         self._bytes_max = config.attribute_limits.max_attribute_value_bytes
         self._count_max = config.attribute_limits.max_attributes_per_span
@@ -74,8 +74,8 @@ class Cleaner:
 
     def _plain(self, text: str) -> str:
         if self._drops_queries and "://" in text:
-            text = without_queries(text)
-        return text if len(text) * 4 <= self._bytes_max else shortened(text, self._bytes_max)
+            text = strip_url_queries(text)
+        return text if len(text) * 4 <= self._bytes_max else truncate_utf8(text, self._bytes_max)
 
     def target(self, text: str | None) -> str | None:
         """A path or a URL, without what follows its path."""
@@ -91,7 +91,7 @@ class Cleaner:
     def _cleaned(self, fate: int, item: object, place: str, depth: int) -> object:
         if type(item) is str:
             if fate == TARGET:
-                return shortened(self.target(item) or "", self._bytes_max)
+                return truncate_utf8(self.target(item) or "", self._bytes_max)
             return self._plain(item)
         if type(item) is list:
             items = cast("list[object]", item)
@@ -111,13 +111,13 @@ class Cleaner:
         return item
 
 
-class Fates:
+class AttributeRules:
     """What becomes of attributes, by their keys. Spans of one service have the same few keys."""
 
     __slots__ = ("_drops_statements", "_known", "_secrets", "drops_queries")
 
     def __init__(self, config: OtelConfig) -> None:
-        self._secrets = secrets_of(config)
+        self._secrets = configured_secrets(config)
         self._drops_statements = config.db_statement_mode == "drop"
         self.drops_queries = config.url_mode == "drop_query"
         self._known: dict[str, int] = {}
@@ -143,8 +143,8 @@ class Fates:
         return TARGET if self.drops_queries and name in TARGETS else PLAIN
 
 
-def secrets_of(config: OtelConfig) -> frozenset[str]:
-    return SECRETS | {key.replace("-", "_") for key in config.redact_keys}
+def configured_secrets(config: OtelConfig) -> frozenset[str]:
+    return OTEL_SECRETS | {key.replace("-", "_") for key in config.redact_keys}
 
 
 def is_secret(key: str, secrets: frozenset[str]) -> bool:
@@ -156,7 +156,7 @@ def is_secret(key: str, secrets: frozenset[str]) -> bool:
     return name.rpartition("-")[2] in secrets or plain.rpartition("_")[2] in secrets
 
 
-def without_queries(text: str) -> str:
+def strip_url_queries(text: str) -> str:
     """The text with every URL in it cut behind its path. One pass, whatever the text."""
     at = text.find("://")
     if at < 0:
@@ -175,7 +175,7 @@ def without_queries(text: str) -> str:
     return "".join(pieces)
 
 
-def shortened(text: str, bytes_max: int) -> str:
+def truncate_utf8(text: str, bytes_max: int) -> str:
     """As much of the text as fits, whole characters only."""
     if len(text) * 4 <= bytes_max:
         return text

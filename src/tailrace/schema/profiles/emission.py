@@ -51,7 +51,7 @@ class Template(Struct):
         return found
 
 
-class Emission(Struct):
+class TouchedKeys(Struct):
     """Fine keys, and whether those do not say everything: then every waiter on the entity has to wake."""
 
     keys: list[int]
@@ -59,18 +59,18 @@ class Emission(Struct):
     error: bool = False
 
 
-def emit(change: Change, templates: Iterable[Template], on_missing_before: str) -> Emission:
+def touched_keys(change: Change, templates: Iterable[Template], on_missing_before: str) -> TouchedKeys:
     """The fine keys of one change, for the templates that are active at it."""
-    emission = Emission([])
+    emission = TouchedKeys([])
     for template in templates:
         if change.operation == "insert":
             _row(emission, template, change.after)
         elif change.operation == "delete":
             image = change.after if change.before is None else change.before
-            if not _tells(template, image):
+            if not _has_template_fields(template, image):
                 emission.coarse = True
             _row(emission, template, image)
-        elif _usable(template, change):
+        elif _has_both_images(template, change):
             _update(emission, template, change)
         else:
             emission.coarse = True
@@ -78,16 +78,16 @@ def emit(change: Change, templates: Iterable[Template], on_missing_before: str) 
             if on_missing_before == "skipBefore":
                 _row(emission, template, change.after)
         if len(emission.keys) > KEYS_PER_CHANGE_MAX:
-            return Emission([], coarse=True)
+            return TouchedKeys([], coarse=True)
     return emission
 
 
-def _tells(template: Template, image: object) -> bool:
+def _has_template_fields(template: Template, image: object) -> bool:
     """Whether the image has the template's fields. One without them may belong to any set of arguments."""
     return isinstance(image, dict) and all(name in image for name, _ in template.fields)
 
 
-def _usable(template: Template, change: Change) -> bool:
+def _has_both_images(template: Template, change: Change) -> bool:
     """Whether both images are there, and the one before lacks no field that the one after has."""
     images = (change.before, change.after)
     if not all(isinstance(image, dict) for image in images):
@@ -96,7 +96,7 @@ def _usable(template: Template, change: Change) -> bool:
     return all(name in before or name not in after for name, _ in template.fields)
 
 
-def _row(emission: Emission, template: Template, row: object) -> None:
+def _row(emission: TouchedKeys, template: Template, row: object) -> None:
     arguments = template.arguments(row)
     if arguments is not None:
         emission.keys += (
@@ -105,7 +105,7 @@ def _row(emission: Emission, template: Template, row: object) -> None:
         )
 
 
-def _update(emission: Emission, template: Template, change: Change) -> None:
+def _update(emission: TouchedKeys, template: Template, change: Change) -> None:
     old, new = template.arguments(change.before), template.arguments(change.after)
     tuples = [arguments for arguments in (old, new) if arguments is not None]
     if old == new:

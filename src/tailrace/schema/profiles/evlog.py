@@ -6,22 +6,22 @@ import re
 from datetime import datetime
 from typing import Final, cast
 
-from tailrace.schema.body import invalid
-from tailrace.schema.profiles.evlog_config import CONTEXT, KEYS, EvlogConfig
+from tailrace.schema.body import invalid_request
+from tailrace.schema.profiles.evlog_config import CONTEXT_KEY, EVLOG_KEYS, EvlogConfig
 from tailrace.schema.profiles.redaction import REDACTED, SecretKeys, redact
-from tailrace.schema.profiles.values import integer, number, trimmed
-from tailrace.schema.timestamps import FIRST_MS, LAST_MS, from_unix_ms, is_date_time
+from tailrace.schema.profiles.values import to_integer, to_number, to_trimmed
+from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN, from_unix_ms, is_date_time
 
-SECRETS: Final = frozenset({"password", "token", "secret", "authorization", "cookie", "apikey"})
+EVLOG_SECRETS: Final = frozenset({"password", "token", "secret", "authorization", "cookie", "apikey"})
 LEVELS: Final = frozenset({"debug", "info", "warn", "error"})
 
-_RESERVED: Final = frozenset(KEYS)
-_USUAL_INSTANT = re.compile(r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[012][0-9]:[0-5][0-9]:[0-5][0-9]\.[0-9]{3}Z")
+_RESERVED: Final = frozenset(EVLOG_KEYS)
+_COMMON_TIMESTAMP = re.compile(r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[012][0-9]:[0-5][0-9]:[0-5][0-9]\.[0-9]{3}Z")
 _INTEGER_TEXT = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER_TEXT = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?", re.IGNORECASE)
 
-Record = dict[str, object]
+EvlogRecord = dict[str, object]
 
 
 class Evlog:
@@ -31,18 +31,18 @@ class Evlog:
 
     def __init__(self, config: EvlogConfig) -> None:
         self.config = config
-        self._secrets = SecretKeys(SECRETS | set(config.redact_keys))
+        self._secrets = SecretKeys(EVLOG_SECRETS | set(config.redact_keys))
         self._request_paths = None if config.request_id_fields is None else _paths(config.request_id_fields)
         configured = config.trace_context_fields or ()
         self._trace_paths = _paths([path for path in configured if path.endswith(".traceId")])
         self._span_paths = _paths([path for path in configured if path.endswith(".spanId")])
         self._traceparent = config.parse_traceparent and "traceparent" not in self._secrets
 
-    def normalise(self, record: object, now_ms: int) -> Record:
+    def normalise(self, record: object, now_ms: int) -> EvlogRecord:
         """The canonical event. The record is used up: parts of it may be changed in place."""
         if type(record) is not dict:
-            raise invalid("evlog record must be an object")
-        given = cast("Record", record)
+            raise invalid_request("evlog record must be an object")
+        given = cast("EvlogRecord", record)
         get = given.get
         context = _context(given)
         timestamp = _timestamp(get("timestamp"), now_ms, context)
@@ -52,28 +52,28 @@ class Evlog:
         if type(sampling) is not dict:
             sampling = None
         elif sampling:
-            redacted += redact(cast("Record", sampling), self._secrets, "sampling")
+            redacted += redact(cast("EvlogRecord", sampling), self._secrets, "sampling")
         trace_id, span_id = self._trace(given, context)
         status = _status(get("status"))
-        why, fix, link = trimmed(get("why")), trimmed(get("fix")), trimmed(get("link"))
+        why, fix, link = to_trimmed(get("why")), to_trimmed(get("fix")), to_trimmed(get("link"))
         level = get("level")
         if type(level) is not str or (level := level.strip().lower()) not in LEVELS:
             level = _level(status, why or fix or link)
         return {
             "timestamp": timestamp,
             "level": level,
-            "service": trimmed(get("service")),
-            "environment": trimmed(get("environment")),
-            "version": trimmed(get("version")),
-            "region": trimmed(get("region")),
+            "service": to_trimmed(get("service")),
+            "environment": to_trimmed(get("environment")),
+            "version": to_trimmed(get("version")),
+            "region": to_trimmed(get("region")),
             "requestId": self._request_id(given, context),
             "traceId": trace_id,
             "spanId": span_id,
-            "method": trimmed(get("method")),
-            "path": trimmed(get("path")),
+            "method": to_trimmed(get("method")),
+            "path": to_trimmed(get("path")),
             "status": status,
             "duration": _duration(get("duration")),
-            "message": trimmed(get("message")),
+            "message": to_trimmed(get("message")),
             "why": why,
             "fix": fix,
             "link": link,
@@ -82,23 +82,23 @@ class Evlog:
             "context": context,
         }
 
-    def _request_id(self, given: Record, context: Record) -> str | None:
+    def _request_id(self, given: EvlogRecord, context: EvlogRecord) -> str | None:
         paths = self._request_paths
         if paths is None:
-            return trimmed(given.get("requestId")) or _shown(context.get("requestId"))
+            return to_trimmed(given.get("requestId")) or _shown(context.get("requestId"))
         for path in paths:
-            found = trimmed(given.get("requestId")) if path == ("requestId",) else _at(context, path)
+            found = to_trimmed(given.get("requestId")) if path == ("requestId",) else _at(context, path)
             if found is not None:
                 return found
         return None
 
-    def _trace(self, given: Record, context: Record) -> tuple[str | None, str | None]:
+    def _trace(self, given: EvlogRecord, context: EvlogRecord) -> tuple[str | None, str | None]:
         trace_id, span_id = _id(given.get("traceId")), _id(given.get("spanId"))
         if trace_id is not None and span_id is not None:
             return trace_id, span_id
         around = context.get("traceContext")
         if type(around) is dict:
-            outer = cast("Record", around)
+            outer = cast("EvlogRecord", around)
             trace_id, span_id = trace_id or _id(outer.get("traceId")), span_id or _id(outer.get("spanId"))
         if trace_id is None:
             trace_id = _first_id(context, self._trace_paths)
@@ -111,31 +111,31 @@ class Evlog:
         return trace_id, span_id
 
 
-def default_key(record: Record) -> str | None:
+def evlog_routing_key(record: EvlogRecord) -> str | None:
     return cast("str | None", record["requestId"] or record["traceId"])
 
 
 def _paths(fields: list[str] | tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """A path into the context, whether or not it names the context: other keys end up there anyway."""
-    return tuple(tuple(path.removeprefix(f"{CONTEXT}.").split(".")) for path in fields)
+    return tuple(tuple(path.removeprefix(f"{CONTEXT_KEY}.").split(".")) for path in fields)
 
 
-def _context(given: Record) -> Record:
+def _context(given: EvlogRecord) -> EvlogRecord:
     """What has no place of its own, in one object: an event's own context and its other keys."""
-    own = given.get(CONTEXT)
+    own = given.get(CONTEXT_KEY)
     if type(own) is dict:
-        context = cast("Record", own).copy()
+        context = cast("EvlogRecord", own).copy()
     elif own is None:
         context = {}
     else:
-        context: Record = {CONTEXT: own}
+        context: EvlogRecord = {CONTEXT_KEY: own}
     for key, value in given.items():
         if key not in _RESERVED:
             context[key] = value
     return context
 
 
-def _timestamp(value: object, now_ms: int, context: Record) -> str:
+def _timestamp(value: object, now_ms: int, context: EvlogRecord) -> str:
     """The event's own time, else the server's; a value that is no time is kept in the context."""
     if type(value) is str:
         text = value.strip()
@@ -143,7 +143,7 @@ def _timestamp(value: object, now_ms: int, context: Record) -> str:
             return text
         if not text:
             value = None
-    elif (ms := number(value)) is not None and FIRST_MS <= ms <= LAST_MS:
+    elif (ms := to_number(value)) is not None and TIMESTAMP_MS_MIN <= ms <= TIMESTAMP_MS_MAX:
         return from_unix_ms(int(ms // 1))
     if value is not None:
         context["timestamp"] = value
@@ -151,7 +151,7 @@ def _timestamp(value: object, now_ms: int, context: Record) -> str:
 
 
 def _is_instant(text: str) -> bool:
-    if _USUAL_INSTANT.fullmatch(text):
+    if _COMMON_TIMESTAMP.fullmatch(text):
         try:
             datetime.fromisoformat(text)
         except ValueError:
@@ -170,7 +170,7 @@ def _level(status: int | None, explained: str | None) -> str:
 def _status(value: object) -> int | None:
     if type(value) is str and _INTEGER_TEXT.fullmatch(text := value.strip()):
         return int(text)
-    return integer(value)
+    return to_integer(value)
 
 
 def _duration(value: object) -> int | float | None:
@@ -181,21 +181,21 @@ def _duration(value: object) -> int | float | None:
         if not _NUMBER_TEXT.fullmatch(text):
             return None
         value = float(text)
-    return number(value)
+    return to_number(value)
 
 
 def _shown(value: object) -> str | None:
     """A text that was not taken away."""
-    text = trimmed(value)
+    text = to_trimmed(value)
     return None if text == REDACTED else text
 
 
-def _at(context: Record, path: tuple[str, ...]) -> str | None:
+def _at(context: EvlogRecord, path: tuple[str, ...]) -> str | None:
     value = cast("object", context)
     for key in path:
         if type(value) is not dict:
             return None
-        value = cast("Record", value).get(key)
+        value = cast("EvlogRecord", value).get(key)
     return _shown(value)
 
 
@@ -205,20 +205,20 @@ def _id(value: object) -> str | None:
     return text if text is not None and text.strip("0") else None
 
 
-def _first_id(context: Record, paths: tuple[tuple[str, ...], ...]) -> str | None:
+def _first_id(context: EvlogRecord, paths: tuple[tuple[str, ...], ...]) -> str | None:
     for path in paths:
         if found := _id(_at(context, path)):
             return found
     return None
 
 
-def _parent(given: Record, context: Record) -> tuple[str, str] | None:
+def _parent(given: EvlogRecord, context: EvlogRecord) -> tuple[str, str] | None:
     """The ids of the first usable W3C `traceparent`."""
-    own = given.get(CONTEXT)
+    own = given.get(CONTEXT_KEY)
     candidates = (
         given.get("traceparent"),
         _at(context, ("traceContext", "traceparent")),
-        cast("Record", own).get("traceparent") if type(own) is dict else None,
+        cast("EvlogRecord", own).get("traceparent") if type(own) is dict else None,
         _at(context, ("headers", "traceparent")),
     )
     for candidate in candidates:

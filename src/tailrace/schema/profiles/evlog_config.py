@@ -6,10 +6,10 @@ from typing import Final
 
 from msgspec import Struct
 
-from tailrace.schema.body import array_at, flag_at, invalid, object_at, string_at
+from tailrace.schema.body import expect_array, expect_bool, expect_object, expect_string, invalid_request
 
-CONTEXT: Final = "context"
-KEYS: Final = (
+CONTEXT_KEY: Final = "context"
+EVLOG_KEYS: Final = (
     *("timestamp", "level", "service", "environment", "version", "region", "requestId", "traceId", "spanId"),
     *(
         "method",
@@ -22,7 +22,7 @@ KEYS: Final = (
         "link",
         "sampling",
         "redaction",
-        CONTEXT,
+        CONTEXT_KEY,
     ),
 )  # of a stored event, in this order
 LIST_MAX: Final = 64
@@ -56,8 +56,8 @@ class EvlogConfig(Struct, frozen=True):
 
 
 def parse_evlog(body: dict[str, object], path: str) -> EvlogConfig:
-    given = object_at(body, path, ("kind", "redactKeys", "correlation", "observability"))
-    correlation = object_at(
+    given = expect_object(body, path, ("kind", "redactKeys", "correlation", "observability"))
+    correlation = expect_object(
         given.get("correlation", {}),
         f"{path}.correlation",
         ("requestIdFields", "traceContextFields", "parseTraceparent"),
@@ -67,7 +67,7 @@ def parse_evlog(body: dict[str, object], path: str) -> EvlogConfig:
         redact_keys=tuple(dict.fromkeys(key.lower() for key in _texts(given, "redactKeys", path) or ())),
         request_id_fields=_fields(correlation, "requestIdFields", at, ("requestId",)),
         trace_context_fields=_fields(correlation, "traceContextFields", at, ("traceId", "spanId")),
-        parse_traceparent=flag_at(correlation.get("parseTraceparent", True), f"{at}.parseTraceparent"),
+        parse_traceparent=expect_bool(correlation.get("parseTraceparent", True), f"{at}.parseTraceparent"),
         traces_stream=_traces_stream(given.get("observability", {}), f"{path}.observability"),
     )
 
@@ -76,13 +76,13 @@ def _texts(given: dict[str, object], key: str, path: str) -> tuple[str, ...] | N
     if key not in given:
         return None
     texts: dict[str, None] = {}
-    for index, item in enumerate(array_at(given[key], f"{path}.{key}", LIST_MAX)):
+    for index, item in enumerate(expect_array(given[key], f"{path}.{key}", LIST_MAX)):
         at = f"{path}.{key}[{index}]"
-        text = string_at(item, at).strip()
+        text = expect_string(item, at).strip()
         if not text:
-            raise invalid(f"{at} must not be empty")
+            raise invalid_request(f"{at} must not be empty")
         if len(text) > PATH_CHARACTERS_MAX:
-            raise invalid(f"{at} must have at most {PATH_CHARACTERS_MAX} characters")
+            raise invalid_request(f"{at} must have at most {PATH_CHARACTERS_MAX} characters")
         texts[text] = None
     return tuple(texts)
 
@@ -94,18 +94,18 @@ def _fields(
     fields = _texts(given, key, path)
     for index, field in enumerate(fields or ()):
         first, dot, rest = field.partition(".")
-        elsewhere = first in KEYS and not (first == CONTEXT and dot) and field not in canonical
+        elsewhere = first in EVLOG_KEYS and not (first == CONTEXT_KEY and dot) and field not in canonical
         if elsewhere or "" in (first, *(rest.split(".") if dot else ())):
-            raise invalid(f"{path}.{key}[{index}] must be a path into the event or its context")
+            raise invalid_request(f"{path}.{key}[{index}] must be a path into the event or its context")
     return fields
 
 
 def _traces_stream(value: object, path: str) -> str | None:
-    request = object_at(value, path, ("request",)).get("request", {})
-    given = object_at(request, f"{path}.request", ("tracesStream",))
+    request = expect_object(value, path, ("request",)).get("request", {})
+    given = expect_object(request, f"{path}.request", ("tracesStream",))
     if "tracesStream" not in given:
         return None
-    name = string_at(given["tracesStream"], f"{path}.request.tracesStream").strip()
+    name = expect_string(given["tracesStream"], f"{path}.request.tracesStream").strip()
     if not name:
-        raise invalid(f"{path}.request.tracesStream must not be empty")
+        raise invalid_request(f"{path}.request.tracesStream must not be empty")
     return name

@@ -8,12 +8,12 @@ from typing import Final
 
 import orjson
 
-from tailrace.schema.body import invalid
+from tailrace.schema.body import invalid_request
 from tailrace.schema.profiles.config import OtlpLimits
 from tailrace.schema.profiles.protobuf import write_bytes, write_varint
 
-PROTOBUF: Final = "application/x-protobuf"
-JSON: Final = "application/json"
+PROTOBUF_MEDIA_TYPE: Final = "application/x-protobuf"
+JSON_MEDIA_TYPE: Final = "application/json"
 
 Record = dict[str, object]
 
@@ -22,7 +22,7 @@ class UnusableSpanError(ValueError):
     """This span is not taken; those around it are."""
 
 
-class Export:
+class SpanExport:
     """Gathers the spans of one export, within its limits, or hands each on as soon as it is read."""
 
     def __init__(self, limits: OtlpLimits, keep: Callable[[Record], None] | None = None) -> None:
@@ -38,14 +38,16 @@ class Export:
     def begin_resource(self) -> None:
         self._resources += 1
         if self._resources > self.limits.max_resource_spans_per_request:
-            raise invalid(
+            raise invalid_request(
                 f"OTLP export has more than {self.limits.max_resource_spans_per_request} resource spans"
             )
 
     def begin_scope(self) -> None:
         self._scopes += 1
         if self._scopes > self.limits.max_scope_spans_per_request:
-            raise invalid(f"OTLP export has more than {self.limits.max_scope_spans_per_request} scope spans")
+            raise invalid_request(
+                f"OTLP export has more than {self.limits.max_scope_spans_per_request} scope spans"
+            )
 
     def take(self, build: Callable[[], Record]) -> None:
         """One more span, made only if there is room for it."""
@@ -66,7 +68,7 @@ class Export:
 
     def answer(self, media_type: str) -> bytes:
         """The body of the answer, in the encoding of the request."""
-        if media_type == PROTOBUF:
+        if media_type == PROTOBUF_MEDIA_TYPE:
             if not self.rejected:
                 return b""
             partial = write_varint(1, self.rejected) + write_bytes(2, self.reason.encode())
@@ -77,7 +79,7 @@ class Export:
         return orjson.dumps({"partialSuccess": told})
 
 
-class Values:
+class ValueLimits:
     """Bounds on values inside values."""
 
     __slots__ = ("_array_max", "_depth_max", "_kv_list_max")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-Declared = dict[str, object]
+FieldConfig = dict[str, object]
 
-LATENCY: Final[Declared] = {"kind": "summary", "field": "duration", "histogram": "log2_v1"}
+LATENCY_MEASURE: Final[FieldConfig] = {"kind": "summary", "field": "duration", "histogram": "log2_v1"}
 
 
-def keyword(pointer: str, *, lowercase: bool, prefix: bool = True) -> Declared:
-    declared = _bound("keyword", pointer)
+def keyword_field(pointer: str, *, lowercase: bool, prefix: bool = True) -> FieldConfig:
+    declared = _bind_pointer("keyword", pointer)
     if lowercase:
         declared["normalizer"] = "lowercase_v1"
     declared["exact"] = True
@@ -19,33 +19,33 @@ def keyword(pointer: str, *, lowercase: bool, prefix: bool = True) -> Declared:
     return declared | {"exists": True, "sortable": True, "aggregatable": True}
 
 
-def typed(kind: str, pointer: str) -> Declared:
+def typed_field(kind: str, pointer: str) -> FieldConfig:
     flags = ("exact", "column", "exists", "sortable", "aggregatable")
-    return _bound(kind, pointer) | dict.fromkeys(flags, True)
+    return _bind_pointer(kind, pointer) | dict.fromkeys(flags, True)
 
 
-def text(pointer: str) -> Declared:
-    return _bound("text", pointer) | {"analyzer": "unicode_word_v1", "exists": True, "positions": True}
+def text_field(pointer: str) -> FieldConfig:
+    return _bind_pointer("text", pointer) | {"analyzer": "unicode_word_v1", "exists": True, "positions": True}
 
 
 # Fields that lie where their names say.
 
 
-def keywords(*names: str, lowercase: bool) -> Declared:
-    return {name: keyword(_pointer(name), lowercase=lowercase) for name in names}
+def keyword_fields(*names: str, lowercase: bool) -> FieldConfig:
+    return {name: keyword_field(_pointer(name), lowercase=lowercase) for name in names}
 
 
-def typed_as(kind: str, *names: str) -> Declared:
-    return {name: typed(kind, _pointer(name)) for name in names}
+def typed_fields(kind: str, *names: str) -> FieldConfig:
+    return {name: typed_field(kind, _pointer(name)) for name in names}
 
 
-def texts(*names: str) -> Declared:
-    return {name: text(_pointer(name)) for name in names}
+def text_fields(*names: str) -> FieldConfig:
+    return {name: text_field(_pointer(name)) for name in names}
 
 
 def _pointer(name: str) -> str:
     return "/" + name.replace(".", "/")
 
 
-def _bound(kind: str, pointer: str) -> Declared:
+def _bind_pointer(kind: str, pointer: str) -> FieldConfig:
     return {"kind": kind, "bindings": [{"version": 1, "jsonPointer": pointer}]}

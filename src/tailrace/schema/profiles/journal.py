@@ -15,7 +15,7 @@ KEY_BYTES: Final = 250  # of one key in its two tables, about
 ENTITIES_MAX: Final = 4096  # with coarse marks; beyond, marks are for everyone
 
 
-class Layer:
+class JournalLayer:
     """Keys touched from a generation on, by key and by the 32 bits clients may use instead."""
 
     __slots__ = ("ids", "keys", "start")
@@ -30,12 +30,12 @@ class Layer:
         self.ids[key & ID_MASK] = generation
 
 
-class Journal:
+class TouchJournal:
     """Layers, oldest first. Each is decided by itself; a key's newest touch is in the newest that has it."""
 
     def __init__(self, start: int, layer_keys_max: int) -> None:
         self._keys_max = layer_keys_max
-        self.layers = [Layer(start)]
+        self.layers = [JournalLayer(start)]
         self.absorbed = start
         self.everyone = 0  # generation of the last touch that is for all keys
         self.coarse: dict[str, int] = {}  # last coarse mark by entity
@@ -55,7 +55,7 @@ class Journal:
         for key in keys:
             layer.note(key, generation)
         if len(layer.keys) >= self._keys_max:
-            self.layers.append(Layer(generation))
+            self.layers.append(JournalLayer(generation))
             if len(self.layers) > LAYERS_MAX:
                 del self.layers[0]
 
@@ -67,7 +67,7 @@ class Journal:
         self.coarse[entity] = max(self.coarse.get(entity, 0), generation)
         self.coarse_any = max(self.coarse_any, generation)
 
-    def extend_back(self, past: Layer, upto: int) -> None:
+    def extend_back(self, past: JournalLayer, upto: int) -> None:
         """Takes in what was derived again, if nothing was forgotten meanwhile and there is room for it."""
         oldest = self.layers[0]
         if self.floor != upto:

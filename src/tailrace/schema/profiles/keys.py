@@ -8,8 +8,8 @@ from typing import Final
 
 import xxhash
 
-from tailrace.schema.convert import text_of
-from tailrace.schema.timestamps import FIRST_MS, LAST_MS, from_unix_ms, to_unix_ms
+from tailrace.schema.convert import value_text
+from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN, from_unix_ms, to_unix_ms
 
 ENCODINGS: Final = ("string", "int64", "bool", "datetime", "bytes")
 ID_MASK: Final = 0xFFFF_FFFF
@@ -43,7 +43,7 @@ def field_key(identity: int, field: str, arguments: Sequence[str]) -> int:
     return _hash(b"fld\0" + identity.to_bytes(8) + b"\0" + _bytes(field) + _arguments(arguments))
 
 
-def shown(key: int) -> str:
+def format_key(key: int) -> str:
     return f"{key:016x}"
 
 
@@ -71,7 +71,7 @@ def encode_argument(value: object, encoding: str) -> str | None:
         return _datetime(value)
     if encoding == "bytes":
         return value if isinstance(value, str) else None
-    return text_of(value)
+    return value_text(value)
 
 
 def _int64(value: object) -> str | None:
@@ -87,7 +87,11 @@ def _int64(value: object) -> str | None:
 def _datetime(value: object) -> str | None:
     if isinstance(value, str):
         value = to_unix_ms(value.strip())
-    if isinstance(value, bool) or not isinstance(value, int | float) or not FIRST_MS <= value <= LAST_MS:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not TIMESTAMP_MS_MIN <= value <= TIMESTAMP_MS_MAX
+    ):
         return None
     return from_unix_ms(int(value // 1))
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Final, cast
 
-from tailrace.schema.body import invalid, shown
-from tailrace.schema.convert import text_of
-from tailrace.schema.profiles.values import integer, number, trimmed
+from tailrace.schema.body import invalid_request, shorten
+from tailrace.schema.convert import value_text
+from tailrace.schema.profiles.values import to_integer, to_number, to_trimmed
 
 API_VERSION: Final = "durable.streams/metrics/v1"
 
 Record = dict[str, object]
 
 
-def normalise(record: object) -> Record:
+def normalise_metric(record: object) -> Record:
     """The canonical record, or the refusal the given one deserves. Keys it has no place for are dropped."""
     if not isinstance(record, dict):
-        raise invalid("metrics record must be an object")
+        raise invalid_request("metrics record must be an object")
     given = cast("Record", record)
-    if given.get("kind") is not None and trimmed(given["kind"]) != "interval":
-        raise invalid("metrics record.kind must be interval")
+    if given.get("kind") is not None and to_trimmed(given["kind"]) != "interval":
+        raise invalid_request("metrics record.kind must be interval")
     metric, unit = _named(given, "metric"), _named(given, "unit")
     start, end, interval_ms = _window(given)
     metric_kind = _text(given, "metricKind", "summary")
@@ -60,35 +60,35 @@ def normalise(record: object) -> Record:
     return canonical
 
 
-def default_key(record: Record) -> str:
+def metric_routing_key(record: Record) -> str:
     return cast("str", record["seriesKey"])
 
 
 def _text(given: Record, key: str, default: str | None = None) -> str | None:
     value = given.get(key)
     if value is not None and type(value) is not str:
-        raise invalid(f"metrics record.{key} must be a string")
-    return trimmed(value) or default
+        raise invalid_request(f"metrics record.{key} must be a string")
+    return to_trimmed(value) or default
 
 
 def _named(given: Record, key: str) -> str:
-    text = trimmed(given.get(key))
+    text = to_trimmed(given.get(key))
     if text is None:
-        raise invalid(f"metrics record.{key} must be a non-empty string")
+        raise invalid_request(f"metrics record.{key} must be a non-empty string")
     return text
 
 
 def _window(given: Record) -> tuple[int, int, int]:
-    start, end = integer(given.get("windowStart")), integer(given.get("windowEnd"))
+    start, end = to_integer(given.get("windowStart")), to_integer(given.get("windowEnd"))
     if start is None or end is None:
-        raise invalid("metrics record.windowStart and windowEnd must be integers")
+        raise invalid_request("metrics record.windowStart and windowEnd must be integers")
     if end < start:
-        raise invalid("metrics record.windowEnd must be >= windowStart")
+        raise invalid_request("metrics record.windowEnd must be >= windowStart")
     if given.get("intervalMs") is None:
         return start, end, end - start
-    interval_ms = integer(given["intervalMs"])
+    interval_ms = to_integer(given["intervalMs"])
     if interval_ms is None or interval_ms < 0:
-        raise invalid("metrics record.intervalMs must be an integer >= 0")
+        raise invalid_request("metrics record.intervalMs must be an integer >= 0")
     return start, end, interval_ms
 
 
@@ -99,13 +99,15 @@ def _tags(given: Record) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise invalid(f"metrics record.{key} must be an object")
+        raise invalid_request(f"metrics record.{key} must be an object")
     tags: dict[str, str] = {}
     for name, item in sorted(cast("Record", value).items()):
         if isinstance(item, dict | list):
-            raise invalid(f"metrics record.{key}.{shown(name)} must be a string, a number or a boolean")
+            raise invalid_request(
+                f"metrics record.{key}.{shorten(name)} must be a string, a number or a boolean"
+            )
         if item is not None:
-            tags[name] = text_of(item)
+            tags[name] = value_text(item)
     return tags
 
 
@@ -116,13 +118,13 @@ def _summary(given: Record) -> Record:
     elif isinstance(summary, dict):
         parts = cast("Record", summary)
     else:
-        raise invalid("metrics record.summary must be an object")
-    count = integer(_either(given, parts, "count"))
+        raise invalid_request("metrics record.summary must be an object")
+    count = to_integer(_either(given, parts, "count"))
     if count is None or count < 0:
-        raise invalid("metrics interval requires count")
-    total = number(_either(given, parts, "sum"))
+        raise invalid_request("metrics interval requires count")
+    total = to_number(_either(given, parts, "sum"))
     if total is None:
-        raise invalid("metrics interval requires sum")
+        raise invalid_request("metrics interval requires sum")
     histogram = _histogram(given.get("buckets"), "buckets")
     if not histogram:
         histogram = _histogram(parts.get("histogram"), "summary.histogram")
@@ -143,9 +145,9 @@ def _either(given: Record, parts: Record, key: str) -> object:
 def _number(value: object, key: str) -> int | float | None:
     if value is None:
         return None
-    found = number(value)
+    found = to_number(value)
     if found is None:
-        raise invalid(f"metrics record.{key} must be a number")
+        raise invalid_request(f"metrics record.{key} must be a number")
     return found
 
 
@@ -154,12 +156,12 @@ def _histogram(value: object, key: str) -> dict[str, int | float]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise invalid(f"metrics record.{key} must be an object")
+        raise invalid_request(f"metrics record.{key} must be an object")
     histogram: dict[str, int | float] = {}
     for bucket, item in cast("Record", value).items():
-        count = number(item)
+        count = to_number(item)
         if count is None or count < 0:
-            raise invalid(f"metrics record.{key}.{shown(bucket)} must be a number >= 0")
+            raise invalid_request(f"metrics record.{key}.{shorten(bucket)} must be a number >= 0")
         if count:
             histogram[bucket] = count
     return histogram
@@ -197,4 +199,4 @@ def _bound(name: str) -> int | float | None:
         bound = float(name)
     except ValueError:
         return None
-    return int(bound) if abs(bound) < 2**53 and bound.is_integer() else number(bound)
+    return int(bound) if abs(bound) < 2**53 and bound.is_integer() else to_number(bound)

@@ -9,8 +9,14 @@ from typing import Any, Final, cast
 import msgspec
 from msgspec import Raw, Struct
 
-from tailrace.schema.body import invalid
-from tailrace.schema.profiles.export import Export, Record, UnusableSpanError, Values, number_or_text
+from tailrace.schema.body import invalid_request
+from tailrace.schema.profiles.export import (
+    Record,
+    SpanExport,
+    UnusableSpanError,
+    ValueLimits,
+    number_or_text,
+)
 
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 _DROPPED: Final = {
@@ -20,32 +26,32 @@ _DROPPED: Final = {
 }
 
 
-class _Group(Struct, rename="camel"):
+class _ScopeSpans(Struct, rename="camel"):
     scope: Any = None
     schema_url: Any = None
     spans: list[Raw] = []
 
 
-class _Around(Struct, rename="camel"):
+class _ResourceSpans(Struct, rename="camel"):
     resource: Any = None
     schema_url: Any = None
-    scope_spans: list[_Group] = []
+    scope_spans: list[_ScopeSpans] = []
 
 
 class _Outline(Struct, rename="camel"):
     """An export with its spans not decoded yet: as objects, all of them at once would be far too large."""
 
-    resource_spans: list[_Around] = []
+    resource_spans: list[_ResourceSpans] = []
 
 
 _OUTLINE: Final = msgspec.json.Decoder(_Outline)
 
 
-def read_json(body: bytes, export: Export) -> None:
+def read_json(body: bytes, export: SpanExport) -> None:
     try:
         _read_outline(_outline(body), export)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"OTLP body is not valid JSON: {error}") from None
+        raise invalid_request(f"OTLP body is not valid JSON: {error}") from None
 
 
 def _outline(body: bytes) -> _Outline:
@@ -59,14 +65,14 @@ def _checked_outline(body: bytes) -> _Outline:
     """Of an export that is not quite as it should be: what is wrong is refused, by its name."""
     document = cast("object", msgspec.json.decode(body))
     if not isinstance(document, dict):
-        raise invalid("OTLP body must be an object")
+        raise invalid_request("OTLP body must be an object")
     return _Outline(
         [
-            _Around(
+            _ResourceSpans(
                 around.get("resource"),
                 around.get("schemaUrl"),
                 [
-                    _Group(
+                    _ScopeSpans(
                         group.get("scope"),
                         group.get("schemaUrl"),
                         [Raw(msgspec.json.encode(span)) for span in _objects(group, "spans")],
@@ -79,8 +85,8 @@ def _checked_outline(body: bytes) -> _Outline:
     )
 
 
-def _read_outline(outline: _Outline, export: Export) -> None:
-    values = Values(export.limits)
+def _read_outline(outline: _Outline, export: SpanExport) -> None:
+    values = ValueLimits(export.limits)
     for around in outline.resource_spans:
         export.begin_resource()
         resource, complaint = _shared(_object(around.resource), values)
@@ -94,12 +100,12 @@ def _read_outline(outline: _Outline, export: Export) -> None:
             for raw in group.spans:
                 span: object = msgspec.json.decode(raw)
                 if not isinstance(span, dict):
-                    raise invalid("OTLP spans must be an array of objects")
+                    raise invalid_request("OTLP spans must be an array of objects")
                 found = cast("Record", span)
                 export.take(partial(_span, found, resource, scope, complaint or scope_complaint, values))
 
 
-def _shared(holder: Record, values: Values) -> tuple[Record, str]:
+def _shared(holder: Record, values: ValueLimits) -> tuple[Record, str]:
     """What has attributes for many spans; a complaint if they are unusable."""
     try:
         return {"attributes": _attributes(holder, values, 0)}, ""
@@ -107,7 +113,7 @@ def _shared(holder: Record, values: Values) -> tuple[Record, str]:
         return {"attributes": {}}, str(error)
 
 
-def _span(given: Record, resource: Record, scope: Record, complaint: str, values: Values) -> Record:
+def _span(given: Record, resource: Record, scope: Record, complaint: str, values: ValueLimits) -> Record:
     if complaint:
         raise UnusableSpanError(complaint)
     span = given.copy()
@@ -119,7 +125,7 @@ def _span(given: Record, resource: Record, scope: Record, complaint: str, values
     return span
 
 
-def _part(value: object, values: Values) -> Record:
+def _part(value: object, values: ValueLimits) -> Record:
     """An event or a link."""
     given = _object(value)
     part = given.copy()
@@ -128,7 +134,7 @@ def _part(value: object, values: Values) -> Record:
     return part
 
 
-def _attributes(holder: Record, values: Values, depth: int) -> dict[str, object]:
+def _attributes(holder: Record, values: ValueLimits, depth: int) -> dict[str, object]:
     """A list of keys with their values, as a map."""
     attributes: dict[str, object] = {}
     for item in _list(holder.get("attributes" if depth == 0 else "values")):
@@ -142,7 +148,7 @@ def _attributes(holder: Record, values: Values, depth: int) -> dict[str, object]
     return attributes
 
 
-def _any(value: Record, values: Values, depth: int) -> object:
+def _any(value: Record, values: ValueLimits, depth: int) -> object:
     values.check_depth(depth)
     for kind, found in value.items():
         if kind in ("stringValue", "bytesValue") and isinstance(found, str):
@@ -196,8 +202,8 @@ def _objects(holder: object, name: str) -> list[Record]:
     if found is None:
         return []
     if not isinstance(found, list):
-        raise invalid(f"OTLP {name} must be an array")
+        raise invalid_request(f"OTLP {name} must be an array")
     items = cast("list[object]", found)
     if not all(isinstance(item, dict) for item in items):
-        raise invalid(f"OTLP {name} must be an array of objects")
+        raise invalid_request(f"OTLP {name} must be an array of objects")
     return cast("list[Record]", items)

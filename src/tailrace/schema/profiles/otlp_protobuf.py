@@ -8,9 +8,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple, cast
 
-from tailrace.schema.body import invalid
-from tailrace.schema.profiles.export import Export, Record, UnusableSpanError, Values, number_or_text
-from tailrace.schema.profiles.protobuf import BYTES, FIXED64, VARINT, Data, MalformedError, fields, signed
+from tailrace.schema.body import invalid_request
+from tailrace.schema.profiles.export import (
+    Record,
+    SpanExport,
+    UnusableSpanError,
+    ValueLimits,
+    number_or_text,
+)
+from tailrace.schema.profiles.protobuf import (
+    BYTES,
+    FIXED64,
+    VARINT,
+    Data,
+    MalformedMessageError,
+    read_fields,
+    to_signed,
+)
 
 _DOUBLE = struct.Struct("<d")
 _U64 = struct.Struct("<Q")
@@ -18,7 +32,7 @@ _U64 = struct.Struct("<Q")
 Raw = int | Data
 
 
-class Scope(NamedTuple):
+class ScopeContext(NamedTuple):
     """What all spans of one scope share; a complaint if it is unusable, and they with it."""
 
     resource: Record
@@ -26,21 +40,21 @@ class Scope(NamedTuple):
     complaint: str
 
 
-def read_protobuf(body: bytes, export: Export) -> None:
+def read_protobuf(body: bytes, export: SpanExport) -> None:
     try:
-        for number, kind, value in fields(memoryview(body)):
+        for number, kind, value in read_fields(memoryview(body)):
             if number == 1:
                 export.begin_resource()
                 _resource_spans(_message(kind, value), export)
-    except MalformedError as error:
-        raise invalid(f"OTLP body is not a valid protobuf export: {error}") from None
+    except MalformedMessageError as error:
+        raise invalid_request(f"OTLP body is not a valid protobuf export: {error}") from None
 
 
-def _resource_spans(data: Data, export: Export) -> None:
-    values = Values(export.limits)
+def _resource_spans(data: Data, export: SpanExport) -> None:
+    values = ValueLimits(export.limits)
     scopes: list[Data] = []
     resource, schema_url, complaint = dict[str, object](), None, ""
-    for number, kind, value in fields(data):
+    for number, kind, value in read_fields(data):
         if number == 1:
             try:
                 resource = _attributes_of(_message(kind, value), 1, values)
@@ -56,10 +70,12 @@ def _resource_spans(data: Data, export: Export) -> None:
         _scope_spans(scope, shared, complaint, export, values)
 
 
-def _scope_spans(data: Data, resource: Record, complaint: str, export: Export, values: Values) -> None:
+def _scope_spans(
+    data: Data, resource: Record, complaint: str, export: SpanExport, values: ValueLimits
+) -> None:
     spans: list[Data] = []
     scope: Record = {}
-    for number, kind, value in fields(data):
+    for number, kind, value in read_fields(data):
         if number == 1:
             try:
                 scope |= _scope(_message(kind, value), values)
@@ -69,20 +85,20 @@ def _scope_spans(data: Data, resource: Record, complaint: str, export: Export, v
             spans.append(_message(kind, value))
         elif number == 3:
             scope["schemaUrl"] = _text(kind, value)
-    shared = Scope(resource, scope, complaint)
+    shared = ScopeContext(resource, scope, complaint)
     for span in spans:
         export.take(partial(_span, span, shared, values))
 
 
-def _scope(data: Data, values: Values) -> Record:
+def _scope(data: Data, values: ValueLimits) -> Record:
     scope: Record = {"attributes": _attributes_of(data, 3, values)}
-    for number, kind, value in fields(data):
+    for number, kind, value in read_fields(data):
         if number in (1, 2):
             scope["name" if number == 1 else "version"] = _text(kind, value)
     return scope
 
 
-def _span(data: Data, shared: Scope, values: Values) -> Record:
+def _span(data: Data, shared: ScopeContext, values: ValueLimits) -> Record:
     if shared.complaint:
         raise UnusableSpanError(shared.complaint)
     # A copy, since bytes are taken apart quicker than views of them.
@@ -99,7 +115,7 @@ def _span(data: Data, shared: Scope, values: Values) -> Record:
 
 def _message(kind: int, value: Raw) -> Data:
     if kind != BYTES or isinstance(value, int):
-        raise MalformedError("a field is not of the type it has to be")
+        raise MalformedMessageError("a field is not of the type it has to be")
     return value
 
 
@@ -113,32 +129,32 @@ def _hex(kind: int, value: Raw, _values: object = None) -> str:
 
 def _number(_kind: int, value: Raw, _values: object = None) -> int:
     if not isinstance(value, int):
-        raise MalformedError("a field is not of the type it has to be")
+        raise MalformedMessageError("a field is not of the type it has to be")
     return value
 
 
-class Many(NamedTuple):
+class Repeated(NamedTuple):
     """A field that is a list of messages."""
 
-    read: Callable[[int, Raw, Values], object]
+    read: Callable[[int, Raw, ValueLimits], object]
 
 
-Reader = Callable[[int, Raw, Values], object]
-Table = dict[int, tuple[str, Reader | Many]]
+FieldReader = Callable[[int, Raw, ValueLimits], object]
+MessageTable = dict[int, tuple[str, FieldReader | Repeated]]
 
 
-def _read(data: Data, table: Table, values: Values) -> Record:
+def _read(data: Data, table: MessageTable, values: ValueLimits) -> Record:
     """A message by its table; fields that are not in it are left out."""
     found: Record = {}
     attributes: dict[str, object] = {}
-    for number, kind, value in fields(data):
+    for number, kind, value in read_fields(data):
         name, read = table.get(number, ("", None))
         if read is None:
             continue
         if name == "attributes":
             _add(attributes, _message(kind, value), values, 0)
             found[name] = attributes
-        elif isinstance(read, Many):
+        elif isinstance(read, Repeated):
             items = cast("list[object]", found.setdefault(name, []))
             items.append(read.read(kind, value, values))
         else:
@@ -146,15 +162,15 @@ def _read(data: Data, table: Table, values: Values) -> Record:
     return found
 
 
-def _attributes_of(data: Data, wanted: int, values: Values) -> dict[str, object]:
+def _attributes_of(data: Data, wanted: int, values: ValueLimits) -> dict[str, object]:
     attributes: dict[str, object] = {}
-    for number, kind, value in fields(data):
+    for number, kind, value in read_fields(data):
         if number == wanted:
             _add(attributes, _message(kind, value), values, 0)
     return attributes
 
 
-def _add(attributes: dict[str, object], data: Data, values: Values, depth: int) -> None:
+def _add(attributes: dict[str, object], data: Data, values: ValueLimits, depth: int) -> None:
     """A key with its value."""
     values.check_depth(depth + 1)
     short = _short_pair(data)
@@ -163,7 +179,7 @@ def _add(attributes: dict[str, object], data: Data, values: Values, depth: int) 
         attributes[key] = text
         return
     key, found = "", None
-    for number, kind, value in fields(data):
+    for number, kind, value in read_fields(data):
         if number == 1:
             key = _text(kind, value)
         elif number == 2:
@@ -187,16 +203,16 @@ def _short_pair(data: Data) -> tuple[str, str] | None:
     return str(data[2:at], "utf-8", "replace"), str(data[at + 4 :], "utf-8", "replace")
 
 
-def _any(data: Data, values: Values, depth: int) -> object:
+def _any(data: Data, values: ValueLimits, depth: int) -> object:
     values.check_depth(depth)
     found: object = None
-    for number, kind, value in fields(data):
+    for number, kind, value in read_fields(data):
         if number == 1:
             found = _text(kind, value)
         elif number == 2 and kind == VARINT:
             found = bool(value)
         elif number == 3 and kind == VARINT and isinstance(value, int):
-            found = signed(value)
+            found = to_signed(value)
         elif number == 4 and kind == FIXED64:
             found = number_or_text(_DOUBLE.unpack(_U64.pack(value))[0])
         elif number == 5:
@@ -208,43 +224,43 @@ def _any(data: Data, values: Values, depth: int) -> object:
     return found
 
 
-def _list(data: Data, values: Values, depth: int) -> list[object]:
+def _list(data: Data, values: ValueLimits, depth: int) -> list[object]:
     items: list[object] = []
-    for number, kind, value in fields(data):
+    for number, kind, value in read_fields(data):
         if number == 1:
             values.check_array(len(items) + 1)
             items.append(_any(_message(kind, value), values, depth + 1))
     return items
 
 
-def _map(data: Data, values: Values, depth: int) -> dict[str, object]:
+def _map(data: Data, values: ValueLimits, depth: int) -> dict[str, object]:
     members: dict[str, object] = {}
-    for number, kind, value in fields(data):
+    for number, kind, value in read_fields(data):
         if number == 1:
             values.check_kv_list(len(members) + 1)
             _add(members, _message(kind, value), values, depth)
     return members
 
 
-def _inner(table: Table) -> Reader:
+def _inner(table: MessageTable) -> FieldReader:
     return lambda kind, value, values: _read(_message(kind, value), table, values)
 
 
-_EVENT: Final[Table] = {
+_EVENT: Final[MessageTable] = {
     1: ("timeUnixNano", _number),
     2: ("name", _text),
     3: ("attributes", _text),
     4: ("droppedAttributes", _number),
 }
-_LINK: Final[Table] = {
+_LINK: Final[MessageTable] = {
     1: ("traceId", _hex),
     2: ("spanId", _hex),
     3: ("traceState", _text),
     4: ("attributes", _text),
     5: ("droppedAttributes", _number),
 }
-_STATUS: Final[Table] = {2: ("message", _text), 3: ("code", _number)}
-_SPAN: Final[Table] = {
+_STATUS: Final[MessageTable] = {2: ("message", _text), 3: ("code", _number)}
+_SPAN: Final[MessageTable] = {
     1: ("traceId", _hex),
     2: ("spanId", _hex),
     3: ("traceState", _text),
@@ -255,9 +271,9 @@ _SPAN: Final[Table] = {
     8: ("endUnixNano", _number),
     9: ("attributes", _text),
     10: ("dropped attributes", _number),
-    11: ("events", Many(_inner(_EVENT))),
+    11: ("events", Repeated(_inner(_EVENT))),
     12: ("dropped events", _number),
-    13: ("links", Many(_inner(_LINK))),
+    13: ("links", Repeated(_inner(_LINK))),
     14: ("dropped links", _number),
     15: ("status", _inner(_STATUS)),
     16: ("flags", _number),

@@ -6,17 +6,17 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from tailrace.schema.body import invalid, object_at
+from tailrace.schema.body import expect_object, invalid_request
 from tailrace.schema.profiles import canonical, evlog, metrics, span, state_protocol
 from tailrace.schema.profiles.config import parse_otel
 from tailrace.schema.profiles.evlog import Evlog
 from tailrace.schema.profiles.evlog_config import parse_evlog
 from tailrace.schema.profiles.profiles_touch_config import TouchConfig, parse_touch
-from tailrace.schema.profiles.registry import OTEL_TRACES
-from tailrace.schema.profiles.span import OtelTraces
-from tailrace.schema.registry import Boundary, Registry
+from tailrace.schema.profiles.registry import OTEL_REGISTRY
+from tailrace.schema.profiles.span import OtelSpans
+from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.routing import parse_routing_key
-from tailrace.schema.search_config import parse_search
+from tailrace.schema.search_config import parse_search_config
 
 API_VERSION: Final = "durable.streams/profile/v1"
 KINDS: Final = ("evlog", "generic", "metrics", "otel-traces", "state-protocol")
@@ -61,7 +61,7 @@ class GenericProfile:
 class EvlogProfile:
     kind = "evlog"
     reencodes = checks = True
-    update: Json | None = canonical.EVLOG
+    update: Json | None = canonical.EVLOG_REGISTRY
 
     def __init__(self, body: Json, path: str) -> None:
         self.config = parse_evlog(body, path)
@@ -71,38 +71,38 @@ class EvlogProfile:
         return self.config.to_json()
 
     def default_key(self, record: object) -> str | None:
-        return evlog.default_key(cast("Json", record))
+        return evlog.evlog_routing_key(cast("Json", record))
 
 
 class MetricsProfile:
     kind = "metrics"
     reencodes = checks = True
-    update: Json | None = canonical.METRICS
+    update: Json | None = canonical.METRICS_REGISTRY
 
     def to_json(self) -> Json:
         return {"kind": self.kind}
 
     def accept(self, record: object, now_ms: int) -> object:
-        return metrics.normalise(record)
+        return metrics.normalise_metric(record)
 
     def default_key(self, record: object) -> str | None:
-        return metrics.default_key(cast("Json", record))
+        return metrics.metric_routing_key(cast("Json", record))
 
 
 class OtelTracesProfile:
     kind = "otel-traces"
     reencodes = checks = True
-    update: Json | None = OTEL_TRACES
+    update: Json | None = OTEL_REGISTRY
 
     def __init__(self, body: Json, path: str) -> None:
         self.config = parse_otel(body, path)
-        self.accept = OtelTraces(self.config).normalise
+        self.accept = OtelSpans(self.config).normalise
 
     def to_json(self) -> Json:
         return self.config.to_json()
 
     def default_key(self, record: object) -> str | None:
-        return span.default_key(cast("Json", record))
+        return span.span_routing_key(cast("Json", record))
 
 
 class StateProtocolProfile:
@@ -121,7 +121,7 @@ class StateProtocolProfile:
         return shown
 
     def accept(self, record: object, now_ms: int) -> object:
-        state_protocol.check(record)
+        state_protocol.check_state_record(record)
         return record
 
     def default_key(self, record: object) -> str | None:
@@ -131,47 +131,47 @@ class StateProtocolProfile:
 GENERIC: Final = GenericProfile()
 
 
-def parse_update(body: object) -> Profile:
+def parse_profile_update(body: object) -> Profile:
     """The profile that a request asks for."""
-    given = object_at(body, "profileUpdate", ("apiVersion", "profile"))
+    given = expect_object(body, "profileUpdate", ("apiVersion", "profile"))
     if given.get("apiVersion", API_VERSION) != API_VERSION:
-        raise invalid("invalid profile apiVersion")
+        raise invalid_request("invalid profile apiVersion")
     return parse_profile(given.get("profile"))
 
 
 def parse_profile(body: object) -> Profile:
-    given = object_at(body, "profile")
+    given = expect_object(body, "profile")
     kind = given.get("kind")
     if kind == "evlog":
         return EvlogProfile(given, "profile")
     if kind == "state-protocol":
-        object_at(given, "profile", ("kind", "touch"))
+        expect_object(given, "profile", ("kind", "touch"))
         touch = parse_touch(given["touch"], "profile.touch") if "touch" in given else None
         return StateProtocolProfile(touch)
     if kind == "otel-traces":
         return OtelTracesProfile(given, "profile")
     if kind not in ("generic", "metrics"):
-        raise invalid(f"profile.kind must be {'|'.join(KINDS)}")
-    object_at(given, "profile", ("kind",))
+        raise invalid_request(f"profile.kind must be {'|'.join(KINDS)}")
+    expect_object(given, "profile", ("kind",))
     return GENERIC if kind == "generic" else MetricsProfile()
 
 
 def read_profile(document: bytes | None) -> Profile:
     """A profile from its stored form; a stream without one is generic."""
-    return GENERIC if document is None else parse_update(msgspec.json.decode(document))
+    return GENERIC if document is None else parse_profile_update(msgspec.json.decode(document))
 
 
-def to_document(profile: Profile) -> bytes:
+def profile_document(profile: Profile) -> bytes:
     """The resource, as it is shown and stored."""
     return msgspec.json.encode({"apiVersion": API_VERSION, "profile": profile.to_json()})
 
 
-def needs_check(new: Profile, current: Profile) -> bool:
+def needs_entry_check(new: Profile, current: Profile) -> bool:
     """Whether entries from before the profile have to be checked, so that it holds for them too."""
     return new.checks and new.kind != current.kind
 
 
-def install(
+def install_profile(
     new: Profile, current: Profile, registry: Registry, next_sequence: int, *, adopted: bool = False
 ) -> Registry:
     """The stream's registry once the profile is installed; the same one if nothing changes in it.
@@ -183,9 +183,9 @@ def install(
     if update is None or new.kind == current.kind:
         return registry
     if registry.version and registry.schemas.get(1) != update["schema"]:
-        raise invalid(f"{new.kind} profile requires a stream without a user schema")
+        raise invalid_request(f"{new.kind} profile requires a stream without a user schema")
     if next_sequence and new.kind != "metrics" and not adopted:
-        raise invalid(
+        raise invalid_request(
             f"{new.kind} profile must be installed before appending data; with ?adopt=true (--adopt) the "
             "entries that are there are checked, and the profile holds from the first one on"
         )
@@ -196,8 +196,8 @@ def install(
         registry,
         version=1,
         schemas={1: update["schema"]},
-        boundaries=(Boundary(0 if adopted else next_sequence, 1),),
-        search=parse_search(update["search"]),
+        boundaries=(VersionBoundary(0 if adopted else next_sequence, 1),),
+        search=parse_search_config(update["search"]),
         routing_key=registry.routing_key if routing_key is None else parse_routing_key(routing_key),
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from tailrace.schema.body import invalid, object_at, shown
+from tailrace.schema.body import expect_object, invalid_request, shorten
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 CountOrNone = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -57,15 +57,17 @@ _PARTS: Final[dict[str, type[Struct]]] = {"memory": MemoryConfig, "templates": T
 
 
 def parse_touch(body: object, path: str) -> TouchConfig:
-    given = object_at(body, path, _names(TouchConfig))
+    given = expect_object(body, path, _config_keys(TouchConfig))
     for part, kind in _PARTS.items():
-        object_at(given.get(part, {}), f"{path}.{part}", _names(kind))
+        expect_object(given.get(part, {}), f"{path}.{part}", _config_keys(kind))
     try:
         return msgspec.convert(given, TouchConfig)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `$")
-        raise invalid(f"{path}{shown(where.rstrip('`'))}: {reason[:1].lower()}{reason[1:]}") from None
+        raise invalid_request(
+            f"{path}{shorten(where.rstrip('`'))}: {reason[:1].lower()}{reason[1:]}"
+        ) from None
 
 
-def _names(kind: type[Struct]) -> tuple[str, ...]:
+def _config_keys(kind: type[Struct]) -> tuple[str, ...]:
     return tuple(field.encode_name for field in msgspec.structs.fields(kind))

@@ -8,12 +8,12 @@ from typing import Final, cast
 REDACTED: Final = "[REDACTED]"
 PATHS_MAX: Final = 1000  # listed; what is beyond is replaced all the same
 PATH_CHARACTERS_MAX: Final = 1000
-KEYS_KNOWN_MAX: Final = 4096
-KEY_CHARACTERS_KNOWN: Final = 100
+KEYS_CACHED_MAX: Final = 4096
+KEY_CHARACTERS_CACHED_MAX: Final = 100
 
 _CONTAINERS: Final = frozenset({dict, list})
 
-Place = tuple["Place | None", str]  # the place around it, and its own key
+KeyPath = tuple["Place | None", str]  # the place around it, and its own key
 
 
 class SecretKeys:
@@ -28,7 +28,7 @@ class SecretKeys:
     def __contains__(self, key: str) -> bool:
         if key.lower() in self.names:
             return True
-        if len(self.harmless) < KEYS_KNOWN_MAX and len(key) <= KEY_CHARACTERS_KNOWN:
+        if len(self.harmless) < KEYS_CACHED_MAX and len(key) <= KEY_CHARACTERS_CACHED_MAX:
             self.harmless.add(key)
         return False
 
@@ -39,7 +39,7 @@ def redact(value: dict[str, object] | list[object], secrets: SecretKeys, prefix:
     Nesting is as deep as a client likes, so this does not call itself.
     """
     found: list[str] = []
-    open_: list[tuple[object, Place | None]] = [(value, (None, prefix) if prefix else None)]
+    open_: list[tuple[object, KeyPath | None]] = [(value, (None, prefix) if prefix else None)]
     while open_:
         container, place = open_.pop()
         if type(container) is list:
@@ -56,7 +56,7 @@ def redact(value: dict[str, object] | list[object], secrets: SecretKeys, prefix:
                 if key in secrets:
                     members[key] = REDACTED
                     if len(found) < PATHS_MAX:
-                        found.append(_path((place, key)))
+                        found.append(_dotted_path((place, key)))
         if not _CONTAINERS.isdisjoint(map(type, members.values())):
             for key, item in members.items():
                 if type(item) in _CONTAINERS:
@@ -66,9 +66,9 @@ def redact(value: dict[str, object] | list[object], secrets: SecretKeys, prefix:
     return found
 
 
-def _path(place: Place) -> str:
+def _dotted_path(place: KeyPath) -> str:
     keys: list[str] = []
-    step: Place | None = place
+    step: KeyPath | None = place
     while step is not None:
         step, key = step
         keys.append(key[:PATH_CHARACTERS_MAX])

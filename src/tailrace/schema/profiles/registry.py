@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.schema.profiles.fields import LATENCY, keywords, text, texts, typed_as
-from tailrace.schema.profiles.semantics import RESOURCE
-from tailrace.schema.profiles.shapes import COUNT, INSTANT, TEXT_OR_NULL, TEXTS, Json, closed
+from tailrace.schema.profiles.fields import (
+    LATENCY_MEASURE,
+    keyword_fields,
+    text_field,
+    text_fields,
+    typed_fields,
+)
+from tailrace.schema.profiles.semantics import RESOURCE_ATTRIBUTES
+from tailrace.schema.profiles.shapes import COUNT, INSTANT, TEXT_OR_NULL, TEXTS, Json, closed_object
 from tailrace.schema.profiles.span import KINDS, STATUSES
 
 _NANOS: Final[Json] = {"type": "string", "pattern": "^[0-9]{1,20}$"}
@@ -19,7 +25,7 @@ def _all_text(*names: str) -> Json:
     return dict.fromkeys(names, TEXT_OR_NULL)
 
 
-_EVENT: Final = closed(
+_EVENT: Final = closed_object(
     {
         "name": {"type": "string"},
         "timestamp": {"anyOf": [INSTANT, {"type": "null"}]},
@@ -28,7 +34,7 @@ _EVENT: Final = closed(
         "droppedAttributes": COUNT,
     }
 )
-_LINK: Final = closed(
+_LINK: Final = closed_object(
     {
         "traceId": _TRACE_ID,
         "spanId": _SPAN_ID,
@@ -38,7 +44,7 @@ _LINK: Final = closed(
     }
 )
 
-SCHEMA: Final[Json] = closed(
+OTEL_SCHEMA: Final[Json] = closed_object(
     {
         "schemaVersion": {"const": 1},
         "signal": {"const": "trace.span"},
@@ -51,33 +57,37 @@ SCHEMA: Final[Json] = closed(
         "spanId": _SPAN_ID,
         "parentSpanId": {"anyOf": [_SPAN_ID, {"type": "null"}]},
         "traceState": TEXT_OR_NULL,
-        "traceFlags": closed(
+        "traceFlags": closed_object(
             {"sampled": {"type": ["boolean", "null"]}, "raw": {"type": ["integer", "null"]}}
         ),
         "name": {"type": "string"},
         "kind": {"enum": list(KINDS)},
-        "status": closed({"code": {"enum": list(STATUSES)}, "message": TEXT_OR_NULL}),
-        **_all_text(*RESOURCE, "requestId"),
-        "http": closed(
+        "status": closed_object({"code": {"enum": list(STATUSES)}, "message": TEXT_OR_NULL}),
+        **_all_text(*RESOURCE_ATTRIBUTES, "requestId"),
+        "http": closed_object(
             {
                 **_all_text("method", "route", "path", "target", "url"),
                 "statusCode": {"type": ["integer", "null"]},
                 **_all_text("userAgent"),
             }
         ),
-        "db": closed(_all_text("system", "name", "operation", "statement")),
-        "rpc": closed(_all_text("system", "service", "method")),
-        "messaging": closed(_all_text("system", "destination", "operation")),
-        "error": closed({"isError": {"type": "boolean"}, **_all_text("type", "message", "stacktrace")}),
-        "instrumentationScope": closed({**_all_text("name", "version", "schemaUrl"), "attributes": _MAP}),
-        "resource": closed({"schemaUrl": TEXT_OR_NULL, "attributes": _MAP}),
+        "db": closed_object(_all_text("system", "name", "operation", "statement")),
+        "rpc": closed_object(_all_text("system", "service", "method")),
+        "messaging": closed_object(_all_text("system", "destination", "operation")),
+        "error": closed_object(
+            {"isError": {"type": "boolean"}, **_all_text("type", "message", "stacktrace")}
+        ),
+        "instrumentationScope": closed_object(
+            {**_all_text("name", "version", "schemaUrl"), "attributes": _MAP}
+        ),
+        "resource": closed_object({"schemaUrl": TEXT_OR_NULL, "attributes": _MAP}),
         "attributes": _MAP,
         "events": {"type": "array", "items": _EVENT},
         "eventNames": TEXTS,
         "links": {"type": "array", "items": _LINK},
-        "dropped": closed(dict.fromkeys(("attributes", "events", "links"), COUNT)),
-        "redaction": closed({"keys": TEXTS}),
-        "identity": closed({"spanKey": {"type": "string"}, "dedupeKey": {"type": "string"}}),
+        "dropped": closed_object(dict.fromkeys(("attributes", "events", "links"), COUNT)),
+        "redaction": closed_object({"keys": TEXTS}),
+        "identity": closed_object({"spanKey": {"type": "string"}, "dedupeKey": {"type": "string"}}),
     }
 )
 
@@ -100,7 +110,7 @@ _NAMES: Final = (
 _INTERVALS: Final = ["1m", "5m", "1h"]
 _ERRORS: Final[Json] = {"kind": "count", "include": "error:true"}
 
-SEARCH: Final[Json] = {
+OTEL_SEARCH: Final[Json] = {
     "profile": "otel-traces",
     "primaryTimestampField": "timestamp",
     "defaultFields": [
@@ -127,28 +137,28 @@ SEARCH: Final[Json] = {
         "ts": "timestamp",
     },
     "fields": {
-        **typed_as("date", "timestamp", "endTimestamp"),
-        **typed_as("float", "duration"),
-        **typed_as("integer", "http.statusCode"),
-        **typed_as("bool", "error.isError"),
-        **keywords(*_EXACT, lowercase=False),
-        **keywords(*_NAMES, lowercase=True),
-        **texts("status.message", "error.message", "error.stacktrace", "db.statement"),
-        "events.name": text("/eventNames"),
+        **typed_fields("date", "timestamp", "endTimestamp"),
+        **typed_fields("float", "duration"),
+        **typed_fields("integer", "http.statusCode"),
+        **typed_fields("bool", "error.isError"),
+        **keyword_fields(*_EXACT, lowercase=False),
+        **keyword_fields(*_NAMES, lowercase=True),
+        **text_fields("status.message", "error.message", "error.stacktrace", "db.statement"),
+        "events.name": text_field("/eventNames"),
     },
     "rollups": {
         "spans": {
             "dimensions": ["service", "kind", "status.code"],
             "intervals": _INTERVALS,
-            "measures": {"spans": {"kind": "count"}, "errors": _ERRORS, "latency": LATENCY},
+            "measures": {"spans": {"kind": "count"}, "errors": _ERRORS, "latency": LATENCY_MEASURE},
         },
         "http_server": {
             "include": "kind:server",
             "dimensions": ["service", "http.method", "http.route", "http.statusCode"],
             "intervals": _INTERVALS,
-            "measures": {"requests": {"kind": "count"}, "errors": _ERRORS, "latency": LATENCY},
+            "measures": {"requests": {"kind": "count"}, "errors": _ERRORS, "latency": LATENCY_MEASURE},
         },
     },
 }
 
-OTEL_TRACES: Final[Json] = {"schema": SCHEMA, "search": SEARCH}
+OTEL_REGISTRY: Final[Json] = {"schema": OTEL_SCHEMA, "search": OTEL_SEARCH}

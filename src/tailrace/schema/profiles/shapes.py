@@ -12,7 +12,7 @@ COUNT: Final[Json] = {"type": "integer", "minimum": 0}
 INSTANT: Final[Json] = {"type": "string", "format": "date-time"}
 
 
-def closed(properties: Json, optional: Json | None = None) -> Json:
+def closed_object(properties: Json, optional: Json | None = None) -> Json:
     """An object with these properties and no others."""
     return {
         "type": "object",

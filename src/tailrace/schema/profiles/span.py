@@ -9,13 +9,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple, cast
 
 from tailrace.common.timestamps import parse_rfc3339_ns
-from tailrace.schema.body import invalid
+from tailrace.schema.body import invalid_request
 from tailrace.schema.profiles import semantics
-from tailrace.schema.profiles.cleaning import Cleaner, Fates, shortened
+from tailrace.schema.profiles.cleaning import AttributeCleaner, AttributeRules, truncate_utf8
 from tailrace.schema.profiles.config import OtelConfig
 from tailrace.schema.profiles.redaction import PATH_CHARACTERS_MAX, PATHS_MAX
-from tailrace.schema.profiles.values import integer, number, trimmed
-from tailrace.schema.timestamps import LAST_MS
+from tailrace.schema.profiles.values import to_integer, to_number, to_trimmed
+from tailrace.schema.timestamps import TIMESTAMP_MS_MAX
 
 NANO_MAX: Final = 2**64 - 1
 KINDS: Final = ("unspecified", "internal", "server", "client", "producer", "consumer")
@@ -27,59 +27,59 @@ _NANOS = re.compile(r"[0-9]{1,20}")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NONE: Final[dict[str, object]] = {}
 _KNOWN: Final = {
-    "http": semantics.known(semantics.HTTP),
-    "db": semantics.known(semantics.DB),
-    "rpc": semantics.known(semantics.RPC),
-    "messaging": semantics.known(semantics.MESSAGING),
-    "error": semantics.known(semantics.ERROR),
+    "http": semantics.attribute_names(semantics.HTTP_ATTRIBUTES),
+    "db": semantics.attribute_names(semantics.DB_ATTRIBUTES),
+    "rpc": semantics.attribute_names(semantics.RPC_ATTRIBUTES),
+    "messaging": semantics.attribute_names(semantics.MESSAGING_ATTRIBUTES),
+    "error": semantics.attribute_names(semantics.ERROR_ATTRIBUTES),
 }
 
 Record = dict[str, object]
 
 
-class OtelTraces:
+class OtelSpans:
     """Spans of one stream, by its configuration."""
 
     __slots__ = ("_fates", "_request_ids", "_shared", "config")
 
     def __init__(self, config: OtelConfig) -> None:
         self.config = config
-        self._fates = Fates(config)
+        self._fates = AttributeRules(config)
         configured = config.request_id_attributes
-        self._request_ids = semantics.REQUEST_IDS if configured is None else configured
-        self._shared: dict[str, Shared] = {}  # the resource and the scope that were seen last
+        self._request_ids = semantics.REQUEST_ID_ATTRIBUTES if configured is None else configured
+        self._shared: dict[str, SharedAttributes] = {}  # the resource and the scope that were seen last
 
     def normalise(self, record: object, now_ms: int) -> Record:
         """The canonical span. A span brings its own times, so the server's is not asked for."""
         if type(record) is not dict:
-            raise invalid("otel-traces record must be an object")
-        given, cleaner = cast("Record", record), Cleaner(self.config, self._fates)
+            raise invalid_request("otel-traces record must be an object")
+        given, cleaner = cast("Record", record), AttributeCleaner(self.config, self._fates)
         resource = self._cleaned(_object(given.get("resource")), "resource.attributes", cleaner)
         scope = self._cleaned(
             _object(given.get("instrumentationScope")), "instrumentationScope.attributes", cleaner
         )
         return _Span(given, self.config, cleaner, resource, scope).canonical(self._request_ids)
 
-    def _cleaned(self, holder: Record, place: str, cleaner: Cleaner) -> Record:
+    def _cleaned(self, holder: Record, place: str, cleaner: AttributeCleaner) -> Record:
         """Attributes that many spans of an export share are one object, and are cleaned once."""
         attributes = holder.get("attributes")
         last = self._shared.get(place)
         if last is not None and last.given is attributes:
             cleaner.found |= last.found
             return last.attributes
-        own = Cleaner(self.config, self._fates)
+        own = AttributeCleaner(self.config, self._fates)
         kept, _ = own.attributes(attributes, place)
         cleaner.found |= own.found
         if attributes:
-            self._shared[place] = Shared(attributes, kept, own.found)
+            self._shared[place] = SharedAttributes(attributes, kept, own.found)
         return kept
 
 
-def default_key(record: Record) -> str:
+def span_routing_key(record: Record) -> str:
     return cast("str", record["traceId"])
 
 
-class Shared(NamedTuple):
+class SharedAttributes(NamedTuple):
     """Attributes as they were given, as they are stored, and where secrets were."""
 
     given: object
@@ -91,7 +91,7 @@ class _Span:
     """A record on its way to the canonical form. What the record says itself wins over its attributes."""
 
     def __init__(
-        self, given: Record, config: OtelConfig, cleaner: Cleaner, resource: Record, scope: Record
+        self, given: Record, config: OtelConfig, cleaner: AttributeCleaner, resource: Record, scope: Record
     ) -> None:
         self.given = given
         self.config = config
@@ -110,7 +110,10 @@ class _Span:
         status = self._status()
         http = self._http()
         error = self._error(status, http, events)
-        around = {name: self._own(name, self.resource, names) for name, names in semantics.RESOURCE.items()}
+        around = {
+            name: self._own(name, self.resource, names)
+            for name, names in semantics.RESOURCE_ATTRIBUTES.items()
+        }
         name = self._text(given.get("name")) or ""
         redacted = sorted(clean.found | set(_texts(_object(given.get("redaction")).get("keys"))))
         dropped = _object(given.get("dropped"))
@@ -135,11 +138,11 @@ class _Span:
             "status": status,
             **around,
             "requestId": self._own("requestId", self.attributes, request_ids)
-            or semantics.text_in(self.resource, request_ids),
+            or semantics.first_text(self.resource, request_ids),
             "http": http,
             "db": self._db(),
-            "rpc": self._group("rpc", semantics.RPC),
-            "messaging": self._group("messaging", semantics.MESSAGING),
+            "rpc": self._group("rpc", semantics.RPC_ATTRIBUTES),
+            "messaging": self._group("messaging", semantics.MESSAGING_ATTRIBUTES),
             "error": error,
             "instrumentationScope": {
                 "name": self._text(scope.get("name")),
@@ -173,30 +176,32 @@ class _Span:
         given = self.given
         trace_id = _id(given.get("traceId"), _TRACE_ID)
         if trace_id is None:
-            raise invalid("otel-traces record.traceId must be 32 hex digits that are not all zero")
+            raise invalid_request("otel-traces record.traceId must be 32 hex digits that are not all zero")
         span_id = _id(given.get("spanId"), _SPAN_ID)
         if span_id is None:
-            raise invalid("otel-traces record.spanId must be 16 hex digits that are not all zero")
+            raise invalid_request("otel-traces record.spanId must be 16 hex digits that are not all zero")
         parent = given.get("parentSpanId")
         parent_id = _id(parent, _SPAN_ID)
         if parent_id is None and parent not in (None, ""):
-            raise invalid("otel-traces record.parentSpanId must be 16 hex digits that are not all zero")
+            raise invalid_request(
+                "otel-traces record.parentSpanId must be 16 hex digits that are not all zero"
+            )
         return trace_id, span_id, parent_id
 
     def _times(self) -> tuple[int, int]:
         given = self.given
         start = _time(given.get("startUnixNano"), given.get("startTimeUnixNano"), given.get("timestamp"))
         if start is None:
-            raise invalid("otel-traces record.startUnixNano must be a time in nanoseconds")
+            raise invalid_request("otel-traces record.startUnixNano must be a time in nanoseconds")
         end = _time(given.get("endUnixNano"), given.get("endTimeUnixNano"), given.get("endTimestamp"))
         if end is None:
-            lasted_ms = number(given.get("duration"))
+            lasted_ms = to_number(given.get("duration"))
             end = start if lasted_ms is None or lasted_ms < 0 else start + int(min(lasted_ms, 1e12) * 1e6)
         return start, min(end, NANO_MAX)
 
     def _flags(self) -> Record:
         flags = self.given.get("traceFlags", self.given.get("flags"))
-        given = integer(_object(cast("object", flags)).get("raw") if type(flags) is dict else flags)
+        given = to_integer(_object(cast("object", flags)).get("raw") if type(flags) is dict else flags)
         raw = None if given is None or not 0 <= given < 2**32 else given
         return {"sampled": None if raw is None else bool(raw & 1), "raw": raw}
 
@@ -209,50 +214,52 @@ class _Span:
 
     # -- what its attributes tell ---------------------------------------------------------------------------
 
-    def _own(self, name: str, attributes: Record, names: semantics.Names) -> str | None:
-        return self._text(self.given.get(name)) or semantics.text_in(attributes, names)
+    def _own(self, name: str, attributes: Record, names: semantics.AttributeNames) -> str | None:
+        return self._text(self.given.get(name)) or semantics.first_text(attributes, names)
 
-    def _group(self, group: str, names: Mapping[str, semantics.Names]) -> Record:
+    def _group(self, group: str, names: Mapping[str, semantics.AttributeNames]) -> Record:
         given, attributes = _object(self.given.get(group)), self.attributes
         if attributes.keys().isdisjoint(_KNOWN[group]):
             attributes = _NONE
         if not given:
-            return {name: semantics.text_in(attributes, known) for name, known in names.items()}
+            return {name: semantics.first_text(attributes, known) for name, known in names.items()}
         return {
-            name: self._text(given.get(name)) or semantics.text_in(attributes, known)
+            name: self._text(given.get(name)) or semantics.first_text(attributes, known)
             for name, known in names.items()
         }
 
     def _http(self) -> Record:
         given = _object(self.given.get("http"))
-        http = self._group("http", semantics.HTTP)
+        http = self._group("http", semantics.HTTP_ATTRIBUTES)
         for name in ("target", "url", "path"):
             http[name] = self.clean.target(cast("str | None", http[name]))
         if http["path"] is None:
             target, url = cast("str | None", http["target"]), cast("str | None", http["url"])
-            http["path"] = semantics.path_of(target, url)
-        status = semantics.whole_number(given.get("statusCode"))
+            http["path"] = semantics.url_path(target, url)
+        status = semantics.parse_whole_number(given.get("statusCode"))
         if status is None:
-            status = semantics.number_in(self.attributes, semantics.HTTP["statusCode"])
+            status = semantics.first_number(self.attributes, semantics.HTTP_ATTRIBUTES["statusCode"])
         http["statusCode"] = status
         return http
 
     def _db(self) -> Record:
-        db = self._group("db", semantics.DB)
+        db = self._group("db", semantics.DB_ATTRIBUTES)
         statement = cast("str | None", db["statement"])
         if self.config.db_statement_mode == "drop":
             statement = None
         elif statement is not None:
-            statement = shortened(statement, self.config.attribute_limits.max_statement_bytes).strip() or None
+            statement = (
+                truncate_utf8(statement, self.config.attribute_limits.max_statement_bytes).strip() or None
+            )
         db["statement"] = statement
         return db
 
     def _error(self, status: Record, http: Record, events: list[Record]) -> Record:
-        error = self._group("error", semantics.ERROR)
+        error = self._group("error", semantics.ERROR_ATTRIBUTES)
         for event in events:
             told = cast("Record", event["attributes"])
-            for name, names in semantics.ERROR.items():
-                error[name] = error[name] or semantics.text_in(told, names)
+            for name, names in semantics.ERROR_ATTRIBUTES.items():
+                error[name] = error[name] or semantics.first_text(told, names)
         failed = status["code"] == "error"
         if failed and error["message"] is None:
             error["message"] = status["message"]
@@ -291,7 +298,7 @@ class _Span:
         for index, link in enumerate(given):
             trace_id, span_id = _id(link.get("traceId"), _TRACE_ID), _id(link.get("spanId"), _SPAN_ID)
             if trace_id is None or span_id is None:
-                raise invalid(f"otel-traces record.links[{index}] must have a traceId and a spanId")
+                raise invalid_request(f"otel-traces record.links[{index}] must have a traceId and a spanId")
             attributes, lost = self.clean.attributes(link.get("attributes"), f"links.{index}.attributes")
             links.append(
                 {
@@ -305,7 +312,7 @@ class _Span:
         return links, cut
 
     def _text(self, value: object) -> str | None:
-        return None if value is None else trimmed(self.clean.text(trimmed(value)))
+        return None if value is None else to_trimmed(self.clean.text(to_trimmed(value)))
 
 
 def _instant(ns: int) -> str:
@@ -328,7 +335,7 @@ def _texts(value: object) -> list[str]:
 
 
 def _count(value: object) -> int:
-    found = integer(value)
+    found = to_integer(value)
     return found if found is not None and 0 <= found < 2**53 else 0
 
 
@@ -360,6 +367,6 @@ def _time(nanos: object, same: object, moment: object) -> int | None:
     if type(moment) is str:
         found = parse_rfc3339_ns(moment.strip())
     else:
-        ms = number(moment)
-        found = None if ms is None or not 0 <= ms <= LAST_MS else int(ms * 1_000_000)
+        ms = to_number(moment)
+        found = None if ms is None or not 0 <= ms <= TIMESTAMP_MS_MAX else int(ms * 1_000_000)
     return found if found is not None and 0 <= found <= NANO_MAX else None

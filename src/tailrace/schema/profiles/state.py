@@ -11,19 +11,19 @@ import msgspec
 import xxhash
 
 from tailrace.common.clock import Clock
-from tailrace.schema.body import object_at
+from tailrace.schema.body import expect_object
 from tailrace.schema.profiles.budget import FineBudget
-from tailrace.schema.profiles.emission import Emission, Template, emit
-from tailrace.schema.profiles.journal import Journal, Layer
+from tailrace.schema.profiles.emission import Template, TouchedKeys, touched_keys
+from tailrace.schema.profiles.journal import JournalLayer, TouchJournal
 from tailrace.schema.profiles.keys import ID_MASK, table_key
 from tailrace.schema.profiles.profiles_touch_config import TouchConfig
-from tailrace.schema.profiles.state_protocol import Change, change_of
+from tailrace.schema.profiles.state_protocol import Change, parse_change
 from tailrace.schema.profiles.touch_templates import (
-    Declared,
-    Denied,
+    DeniedTemplate,
+    TemplateDeclaration,
     Templates,
     activation_answer,
-    parse_declared,
+    parse_templates,
     parse_ttl,
 )
 from tailrace.schema.profiles.touch_waits import Waiter, Waiters, WaitRequest, unknown_template
@@ -31,10 +31,10 @@ from tailrace.schema.profiles.touch_waits import Waiter, Waiters, WaitRequest, u
 FLUSHES_KEPT: Final = 1024
 FLUSH_WINDOW_MS: Final = 10_000
 
-Answer = dict[str, object]
+TouchAnswer = dict[str, object]
 
 
-class Stale(Exception):  # noqa: N818 - an outcome, not a failure
+class StaleCursor(Exception):  # noqa: N818 - an outcome, not a failure
     """The cursor cannot be decided from; `delayed` if the answer waits for a coalescing window."""
 
     def __init__(self, message: str, *, delayed: bool = False) -> None:
@@ -52,7 +52,7 @@ class TouchState:
         self._secret = epoch
         self.templates = Templates(config.templates)
         self.waiters = Waiters()
-        self.journal = Journal(start, config.memory.pending_max_keys)
+        self.journal = TouchJournal(start, config.memory.pending_max_keys)
         self.budget = FineBudget(config, clock)
         self._clock = clock
         self._bucket: dict[int, None] = {}  # keys touched since the last flush
@@ -102,7 +102,7 @@ class TouchState:
         assert generation == self.journal.absorbed + 1, "entries are absorbed in order, each once"
         if not self._bucket and not self._marks:
             self._bucket_start_ms = self.now_ms()
-        change = change_of(record)
+        change = parse_change(record)
         if change is not None:
             self.changes += 1
             keys, emission = self._emission(change, sequence, fine=True)
@@ -122,14 +122,14 @@ class TouchState:
 
     def skip_to(self, generation: int) -> None:
         """Entries were taken away before they could be read: everybody has to look again."""
-        self.journal = Journal(generation, self.config.memory.pending_max_keys)
+        self.journal = TouchJournal(generation, self.config.memory.pending_max_keys)
         self.journal.everyone = generation
         self._overflowed = True
 
-    def derive(self, past: Layer, sequence: int, record: object) -> None:
+    def derive(self, past: JournalLayer, sequence: int, record: object) -> None:
         """An older entry once more, into a layer of its own. Of templates that were retired since only the
         entity is known: their waiters are told coarsely."""
-        change = change_of(record)
+        change = parse_change(record)
         if change is None:
             return
         keys, emission = self._emission(change, sequence, fine=False)
@@ -140,14 +140,14 @@ class TouchState:
         if emission.coarse or forgotten:
             self.journal.mark(change.entity, sequence + 1)
 
-    def _emission(self, change: Change, sequence: int, *, fine: bool) -> tuple[list[int], Emission]:
+    def _emission(self, change: Change, sequence: int, *, fine: bool) -> tuple[list[int], TouchedKeys]:
         """All keys of a change; `fine` if it has to live within the budget."""
         of_entity = self.templates.by_entity.get(change.entity, {})
         active = [template for template in of_entity.values() if template.active_from <= sequence]
         if fine and active and not self.budget.take(2 * len(active)):
-            emission = Emission([], coarse=True)
+            emission = TouchedKeys([], coarse=True)
         else:
-            emission = emit(change, active, self.config.on_missing_before)
+            emission = touched_keys(change, active, self.config.on_missing_before)
         return [table_key(change.entity), *(one.key for one in active), *emission.keys], emission
 
     def flush(self) -> None:
@@ -168,28 +168,28 @@ class TouchState:
 
     # -- templates -------------------------------------------------------------------------------------
 
-    def activate(self, body: object) -> tuple[Answer, bool]:
+    def activate(self, body: object) -> tuple[TouchAnswer, bool]:
         """The answer to a request, and whether there is something new to be written down."""
-        given = object_at(body, "activate", ("templates", "inactivityTtlMs"))
+        given = expect_object(body, "activate", ("templates", "inactivityTtlMs"))
         ttl_ms = parse_ttl(given, self.config.templates, "activate")
-        declared = parse_declared(given.get("templates"), "activate.templates")
+        declared = parse_templates(given.get("templates"), "activate.templates")
         activated, denied, changed = self.declare(declared, ttl_ms)
         return activation_answer(activated, denied, self.epoch, self.config.templates), changed
 
     def declare(
-        self, declared: list[Declared | None], ttl_ms: int
-    ) -> tuple[list[Template], list[Denied], bool]:
+        self, declared: list[TemplateDeclaration | None], ttl_ms: int
+    ) -> tuple[list[Template], list[DeniedTemplate], bool]:
         activated: list[Template] = []
-        denied: list[Denied] = []
+        denied: list[DeniedTemplate] = []
         changed = False
         for one in declared:
             if one is None:
-                denied.append(Denied(0, "invalid"))
+                denied.append(DeniedTemplate(0, "invalid"))
                 continue
             outcome = self.templates.activate(
                 one, ttl_ms, self.journal.absorbed, self.now_ms(), self.waiters.uses
             )
-            if isinstance(outcome, Denied):
+            if isinstance(outcome, DeniedTemplate):
                 denied.append(outcome)
                 continue
             if outcome.active_from == self.journal.absorbed and outcome.table_before is None:
@@ -216,14 +216,16 @@ class TouchState:
             return head
         epoch, generation = request.cursor
         if epoch != self.epoch:
-            raise Stale("cursor epoch mismatch; rerun/re-subscribe and start from cursor")
+            raise StaleCursor("cursor epoch mismatch; rerun/re-subscribe and start from cursor")
         if generation > head:
-            raise Stale("cursor is ahead of the stream; rerun/re-subscribe and start from cursor")
+            raise StaleCursor("cursor is ahead of the stream; rerun/re-subscribe and start from cursor")
         if generation < min(self.journal.floor, self.templates.unknown_before):
-            raise Stale("cursor is too old; rerun/re-subscribe and start from cursor")
+            raise StaleCursor("cursor is too old; rerun/re-subscribe and start from cursor")
         return generation
 
-    def begin(self, request: WaitRequest, cursor: int, answer: Callable[[Answer], None]) -> Waiter | None:
+    def begin(
+        self, request: WaitRequest, cursor: int, answer: Callable[[TouchAnswer], None]
+    ) -> Waiter | None:
         """Answers at once, or returns who waits now. The journal reaches back to the cursor."""
         self.waits += 1
         waiter = self._waiter(request, cursor, answer)
@@ -238,7 +240,7 @@ class TouchState:
             return waiter
         return None
 
-    def _waiter(self, request: WaitRequest, cursor: int, answer: Callable[[Answer], None]) -> Waiter:
+    def _waiter(self, request: WaitRequest, cursor: int, answer: Callable[[TouchAnswer], None]) -> Waiter:
         mode = self.mode
         tables: set[int] = set()
         ids = set(request.ids)
@@ -253,7 +255,7 @@ class TouchState:
                 entity = self.templates.remembered[identity].entity
                 ids.add(table_key(entity) & ID_MASK)
             else:
-                raise Stale(unknown_template(name), delayed=True)
+                raise StaleCursor(unknown_template(name), delayed=True)
             entities.add(entity)
             tables.add(table_key(entity) & ID_MASK)
         kind = "fineKey"
@@ -320,7 +322,7 @@ class TouchState:
             | self._bucket_facts()
         )
 
-    def stale(self, request: WaitRequest, message: str, head: int) -> Answer:
+    def stale(self, request: WaitRequest, message: str, head: int) -> TouchAnswer:
         self.stales += 1
         return {
             "stale": True,
@@ -332,7 +334,7 @@ class TouchState:
             "error": {"code": "stale", "message": message},
         }
 
-    def _bucket_facts(self) -> Answer:
+    def _bucket_facts(self) -> TouchAnswer:
         return {
             "bucketMaxSourceOffsetSeq": str(self.journal.absorbed - 1),
             "flushAtMs": self.last_flush_ms,
@@ -345,7 +347,7 @@ class TouchState:
     def mode(self) -> str:
         return self.budget.mode if self.templates.active else "idle"
 
-    def meta(self, head: int, scanned_through: str) -> Answer:
+    def meta(self, head: int, scanned_through: str) -> TouchAnswer:
         memory = self.config.memory
         journal = self.journal
         now_ms = self.now_ms()
@@ -385,7 +387,7 @@ class TouchState:
         }
 
 
-def new_document() -> bytes:
+def new_touch_document() -> bytes:
     """Of a stream whose touches are switched on: an epoch that no other has."""
     return msgspec.json.encode(
         {"epoch": secrets.token_hex(8), "templates": [], "remembered": [], "unknownBefore": 0}

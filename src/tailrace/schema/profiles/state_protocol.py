@@ -10,7 +10,7 @@ from typing import Final, cast
 from msgspec import Struct
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import invalid, shown
+from tailrace.schema.body import invalid_request, shorten
 from tailrace.schema.timestamps import is_date_time
 
 OPERATIONS: Final = ("insert", "update", "delete")
@@ -21,7 +21,7 @@ _CHANGE_HEADERS: Final = frozenset({"operation", "txid", "timestamp"})
 _CONTROL_KEYS: Final = frozenset({"headers"})
 _CONTROL_HEADERS: Final = frozenset({"control", "offset"})
 
-Record = dict[str, object]
+StateRecord = dict[str, object]
 
 
 class Change(Struct, frozen=True):
@@ -33,65 +33,67 @@ class Change(Struct, frozen=True):
     after: object
 
 
-def check(record: object) -> None:
+def check_state_record(record: object) -> None:
     """Refuses what is neither a change nor a control record."""
     if not isinstance(record, dict):
-        raise invalid("state-protocol records must be JSON objects")
-    given = cast("Record", record)
+        raise invalid_request("state-protocol records must be JSON objects")
+    given = cast("StateRecord", record)
     headers = given.get("headers")
     if not isinstance(headers, dict):
-        raise invalid("state-protocol record.headers must be an object")
-    named = cast("Record", headers)
+        raise invalid_request("state-protocol record.headers must be an object")
+    named = cast("StateRecord", headers)
     if ("operation" in named) == ("control" in named):
-        raise invalid("state-protocol record.headers must have either operation or control")
+        raise invalid_request("state-protocol record.headers must have either operation or control")
     if "control" in named:
         _check_control(given, named)
     else:
         _check_change(given, named)
 
 
-def _check_control(given: Record, headers: Record) -> None:
+def _check_control(given: StateRecord, headers: StateRecord) -> None:
     if headers["control"] not in CONTROLS:
-        raise invalid("state-protocol record.headers.control must be snapshot-start, snapshot-end, or reset")
+        raise invalid_request(
+            "state-protocol record.headers.control must be snapshot-start, snapshot-end, or reset"
+        )
     _check_keys(given, _CONTROL_KEYS, "record")
     _check_keys(headers, _CONTROL_HEADERS, "record.headers")
     if "offset" in headers and not isinstance(headers["offset"], str):
-        raise invalid("state-protocol record.headers.offset must be a string")
+        raise invalid_request("state-protocol record.headers.offset must be a string")
 
 
-def _check_change(given: Record, headers: Record) -> None:
+def _check_change(given: StateRecord, headers: StateRecord) -> None:
     operation = headers["operation"]
     if operation not in OPERATIONS:
-        raise invalid("state-protocol record.headers.operation must be insert, update, or delete")
+        raise invalid_request("state-protocol record.headers.operation must be insert, update, or delete")
     _check_keys(given, _CHANGE_KEYS, "record")
     _check_keys(headers, _CHANGE_HEADERS, "record.headers")
     for key in ("type", "key"):
         value = given.get(key)
         if not isinstance(value, str) or not value.strip():
-            raise invalid(f"state-protocol record.{key} must be a non-empty string")
+            raise invalid_request(f"state-protocol record.{key} must be a non-empty string")
     if operation != "delete" and "value" not in given:
-        raise invalid(f"state-protocol {operation} records must include value")
+        raise invalid_request(f"state-protocol {operation} records must include value")
     txid, timestamp = headers.get("txid", ""), headers.get("timestamp")
     if not isinstance(txid, str):
-        raise invalid("state-protocol record.headers.txid must be a string")
+        raise invalid_request("state-protocol record.headers.txid must be a string")
     if "timestamp" in headers and not (isinstance(timestamp, str) and is_date_time(timestamp)):
-        raise invalid("state-protocol record.headers.timestamp must be an RFC 3339 date-time")
+        raise invalid_request("state-protocol record.headers.timestamp must be an RFC 3339 date-time")
 
 
-def _check_keys(given: Record, allowed: frozenset[str], path: str) -> None:
+def _check_keys(given: StateRecord, allowed: frozenset[str], path: str) -> None:
     for key in given:
         if key not in allowed:
-            raise invalid(f"state-protocol {path}.{shown(key)} is not supported")
+            raise invalid_request(f"state-protocol {path}.{shorten(key)} is not supported")
 
 
-def change_of(record: object) -> Change | None:
+def parse_change(record: object) -> Change | None:
     """The change a stored record tells of; None for controls, and for what is older than the profile."""
     try:
-        check(record)
+        check_state_record(record)
     except TailraceError:
         return None
-    given = cast("Record", record)
-    operation = cast("Record", given["headers"]).get("operation")
+    given = cast("StateRecord", record)
+    operation = cast("StateRecord", given["headers"]).get("operation")
     if operation is None:
         return None
     return Change(

@@ -8,43 +8,43 @@ from typing import Final, cast
 import msgspec
 from msgspec import Struct
 
-from tailrace.schema.body import array_at, invalid, object_at, string_at
+from tailrace.schema.body import expect_array, expect_object, expect_string, invalid_request
 from tailrace.schema.profiles.emission import Template
-from tailrace.schema.profiles.keys import ENCODINGS, shown
+from tailrace.schema.profiles.keys import ENCODINGS, format_key
 from tailrace.schema.profiles.profiles_touch_config import TemplatesConfig
 
 DECLARED_MAX: Final = 256
 FIELDS_MAX: Final = 3
 NAME_CHARACTERS_MAX: Final = 256
 TTL_MS_MAX: Final = 30 * 86_400_000
-REMEMBERED_MS: Final = 86_400_000
-REMEMBERED_MAX: Final = 65_536
+RETIRED_KEPT_MS: Final = 86_400_000
+RETIRED_KEPT_MAX: Final = 65_536
 
-Declared = tuple[str, tuple[tuple[str, str], ...]]
+TemplateDeclaration = tuple[str, tuple[tuple[str, str], ...]]
 
 
-class Denied(Struct, frozen=True):
+class DeniedTemplate(Struct, frozen=True):
     identity: int
     reason: str
 
 
-def parse_declared(value: object, path: str) -> list[Declared | None]:
+def parse_templates(value: object, path: str) -> list[TemplateDeclaration | None]:
     """Templates of a request; one that cannot be a template is None, and denied by itself."""
-    declared: list[Declared | None] = []
-    for index, item in enumerate(array_at(value, path, DECLARED_MAX)):
+    declared: list[TemplateDeclaration | None] = []
+    for index, item in enumerate(expect_array(value, path, DECLARED_MAX)):
         at = f"{path}[{index}]"
-        given = object_at(item, at, ("entity", "fields"))
-        entity = string_at(given.get("entity"), f"{at}.entity")
+        given = expect_object(item, at, ("entity", "fields"))
+        entity = expect_string(given.get("entity"), f"{at}.entity")
         fields: dict[str, str] = {}
-        for place, one in enumerate(array_at(given.get("fields"), f"{at}.fields", 64)):
-            field = object_at(one, f"{at}.fields[{place}]", ("name", "encoding"))
-            name = string_at(field.get("name"), f"{at}.fields[{place}].name")
-            fields[name] = string_at(field.get("encoding", "string"), f"{at}.fields[{place}].encoding")
+        for place, one in enumerate(expect_array(given.get("fields"), f"{at}.fields", 64)):
+            field = expect_object(one, f"{at}.fields[{place}]", ("name", "encoding"))
+            name = expect_string(field.get("name"), f"{at}.fields[{place}].name")
+            fields[name] = expect_string(field.get("encoding", "string"), f"{at}.fields[{place}].encoding")
         declared.append(_checked(entity, fields, len(cast("list[object]", given["fields"]))))
     return declared
 
 
-def _checked(entity: str, fields: dict[str, str], count: int) -> Declared | None:
+def _checked(entity: str, fields: dict[str, str], count: int) -> TemplateDeclaration | None:
     texts = (entity, *fields)
     usable = all(0 < len(text) <= NAME_CHARACTERS_MAX and "\0" not in text for text in texts)
     if not usable or not 1 <= count <= FIELDS_MAX or len(fields) != count:
@@ -59,11 +59,11 @@ def parse_ttl(given: dict[str, object], config: TemplatesConfig, path: str) -> i
         return config.default_inactivity_ttl_ms
     ttl_ms = given["inactivityTtlMs"]
     if not isinstance(ttl_ms, int) or isinstance(ttl_ms, bool) or not 1 <= ttl_ms <= TTL_MS_MAX:
-        raise invalid(f"{path}.inactivityTtlMs must be an integer from 1 to {TTL_MS_MAX}")
+        raise invalid_request(f"{path}.inactivityTtlMs must be an integer from 1 to {TTL_MS_MAX}")
     return ttl_ms
 
 
-class Remembered(Struct, frozen=True, array_like=True):
+class RetiredTemplate(Struct, frozen=True, array_like=True):
     """A template that is not active any more: what it was about, and up to which generation."""
 
     entity: str
@@ -78,7 +78,7 @@ class Templates:
         self.config = config
         self.active: dict[int, Template] = {}
         self.by_entity: dict[str, dict[int, Template]] = {}
-        self.remembered: dict[int, Remembered] = {}
+        self.remembered: dict[int, RetiredTemplate] = {}
         self.unknown_before = 0  # up to this generation templates were active that nobody remembers
         self._minute = 0
         self._activations = 0
@@ -92,7 +92,7 @@ class Templates:
             named = tuple((name, encoding) for name, encoding in fields)
             self._add(Template(entity, named, min(active_from, generation), last_seen_ms, ttl_ms))
         for identity, *known in cast("list[list[object]]", stored["remembered"]):
-            self.remembered[cast("int", identity)] = msgspec.convert(known, Remembered)
+            self.remembered[cast("int", identity)] = msgspec.convert(known, RetiredTemplate)
         self.unknown_before = cast("int", stored["unknownBefore"])
 
     def to_json(self) -> dict[str, object]:
@@ -110,12 +110,12 @@ class Templates:
 
     def activate(
         self,
-        declared: Declared,
+        declared: TemplateDeclaration,
         ttl_ms: int,
         generation: int,
         now_ms: int,
         in_use: Callable[[int], bool],
-    ) -> Template | Denied:
+    ) -> Template | DeniedTemplate:
         """The template, active from the generation on if it was not before."""
         entity, fields = declared
         template = Template(entity, fields, generation, now_ms, ttl_ms)
@@ -125,7 +125,7 @@ class Templates:
             self.seen = True
             return known
         if not self._admit(now_ms):
-            return Denied(template.identity, "rate_limited")
+            return DeniedTemplate(template.identity, "rate_limited")
         limits = self.config
         of_entity = self.by_entity.get(entity, {})
         for among, count_max in (
@@ -133,7 +133,7 @@ class Templates:
             (self.active, limits.max_active_templates_per_stream),
         ):
             if not self._room(list(among.values()), count_max, template, in_use):
-                return Denied(template.identity, "limit")
+                return DeniedTemplate(template.identity, "limit")
         if template.identity in self.remembered:
             self._forget(template.identity)
         self._add(template)
@@ -189,9 +189,9 @@ class Templates:
         del of_entity[template.identity]
         if not of_entity:
             del self.by_entity[template.entity]
-        while len(self.remembered) >= REMEMBERED_MAX:
+        while len(self.remembered) >= RETIRED_KEPT_MAX:
             self._forget(next(iter(self.remembered)))
-        known = Remembered(template.entity, now_ms + REMEMBERED_MS, generation)
+        known = RetiredTemplate(template.entity, now_ms + RETIRED_KEPT_MS, generation)
         self.remembered[template.identity] = known
 
     def _forget(self, identity: int) -> None:
@@ -199,18 +199,18 @@ class Templates:
 
 
 def activation_answer(
-    activated: list[Template], denied: list[Denied], epoch: str, config: TemplatesConfig
+    activated: list[Template], denied: list[DeniedTemplate], epoch: str, config: TemplatesConfig
 ) -> dict[str, object]:
     return {
         "activated": [
             {
-                "templateId": shown(one.identity),
+                "templateId": format_key(one.identity),
                 "state": "active",
                 "activeFromTouchOffset": f"{epoch}:{one.active_from}",
             }
             for one in activated
         ],
-        "denied": [{"templateId": shown(one.identity), "reason": one.reason} for one in denied],
+        "denied": [{"templateId": format_key(one.identity), "reason": one.reason} for one in denied],
         "limits": {
             "maxActiveTemplatesPerStream": config.max_active_templates_per_stream,
             "maxActiveTemplatesPerEntity": config.max_active_templates_per_entity,

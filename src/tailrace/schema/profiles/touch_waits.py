@@ -9,9 +9,16 @@ from typing import Final, cast
 from msgspec import Struct
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import array_at, flag_at, invalid, object_at, shown, string_at
+from tailrace.schema.body import (
+    expect_array,
+    expect_bool,
+    expect_object,
+    expect_string,
+    invalid_request,
+    shorten,
+)
 from tailrace.schema.profiles.keys import ID_MASK, key_id, read_key
-from tailrace.schema.profiles.touch_templates import Declared, parse_declared
+from tailrace.schema.profiles.touch_templates import TemplateDeclaration, parse_templates
 
 KEYS_MAX: Final = 1024
 EXACT_KEYS_MAX: Final = 16
@@ -38,7 +45,7 @@ class WaitRequest(Struct, frozen=True):
     exact: bool
     templates: tuple[int, ...]
     template_names: tuple[str, ...]  # as they were sent
-    declared: tuple[Declared | None, ...]
+    declared: tuple[TemplateDeclaration | None, ...]
     body: dict[str, object]
 
 
@@ -70,10 +77,10 @@ class Waiter:
         self.templates = templates
         self.deadline = deadline
         self.answer = answer
-        self.refuse: Callable[[TailraceError], None] = _nobody
+        self.refuse: Callable[[TailraceError], None] = _ignore
 
 
-def _nobody(_: TailraceError) -> None:
+def _ignore(_: TailraceError) -> None:
     """Where a wait was answered before anybody could be told more."""
 
 
@@ -82,36 +89,36 @@ def parse_cursor(value: object) -> tuple[str, int] | None:
         return None
     match = _CURSOR.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise invalid("wait.cursor must be in the form <epochHex>:<generation> or 'now'")
+        raise invalid_request("wait.cursor must be in the form <epochHex>:<generation> or 'now'")
     return match[1], int(match[2])
 
 
 def parse_wait(body: object) -> WaitRequest:
-    given = object_at(body, "wait", _KEYS)
+    given = expect_object(body, "wait", _KEYS)
     cursor = parse_cursor(given.get("cursor"))
     texts = _strings(given, "keys", KEY_CHARACTERS_MAX)
     ids = _ids(given)
     if not texts and not ids:
-        raise invalid("wait requires keys or keyIds")
+        raise invalid_request("wait requires keys or keyIds")
     timeout_ms = given.get("timeoutMs", TIMEOUT_MS)
     if (
         not isinstance(timeout_ms, int)
         or isinstance(timeout_ms, bool)
         or not 0 <= timeout_ms <= TIMEOUT_MS_MAX
     ):
-        raise invalid(f"wait.timeoutMs must be an integer from 0 to {TIMEOUT_MS_MAX}")
+        raise invalid_request(f"wait.timeoutMs must be an integer from 0 to {TIMEOUT_MS_MAX}")
     mode = given.get("interestMode", "fine")
     if mode not in ("fine", "coarse"):
-        raise invalid("wait.interestMode must be 'fine' or 'coarse'")
-    exact = flag_at(given.get("exact", False), "wait.exact")
+        raise invalid_request("wait.interestMode must be 'fine' or 'coarse'")
+    exact = expect_bool(given.get("exact", False), "wait.exact")
     keys = [read_key(text) for text in texts]
     if exact and (mode != "fine" or ids or None in keys or not 1 <= len(keys) <= EXACT_KEYS_MAX):
-        raise invalid(f"wait.exact requires 1 to {EXACT_KEYS_MAX} literal 64-bit routing keys")
+        raise invalid_request(f"wait.exact requires 1 to {EXACT_KEYS_MAX} literal 64-bit routing keys")
     names = _strings(given, "templateIdsUsed", 16)
     templates = [read_key(name) for name in names]
     if None in templates:
-        raise invalid("wait.templateIdsUsed must hold template ids of 16 hex digits")
-    declared = parse_declared(given.get("declareTemplates", []), "wait.declareTemplates")
+        raise invalid_request("wait.templateIdsUsed must hold template ids of 16 hex digits")
+    declared = parse_templates(given.get("declareTemplates", []), "wait.declareTemplates")
     return WaitRequest(
         cursor=cursor,
         keys=frozenset(cast("list[int]", keys)) if exact else frozenset[int](),
@@ -129,17 +136,17 @@ def parse_wait(body: object) -> WaitRequest:
 def _strings(given: dict[str, object], key: str, characters_max: int) -> tuple[str, ...]:
     texts: list[str] = []
     for index, item in enumerate(_items(given, key)):
-        text = string_at(item, f"wait.{key}[{index}]")
+        text = expect_string(item, f"wait.{key}[{index}]")
         if not text.strip() or len(text) > characters_max:
-            raise invalid(f"wait.{key}[{index}] must have 1 to {characters_max} characters")
+            raise invalid_request(f"wait.{key}[{index}] must have 1 to {characters_max} characters")
         texts.append(text)
     return tuple(texts)
 
 
 def _items(given: dict[str, object], key: str) -> list[object]:
-    items = array_at(given.get(key, []), f"wait.{key}", ANY_LENGTH)
+    items = expect_array(given.get(key, []), f"wait.{key}", ANY_LENGTH)
     if len(items) > KEYS_MAX:
-        raise invalid(f"wait.{key} too large (max {KEYS_MAX})")
+        raise invalid_request(f"wait.{key} too large (max {KEYS_MAX})")
     return items
 
 
@@ -147,7 +154,7 @@ def _ids(given: dict[str, object]) -> frozenset[int]:
     ids = _items(given, "keyIds")
     for index, item in enumerate(ids):
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item <= ID_MASK:
-            raise invalid(f"wait.keyIds[{index}] must be an integer from 0 to {ID_MASK}")
+            raise invalid_request(f"wait.keyIds[{index}] must be an integer from 0 to {ID_MASK}")
     return frozenset(cast("list[int]", ids))
 
 
@@ -213,4 +220,4 @@ class Waiters:
 
 
 def unknown_template(name: str) -> str:
-    return f"template {shown(name)} is not active; rerun/re-subscribe and start from cursor"
+    return f"template {shorten(name)} is not active; rerun/re-subscribe and start from cursor"

@@ -8,12 +8,12 @@ from typing import Final
 INTEGER_MAX: Final = 2**63 - 1
 
 
-def trimmed(value: object) -> str | None:
+def to_trimmed(value: object) -> str | None:
     """A text without the space around it; None if nothing is left, or if it is no text."""
     return (value.strip() or None) if type(value) is str else None
 
 
-def number(value: object) -> int | float | None:
+def to_number(value: object) -> int | float | None:
     """A number that a double can hold; truth values are none."""
     if type(value) is float:
         return value if math.isfinite(value) else None
@@ -22,7 +22,7 @@ def number(value: object) -> int | float | None:
     return None
 
 
-def integer(value: object) -> int | None:
+def to_integer(value: object) -> int | None:
     """A number without a fraction, however it is written, that 64 bits can hold."""
     if type(value) is float and value.is_integer():
         value = int(value)

@@ -13,23 +13,30 @@ from typing import Final, NamedTuple, cast
 import orjson
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import invalid
-from tailrace.schema.convert import text_of
+from tailrace.schema.body import invalid_request
+from tailrace.schema.convert import value_text
 from tailrace.search.aggregate_request import AggregateRequest
-from tailrace.search.aggregates.measures import STATE_BYTES, Json, Number, Parts, PartsReader, Summary
-from tailrace.search.bind import Bound
+from tailrace.search.aggregates.measures import (
+    STATE_BYTES,
+    Json,
+    Number,
+    Summary,
+    SummaryParts,
+    SummaryPartsReader,
+)
+from tailrace.search.bind import BoundQuery
 from tailrace.search.compiled import Matcher
 from tailrace.search.values import Value
-from tailrace.search.view import Extractor, View
+from tailrace.search.view import FieldExtractor, RecordView
 
 GROUPS_MAX: Final = 100_000
 HELD_BYTES_MAX: Final = 256 << 20
-ROWS_BETWEEN_LOOKS: Final = 128  # at the clock
+ROWS_PER_CLOCK_CHECK: Final = 128  # at the clock
 
 _GROUP_BYTES: Final = 500
 
 Payload = bytes | memoryview
-Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of `group_by`
+GroupKey = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of `group_by`
 
 
 class Group:
@@ -41,27 +48,27 @@ class Group:
         self.counts = [0] * counts
         self.summaries = {name: make() for name, make in summaries.items()}
         self.waiting: dict[str, list[Number]] = {}
-        self.parts: list[tuple[str, Parts]] = []
+        self.parts: list[tuple[str, SummaryParts]] = []
         self.bytes = len(summaries) * STATE_BYTES  # of its summaries, as they were last counted
 
 
 class Groups:
     """All groups of one aggregate, bounded in number and bytes."""
 
-    def __init__(self, view: View, request: AggregateRequest) -> None:
+    def __init__(self, view: RecordView, request: AggregateRequest) -> None:
         self.counted = [name for name, measure in request.measures.items() if measure.kind == "count"]
         self._makes = {
-            name: _maker(view, request, name)
+            name: _key_maker(view, request, name)
             for name, measure in request.measures.items()
             if measure.kind != "count"
         }
         self._view = view
         self._request = request
-        self.groups: dict[Key, Group] = {}
-        self._touched: dict[Key, Group] = {}
+        self.groups: dict[GroupKey, Group] = {}
+        self._touched: dict[GroupKey, Group] = {}
         self._held_bytes = 0
 
-    def at(self, key: Key) -> Group:
+    def at(self, key: GroupKey) -> Group:
         group = self._touched.get(key)
         if group is not None:
             return group
@@ -72,7 +79,7 @@ class Groups:
         self._touched[key] = group
         return group
 
-    def _add(self, key: Key, group: Group) -> None:
+    def _add(self, key: GroupKey, group: Group) -> None:
         check_groups(len(self.groups) + 1)
         self.groups[key] = group
         self._held_bytes += _GROUP_BYTES + group.bytes
@@ -82,7 +89,7 @@ class Groups:
         self._held_bytes += size - group.bytes
         group.bytes = size
 
-    def merge(self, key: Key, name: str, summary: Summary) -> None:
+    def merge(self, key: GroupKey, name: str, summary: Summary) -> None:
         """A summary that was made elsewhere goes into a group."""
         group = self.at(key)
         group.summaries[name].merge(summary)
@@ -129,7 +136,7 @@ class Groups:
         As objects tens of thousands of groups would be a hundred megabytes, and as many small pieces of JSON
         twice that: each is written into a buffer of some kilobytes, most of which stays unused behind it.
         """
-        windows: dict[int, list[Key]] = {}
+        windows: dict[int, list[GroupKey]] = {}
         for key in self.groups:
             windows.setdefault(key[0], []).append(key)
         return [
@@ -137,22 +144,22 @@ class Groups:
             for start_ms in sorted(windows)
         ]
 
-    def _shown_window(self, keys: Sequence[Key], deadline: float) -> bytes:
+    def _shown_window(self, keys: Sequence[GroupKey], deadline: float) -> bytes:
         """Groups in the order of the JSON text of their keys."""
         listed: list[tuple[bytes, bytes]] = []
         for index, key in enumerate(keys):
-            if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
-                raise too_late()
+            if not index % ROWS_PER_CLOCK_CHECK and time.monotonic() >= deadline:
+                raise aggregate_timeout()
             listed.append(self._shown_group(key))
         return b"[%b]" % b",".join([shown for _, shown in sorted(listed)])
 
-    def _shown_group(self, key: Key) -> tuple[bytes, bytes]:
+    def _shown_group(self, key: GroupKey) -> tuple[bytes, bytes]:
         """Its name and all of it."""
         name = orjson.dumps(dict(zip(self._request.group_by, key[1], strict=True)))
         measures = orjson.dumps(self._shown_measures(self.groups[key]))
         return name, b'{"key":%b,"measures":%b}' % (name, measures)
 
-    def shown_each(self) -> list[tuple[Key, bytes]]:
+    def shown_each(self) -> list[tuple[GroupKey, bytes]]:
         """All groups as JSON, in any order: for somebody who has others besides."""
         return [(key, self._shown_group(key)[1]) for key in self.groups]
 
@@ -169,19 +176,23 @@ class Groups:
 
 def check_groups(count: int) -> None:
     if count > GROUPS_MAX:
-        raise invalid(f"aggregate result exceeds {GROUPS_MAX} groups; narrow the range, q or group_by")
+        raise invalid_request(
+            f"aggregate result exceeds {GROUPS_MAX} groups; narrow the range, q or group_by"
+        )
 
 
 def check_bytes(held: int) -> None:
     if held > HELD_BYTES_MAX:
-        raise invalid("aggregate result takes too much memory; narrow the range, q, group_by or measures")
+        raise invalid_request(
+            "aggregate result takes too much memory; narrow the range, q, group_by or measures"
+        )
 
 
-def too_late() -> TailraceError:
+def aggregate_timeout() -> TailraceError:
     return TailraceError("request_timeout", "request timed out")
 
 
-def _maker(view: View, request: AggregateRequest, name: str) -> Callable[[], Summary]:
+def _key_maker(view: RecordView, request: AggregateRequest, name: str) -> Callable[[], Summary]:
     measure = request.measures[name]
     if measure.kind == "summary_parts":
         declared = measure.histogram_json_pointer is not None
@@ -190,7 +201,7 @@ def _maker(view: View, request: AggregateRequest, name: str) -> Callable[[], Sum
     return lambda: Summary(histogram=measure.histogram is not None, whole=whole)
 
 
-class Scanned(NamedTuple):
+class AggregateScan(NamedTuple):
     """What a scan decided, and how far the times reach that it saw."""
 
     decided: int
@@ -201,7 +212,7 @@ class Scanned(NamedTuple):
 class AggregateScanner:
     """Adds stored payloads to groups."""
 
-    def __init__(self, view: View, request: AggregateRequest, groups: Groups) -> None:
+    def __init__(self, view: RecordView, request: AggregateRequest, groups: Groups) -> None:
         self._view = view
         self._request = request
         self._groups = groups
@@ -213,30 +224,30 @@ class AggregateScanner:
                 names.append(view.primary)
             self._primary = names.index(view.primary)
         # Rows outside the time that is asked for are looked at for their times alone.
-        self._narrow = Extractor(view, names)
+        self._narrow = FieldExtractor(view, names)
         first = len(names)
         names += request.rollup.dimensions
         self._dimensions = range(first, len(names))
         self._grouped = [names.index(name, first) for name in request.group_by]
         self._summaries: list[tuple[str, int]] = []
-        self._parts: list[tuple[str, PartsReader]] = []
+        self._parts: list[tuple[str, SummaryPartsReader]] = []
         for name, measure in request.measures.items():
             if measure.kind == "summary":
                 self._summaries.append((name, len(names)))
                 names.append(cast("str", measure.field))
             elif measure.kind == "summary_parts":
-                self._parts.append((name, PartsReader(measure)))
-        self._wide = Extractor(view, names)
+                self._parts.append((name, SummaryPartsReader(measure)))
+        self._wide = FieldExtractor(view, names)
         self._mostly_inside = True
         wanted = [query for query in (request.query, request.include) if query is not None]
         self._tests = [self._matcher(query) for query in wanted]
         includes = [request.measure_includes.get(name) for name in groups.counted]
         self._counted = [None if query is None else self._matcher(query) for query in includes]
 
-    def _matcher(self, query: Bound) -> Matcher:
+    def _matcher(self, query: BoundQuery) -> Matcher:
         return Matcher(query, self._view.config, self._view.version)
 
-    def scan(self, first: int, payloads: Sequence[Payload], deadline: float) -> Scanned:
+    def scan(self, first: int, payloads: Sequence[Payload], deadline: float) -> AggregateScan:
         """Takes payloads of consecutive entries; answers how many before the deadline."""
         primaries: list[int] = []
         seen: list[int] = []
@@ -246,7 +257,7 @@ class AggregateScanner:
         row_of = (self._wide if wide else self._narrow).row
         decided = inside = 0
         for index, payload in enumerate(payloads):
-            if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
+            if not index % ROWS_PER_CLOCK_CHECK and time.monotonic() >= deadline:
                 break
             row = row_of(first + index, payload)
             if primary is not None:
@@ -260,7 +271,7 @@ class AggregateScanner:
             decided = index + 1
         self._mostly_inside = inside * 2 > decided
         self._groups.settle()
-        return Scanned(decided, max(primaries, default=None), (min(seen), max(seen)) if seen else None)
+        return AggregateScan(decided, max(primaries, default=None), (min(seen), max(seen)) if seen else None)
 
     def _take(self, entry: int, payload: Payload, row: Sequence[Sequence[Value]]) -> None:
         for index in self._dimensions:
@@ -271,7 +282,7 @@ class AggregateScanner:
             if not matches(test):
                 return
         at_ms = cast("int", row[0][0])
-        values = tuple([text_of(row[index][0]) if row[index] else None for index in self._grouped])
+        values = tuple([value_text(row[index][0]) if row[index] else None for index in self._grouped])
         group = self._groups.at((at_ms - at_ms % self._request.interval_ms, values))
         for index, include in enumerate(self._counted):
             if include is None or matches(include):

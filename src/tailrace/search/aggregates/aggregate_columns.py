@@ -7,39 +7,39 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from tailrace.schema.convert import text_of
+from tailrace.schema.convert import value_text
 from tailrace.search.aggregate_request import AggregateRequest
-from tailrace.search.aggregates.aggregate import Groups, Payload, Scanned
-from tailrace.search.aggregates.measures import Number, Parts, pointers_of
-from tailrace.search.chunk import Chunk, columns_from
+from tailrace.search.aggregates.aggregate import AggregateScan, Groups, Payload
+from tailrace.search.aggregates.measures import Number, SummaryParts, summary_pointers
+from tailrace.search.chunk import Chunk, build_columns
 from tailrace.search.column import Column
 from tailrace.search.index_files.format import MBLK_POINTERS
-from tailrace.search.packed import rows_of
-from tailrace.search.scan import fields_in
+from tailrace.search.packed import rows_from_bits
+from tailrace.search.scan import query_fields
 from tailrace.search.values import Value
-from tailrace.search.view import Decoder, View
+from tailrace.search.view import RecordDecoder, RecordView
 
 ROWS_AT_ONCE = 1024  # between two looks at the clock
-PartsOf = Callable[[Sequence[int]], Sequence[Parts | None]]  # of some entries
+SummaryPartsLookup = Callable[[Sequence[int]], Sequence[SummaryParts | None]]  # of some entries
 
 
-def has_columns(request: AggregateRequest) -> bool:
+def columns_suffice(request: AggregateRequest) -> bool:
     """Whether columns have all that is measured. Summaries made by others lie in records alone."""
     return all(measure.kind != "summary_parts" for measure in request.measures.values())
 
 
-def has_blocks(request: AggregateRequest) -> bool:
+def columns_and_blocks_suffice(request: AggregateRequest) -> bool:
     """Whether columns have it all together with blocks of metrics, in which summaries of one form are."""
     return all(
-        measure.kind != "summary_parts" or pointers_of(measure) == MBLK_POINTERS
+        measure.kind != "summary_parts" or summary_pointers(measure) == MBLK_POINTERS
         for measure in request.measures.values()
     )
 
 
-class ColumnAdder:
+class ColumnAggregator:
     """Adds chunks to groups. `trimmed` is the last entry that retention has taken."""
 
-    def __init__(self, view: View, request: AggregateRequest, groups: Groups, trimmed: int) -> None:
+    def __init__(self, view: RecordView, request: AggregateRequest, groups: Groups, trimmed: int) -> None:
         self._view = view
         self._request = request
         self._groups = groups
@@ -51,9 +51,9 @@ class ColumnAdder:
         ]
         self._parts = [name for name, one in request.measures.items() if one.kind == "summary_parts"]
 
-    def add(self, chunk: Chunk, parts_of: PartsOf | None = None) -> int:
+    def add(self, chunk: Chunk, parts_of: SummaryPartsLookup | None = None) -> int:
         """Answers how many rows had to be looked at. `parts_of` has summaries that records bring along."""
-        rows = rows_of(self._members(chunk))
+        rows = rows_from_bits(self._members(chunk))
         if not rows:
             return 0
         columns, request = chunk.columns, self._request
@@ -62,9 +62,9 @@ class ColumnAdder:
         for key, row in zip(zip(self._windows(chunk, rows), *grouped, strict=True), rows, strict=True):
             found[key].append(row)
         includes = [request.measure_includes.get(name) for name in self._groups.counted]
-        counted = [None if query is None else set(rows_of(chunk.match(query))) for query in includes]
+        counted = [None if query is None else set(rows_from_bits(chunk.match(query))) for query in includes]
         summaries = [(name, _numbers(columns[field])) for name, field in self._summaries]
-        brought: dict[int, Parts | None] = {}
+        brought: dict[int, SummaryParts | None] = {}
         if parts_of is not None:
             brought = dict(zip(rows, parts_of([chunk.entries[row] for row in rows]), strict=True))
         for (start_ms, *values), own in found.items():
@@ -95,7 +95,7 @@ class ColumnAdder:
         if chunk.first > self._trimmed:
             bounds = chunk.bounds(primary)
             return None if bounds is None else cast("int", bounds[1])
-        found = (chunk.edge(primary, row, True) for row in rows_of(chunk.after(self._trimmed)))
+        found = (chunk.edge(primary, row, True) for row in rows_from_bits(chunk.after(self._trimmed)))
         return max((cast("int", value) for value in found if value is not None), default=None)
 
     def _members(self, chunk: Chunk) -> int:
@@ -106,7 +106,7 @@ class ColumnAdder:
                 rows &= chunk.match(query)
         for name in request.rollup.dimensions:
             column = chunk.columns[name]
-            for row in rows_of(rows & column.multiple):
+            for row in rows_from_bits(rows & column.multiple):
                 if len(set(column.ranks_of(row))) > 1:
                     rows &= ~(1 << row)
         return rows
@@ -131,7 +131,7 @@ class ColumnAdder:
         terms: Sequence[Value] = column.terms.all()
         if self._view.config.fields[name].kind == "bool":
             terms = [bool(term) for term in terms]  # columns have them as numbers
-        texts: list[str | None] = [text_of(term) for term in terms]
+        texts: list[str | None] = [value_text(term) for term in terms]
         if column.starts is not None:
             texts.append(None)  # has the rank of those without a value
         return [texts[rank] for rank in _first_ranks(column, rows)]
@@ -140,7 +140,7 @@ class ColumnAdder:
 class ColumnScanner:
     """Adds stored payloads to groups, by columns that are made of them for this purpose alone."""
 
-    def __init__(self, view: View, request: AggregateRequest, adder: ColumnAdder) -> None:
+    def __init__(self, view: RecordView, request: AggregateRequest, adder: ColumnAggregator) -> None:
         self._view = view
         self._request = request
         self._adder = adder
@@ -149,15 +149,15 @@ class ColumnScanner:
             times[view.primary] = None
         measured = [cast("str", one.field) for one in request.measures.values() if one.kind == "summary"]
         queries = (request.query, request.include, *request.measure_includes.values())
-        asked = [name for query in queries if query is not None for name in sorted(fields_in(query))]
+        asked = [name for query in queries if query is not None for name in sorted(query_fields(query))]
         # Rows outside the time that is asked for are looked at for their times alone.
-        self._narrow = Decoder(view, list(times))
-        self._wide = Decoder(
+        self._narrow = RecordDecoder(view, list(times))
+        self._wide = RecordDecoder(
             view, list(dict.fromkeys([*times, *request.rollup.dimensions, *measured, *asked]))
         )
         self._mostly_inside = True
 
-    def scan(self, first: int, payloads: Sequence[Payload], deadline: float) -> Scanned:
+    def scan(self, first: int, payloads: Sequence[Payload], deadline: float) -> AggregateScan:
         """Takes payloads of consecutive entries; answers how many before the deadline."""
         primaries: list[int] = []
         seen: list[int] = []
@@ -169,7 +169,7 @@ class ColumnScanner:
             primaries += () if primary is None else (primary,)
             seen += cast("tuple[int, int] | None", chunk.bounds(self._request.timestamp_field)) or ()
             decided += len(batch)
-        return Scanned(decided, max(primaries, default=None), (min(seen), max(seen)) if seen else None)
+        return AggregateScan(decided, max(primaries, default=None), (min(seen), max(seen)) if seen else None)
 
     def _add(self, entries: Sequence[int], payloads: Sequence[Payload]) -> Chunk:
         """Answers the times of all of the payloads."""
@@ -178,16 +178,16 @@ class ColumnScanner:
             self._mostly_inside = self._adder.add(chunk) * 2 > len(entries)
             return chunk
         chunk = self._chunk(self._narrow, entries, payloads)
-        inside = rows_of(self._adder.within_time(chunk))
+        inside = rows_from_bits(self._adder.within_time(chunk))
         if inside:
             some = [entries[row] for row in inside], [payloads[row] for row in inside]
             self._adder.add(self._chunk(self._wide, *some))
             self._mostly_inside = len(inside) * 2 > len(entries)
         return chunk
 
-    def _chunk(self, decoder: Decoder, entries: Sequence[int], payloads: Sequence[Payload]) -> Chunk:
+    def _chunk(self, decoder: RecordDecoder, entries: Sequence[int], payloads: Sequence[Payload]) -> Chunk:
         members = decoder.all_members(entries, payloads)
-        return Chunk(entries, columns_from(self._view.config, decoder.gets, members, lists=False))
+        return Chunk(entries, build_columns(self._view.config, decoder.gets, members, lists=False))
 
 
 def _first_ranks(column: Column, rows: Sequence[int]) -> Sequence[int]:

@@ -10,26 +10,26 @@ import time
 from typing import cast
 
 from tailrace.search.aggregate_request import AggregateRequest
-from tailrace.search.aggregates.agg_states import Measured, add_file
-from tailrace.search.aggregates.aggregate import Groups, check_bytes, check_groups, too_late
-from tailrace.search.aggregates.body import shown_windows
-from tailrace.search.aggregates.keyed import KeyedStates, Texts
-from tailrace.search.aggregates.span_states import ROWS_AT_ONCE, SpanRows, piece_of, rows_of
-from tailrace.search.index_files.agg_file import AggFile, Wanted
+from tailrace.search.aggregates.agg_states import SummaryMeasure, add_rollup_file
+from tailrace.search.aggregates.aggregate import Groups, aggregate_timeout, check_bytes, check_groups
+from tailrace.search.aggregates.body import encode_windows
+from tailrace.search.aggregates.keyed import DimensionValues, KeyedStates
+from tailrace.search.aggregates.span_states import ROWS_AT_ONCE, SpanRows, build_piece, read_span_rows
+from tailrace.search.index_files.agg_file import RollupFile, RollupSelection
 from tailrace.search.index_files.source import SpanSource
-from tailrace.search.view import View
+from tailrace.search.view import RecordView
 
 
 class ArrayStates:
     """Of one aggregate, whose measures are counts and summaries of fields."""
 
-    def __init__(self, view: View, request: AggregateRequest, deadline: float) -> None:
+    def __init__(self, view: RecordView, request: AggregateRequest, deadline: float) -> None:
         self._request = request
         self._deadline = deadline
         measures = request.measures.items()
         self._counted = [name for name, measure in measures if measure.kind == "count"]
         self._measured = [
-            Measured(
+            SummaryMeasure(
                 name,
                 view.config.fields[cast("str", measure.field)].kind == "integer",
                 measure.histogram is not None,
@@ -37,12 +37,14 @@ class ArrayStates:
             for name, measure in measures
             if measure.kind == "summary"
         ]
-        self._states = KeyedStates([Texts() for _ in request.group_by])
+        self._states = KeyedStates([DimensionValues() for _ in request.group_by])
         self._waiting: list[SpanRows] = []  # of spans, until there are enough of them
 
-    def add_file(self, file: AggFile, wanted: Wanted) -> int:
+    def add_file(self, file: RollupFile, wanted: RollupSelection) -> int:
         """Adds whole windows of a rollup, all or nothing; answers how many states that were."""
-        found = add_file(file, wanted, self._counted, self._measured, self._states, self._look_at_clock)
+        found = add_rollup_file(
+            file, wanted, self._counted, self._measured, self._states, self._look_at_clock
+        )
         self._check()
         return found
 
@@ -50,10 +52,10 @@ class ArrayStates:
         """Adds the rows of a span that lie in the time of a request, all or nothing."""
         found = self._states.fresh()
         waiting: list[SpanRows] = []
-        for rows in rows_of(source, request, self._counted, self._measured, self._states.texts):
+        for rows in read_span_rows(source, request, self._counted, self._measured, self._states.texts):
             self._look_at_clock()
             if waiting:  # so many in one span that they need not wait for those of others
-                found.add(piece_of(waiting, self._measured))
+                found.add(build_piece(waiting, self._measured))
             waiting = [rows]
         self._states.absorb(found)
         self._waiting += waiting
@@ -64,11 +66,11 @@ class ArrayStates:
     def _add_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         if waiting:
-            self._states.add(piece_of(waiting, self._measured))
+            self._states.add(build_piece(waiting, self._measured))
 
     def _look_at_clock(self) -> None:
         if time.monotonic() >= self._deadline:
-            raise too_late()
+            raise aggregate_timeout()
 
     def _check(self) -> None:
         self._states.check(check_groups, check_bytes)
@@ -90,4 +92,4 @@ class ArrayStates:
         others = groups.shown_each()
         groups.groups.clear()
         request = self._request
-        return shown_windows(states, request.group_by, request.interval_ms, others, self._look_at_clock)
+        return encode_windows(states, request.group_by, request.interval_ms, others, self._look_at_clock)

@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from tailrace.schema.timestamps import from_unix_ms
-from tailrace.search.aggregates.keyed import Key, KeyedStates, group_ids
-from tailrace.search.aggregates.shown import joined
+from tailrace.search.aggregates.keyed import GroupKey, KeyedStates, group_ids
+from tailrace.search.aggregates.shown import join_texts
 from tailrace.search.numpy_arrays import np
 from tailrace.storage.segments.parquet import BINARY, pa
 
@@ -18,18 +18,18 @@ from tailrace.storage.segments.parquet import BINARY, pa
 _shown_at = lru_cache(16_384)(from_unix_ms)
 
 
-def shown_windows(
+def encode_windows(
     states: KeyedStates,
     group_by: Sequence[str],
     interval_ms: int,
-    others: Sequence[tuple[Key, bytes]],
+    others: Sequence[tuple[GroupKey, bytes]],
     look_at_clock: Callable[[], None],
 ) -> list[bytes | memoryview]:
     """All windows with their groups, in order, as one text in pieces, not to copy it once more.
 
     `others` are groups that were made elsewhere, as JSON.
     """
-    keys = _Keys(states, group_by, others)
+    keys = _WindowKeys(states, group_by, others)
     if not len(keys.windows):
         return [b"[]"]
     texts: list[Any] = []
@@ -42,14 +42,14 @@ def shown_windows(
     if (order[1:] < order[:-1]).any():
         found = found.take(pa.array(order))
     look_at_clock()
-    return _wrapped(found, keys, order, interval_ms, len(others))
+    return _wrap_groups(found, keys, order, interval_ms, len(others))
 
 
-class _Keys:
+class _WindowKeys:
     """The window of every group, its name as JSON, and how the names of a window are ordered."""
 
     def __init__(
-        self, states: KeyedStates, group_by: Sequence[str], others: Sequence[tuple[Key, bytes]]
+        self, states: KeyedStates, group_by: Sequence[str], others: Sequence[tuple[GroupKey, bytes]]
     ) -> None:
         pieces, texts = states.pieces, states.texts
         columns: list[Any] = []
@@ -73,7 +73,9 @@ class _Keys:
         self.which = which  # the place of each group's name
 
 
-def _wrapped(texts: Any, keys: _Keys, order: Any, interval_ms: int, others: int) -> list[bytes | memoryview]:
+def _wrap_groups(
+    texts: Any, keys: _WindowKeys, order: Any, interval_ms: int, others: int
+) -> list[bytes | memoryview]:
     """Groups in their windows. What lies between them, and the name of each, is written in front of it."""
     windows = keys.windows[order]
     is_first = np.concatenate([[True], windows[1:] != windows[:-1]])
@@ -87,7 +89,7 @@ def _wrapped(texts: Any, keys: _Keys, order: Any, interval_ms: int, others: int)
     which = keys.which.copy()
     which[len(which) - others :] = len(named) - 1  # these are whole as they are
     is_other = (which == len(named) - 1).astype(np.int64)
-    found = joined(
+    found = join_texts(
         [
             pa.array(between, BINARY).take(pa.array(np.where(is_first, np.cumsum(is_first), 0))),
             pa.array(named, BINARY).take(pa.array(which[order])),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from tailrace.search.aggregates.measures import SCALE, exact, nearest_ratio
+from tailrace.search.aggregates.measures import EXACT_SUM_SCALE, nearest_ratio, to_exact
 from tailrace.search.numpy_arrays import np
 
 PIECES_MAX: Final = 8  # of a sum; doubles further apart are added one by one
@@ -23,7 +23,7 @@ _MANTISSA: Final = 53
 _ADDENDS_MAX: Final = 1 << (_MANTISSA - _BITS - 1)  # so many pieces add up in a double without an error
 
 
-class Sums(NamedTuple):
+class SumArray(NamedTuple):
     """One sum a row. In rows of `beyond` the doubles are zero, and the sum is what lies there."""
 
     nearest: Any
@@ -33,37 +33,39 @@ class Sums(NamedTuple):
     def total(self, row: int) -> int:
         """In units of 2 ** -1074."""
         found = self.beyond.get(row)
-        return exact(float(self.nearest[row])) + exact(float(self.rests[row])) if found is None else found
+        return (
+            to_exact(float(self.nearest[row])) + to_exact(float(self.rests[row])) if found is None else found
+        )
 
-    def take(self, rows: Any) -> Sums:
+    def take(self, rows: Any) -> SumArray:
         beyond: dict[int, int] = {}
         if self.beyond:
             beyond = {
                 place: self.beyond[row] for place, row in enumerate(rows.tolist()) if row in self.beyond
             }
-        return Sums(self.nearest[rows], self.rests[rows], beyond)
+        return SumArray(self.nearest[rows], self.rests[rows], beyond)
 
 
-class Addends(NamedTuple):
+class AddendArray(NamedTuple):
     """Numbers cut into pieces, as doubles: of each place, in units of 2 ** (low + 32 * place)."""
 
     pieces: Any
     low: int
 
-    def take(self, places: Any) -> Addends:
-        return Addends(self.pieces[:, places], self.low)
+    def take(self, places: Any) -> AddendArray:
+        return AddendArray(self.pieces[:, places], self.low)
 
 
-def addends_of(numbers: Any) -> Addends | None:
+def split_addends(numbers: Any) -> AddendArray | None:
     """None if there are too many numbers, or they are too far apart."""
     if not 0 < len(numbers) <= _ADDENDS_MAX:
         return None
     if numbers.dtype == np.int64:
         pieces = np.stack([numbers & _MASK, numbers >> _BITS])
-        return Addends(pieces.astype(np.float64), 0)
+        return AddendArray(pieces.astype(np.float64), 0)
     some = numbers != 0
     if not some.any():
-        return Addends(np.zeros((1, len(numbers))), 0)
+        return AddendArray(np.zeros((1, len(numbers))), 0)
     fractions, exponents = np.frexp(numbers)
     low = int(exponents[some].min()) - _MANTISSA
     count = _pieces(low, int(exponents[some].max()))
@@ -73,21 +75,21 @@ def addends_of(numbers: Any) -> Addends | None:
     whole = (fractions * float(1 << _MANTISSA)).astype(np.int64)
     shifts = np.where(some, exponents.astype(np.int64) - _MANTISSA - low, 0)
     _add_pieces(held, np.arange(len(numbers)), whole, shifts)
-    return Addends(np.ascontiguousarray(held.T.astype(np.float64)), low)
+    return AddendArray(np.ascontiguousarray(held.T.astype(np.float64)), low)
 
 
-def sums_of_addends(addends: Addends, group_of: Any, groups: int) -> Sums:
+def sum_addends(addends: AddendArray, group_of: Any, groups: int) -> SumArray:
     """What `sums_of` makes of the numbers themselves."""
-    return sums_from(added_addends(addends, group_of, groups))
+    return sums_from_addends(merge_addends(addends, group_of, groups))
 
 
-def added_addends(addends: Addends, group_of: Any, groups: int) -> Addends:
+def merge_addends(addends: AddendArray, group_of: Any, groups: int) -> AddendArray:
     """Pieces added up by the group of each; again and again, as long as all are of one cut."""
     added = [np.bincount(group_of, weights=pieces, minlength=groups) for pieces in addends.pieces]
-    return Addends(np.stack(added), addends.low)
+    return AddendArray(np.stack(added), addends.low)
 
 
-def sums_from(added: Addends) -> Sums:
+def sums_from_addends(added: AddendArray) -> SumArray:
     """The sums that pieces add up to."""
     count, groups = added.pieces.shape
     held = np.zeros((groups, count + 1), np.int64)  # one more for what is carried
@@ -96,7 +98,7 @@ def sums_from(added: Addends) -> Sums:
     return _halves(held, added.low)
 
 
-def sums_of(numbers: Any, group_of: Any, groups: int) -> Sums:
+def sum_by_group(numbers: Any, group_of: Any, groups: int) -> SumArray:
     """The sums of doubles or 64-bit integers, by the group of each."""
     if numbers.dtype != np.int64:
         return _added(numbers, group_of, groups)
@@ -105,7 +107,7 @@ def sums_of(numbers: Any, group_of: Any, groups: int) -> Sums:
     return _added(np.concatenate([upper, lower]), np.concatenate([group_of, group_of]), groups)
 
 
-def merged_sums(sums: Sums, group_of: Any, groups: int) -> Sums:
+def merge_sums(sums: SumArray, group_of: Any, groups: int) -> SumArray:
     """Sums added up by the group of each."""
     halves = np.concatenate([sums.nearest, sums.rests])
     found = _added(halves, np.concatenate([group_of, group_of]), groups)
@@ -114,7 +116,7 @@ def merged_sums(sums: Sums, group_of: Any, groups: int) -> Sums:
     return found
 
 
-def joined_sums(parts: list[Sums]) -> Sums:
+def concat_sums(parts: list[SumArray]) -> SumArray:
     """One behind the other."""
     beyond: dict[int, int] = {}
     at = 0
@@ -122,34 +124,34 @@ def joined_sums(parts: list[Sums]) -> Sums:
         beyond |= {at + row: total for row, total in part.beyond.items()}
         at += len(part.nearest)
     nearest, rests = (np.concatenate([part[half] for part in parts]) for half in (0, 1))
-    return Sums(nearest, rests, beyond)
+    return SumArray(nearest, rests, beyond)
 
 
-def halves_of(total: int) -> tuple[float, float] | None:
+def split_to_doubles(total: int) -> tuple[float, float] | None:
     """The two doubles that make up an exact sum; None if no two do."""
     try:
-        nearest = total / (1 << SCALE)
-        left = total - exact(nearest)
-        rest = left / (1 << SCALE)
+        nearest = total / (1 << EXACT_SUM_SCALE)
+        left = total - to_exact(nearest)
+        rest = left / (1 << EXACT_SUM_SCALE)
     except OverflowError:
         return None
-    return (nearest, rest) if exact(rest) == left else None
+    return (nearest, rest) if to_exact(rest) == left else None
 
 
-def _put(sums: Sums, row: int, total: int) -> None:
-    halves = halves_of(total)
+def _put(sums: SumArray, row: int, total: int) -> None:
+    halves = split_to_doubles(total)
     sums.nearest[row], sums.rests[row] = halves or (0.0, 0.0)
     sums.beyond.pop(row, None)
     if halves is None:
         sums.beyond[row] = total
 
 
-def _added(doubles: Any, group_of: Any, groups: int) -> Sums:
+def _added(doubles: Any, group_of: Any, groups: int) -> SumArray:
     some = doubles != 0
     if not some.all():
         doubles, group_of = doubles[some], group_of[some]
     if not len(doubles):
-        return Sums(np.zeros(groups), np.zeros(groups), {})
+        return SumArray(np.zeros(groups), np.zeros(groups), {})
     fractions, exponents = np.frexp(doubles)
     low = int(exponents.min()) - _MANTISSA
     pieces = _pieces(low, int(exponents.max()))
@@ -184,7 +186,7 @@ def _carry(held: Any) -> None:
         held[:, place] &= _MASK
 
 
-def _halves(held: Any, low: int) -> Sums:
+def _halves(held: Any, low: int) -> SumArray:
     """What the pieces add up to: an approximation, what it leaves, and whether that is all."""
     left = held.copy()
     first = _approximated(left, low)
@@ -197,9 +199,9 @@ def _halves(held: Any, low: int) -> Sums:
     beyond: dict[int, int] = {}
     for row in np.flatnonzero(left.any(axis=1) | ~np.isfinite(nearest)).tolist():
         total = sum(piece << (_BITS * place) for place, piece in enumerate(held[row].tolist()))
-        shift = low + SCALE
+        shift = low + EXACT_SUM_SCALE
         beyond[row] = total << shift if shift >= 0 else total >> -shift
-    sums = Sums(nearest, rests, {})
+    sums = SumArray(nearest, rests, {})
     for row, total in beyond.items():
         _put(sums, row, total)
     return sums
@@ -223,17 +225,17 @@ def _approximated(left: Any, low: int) -> Any:
     return about
 
 
-def _added_one_by_one(doubles: Any, group_of: Any, groups: int) -> Sums:
+def _added_one_by_one(doubles: Any, group_of: Any, groups: int) -> SumArray:
     totals: dict[int, int] = {}
     for group, number in zip(group_of.tolist(), doubles.tolist(), strict=True):
-        totals[group] = totals.get(group, 0) + exact(number)
-    sums = Sums(np.zeros(groups), np.zeros(groups), {})
+        totals[group] = totals.get(group, 0) + to_exact(number)
+    sums = SumArray(np.zeros(groups), np.zeros(groups), {})
     for group, total in totals.items():
         _put(sums, group, total)
     return sums
 
 
-def averages(sums: Sums, counts: Any) -> Any:
+def compute_averages(sums: SumArray, counts: Any) -> Any:
     """The doubles nearest to the exact averages; counts are at least 1."""
     with np.errstate(all="ignore"):
         sizes = counts.astype(np.float64)
@@ -255,7 +257,7 @@ def averages(sums: Sums, counts: Any) -> Any:
     found = np.where(is_plain, about, found)
     doubtful = ~is_plain & (is_near | ~is_usual)
     for row in {*np.flatnonzero(doubtful).tolist(), *sums.beyond}:
-        found[row] = nearest_ratio(sums.total(row), int(counts[row]) << SCALE)
+        found[row] = nearest_ratio(sums.total(row), int(counts[row]) << EXACT_SUM_SCALE)
     return found
 
 

@@ -11,17 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from tailrace.search.aggregates.shown import measure_texts
-from tailrace.search.aggregates.summaries import Summaries, joined_summaries
+from tailrace.search.aggregates.summaries import SummaryArray, concat_summaries
 from tailrace.search.numpy_arrays import np
 
 UNSETTLED_ROWS_MAX: Final = 200_000
 CHECKED_ROWS: Final = 100_000
 UNSETTLED_BYTES_MAX: Final = 32 << 20
 
-Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of `group_by`
+GroupKey = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of `group_by`
 
 
-class Rows(Protocol):
+class StateRows(Protocol):
     """States of some groups, one row for each."""
 
     @property
@@ -35,21 +35,21 @@ class Rows(Protocol):
         """Whether it is most of what somebody keeps, texts and all, and is best left as it is."""
         ...
 
-    def take(self, rows: Any) -> Rows: ...
-    def keep(self, marks: Any) -> Rows: ...
-    def arrays(self) -> Piece: ...
+    def take(self, rows: Any) -> StateRows: ...
+    def keep(self, marks: Any) -> StateRows: ...
+    def arrays(self) -> StatePiece: ...
     def texts(self) -> Any:
         """The measures of each row as JSON, in the order of their names."""
         ...
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """States of some groups in arrays of their own."""
 
     windows: Any
     codes: list[Any]  # for each dimension that groups are by, the code of its value
     counts: dict[str, Any]  # by measure
-    summaries: dict[str, Summaries]
+    summaries: dict[str, SummaryArray]
 
     @property
     def is_lent(self) -> bool:
@@ -60,37 +60,37 @@ class Piece(NamedTuple):
         lists = 8 * len(self.windows) * (1 + len(self.codes) + len(self.counts))
         return lists + sum(found.nbytes for found in self.summaries.values())
 
-    def arrays(self) -> Piece:
+    def arrays(self) -> StatePiece:
         return self
 
     def texts(self) -> Any:
         return measure_texts(self.counts, self.summaries, len(self.windows))
 
-    def take(self, rows: Any) -> Piece:
-        return Piece(
+    def take(self, rows: Any) -> StatePiece:
+        return StatePiece(
             self.windows[rows],
             [codes[rows] for codes in self.codes],
             {name: counts[rows] for name, counts in self.counts.items()},
             {name: found.take(rows) for name, found in self.summaries.items()},
         )
 
-    def keep(self, marks: Any) -> Piece:
+    def keep(self, marks: Any) -> StatePiece:
         """The marked rows."""
-        return Piece(
+        return StatePiece(
             self.windows[marks],
             [codes[marks] for codes in self.codes],
             {name: counts[marks] for name, counts in self.counts.items()},
             {name: found.keep(marks) for name, found in self.summaries.items()},
         )
 
-    def merged(self, group_of: Any, groups: int) -> Piece:
+    def merged(self, group_of: Any, groups: int) -> StatePiece:
         """One row for each group. Rows of a group have the same key."""
         lead = np.empty(groups, np.int64)
         lead[group_of] = np.arange(len(group_of))
         sums = {name: np.zeros(groups, np.int64) for name in self.counts}
         for name, counts in self.counts.items():
             np.add.at(sums[name], group_of, counts)
-        return Piece(
+        return StatePiece(
             self.windows[lead],
             [codes[lead] for codes in self.codes],
             sums,
@@ -98,19 +98,19 @@ class Piece(NamedTuple):
         )
 
 
-def joined_pieces(pieces: Sequence[Piece]) -> Piece:
+def concat_pieces(pieces: Sequence[StatePiece]) -> StatePiece:
     first = pieces[0]
     if len(pieces) == 1:
         return first
-    return Piece(
+    return StatePiece(
         np.concatenate([piece.windows for piece in pieces]),
         [np.concatenate([piece.codes[place] for piece in pieces]) for place in range(len(first.codes))],
         {name: np.concatenate([piece.counts[name] for piece in pieces]) for name in first.counts},
-        {name: joined_summaries([piece.summaries[name] for piece in pieces]) for name in first.summaries},
+        {name: concat_summaries([piece.summaries[name] for piece in pieces]) for name in first.summaries},
     )
 
 
-def _keys(piece: Rows, rows: Any, texts: Sequence[Sequence[str | None]]) -> list[Key]:
+def _row_keys(piece: StateRows, rows: Any, texts: Sequence[Sequence[str | None]]) -> list[GroupKey]:
     """The window of each of some rows, and its values by code."""
     columns = [
         [of[code] for code in cast("list[int]", codes[rows].tolist())]
@@ -135,7 +135,7 @@ def group_ids(columns: Iterable[Any], count: int) -> Any:
     return ids
 
 
-class Texts:
+class DimensionValues:
     """The values of one dimension, with a code for each."""
 
     def __init__(self) -> None:
@@ -152,9 +152,9 @@ class Texts:
 class KeyedStates:
     """All states of one aggregate that are arrays, by window and by the values of some dimensions."""
 
-    def __init__(self, texts: Sequence[Texts]) -> None:
+    def __init__(self, texts: Sequence[DimensionValues]) -> None:
         self.texts = texts
-        self.pieces: list[Rows] = []
+        self.pieces: list[StateRows] = []
         self.rows = 0
         self.nbytes = 0
         self._unsettled_rows = 0
@@ -164,7 +164,7 @@ class KeyedStates:
         """The same without any state: for what is taken in as a whole, or not at all."""
         return KeyedStates(self.texts)
 
-    def add(self, piece: Rows) -> None:
+    def add(self, piece: StateRows) -> None:
         if not len(piece.windows):
             return
         self._put(piece)
@@ -173,12 +173,12 @@ class KeyedStates:
         if self._unsettled_rows > UNSETTLED_ROWS_MAX or self._unsettled_bytes > UNSETTLED_BYTES_MAX:
             self.settle()
 
-    def _put(self, piece: Rows) -> None:
+    def _put(self, piece: StateRows) -> None:
         self.pieces.append(piece)
         self.rows += len(piece.windows)
         self.nbytes += piece.nbytes
 
-    def _replace(self, pieces: Iterable[Rows]) -> None:
+    def _replace(self, pieces: Iterable[StateRows]) -> None:
         self.pieces, self.rows, self.nbytes = [], 0, 0
         for piece in pieces:
             self._put(piece)
@@ -194,19 +194,19 @@ class KeyedStates:
             return
         own = [piece.arrays() for piece in self.pieces if not piece.is_lent]
         pieces = [piece for piece in self.pieces if piece.is_lent]
-        pieces += [joined_pieces(own)] if own else []
+        pieces += [concat_pieces(own)] if own else []
         columns = zip(*([piece.windows, *piece.codes] for piece in pieces), strict=True)
-        found = _repeated(group_ids([np.concatenate(column) for column in columns], self.rows))
-        self._replace(pieces if found is None else _merged(pieces, *found))
+        found = _repeated_rows(group_ids([np.concatenate(column) for column in columns], self.rows))
+        self._replace(pieces if found is None else _merge_pieces(pieces, *found))
 
-    def take_out(self, keys: Collection[Key]) -> list[tuple[list[Key], Piece]]:
+    def take_out(self, keys: Collection[GroupKey]) -> list[tuple[list[GroupKey], StatePiece]]:
         """The states of some groups, as pieces with the key of each row; they are here no more."""
         windows = np.array(sorted({key[0] for key in keys}), np.int64)
         listed = [texts.listed() for texts in self.texts]
-        found: list[tuple[list[Key], Piece]] = []
+        found: list[tuple[list[GroupKey], StatePiece]] = []
         for place, piece in enumerate(self.pieces):
             rows = cast("list[int]", np.flatnonzero(np.isin(piece.windows, windows)).tolist())
-            named = zip(rows, _keys(piece, rows, listed), strict=True)
+            named = zip(rows, _row_keys(piece, rows, listed), strict=True)
             gone = {row: key for row, key in named if key in keys}
             if gone:
                 found.append((list(gone.values()), piece.take(np.array(list(gone))).arrays()))
@@ -222,12 +222,12 @@ class KeyedStates:
         check_bytes(self.nbytes)
 
 
-def _merged(pieces: Sequence[Rows], rows: Any, group_of: Any, groups: int) -> list[Rows]:
+def _merge_pieces(pieces: Sequence[StateRows], rows: Any, group_of: Any, groups: int) -> list[StateRows]:
     """Pieces without the rows whose groups come again, and these merged. Rows are numbered through."""
     again = np.zeros(sum(len(piece.windows) for piece in pieces), bool)
     again[rows] = True
-    kept: list[Rows] = []
-    taken: list[Piece] = []
+    kept: list[StateRows] = []
+    taken: list[StatePiece] = []
     at = 0
     for piece in pieces:
         marks = again[at : at + len(piece.windows)]
@@ -238,10 +238,10 @@ def _merged(pieces: Sequence[Rows], rows: Any, group_of: Any, groups: int) -> li
         taken.append(piece.take(np.flatnonzero(marks)).arrays())
         if not marks.all():
             kept.append(piece.keep(~marks))
-    return [*kept, joined_pieces(taken).merged(group_of[np.argsort(rows)], groups)]
+    return [*kept, concat_pieces(taken).merged(group_of[np.argsort(rows)], groups)]
 
 
-def _repeated(ids: Any) -> tuple[Any, Any, int] | None:
+def _repeated_rows(ids: Any) -> tuple[Any, Any, int] | None:
     """The rows whose id occurs more than once, the number of the id of each, and how many there are."""
     if (ids[1:] > ids[:-1]).all():
         return None

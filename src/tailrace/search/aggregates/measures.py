@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from math import frexp
 from typing import Final, NamedTuple, cast
 
-from tailrace.schema.pointer import ABSENT, find, parse_pointer
+from tailrace.schema.pointer import ABSENT, parse_pointer, resolve_pointer
 from tailrace.schema.search_rollups import Measure
-from tailrace.search.aggregates.sketch import Sketch, nearest_rank, sketch_in, tally
-from tailrace.search.index_files.format import sum_of
+from tailrace.search.aggregates.sketch import Sketch, count_keys, nearest_rank, parse_sketch
+from tailrace.search.index_files.format import decode_sum
 from tailrace.search.values import to_float, to_integer
 
 Number = int | float
@@ -26,8 +26,8 @@ SHARES: Final = tuple(share for _, share in PERCENTILES)
 STATE_BYTES: Final = 1000  # about what a summary takes in memory, and a bucket of it
 BUCKET_BYTES: Final = 130
 
-SCALE: Final = 1074  # 2 ** -1074 is the smallest double
-WHOLE_MAX: Final = 2**53  # beyond it, sums are shown as the nearest double
+EXACT_SUM_SCALE: Final = 1074  # 2 ** -1074 is the smallest double
+EXACT_INTEGER_MAX: Final = 2**53  # beyond it, sums are shown as the nearest double
 
 
 class Histogram:
@@ -48,7 +48,7 @@ class Histogram:
             bits = [number.bit_length() for number in cast("Sequence[int]", numbers)]
         else:
             bits = [frexp(number)[1] for number in numbers]
-        for size, count in tally(bits):
+        for size, count in count_keys(bits):
             exponent = size - 1 if size > 0 else 0
             counts[exponent] = counts.get(exponent, 0) + count
 
@@ -111,10 +111,10 @@ class Summary:
         if self.histogram is not None:
             self.histogram.add_all(numbers)
 
-    def add_parts(self, parts: Parts) -> None:
+    def add_parts(self, parts: SummaryParts) -> None:
         """A summary that somebody else has made."""
         self.count += parts.size
-        self.total += exact(parts.total)
+        self.total += to_exact(parts.total)
         self._widen(parts.smallest, parts.largest)
         if parts.sketch is not None:
             self.sketch.merge(parts.sketch)
@@ -183,10 +183,10 @@ class Summary:
         chosen = self.percentile_method
         body: Json = {
             "count": self.count,
-            "sum": shown_sum(self.total, self.whole),
+            "sum": round_sum(self.total, self.whole),
             "min": self.smallest,
             "max": self.largest,
-            "avg": nearest_ratio(self.total, self.count << SCALE) if self.count else None,
+            "avg": nearest_ratio(self.total, self.count << EXACT_SUM_SCALE) if self.count else None,
         }
         for (name, _), value in zip(PERCENTILES, self._percentiles(chosen), strict=True):
             body[name] = value
@@ -197,7 +197,7 @@ class Summary:
         return body
 
 
-class Parts(NamedTuple):
+class SummaryParts(NamedTuple):
     """One record's own summary."""
 
     size: int  # how many numbers it tells of
@@ -208,7 +208,7 @@ class Parts(NamedTuple):
     sketch: Sketch | None  # likewise
 
 
-def pointers_of(measure: Measure) -> tuple[str | None, ...]:
+def summary_pointers(measure: Measure) -> tuple[str | None, ...]:
     """Where a record has count, sum, smallest, largest, histogram and sketch."""
     return (
         measure.count_json_pointer,
@@ -220,28 +220,28 @@ def pointers_of(measure: Measure) -> tuple[str | None, ...]:
     )
 
 
-class PartsReader:
+class SummaryPartsReader:
     """Finds the summary in a record, by the pointers of a measure."""
 
     def __init__(self, measure: Measure) -> None:
-        pointers = pointers_of(measure)
+        pointers = summary_pointers(measure)
         self._tokens = [None if pointer is None else parse_pointer(pointer) for pointer in pointers]
 
-    def read(self, record: object) -> Parts | None:
+    def read(self, record: object) -> SummaryParts | None:
         """None if the record contributes nothing."""
-        found = [ABSENT if tokens is None else find(record, tokens) for tokens in self._tokens]
+        found = [ABSENT if tokens is None else resolve_pointer(record, tokens) for tokens in self._tokens]
         count, total = to_integer(found[0]), _number(found[1])
         if count is None or count <= 0 or total is None:
             return None
-        sketch = sketch_in(found[5])
+        sketch = parse_sketch(found[5])
         if sketch is not None and sketch.count != count:
             sketch = None
-        return Parts(
-            count, total, _number(found[2]), _number(found[3]), histogram_in(found[4], count), sketch
+        return SummaryParts(
+            count, total, _number(found[2]), _number(found[3]), parse_histogram(found[4], count), sketch
         )
 
 
-def histogram_in(value: object, count: int) -> Histogram | None:
+def parse_histogram(value: object, count: int) -> Histogram | None:
     """A histogram from a record: lower bounds and counts. None if it does not tell of `count` numbers."""
     if not isinstance(value, dict):
         return None
@@ -264,30 +264,30 @@ def _number(value: object) -> Number | None:
     return to_float(value)
 
 
-def exact(number: Number) -> int:
+def to_exact(number: Number) -> int:
     """In units of 2 ** -1074."""
     if isinstance(number, int):
-        return number << SCALE
+        return number << EXACT_SUM_SCALE
     above, below = number.as_integer_ratio()
-    return above << (SCALE + 1 - below.bit_length())
+    return above << (EXACT_SUM_SCALE + 1 - below.bit_length())
 
 
-def total_of(nearest: float, rest: float, stored: bytes | None) -> int:
+def decode_total(nearest: float, rest: float, stored: bytes | None) -> int:
     """A sum that was stored: two doubles that make it up, or bytes where they do not."""
-    return exact(nearest) + exact(rest) if stored is None else sum_of(stored)
+    return to_exact(nearest) + to_exact(rest) if stored is None else decode_sum(stored)
 
 
 def exact_sum(numbers: Sequence[Number]) -> int:
     if type(numbers[0]) is int:
-        return sum(cast("Sequence[int]", numbers)) << SCALE
+        return sum(cast("Sequence[int]", numbers)) << EXACT_SUM_SCALE
     rest, total = list(numbers), 0
     try:
         # Rounded, and then what the rounding lost, until nothing is left: two or three rounds.
         while nearest := math.fsum(rest):
-            total += exact(nearest)
+            total += to_exact(nearest)
             rest.append(-nearest)
     except OverflowError:
-        return sum(map(exact, numbers))
+        return sum(map(to_exact, numbers))
     return total
 
 
@@ -299,6 +299,6 @@ def nearest_ratio(above: int, below: int) -> float:
         return sys.float_info.max if above > 0 else -sys.float_info.max
 
 
-def shown_sum(total: int, whole: bool) -> Number:
-    value = total >> SCALE
-    return value if whole and abs(value) <= WHOLE_MAX else nearest_ratio(total, 1 << SCALE)
+def round_sum(total: int, whole: bool) -> Number:
+    value = total >> EXACT_SUM_SCALE
+    return value if whole and abs(value) <= EXACT_INTEGER_MAX else nearest_ratio(total, 1 << EXACT_SUM_SCALE)

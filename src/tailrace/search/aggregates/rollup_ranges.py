@@ -11,69 +11,69 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from tailrace.schema.convert import text_of
+from tailrace.schema.convert import value_text
 from tailrace.search.aggregate_request import AggregateRequest
-from tailrace.search.aggregates.aggregate import Groups, too_late
-from tailrace.search.bind import All, Bound, Equals
+from tailrace.search.aggregates.aggregate import Groups, aggregate_timeout
+from tailrace.search.bind import All, BoundQuery, Equals
 from tailrace.search.chunk import Chunk
-from tailrace.search.column_build import column_from
-from tailrace.search.index_files.format import COL, MBLK, cut_name
-from tailrace.search.index_files.span import Served, Span
-from tailrace.search.scan import fields_in
-from tailrace.search.view import View
+from tailrace.search.column_build import build_column
+from tailrace.search.index_files.format import COL, MBLK, partial_rollup_name
+from tailrace.search.index_files.span import IndexSpan, UsableFile
+from tailrace.search.scan import query_fields
+from tailrace.search.view import RecordView
 
 if TYPE_CHECKING:
-    from tailrace.search.index_files.agg_file import AggFile, Wanted
+    from tailrace.search.index_files.agg_file import RollupFile, RollupSelection
     from tailrace.search.index_files.source import SpanSource
 
 ROWS_AT_ONCE = 8192  # of a span that are objects at the same time; a span may be of a million
 
 
-class Built(NamedTuple):
+class RollupRange(NamedTuple):
     """A range of entries that a file of rollups speaks for."""
 
     first: int
     last: int
-    served: Served
+    served: UsableFile
     primary_max: int | None
 
 
-class Window(NamedTuple):
+class TimeWindow(NamedTuple):
     """A stretch of time, the end not in it."""
 
     from_ms: int
     to_ms: int
 
 
-def whole_windows(request: AggregateRequest) -> Window:
+def whole_windows(request: AggregateRequest) -> TimeWindow:
     """The time that whole windows make up; it may be empty."""
     interval_ms = request.interval_ms
     begin = -(-request.from_ms // interval_ms) * interval_ms
-    return Window(begin, max(begin, request.to_ms // interval_ms * interval_ms))
+    return TimeWindow(begin, max(begin, request.to_ms // interval_ms * interval_ms))
 
 
-def edges(request: AggregateRequest) -> list[Window]:
+def partial_windows(request: AggregateRequest) -> list[TimeWindow]:
     """The time that is asked for and lies in no whole window."""
     whole = whole_windows(request)
     if whole.from_ms >= whole.to_ms:
-        return [Window(request.from_ms, request.to_ms)]
-    found = [Window(request.from_ms, whole.from_ms), Window(whole.to_ms, request.to_ms)]
+        return [TimeWindow(request.from_ms, request.to_ms)]
+    found = [TimeWindow(request.from_ms, whole.from_ms), TimeWindow(whole.to_ms, request.to_ms)]
     return [window for window in found if window.from_ms < window.to_ms]
 
 
-def wanted_dimensions(request: AggregateRequest) -> dict[str, str] | None:
+def fixed_dimensions(request: AggregateRequest) -> dict[str, str] | None:
     """The dimensions that the query wants to have some value; None if it asks for something else."""
     found: dict[str, str] = {}
     for clause in _conjuncts(request.query):
         if not isinstance(clause, Equals) or clause.field not in request.rollup.dimensions:
             return None
-        text = text_of(clause.value)
+        text = value_text(clause.value)
         if found.setdefault(clause.field, text) != text:
             return None  # no group is of both; rows say so, too
     return found
 
 
-def _conjuncts(query: Bound | None) -> list[Bound]:
+def _conjuncts(query: BoundQuery | None) -> list[BoundQuery]:
     match query:
         case None:
             return []
@@ -83,18 +83,18 @@ def _conjuncts(query: Bound | None) -> list[Bound]:
             return [query]
 
 
-def built_ranges(
-    rollups: Sequence[Served],
-    spans: Sequence[Span],
+def select_rollup_ranges(
+    rollups: Sequence[UsableFile],
+    spans: Sequence[IndexSpan],
     request: AggregateRequest,
-    view: View,
+    view: RecordView,
     after: int,
     last: int,
-) -> list[Built]:
+) -> list[RollupRange]:
     """The ranges that are taken from rollups, in order, without overlaps; all of their entries are shown."""
-    if wanted_dimensions(request) is None:
+    if fixed_dimensions(request) is None:
         return []
-    found: list[Built] = []
+    found: list[RollupRange] = []
     at = after + 1
     for served in rollups:
         companion = served.companion
@@ -103,12 +103,12 @@ def built_ranges(
         primary = _primary_max(spans, companion.first, companion.last) if view.primary is not None else None
         if view.primary is not None and primary is None:
             continue  # how far its times reach is part of the answer
-        found.append(Built(companion.first, companion.last, served, primary))
+        found.append(RollupRange(companion.first, companion.last, served, primary))
         at = companion.last + 1
     return found
 
 
-def _primary_max(spans: Sequence[Span], first: int, last: int) -> int | None:
+def _primary_max(spans: Sequence[IndexSpan], first: int, last: int) -> int | None:
     """The largest primary timestamp of a range; None if that is not known of all of it."""
     largest: int | None = None
     at = first
@@ -123,14 +123,14 @@ def _primary_max(spans: Sequence[Span], first: int, last: int) -> int | None:
     return largest if at > last else None
 
 
-def add_states(file: AggFile, request: AggregateRequest, groups: Groups, deadline: float) -> int:
+def add_rollup_states(file: RollupFile, request: AggregateRequest, groups: Groups, deadline: float) -> int:
     """Adds the whole windows of a file to groups; answers how many states that were."""
     counted = {name: index for index, name in enumerate(groups.counted)}
     # All of the file first: if something in it is broken, nothing of it must have been added.
     found, states = groups.fresh(), 0
-    for part in file.parts(states_wanted(request)):
+    for part in file.parts(rollup_selection(request)):
         if time.monotonic() >= deadline:
-            raise too_late()
+            raise aggregate_timeout()
         states += part.states
         for key, measure, size in part.counts:
             group = found.at(key)
@@ -145,14 +145,14 @@ def add_states(file: AggFile, request: AggregateRequest, groups: Groups, deadlin
     return states
 
 
-def states_wanted(request: AggregateRequest) -> Wanted:
-    from tailrace.search.index_files.agg_file import Wanted  # brings Arrow, which is large
+def rollup_selection(request: AggregateRequest) -> RollupSelection:
+    from tailrace.search.index_files.agg_file import RollupSelection  # brings Arrow, which is large
 
-    having = wanted_dimensions(request)
+    having = fixed_dimensions(request)
     assert having is not None
     name, dimensions = _fewest_dimensions(request, {*request.group_by, *having})
     kinds = {name: measure.kind for name, measure in request.measures.items()}
-    return Wanted(
+    return RollupSelection(
         name,
         request.interval_ms,
         *whole_windows(request),
@@ -170,23 +170,23 @@ def _fewest_dimensions(request: AggregateRequest, wanted: set[str]) -> tuple[str
     kept = tuple(name for name in dimensions if name in wanted)
     if len(kept) > 1 or len(kept) == len(dimensions):
         return request.rollup_name, dimensions
-    return cut_name(request.rollup_name, [dimensions.index(name) for name in kept]), kept
+    return partial_rollup_name(request.rollup_name, [dimensions.index(name) for name in kept]), kept
 
 
-def edges_in(file: AggFile, request: AggregateRequest) -> list[Window]:
+def partial_windows_in(file: RollupFile, request: AggregateRequest) -> list[TimeWindow]:
     """The edges in which the file has anything at all."""
     interval_ms = request.interval_ms
     return [
         window
-        for window in edges(request)
+        for window in partial_windows(request)
         if any(
             file.has_window(request.rollup_name, interval_ms, start_ms)
-            for start_ms in _starts(window, interval_ms)
+            for start_ms in _window_starts(window, interval_ms)
         )
     ]
 
 
-def _starts(window: Window, interval_ms: int) -> list[int]:
+def _window_starts(window: TimeWindow, interval_ms: int) -> list[int]:
     """The windows that an edge is part of: one, or two where no whole one lies between."""
     first = window.from_ms // interval_ms * interval_ms
     last = (window.to_ms - 1) // interval_ms * interval_ms
@@ -196,18 +196,18 @@ def _starts(window: Window, interval_ms: int) -> list[int]:
 # -- rows from columns -----------------------------------------------------------------------------------
 
 
-def columns_wanted(view: View, request: AggregateRequest) -> list[str]:
+def required_columns(view: RecordView, request: AggregateRequest) -> list[str]:
     """The fields whose values decide which records count, and what is measured of them."""
     queries = (request.query, request.include, *request.measure_includes.values())
-    asked = {name for query in queries if query is not None for name in fields_in(query)}
+    asked = {name for query in queries if query is not None for name in query_fields(query)}
     measured = {cast("str", one.field) for one in request.measures.values() if one.kind == "summary"}
     primary = set[str]() if view.primary is None else {view.primary}
     return sorted({request.timestamp_field, *request.rollup.dimensions, *measured, *asked, *primary})
 
 
-def files_for_rows(span: Span, wanted: Sequence[str], *, blocks: bool) -> dict[str, Served] | None:
+def files_for_rows(span: IndexSpan, wanted: Sequence[str], *, blocks: bool) -> dict[str, UsableFile] | None:
     """The files that have all these columns, and the blocks of metrics; None if some have to be decoded."""
-    found: dict[str, Served] = {}
+    found: dict[str, UsableFile] = {}
     for family, name in [*((COL, name) for name in wanted), *([(MBLK, MBLK)] if blocks else [])]:
         served = span.serving(family, name)
         if served is None:
@@ -216,15 +216,15 @@ def files_for_rows(span: Span, wanted: Sequence[str], *, blocks: bool) -> dict[s
     return found
 
 
-def reaches(span: Span, view: View, request: AggregateRequest) -> bool:
+def may_overlap(span: IndexSpan, view: RecordView, request: AggregateRequest) -> bool:
     """Whether a row of a span may have a time that is asked for."""
     if request.timestamp_field != view.primary or span.primary is None:
         return True
     return span.primary[0] < request.to_ms and span.primary[1] >= request.from_ms
 
 
-def chunks_of_span(
-    source: SpanSource, view: View, request: AggregateRequest, wanted: Sequence[str]
+def span_chunks(
+    source: SpanSource, view: RecordView, request: AggregateRequest, wanted: Sequence[str]
 ) -> Iterator[Chunk]:
     """The rows of a span that may lie in the time that is asked for, as chunks of nothing but these fields.
 
@@ -238,5 +238,5 @@ def chunks_of_span(
         end = min(begin + ROWS_AT_ONCE, source.rows.count)
         if inside >> begin & ((1 << (end - begin)) - 1):
             leaves = {name: source.leaves(name, begin, end) for name in wanted}
-            columns = {name: column_from(fields[name], found, lists=False) for name, found in leaves.items()}
+            columns = {name: build_column(fields[name], found, lists=False) for name, found in leaves.items()}
             yield Chunk(source.entries[begin:end], columns)

@@ -15,37 +15,42 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.schema.timestamps import from_unix_ms
 from tailrace.search.aggregate_request import AggregateRequest
-from tailrace.search.aggregates.aggregate import AggregateScanner, Groups, too_late
-from tailrace.search.aggregates.aggregate_columns import ColumnAdder, ColumnScanner, has_blocks, has_columns
+from tailrace.search.aggregates.aggregate import AggregateScanner, Groups, aggregate_timeout
+from tailrace.search.aggregates.aggregate_columns import (
+    ColumnAggregator,
+    ColumnScanner,
+    columns_and_blocks_suffice,
+    columns_suffice,
+)
 from tailrace.search.aggregates.rollup_ranges import (
-    Built,
-    Window,
-    add_states,
-    built_ranges,
-    chunks_of_span,
-    columns_wanted,
-    edges_in,
+    RollupRange,
+    TimeWindow,
+    add_rollup_states,
     files_for_rows,
-    reaches,
-    states_wanted,
+    may_overlap,
+    partial_windows_in,
+    required_columns,
+    rollup_selection,
+    select_rollup_ranges,
+    span_chunks,
 )
 from tailrace.search.chunk import Chunk
-from tailrace.search.coverage import Counters, omitted, touched, visible_through
+from tailrace.search.coverage import SearchCounters, count_omitted, count_touched_segments, visible_through
 from tailrace.search.index_files.format import AGG, COL, MBLK
 from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.index_files.shelf import Opened
-from tailrace.search.index_files.span import Span
-from tailrace.search.plan import Stretch, plan, stretches
-from tailrace.search.response import coverage_of
-from tailrace.search.run import READ_BYTES, Outcome, Searcher
-from tailrace.search.view import View
+from tailrace.search.index_files.shelf import OpenedFile
+from tailrace.search.index_files.span import IndexSpan
+from tailrace.search.plan import ScanRange, plan_pieces, split_scan_ranges
+from tailrace.search.response import build_coverage
+from tailrace.search.run import READ_BYTES, Searcher, SearchResult
+from tailrace.search.view import RecordView
 from tailrace.storage.segments.model import SegmentInfo
 
 if TYPE_CHECKING:
     from tailrace.search.aggregates.aggregate_states import ArrayStates
-    from tailrace.search.index_files.mblk_file import Blocks
+    from tailrace.search.index_files.mblk_file import MetricBlocks
 
-SHOWN = (
+COVERAGE_FIELDS = (
     "mode",
     "complete",
     "stream_head_offset",
@@ -65,26 +70,26 @@ SHOWN = (
     "index_families_used",
 )
 
-AT_ONCE = 16  # files of rollups, or spans, that are held open by one aggregate
-KNOWN_MAX = 8192  # stretches, some 200 bytes each
+FILES_OPENED_AT_ONCE = 16  # files of rollups, or spans, that are held open by one aggregate
+RANGES_CACHED_MAX = 8192  # stretches, some 200 bytes each
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 
-class Known(NamedTuple):
+class ScannedTimes(NamedTuple):
     """What an earlier scan saw of one stretch, under the fields of one view."""
 
-    view: View
+    view: RecordView
     times: tuple[int, int] | None
     primary_max: int | None
 
 
-class _Part(NamedTuple):
+class _TimePart(NamedTuple):
     """Some of the time that is asked for, and what adds up the rows in it."""
 
     request: AggregateRequest
-    columns: ColumnAdder
+    columns: ColumnAggregator
     scanner: AggregateScanner | ColumnScanner
 
     def reaches(self, times: tuple[int, int] | None) -> bool:
@@ -97,35 +102,40 @@ class Aggregator:
 
     def __init__(self, searcher: Searcher) -> None:
         self.searcher = searcher
-        self._known: OrderedDict[tuple[int, int, str], Known] = OrderedDict()
+        self._known: OrderedDict[tuple[int, int, str], ScannedTimes] = OrderedDict()
 
     async def aggregate(
-        self, stream: Stream, view: View, request: AggregateRequest, deadline: float
+        self, stream: Stream, view: RecordView, request: AggregateRequest, deadline: float
     ) -> bytes:
         """The body of the answer. `deadline` is a time of the monotonic clock; behind it there is none."""
-        run = _Run(self, stream, view, request, deadline)
+        run = _AggregateRun(self, stream, view, request, deadline)
         await run.add_up()
         return await run.body()
 
-    def find(self, number: int, first: int, field: str, view: View) -> Known | None:
+    def find(self, number: int, first: int, field: str, view: RecordView) -> ScannedTimes | None:
         known = self._known.get((number, first, field))
         if known is None or not known.view.same_values(view) or known.view.primary != view.primary:
             return None
         self._known.move_to_end((number, first, field))
         return known
 
-    def learn(self, number: int, first: int, field: str, known: Known) -> None:
+    def learn(self, number: int, first: int, field: str, known: ScannedTimes) -> None:
         self._known[number, first, field] = known
         self._known.move_to_end((number, first, field))
-        if len(self._known) > KNOWN_MAX:
+        if len(self._known) > RANGES_CACHED_MAX:
             self._known.popitem(last=False)
 
 
-class _Run:
+class _AggregateRun:
     """One aggregate. What it computes runs on threads, step by step; what it reads comes through the loop."""
 
     def __init__(
-        self, aggregator: Aggregator, stream: Stream, view: View, request: AggregateRequest, deadline: float
+        self,
+        aggregator: Aggregator,
+        stream: Stream,
+        view: RecordView,
+        request: AggregateRequest,
+        deadline: float,
     ) -> None:
         self._aggregator = aggregator
         self._searcher = aggregator.searcher
@@ -137,44 +147,44 @@ class _Run:
         self._last = stream.visible
         self._groups = Groups(view, request)
         self._part = self._part_of(request)
-        self._counters = Counters()
+        self._counters = SearchCounters()
         self._primaries: list[tuple[int, int]] = []  # by piece: its last entry, its largest timestamp
-        self._undecided: list[Stretch] = []
-        self._scanned: list[Stretch] = []
-        self._indexed: list[Stretch] = []
+        self._undecided: list[ScanRange] = []
+        self._scanned: list[ScanRange] = []
+        self._indexed: list[ScanRange] = []
         self._used_rollups = False
-        self._spans: Sequence[Span] = ()
-        self._wanted = columns_wanted(view, request) if has_blocks(request) else None
-        self._blocks = not has_columns(request)  # summaries that records bring along are asked for
+        self._spans: Sequence[IndexSpan] = ()
+        self._wanted = required_columns(view, request) if columns_and_blocks_suffice(request) else None
+        self._blocks = not columns_suffice(request)  # summaries that records bring along are asked for
         self._arrays: ArrayStates | None = None  # what companions gave, where nothing else is asked for
 
-    def _part_of(self, request: AggregateRequest) -> _Part:
-        columns = ColumnAdder(self._view, request, self._groups, self._stream.earliest)
-        if has_columns(request):
-            return _Part(request, columns, ColumnScanner(self._view, request, columns))
-        return _Part(request, columns, AggregateScanner(self._view, request, self._groups))
+    def _part_of(self, request: AggregateRequest) -> _TimePart:
+        columns = ColumnAggregator(self._view, request, self._groups, self._stream.earliest)
+        if columns_suffice(request):
+            return _TimePart(request, columns, ColumnScanner(self._view, request, columns))
+        return _TimePart(request, columns, AggregateScanner(self._view, request, self._groups))
 
     def _look_at_clock(self) -> None:
         if time.monotonic() >= self._deadline:
-            raise too_late()
+            raise aggregate_timeout()
 
     async def add_up(self) -> None:
         self._look_at_clock()
         built, covered = await self._built_ranges()
         chunks: Sequence[Chunk] = ()
-        if has_columns(self._request):
+        if columns_suffice(self._request):
             chunks = await self._searcher.tail.chunks(self._stream, self._view, self._last, covered)
         begin = chunks[0].first if chunks else self._last + 1
         at = self._first
         built = [one for one in built if one.last < begin]
-        for place in range(0, len(built), AT_ONCE):
-            some = built[place : place + AT_ONCE]
+        for place in range(0, len(built), FILES_OPENED_AT_ONCE):
+            some = built[place : place + FILES_OPENED_AT_ONCE]
             for one in some:
                 await self._add_rows(at, one.first - 1, self._part)
                 at = one.last + 1
             await self._add_built(some)
         await self._add_rows(at, begin - 1, self._part)
-        for piece in plan(begin, self._last, chunks, self._searcher.scan_rows, newest_first=False):
+        for piece in plan_pieces(begin, self._last, chunks, self._searcher.scan_rows, newest_first=False):
             self._look_at_clock()
             if isinstance(piece, Chunk):
                 begun = time.monotonic()
@@ -182,12 +192,12 @@ class _Run:
                 self._see_primary(self._part.columns.primary_max(piece), piece.last)
                 self._counters.scanned_tail_s += time.monotonic() - begun
             else:
-                assert isinstance(piece, Stretch)
+                assert isinstance(piece, ScanRange)
                 await self._scan(piece, self._part)
 
     # -- built indexes -----------------------------------------------------------------------------------
 
-    async def _built_ranges(self) -> tuple[list[Built], int | None]:
+    async def _built_ranges(self) -> tuple[list[RollupRange], int | None]:
         """What rollups speak for, and up to where built indexes speak for everything."""
         library = self._searcher.library
         if library is None:
@@ -195,10 +205,10 @@ class _Run:
         self._spans = await library.spans(self._stream, self._view)
         rollups = await library.rollups(self._stream, self._view)
         after, last = self._stream.earliest, self._last
-        built = built_ranges(rollups, self._spans, self._request, self._view, after, last)
+        built = select_rollup_ranges(rollups, self._spans, self._request, self._view, after, last)
         return built, library.covered(self._stream)
 
-    async def _add_built(self, built: Sequence[Built]) -> None:
+    async def _add_built(self, built: Sequence[RollupRange]) -> None:
         """Whole windows from rollups, and the rows at the edges of time."""
         self._look_at_clock()
         library, request = self._searcher.library, self._request
@@ -216,15 +226,15 @@ class _Run:
             states, left = found
             self._used_rollups = self._used_rollups or bool(states)
             self._counters.families.add(AGG)
-            self._indexed.append(Stretch(one.first, one.last))
+            self._indexed.append(ScanRange(one.first, one.last))
             self._see_primary(one.primary_max, one.last)
             for window in left:
                 part = self._part_of(request._replace(from_ms=window.from_ms, to_ms=window.to_ms))
                 await self._add_rows(one.first, one.last, part)
 
-    def _add_files(self, files: Sequence[Opened | None]) -> list[tuple[int, list[Window]] | None]:
+    def _add_files(self, files: Sequence[OpenedFile | None]) -> list[tuple[int, list[TimeWindow]] | None]:
         """On a thread. None for each file that is of no use: nothing of it was added."""
-        found: list[tuple[int, list[Window]] | None] = []
+        found: list[tuple[int, list[TimeWindow]] | None] = []
         for file in files:
             try:
                 found.append(self._add_states(file))
@@ -232,17 +242,17 @@ class _Run:
                 found.append(None)
         return found
 
-    def _add_states(self, file: Opened | None) -> tuple[int, list[Window]]:
+    def _add_states(self, file: OpenedFile | None) -> tuple[int, list[TimeWindow]]:
         """How many states were added, and the edges of time that are left."""
-        from tailrace.search.index_files.agg_file import AggFile
+        from tailrace.search.index_files.agg_file import RollupFile
 
         request = self._request
-        if not isinstance(file, AggFile):
+        if not isinstance(file, RollupFile):
             raise UnusableFileError("it could not be opened")
-        left = edges_in(file, request)
+        left = partial_windows_in(file, request)
         if self._blocks:
-            return add_states(file, request, self._groups, self._deadline), left
-        return self._array_states().add_file(file, states_wanted(request)), left
+            return add_rollup_states(file, request, self._groups, self._deadline), left
+        return self._array_states().add_file(file, rollup_selection(request)), left
 
     def _array_states(self) -> ArrayStates:
         from tailrace.search.aggregates.aggregate_states import ArrayStates  # brings Arrow, which is large
@@ -251,34 +261,34 @@ class _Run:
             self._arrays = ArrayStates(self._view, self._request, self._deadline)
         return self._arrays
 
-    async def _add_rows(self, first: int, last: int, part: _Part) -> None:
+    async def _add_rows(self, first: int, last: int, part: _TimePart) -> None:
         """Rows one by one: from the columns of spans, and decoded where there are none."""
         at = first
         begin = bisect_left(self._spans, first, key=lambda span: span.first)
         end = bisect_right(self._spans, last, key=lambda span: span.last)
-        for place in range(begin, end, AT_ONCE):
-            some = self._spans[place : min(place + AT_ONCE, end)]
+        for place in range(begin, end, FILES_OPENED_AT_ONCE):
+            some = self._spans[place : min(place + FILES_OPENED_AT_ONCE, end)]
             for span, is_added in zip(some, await self._add_spans(some, part), strict=True):
                 if is_added:
                     await self._scan_rows_of(at, span.first - 1, part)
                     at = span.last + 1
         await self._scan_rows_of(at, last, part)
 
-    async def _scan_rows_of(self, first: int, last: int, part: _Part) -> None:
-        for stretch in stretches(first, last, self._searcher.scan_rows):
+    async def _scan_rows_of(self, first: int, last: int, part: _TimePart) -> None:
+        for stretch in split_scan_ranges(first, last, self._searcher.scan_rows):
             self._look_at_clock()
             await self._scan(stretch, part)
 
-    async def _add_spans(self, spans: Sequence[Span], part: _Part) -> list[bool]:
+    async def _add_spans(self, spans: Sequence[IndexSpan], part: _TimePart) -> list[bool]:
         """Adds spans; answers for each whether its columns were of use."""
         library, wanted = self._searcher.library, self._wanted
         added = dict.fromkeys((span.first for span in spans), False)
-        opened: list[tuple[Span, Mapping[str, Opened]]] = []
+        opened: list[tuple[IndexSpan, Mapping[str, OpenedFile]]] = []
         for span in spans:
             files = None if wanted is None else files_for_rows(span, wanted, blocks=self._blocks)
             if files is None or library is None or span.first <= self._stream.earliest:
                 continue
-            if not reaches(span, self._view, part.request):
+            if not may_overlap(span, self._view, part.request):
                 self._see_span(span, None if span.primary is None else span.primary[1])
                 added[span.first] = True
             elif len(found := await library.opened(files)) == len(files):
@@ -291,18 +301,18 @@ class _Run:
         self._counters.indexed_s += time.monotonic() - begun
         return list(added.values())
 
-    def _see_span(self, span: Span, primary: int | None) -> None:
+    def _see_span(self, span: IndexSpan, primary: int | None) -> None:
         """A span was added, or has nothing to add."""
         self._see_primary(primary, span.last)
         self._counters.families.update((COL, MBLK) if self._blocks else (COL,))
-        self._indexed.append(Stretch(span.first, span.last))
+        self._indexed.append(ScanRange(span.first, span.last))
 
     def _add_opened(
-        self, opened: Sequence[tuple[Span, Mapping[str, Opened]]], part: _Part
-    ) -> list[tuple[Span, int | None]]:
+        self, opened: Sequence[tuple[IndexSpan, Mapping[str, OpenedFile]]], part: _TimePart
+    ) -> list[tuple[IndexSpan, int | None]]:
         """On a thread. The spans that were added, each with its largest primary timestamp."""
         assert self._wanted is not None
-        found: list[tuple[Span, int | None]] = []
+        found: list[tuple[IndexSpan, int | None]] = []
         for span, files in opened:
             self._look_at_clock()
             try:
@@ -312,7 +322,7 @@ class _Run:
         return found
 
     def _add_columns(
-        self, span: Span, opened: Mapping[str, Opened], wanted: Sequence[str], part: _Part
+        self, span: IndexSpan, opened: Mapping[str, OpenedFile], wanted: Sequence[str], part: _TimePart
     ) -> int | None:
         """Answers the largest primary timestamp of a span, all of which is still there."""
         from tailrace.search.index_files.source import SpanSource  # brings Arrow, which is large
@@ -323,16 +333,18 @@ class _Run:
             raise UnusableFileError("it lacks a column")
         bounds = None if view.primary is None else source.bounds(view.primary)
         if self._blocks:
-            chunks = chunks_of_span(source, view, part.request, wanted)
+            chunks = span_chunks(source, view, part.request, wanted)
             self._add_with_blocks(chunks, _blocks_of(span, opened), part.request)
         else:
             self._array_states().add_span(source, part.request)
         return None if bounds is None else cast("int", bounds[1])
 
-    def _add_with_blocks(self, chunks: Iterable[Chunk], blocks: Blocks, request: AggregateRequest) -> None:
+    def _add_with_blocks(
+        self, chunks: Iterable[Chunk], blocks: MetricBlocks, request: AggregateRequest
+    ) -> None:
         """All of a span or nothing: its blocks may turn out to be broken on the way."""
         groups = self._groups.fresh()
-        columns = ColumnAdder(self._view, request, groups, self._stream.earliest)
+        columns = ColumnAggregator(self._view, request, groups, self._stream.earliest)
         for chunk in chunks:
             self._look_at_clock()
             columns.add(chunk, blocks.parts)
@@ -344,7 +356,7 @@ class _Run:
         if primary is not None:
             self._primaries.append((last, primary))
 
-    async def _scan(self, stretch: Stretch, part: _Part) -> None:
+    async def _scan(self, stretch: ScanRange, part: _TimePart) -> None:
         if not self._searcher.scans:
             self._undecided.append(stretch)
             return
@@ -358,7 +370,7 @@ class _Run:
         if whole and scanned is not None:
             self._aggregator.learn(number, stretch.first, field, scanned)
 
-    async def _scan_rows(self, stretch: Stretch, part: _Part) -> Known | None:
+    async def _scan_rows(self, stretch: ScanRange, part: _TimePart) -> ScannedTimes | None:
         """None if not every row was seen."""
         counters, after, begun = self._counters, stretch.first - 1, time.monotonic()
         times: list[int] = []
@@ -372,17 +384,17 @@ class _Run:
                         self._stream, after, READ_BYTES, stretch.last - after, apart=True
                     )
             except TimeoutError:
-                raise too_late() from None
+                raise aggregate_timeout() from None
             except TailraceError as refusal:
                 whole = False
                 if refusal.code == "offset_gone" and self._stream.earliest > after:
                     after = min(self._stream.earliest, stretch.last)  # taken away while we were looking
                     continue
-                self._undecided.append(Stretch(after + 1, stretch.last))
+                self._undecided.append(ScanRange(after + 1, stretch.last))
                 break
             found = await self._on_thread(part.scanner.scan, after + 1, page.parts, self._deadline)
             if found.decided < len(page.parts):
-                raise too_late()
+                raise aggregate_timeout()
             after += found.decided
             self._see_primary(found.primary_max, after)
             times += found.times or ()
@@ -395,7 +407,7 @@ class _Run:
         if not whole:
             return None
         span = (min(times), max(times)) if times else None
-        return Known(self._view, span, max(primaries, default=None))
+        return ScannedTimes(self._view, span, max(primaries, default=None))
 
     async def _on_thread(self, work: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
         loop = asyncio.get_running_loop()
@@ -441,14 +453,14 @@ class _Run:
         if self._stream.sealed and (self._scanned or undecided or self._indexed):
             segments = await self._searcher.segments(self._stream)
         ranges = [(info.first, info.last) for info in segments]
-        self._counters.scanned_segments = touched(ranges, self._scanned)
-        self._counters.indexed_segments = touched(ranges, self._indexed)
-        left = omitted(undecided, self._stream.sealed, ranges)
+        self._counters.scanned_segments = count_touched_segments(ranges, self._scanned)
+        self._counters.indexed_segments = count_touched_segments(ranges, self._indexed)
+        left = count_omitted(undecided, self._stream.sealed, ranges)
         through = visible_through(self._first, self._last, undecided)
         oldest_ns = None
         if left.oldest is not None:
             oldest_ns = next((i.first_ns for i in segments if i.first <= left.oldest <= i.last), None)
-        outcome = Outcome(
+        outcome = SearchResult(
             hits=[],
             matches=0,
             exact=not undecided,
@@ -461,15 +473,15 @@ class _Run:
             oldest_omitted_ns=oldest_ns,
             counters=self._counters,
         )
-        coverage = coverage_of(outcome, self._stream)
-        return {**{name: coverage[name] for name in SHOWN}, "used_rollups": self._used_rollups}
+        coverage = build_coverage(outcome, self._stream)
+        return {**{name: coverage[name] for name in COVERAGE_FIELDS}, "used_rollups": self._used_rollups}
 
 
-def _blocks_of(span: Span, opened: Mapping[str, Opened]) -> Blocks:
-    from tailrace.search.index_files.mblk_file import MblkFile
+def _blocks_of(span: IndexSpan, opened: Mapping[str, OpenedFile]) -> MetricBlocks:
+    from tailrace.search.index_files.mblk_file import MetricBlockFile
 
     served = span.serving(MBLK, MBLK)
     file = None if served is None else opened.get(served.published.key)
-    if not isinstance(file, MblkFile):
+    if not isinstance(file, MetricBlockFile):
         raise UnusableFileError("it could not be opened")
     return file.blocks()

@@ -10,17 +10,17 @@ from typing import Any, Final
 
 import orjson
 
-from tailrace.search.aggregates.exact_sums import averages
-from tailrace.search.aggregates.measures import PERCENTILES, WHOLE_MAX, shown_sum
+from tailrace.search.aggregates.exact_sums import compute_averages
+from tailrace.search.aggregates.measures import EXACT_INTEGER_MAX, PERCENTILES, round_sum
 from tailrace.search.aggregates.sketch import nearest_rank
-from tailrace.search.aggregates.spread import Spread, values_at
-from tailrace.search.aggregates.summaries import Summaries
+from tailrace.search.aggregates.spread import BucketArray, values_at_ranks
+from tailrace.search.aggregates.summaries import SummaryArray
 from tailrace.search.numpy_arrays import np
 from tailrace.storage.segments.parquet import BINARY, pa, pc
 
 _COMMA: Final = ord(",")
 _END: Final = ord("}")
-Piece = bytes | Any  # the same for all groups, or an Arrow array of one for each
+TextPiece = bytes | Any  # the same for all groups, or an Arrow array of one for each
 
 
 def number_texts(numbers: Any) -> Any:
@@ -29,10 +29,10 @@ def number_texts(numbers: Any) -> Any:
         return pa.array([], BINARY)
     text = bytearray(orjson.dumps(np.ascontiguousarray(numbers), option=orjson.OPT_SERIALIZE_NUMPY))
     text[-1] = _COMMA
-    return _texts(text, np.flatnonzero(np.frombuffer(text, np.uint8) == _COMMA) + 1, 1)
+    return _split_texts(text, np.flatnonzero(np.frombuffer(text, np.uint8) == _COMMA) + 1, 1)
 
 
-def _texts(text: bytes | bytearray, ends: Any, begin: int) -> Any:
+def _split_texts(text: bytes | bytearray, ends: Any, begin: int) -> Any:
     """A text cut into pieces, of which the first begins at `begin`."""
     offsets = np.empty(len(ends) + 1, np.int32)
     offsets[0] = begin
@@ -40,25 +40,25 @@ def _texts(text: bytes | bytearray, ends: Any, begin: int) -> Any:
     return pa.Array.from_buffers(BINARY, len(ends), [None, pa.py_buffer(offsets), pa.py_buffer(text)])
 
 
-def joined(pieces: Sequence[Piece]) -> Any:
+def join_texts(pieces: Sequence[TextPiece]) -> Any:
     """The pieces of each group as one text."""
     scalars = [pa.scalar(piece, BINARY) if isinstance(piece, bytes) else piece for piece in pieces]
     return pc.binary_join_element_wise(*scalars, pa.scalar(b"", BINARY))
 
 
-def measure_texts(counts: Mapping[str, Any], summaries: Mapping[str, Summaries], rows: int) -> Any:
+def measure_texts(counts: Mapping[str, Any], summaries: Mapping[str, SummaryArray], rows: int) -> Any:
     """All measures of each group as one object, in the order of their names."""
-    parts: list[Piece] = [b"{"]
+    parts: list[TextPiece] = [b"{"]
     for index, name in enumerate(sorted([*counts, *summaries])):
         parts.append(b"%b%b:" % (b"," if index else b"", orjson.dumps(name)))
         parts += count_pieces(counts[name]) if name in counts else summary_pieces(summaries[name])
     parts.append(b"}")
-    return joined(_fewer(parts)) if len(parts) > 2 else pa.array([b"{}"] * rows, BINARY)
+    return join_texts(_merge_constants(parts)) if len(parts) > 2 else pa.array([b"{}"] * rows, BINARY)
 
 
-def _fewer(parts: Sequence[Piece]) -> list[Piece]:
+def _merge_constants(parts: Sequence[TextPiece]) -> list[TextPiece]:
     """The same with constant pieces that follow each other as one."""
-    found: list[Piece] = []
+    found: list[TextPiece] = []
     for part in parts:
         if isinstance(part, bytes) and found and isinstance(found[-1], bytes):
             found[-1] += part
@@ -67,7 +67,7 @@ def _fewer(parts: Sequence[Piece]) -> list[Piece]:
     return found
 
 
-def count_pieces(counts: Any) -> list[Piece]:
+def count_pieces(counts: Any) -> list[TextPiece]:
     return [b'{"count":', _without_comma(number_texts(counts)), b"}"]
 
 
@@ -75,17 +75,17 @@ def _without_comma(texts: Any) -> Any:
     return pc.binary_slice(texts, 0, -1)
 
 
-def summary_pieces(found: Summaries) -> list[Piece]:
+def summary_pieces(found: SummaryArray) -> list[TextPiece]:
     """A summary without numbers has neither edges nor percentiles."""
     is_empty = found.counts == 0
     counts = np.maximum(found.counts, 1)
     least, most = (np.where(is_empty, 0, edge) for edge in (found.smallest, found.largest))
     smallest, largest = (_or_null(number_texts(edge), is_empty) for edge in (least, most))
-    pieces: list[Piece] = [b'{"count":', number_texts(found.counts), b'"sum":', _sum_texts(found)]
+    pieces: list[TextPiece] = [b'{"count":', number_texts(found.counts), b'"sum":', _sum_texts(found)]
     pieces += [b'"min":', smallest, b'"max":', largest]
-    pieces += [b'"avg":', _or_null(number_texts(averages(found.sums, counts)), is_empty)]
+    pieces += [b'"avg":', _or_null(number_texts(compute_averages(found.sums, counts)), is_empty)]
     for name, share in PERCENTILES:
-        values = values_at(found.sketch, _ranks(share, counts))
+        values = values_at_ranks(found.sketch, _ranks(share, counts))
         texts = pc.if_else(_less(values, least), smallest, number_texts(values))
         texts = pc.if_else(_less(most, values), largest, texts)
         pieces += [b'"%b":' % name.encode(), _or_null(texts, is_empty)]
@@ -103,7 +103,9 @@ def _less(one: Any, other: Any) -> Any:
 
 
 def _are_doubles(numbers: Any) -> bool:
-    return numbers.dtype != np.int64 or bool(((numbers > -WHOLE_MAX) & (numbers < WHOLE_MAX)).all())
+    return numbers.dtype != np.int64 or bool(
+        ((numbers > -EXACT_INTEGER_MAX) & (numbers < EXACT_INTEGER_MAX)).all()
+    )
 
 
 def _or_null(texts: Any, is_null: Any) -> Any:
@@ -117,10 +119,10 @@ def _ranks(share: float, counts: Any) -> Any:
     return np.array([nearest_rank(share, count) for count in counts.tolist()])
 
 
-def _sum_texts(found: Summaries) -> Any:
+def _sum_texts(found: SummaryArray) -> Any:
     """The nearest doubles; integers as they are, as long as doubles have them all."""
     sums = found.sums
-    is_whole = (np.abs(sums.nearest) <= WHOLE_MAX) & (sums.rests == 0)
+    is_whole = (np.abs(sums.nearest) <= EXACT_INTEGER_MAX) & (sums.rests == 0)
     texts = number_texts(sums.nearest)
     if found.whole:
         wholes = np.where(is_whole, sums.nearest, 0).astype(np.int64)
@@ -128,12 +130,12 @@ def _sum_texts(found: Summaries) -> Any:
     if sums.beyond:
         listed = texts.to_pylist()
         for row, total in sums.beyond.items():
-            listed[row] = orjson.dumps(shown_sum(total, found.whole)) + b","
+            listed[row] = orjson.dumps(round_sum(total, found.whole)) + b","
         texts = pa.array(listed, BINARY)
     return texts
 
 
-def _histogram_texts(histogram: Spread) -> Any:
+def _histogram_texts(histogram: BucketArray) -> Any:
     """`{"1":2,"4":1}`: the comma behind the last count of a row becomes the end of it."""
     starts = histogram.starts
     sizes = np.diff(starts)
@@ -143,11 +145,11 @@ def _histogram_texts(histogram: Spread) -> Any:
     both = pa.array([*labels, *(b"{" + label for label in labels)], BINARY)
     is_first = np.zeros(len(histogram.codes), bool)
     is_first[starts[:-1][sizes > 0]] = True
-    entries = joined(
+    entries = join_texts(
         [both.take(pa.array(histogram.codes + is_first * len(labels))), number_texts(histogram.counts)]
     )
     offsets = np.frombuffer(entries.buffers()[1], np.int32, len(entries) + 1)
     text = bytearray(entries.buffers()[2])
     np.frombuffer(text, np.uint8)[offsets[starts[1:][sizes > 0]] - 1] = _END
-    found = _texts(text, offsets[starts[1:]], int(offsets[0]))
+    found = _split_texts(text, offsets[starts[1:]], int(offsets[0]))
     return found if sizes.all() else pc.if_else(sizes == 0, pa.scalar(b"{}", BINARY), found)

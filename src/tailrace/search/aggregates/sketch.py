@@ -26,20 +26,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
 from typing import Final
 
-ERROR: Final = 0.0099  # relative; 1 % is promised, and rounding takes its share
+RELATIVE_ERROR: Final = 0.0099  # relative; 1 % is promised, and rounding takes its share
 BUCKETS_MAX: Final = 2048  # of one store
-FORM: Final = 1
+SKETCH_FORMAT: Final = 1
 COUNTED_FROM: Final = 16
-BYTES_MAX: Final = 2 * BUCKETS_MAX * 14 + 32
+SKETCH_BYTES_MAX: Final = 2 * BUCKETS_MAX * 14 + 32
 
-_GAMMA: Final = (1 + ERROR) / (1 - ERROR)
+_GAMMA: Final = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _LOG_GAMMA: Final = math.log(_GAMMA)
 PER_LOG: Final = 1 / _LOG_GAMMA
 _MIDDLE: Final = math.log(2 / (_GAMMA + 1))
 _KEY_MAX: Final = 1 << 17  # no double has a key beyond it
 _COUNT_MAX: Final = 2**63 - 1
 
-Store = dict[int, int]  # counts by key
+BucketCounts = dict[int, int]  # counts by key
 
 
 class Sketch:
@@ -48,8 +48,8 @@ class Sketch:
     __slots__ = ("negative", "positive", "zeros")
 
     def __init__(self) -> None:
-        self.positive: Store = {}
-        self.negative: Store = {}
+        self.positive: BucketCounts = {}
+        self.negative: BucketCounts = {}
         self.zeros = 0
 
     def __eq__(self, other: object) -> bool:
@@ -57,7 +57,7 @@ class Sketch:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _parts(self) -> tuple[int, Store, Store]:
+    def _parts(self) -> tuple[int, BucketCounts, BucketCounts]:
         return self.zeros, self.positive, self.negative
 
     @property
@@ -72,10 +72,10 @@ class Sketch:
         """Counts finite numbers in."""
         log, ceil, per_log = math.log, math.ceil, PER_LOG
         above = [number for number in numbers if number > 0]
-        _add(self.positive, [ceil(log(number) * per_log) for number in above])
+        _add_keys(self.positive, [ceil(log(number) * per_log) for number in above])
         if len(above) < len(numbers):
             below = [-number for number in numbers if number < 0]
-            _add(self.negative, [ceil(log(number) * per_log) for number in below])
+            _add_keys(self.negative, [ceil(log(number) * per_log) for number in below])
             self.zeros += len(numbers) - len(above) - len(below)
 
     def merge(self, other: Sketch) -> None:
@@ -100,7 +100,7 @@ class Sketch:
             while passed < rank:
                 sign, key, size = next(buckets)
                 passed += size
-            found.append(sign * middle_of(key) if sign else 0.0)
+            found.append(sign * bucket_value(key) if sign else 0.0)
         return found
 
     def _ascending(self) -> Iterator[tuple[int, int, int]]:
@@ -115,16 +115,16 @@ class Sketch:
     # -- bytes -------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        out = bytearray([FORM])
-        _put(out, self.zeros)
+        out = bytearray([SKETCH_FORMAT])
+        _put_varint(out, self.zeros)
         for store in (self.positive, self.negative):
-            _put(out, len(store))
+            _put_varint(out, len(store))
             before: int | None = None
             for key in sorted(store):
                 # Only the first key may be negative: zigzag.
                 step = (2 * key if key >= 0 else -2 * key - 1) if before is None else key - before
-                _put(out, step)
-                _put(out, store[key])
+                _put_varint(out, step)
+                _put_varint(out, store[key])
                 before = key
         return bytes(out)
 
@@ -138,11 +138,11 @@ def nearest_rank(share: float, count: int) -> int:
     return max(1, -(-percent * count // 100))
 
 
-def sketch_of(form: bytes) -> Sketch | None:
+def decode_sketch(form: bytes) -> Sketch | None:
     """The sketch that these bytes stand for; None if they are none."""
-    if not form or form[0] != FORM or len(form) > BYTES_MAX:
+    if not form or form[0] != SKETCH_FORMAT or len(form) > SKETCH_BYTES_MAX:
         return None
-    numbers = _numbers(form)
+    numbers = _read_varints(form)
     if not numbers or max(numbers) > _COUNT_MAX:
         return None
     sketch, at = Sketch(), 1
@@ -165,22 +165,22 @@ def sketch_of(form: bytes) -> Sketch | None:
     return sketch if at == len(numbers) else None
 
 
-def sketch_in(text: object) -> Sketch | None:
+def parse_sketch(text: object) -> Sketch | None:
     """The sketch in a JSON value; None if it is none."""
-    if not isinstance(text, str) or len(text) > BYTES_MAX * 2:
+    if not isinstance(text, str) or len(text) > SKETCH_BYTES_MAX * 2:
         return None
     try:
-        return sketch_of(b64decode(text, validate=True))
+        return decode_sketch(b64decode(text, validate=True))
     except ValueError:
         return None
 
 
-def key_of(size: int | float) -> int:
+def bucket_key(size: int | float) -> int:
     """The key of the bucket that a magnitude goes into."""
     return math.ceil(math.log(size) * PER_LOG)
 
 
-def middle_of(key: int) -> float:
+def bucket_value(key: int) -> float:
     """The magnitude that a bucket stands for."""
     try:
         return math.exp(key * _LOG_GAMMA + _MIDDLE)
@@ -188,18 +188,18 @@ def middle_of(key: int) -> float:
         return sys.float_info.max
 
 
-def _add(store: Store, keys: list[int]) -> None:
-    for key, count in tally(keys):
+def _add_keys(store: BucketCounts, keys: list[int]) -> None:
+    for key, count in count_keys(keys):
         store[key] = store.get(key, 0) + count
     _collapse(store)
 
 
-def tally(keys: list[int]) -> Iterable[tuple[int, int]]:
+def count_keys(keys: list[int]) -> Iterable[tuple[int, int]]:
     """Keys and how often they occur. Few stand for themselves: that is quicker than to count them."""
     return zip(keys, repeat(1)) if len(keys) < COUNTED_FROM else Counter(keys).items()
 
 
-def _collapse(store: Store) -> None:
+def _collapse(store: BucketCounts) -> None:
     if len(store) <= BUCKETS_MAX:
         return
     keys = sorted(store)
@@ -207,14 +207,14 @@ def _collapse(store: Store) -> None:
     store[keys[len(lower)]] += sum([store.pop(key) for key in lower])
 
 
-def _put(out: bytearray, number: int) -> None:
+def _put_varint(out: bytearray, number: int) -> None:
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
         number >>= 7
     out.append(number)
 
 
-def _numbers(form: bytes) -> list[int] | None:
+def _read_varints(form: bytes) -> list[int] | None:
     """All integers behind the first byte; None if one of them is cut off or longer than any can be."""
     found: list[int] = []
     number = shift = 0

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-from tailrace.schema.convert import text_of
+from tailrace.schema.convert import value_text
 from tailrace.search.aggregate_request import AggregateRequest
-from tailrace.search.aggregates.agg_states import Measured
-from tailrace.search.aggregates.keyed import Piece, Texts, group_ids
-from tailrace.search.aggregates.summaries import Summaries, numbers_from, summaries_of
-from tailrace.search.bind import Bound
-from tailrace.search.index_files.field_column import FieldColumn
+from tailrace.search.aggregates.agg_states import SummaryMeasure
+from tailrace.search.aggregates.keyed import DimensionValues, StatePiece, group_ids
+from tailrace.search.aggregates.summaries import SummaryArray, build_number_array, summarise_by_group
+from tailrace.search.bind import BoundQuery
+from tailrace.search.index_files.field_column import ArrowColumn
 from tailrace.search.index_files.published import UnusableFileError
 from tailrace.search.index_files.source import SpanSource
-from tailrace.search.numpy_arrays import np, numbers_in, rows_in
+from tailrace.search.numpy_arrays import np, row_array_from_bits, to_numpy
 
 ROWS_AT_ONCE = 65_536
 
@@ -36,41 +36,41 @@ class SpanRows(NamedTuple):
         return len(self.windows)
 
 
-def rows_of(
+def read_span_rows(
     source: SpanSource,
     request: AggregateRequest,
     counted: Sequence[str],
-    measured: Sequence[Measured],
-    texts: Sequence[Texts],
+    measured: Sequence[SummaryMeasure],
+    texts: Sequence[DimensionValues],
 ) -> Iterator[SpanRows]:
     """The rows of a span, some at a time. Its columns are read before the first of them come."""
-    inside = _inside(source, request)
+    inside = _contributing_rows(source, request)
     count = source.rows.count
     queries = [request.measure_includes.get(name) for name in counted]
-    included = [None if query is None else _matching(source, query) for query in queries]
-    rows = rows_in(inside, count)
-    marks = [None if bits is None else _marked(bits, count) for bits in included]
+    included = [None if query is None else _matching_rows(source, query) for query in queries]
+    rows = row_array_from_bits(inside, count)
+    marks = [None if bits is None else _mask_from_bits(bits, count) for bits in included]
     for name in {*request.group_by, *(cast("str", request.measures[one.name].field) for one in measured)}:
         source.column(name)
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         some = rows[begin : begin + ROWS_AT_ONCE]
-        yield _taken(source, request, some, dict(zip(counted, marks, strict=True)), measured, texts)
+        yield _take_rows(source, request, some, dict(zip(counted, marks, strict=True)), measured, texts)
 
 
-def piece_of(parts: Sequence[SpanRows], measured: Sequence[Measured]) -> Piece:
+def build_piece(parts: Sequence[SpanRows], measured: Sequence[SummaryMeasure]) -> StatePiece:
     """The states of all groups that some rows are of."""
-    rows = _joined(parts)
+    rows = _concat_rows(parts)
     _, leads, group_of = np.unique(
         group_ids([rows.windows, *rows.codes], rows.size), return_index=True, return_inverse=True
     )
     groups = len(leads)
-    summaries: dict[str, Summaries] = {}
+    summaries: dict[str, SummaryArray] = {}
     for one in measured:
         values, of = rows.measured[one.name]
-        summaries[one.name] = summaries_of(
-            numbers_from(values, histogram=one.histogram), group_of[of], groups
+        summaries[one.name] = summarise_by_group(
+            build_number_array(values, histogram=one.histogram), group_of[of], groups
         )
-    return Piece(
+    return StatePiece(
         rows.windows[leads],
         [column[leads] for column in rows.codes],
         {
@@ -81,7 +81,7 @@ def piece_of(parts: Sequence[SpanRows], measured: Sequence[Measured]) -> Piece:
     )
 
 
-def _joined(parts: Sequence[SpanRows]) -> SpanRows:
+def _concat_rows(parts: Sequence[SpanRows]) -> SpanRows:
     """One behind the other."""
     first = parts[0]
     if len(parts) == 1:
@@ -106,59 +106,59 @@ def _joined(parts: Sequence[SpanRows]) -> SpanRows:
     )
 
 
-def _inside(source: SpanSource, request: AggregateRequest) -> int:
+def _contributing_rows(source: SpanSource, request: AggregateRequest) -> int:
     """The set of the rows that contribute."""
     field = request.timestamp_field
     rows = source.within(field, ">=", request.from_ms) & source.within(field, "<", request.to_ms)
     rows &= ~source.several(field)
     for query in (request.query, request.include):
         if query is not None and rows:
-            rows &= _matching(source, query)
+            rows &= _matching_rows(source, query)
     for name in request.rollup.dimensions:
         several = rows & source.several(name)
         if several:
-            rows &= ~_different(source, name, several)
+            rows &= ~_ambiguous_rows(source, name, several)
     return rows
 
 
-def _matching(source: SpanSource, query: Bound) -> int:
+def _matching_rows(source: SpanSource, query: BoundQuery) -> int:
     verdict = source.judge(query)
     if not verdict.is_final:
         raise UnusableFileError("its columns leave a row in doubt")
     return verdict.sure
 
 
-def _different(source: SpanSource, name: str, several: int) -> int:
+def _ambiguous_rows(source: SpanSource, name: str, several: int) -> int:
     """Of rows with several values those that have two different ones."""
     column, shift = source.column(name)
     found = 0
-    for row in rows_in(several, source.rows.count).tolist():
+    for row in row_array_from_bits(several, source.rows.count).tolist():
         if len(set(column.values(row + shift))) > 1:
             found |= 1 << row
     return found
 
 
-def _marked(bits: int, count: int) -> Any:
+def _mask_from_bits(bits: int, count: int) -> Any:
     marks = np.zeros(count, bool)
-    marks[rows_in(bits, count)] = True
+    marks[row_array_from_bits(bits, count)] = True
     return marks
 
 
-def _taken(
+def _take_rows(
     source: SpanSource,
     request: AggregateRequest,
     rows: Any,
     counted: dict[str, Any],
-    measured: Sequence[Measured],
-    texts: Sequence[Texts],
+    measured: Sequence[SummaryMeasure],
+    texts: Sequence[DimensionValues],
 ) -> SpanRows:
     times, shift = source.column(request.timestamp_field)
-    at_ms = numbers_in(times.flat_at(rows + shift)[0])
+    at_ms = to_numpy(times.flat_at(rows + shift)[0])
     numbers: dict[str, tuple[Any, Any]] = {}
     for one in measured:
         column, shift = source.column(cast("str", request.measures[one.name].field))
         values, of = column.flat_at(rows + shift)
-        numbers[one.name] = numbers_in(values), of
+        numbers[one.name] = to_numpy(values), of
     return SpanRows(
         at_ms - at_ms % request.interval_ms,
         [_codes(source, name, rows, known) for name, known in zip(request.group_by, texts, strict=True)],
@@ -167,11 +167,11 @@ def _taken(
     )
 
 
-def _codes(source: SpanSource, name: str, rows: Any, known: Texts) -> Any:
+def _codes(source: SpanSource, name: str, rows: Any, known: DimensionValues) -> Any:
     """The code of the value of each row; all values of a row are the same."""
     column, shift = source.column(name)
     values, of = column.flat_at(rows + shift)
-    found, which = _distinct(column, values)
+    found, which = _distinct_texts(column, values)
     if len(of) == len(rows) and len(values) == len(rows):
         return known.coded(found)[which]
     codes = np.full(len(rows), known.coded([None])[0])
@@ -179,10 +179,10 @@ def _codes(source: SpanSource, name: str, rows: Any, known: Texts) -> Any:
     return codes
 
 
-def _distinct(column: FieldColumn, values: Any) -> tuple[list[str], Any]:
+def _distinct_texts(column: ArrowColumn, values: Any) -> tuple[list[str], Any]:
     """The texts of different values, and which of them each value has."""
     if column.words is not None:
-        places, which = np.unique(numbers_in(values), return_inverse=True)
+        places, which = np.unique(to_numpy(values), return_inverse=True)
         return [column.words[place].as_py() for place in places.tolist()], which
     encoded = values.dictionary_encode()
-    return [text_of(value) for value in encoded.dictionary.to_pylist()], numbers_in(encoded.indices)
+    return [value_text(value) for value in encoded.dictionary.to_pylist()], to_numpy(encoded.indices)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from tailrace.search.aggregates.sketch import BUCKETS_MAX, PER_LOG, Sketch, key_of, middle_of
+from tailrace.search.aggregates.sketch import BUCKETS_MAX, PER_LOG, Sketch, bucket_key, bucket_value
 from tailrace.search.numpy_arrays import np
 
 CODE_OF_KEY_0: Final = 1 << 18
@@ -23,7 +23,7 @@ _DENSE: Final = 8  # so many counters for each number are quicker than sorting
 _WHOLE_IN_DOUBLE: Final = 1 << 53
 
 
-class Spread(NamedTuple):
+class BucketArray(NamedTuple):
     """Counts by code, one row behind the other: those of row n lie from `starts[n]` to `starts[n + 1]`."""
 
     starts: Any
@@ -43,29 +43,29 @@ class Spread(NamedTuple):
         part = slice(self.starts[row], self.starts[row + 1])
         return dict(zip(self.codes[part].tolist(), self.counts[part].tolist(), strict=True))
 
-    def keep(self, marks: Any) -> Spread:
+    def keep(self, marks: Any) -> BucketArray:
         """The marked rows. Where these are most of all, this is quicker than to take them."""
         sizes = np.diff(self.starts)
         places = np.repeat(marks, sizes)
-        return Spread(_starts_of(sizes[marks]), self.codes[places], self.counts[places])
+        return BucketArray(_starts_of(sizes[marks]), self.codes[places], self.counts[places])
 
-    def take(self, rows: Any) -> Spread:
+    def take(self, rows: Any) -> BucketArray:
         sizes = np.diff(self.starts)[rows]
         starts = _starts_of(sizes)
         places = np.repeat(self.starts[:-1][rows] - starts[:-1], sizes) + np.arange(starts[-1])
-        return Spread(starts, self.codes[places], self.counts[places])
+        return BucketArray(starts, self.codes[places], self.counts[places])
 
 
-def joined_spreads(parts: Sequence[Spread]) -> Spread:
+def concat_buckets(parts: Sequence[BucketArray]) -> BucketArray:
     sizes = np.concatenate([np.diff(part.starts) for part in parts])
     codes, counts = (np.concatenate([part[place] for part in parts]) for place in (1, 2))
-    return Spread(_starts_of(sizes), codes, counts)
+    return BucketArray(_starts_of(sizes), codes, counts)
 
 
-def tallied(codes: Any, group_of: Any, groups: int, times: Any = None) -> Spread:
+def count_codes(codes: Any, group_of: Any, groups: int, times: Any = None) -> BucketArray:
     """How often each code occurs in each group; a code may stand for so many `times`."""
     if not len(codes):
-        return Spread(np.zeros(groups + 1, np.int64), codes, np.zeros(0, np.int64))
+        return BucketArray(np.zeros(groups + 1, np.int64), codes, np.zeros(0, np.int64))
     low = int(codes.min())
     width = int(codes.max()) - low + 1
     keys = group_of * width + (codes - low)
@@ -85,23 +85,23 @@ def tallied(codes: Any, group_of: Any, groups: int, times: Any = None) -> Spread
     return _cut(keys[firsts], width, low, counts, groups)
 
 
-def _cut(keys: Any, width: int, low: int, counts: Any, groups: int) -> Spread:
+def _cut(keys: Any, width: int, low: int, counts: Any, groups: int) -> BucketArray:
     starts = np.searchsorted(keys, np.arange(groups + 1) * width)
-    return Spread(starts, keys % width + low, counts)
+    return BucketArray(starts, keys % width + low, counts)
 
 
-def merged_spreads(spread: Spread, group_of: Any, groups: int) -> Spread:
+def merge_buckets(spread: BucketArray, group_of: Any, groups: int) -> BucketArray:
     """The rows of each group as one."""
     keys = (group_of[spread.rows] << _CODE_BITS) + (spread.codes + CODE_MAX)
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     if not len(keys):
-        return Spread(np.zeros(groups + 1, np.int64), spread.codes, spread.counts)
+        return BucketArray(np.zeros(groups + 1, np.int64), spread.codes, spread.counts)
     firsts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
     counts = np.add.reduceat(spread.counts[order], firsts)
     found = keys[firsts]
     starts = np.searchsorted(found, np.arange(groups + 1) << _CODE_BITS)
-    return Spread(starts, (found & ((1 << _CODE_BITS) - 1)) - CODE_MAX, counts)
+    return BucketArray(starts, (found & ((1 << _CODE_BITS) - 1)) - CODE_MAX, counts)
 
 
 def _starts_of(sizes: Any) -> Any:
@@ -124,24 +124,24 @@ def bucket_codes(numbers: Any) -> Any:
     doubtful = np.flatnonzero(np.abs(places - np.rint(places)) < _DOUBT)
     if len(doubtful):
         different, which = np.unique(numbers[doubtful], return_inverse=True)
-        keys[doubtful] = np.array([key_of(abs(number)) for number in different.tolist()])[which]
+        keys[doubtful] = np.array([bucket_key(abs(number)) for number in different.tolist()])[which]
     codes = np.where(numbers < 0, -(keys + CODE_OF_KEY_0), keys + CODE_OF_KEY_0)
     codes[is_zero] = 0
     return codes
 
 
-def collapsed(spread: Spread) -> Spread:
+def collapse_buckets(spread: BucketArray) -> BucketArray:
     """The same with no more buckets than sketches have."""
     sizes = np.diff(spread.starts)
     if not (sizes > BUCKETS_MAX).any():
         return spread
     rows = [spread.take(np.array([row])) for row in range(len(sizes))]
     for row in np.flatnonzero(sizes > BUCKETS_MAX).tolist():
-        rows[row] = spread_of(coded(sketch_from(spread.row(row))))
-    return joined_spreads(rows)
+        rows[row] = single_row_buckets(encode_sketch(sketch_from_buckets(spread.row(row))))
+    return concat_buckets(rows)
 
 
-def coded(sketch: Sketch) -> dict[int, int]:
+def encode_sketch(sketch: Sketch) -> dict[int, int]:
     """The buckets of a sketch, by code, ascending."""
     found = {-(key + CODE_OF_KEY_0): count for key, count in sketch.negative.items()}
     if sketch.zeros:
@@ -150,7 +150,7 @@ def coded(sketch: Sketch) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def sketch_from(buckets: dict[int, int]) -> Sketch:
+def sketch_from_buckets(buckets: dict[int, int]) -> Sketch:
     sketch, other = Sketch(), Sketch()
     sketch.zeros = buckets.get(0, 0)
     sketch.positive = {code - CODE_OF_KEY_0: count for code, count in buckets.items() if code > 0}
@@ -159,13 +159,13 @@ def sketch_from(buckets: dict[int, int]) -> Sketch:
     return sketch
 
 
-def spread_of(buckets: dict[int, int]) -> Spread:
+def single_row_buckets(buckets: dict[int, int]) -> BucketArray:
     """One row."""
     codes = np.array(list(buckets), np.int64)
-    return Spread(np.array([0, len(codes)]), codes, np.array(list(buckets.values()), np.int64))
+    return BucketArray(np.array([0, len(codes)]), codes, np.array(list(buckets.values()), np.int64))
 
 
-def values_at(spread: Spread, ranks: Any) -> Any:
+def values_at_ranks(spread: BucketArray, ranks: Any) -> Any:
     """The number at a rank of each row, from 1; rows without numbers have any."""
     if not len(spread.codes):
         return np.zeros(len(ranks))
@@ -180,13 +180,13 @@ def values_at(spread: Spread, ranks: Any) -> Any:
 def _value(code: int) -> float:
     if not code:
         return 0.0
-    return math.copysign(middle_of(abs(code) - CODE_OF_KEY_0), code)
+    return math.copysign(bucket_value(abs(code) - CODE_OF_KEY_0), code)
 
 
 # -- histograms ------------------------------------------------------------------------------------------
 
 
-def exponents_of(numbers: Any) -> Any:
+def exponents_by_number(numbers: Any) -> Any:
     """The exponent of the largest power of two at or below max(1, |v|)."""
     if numbers.dtype == np.int64:
         sizes = np.abs(numbers).view(np.uint64)

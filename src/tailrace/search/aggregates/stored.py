@@ -11,10 +11,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
-from tailrace.search.aggregates.keyed import Piece, Rows, Texts
+from tailrace.search.aggregates.keyed import DimensionValues, StatePiece, StateRows
 from tailrace.search.aggregates.shown import measure_texts
-from tailrace.search.aggregates.summaries import Summaries
-from tailrace.search.numpy_arrays import np, numbers_in
+from tailrace.search.aggregates.summaries import SummaryArray
+from tailrace.search.numpy_arrays import np, to_numpy
 from tailrace.storage.segments.parquet import pa, pc
 
 _OVERHEAD_BYTES: Final = 2000  # of the objects around the arrays
@@ -29,7 +29,7 @@ class StoredStates:
         windows: Any,
         dimensions: Any,
         counts: Mapping[str, Any],
-        summaries: Mapping[str, Summaries],
+        summaries: Mapping[str, SummaryArray],
     ) -> None:
         self.windows = windows
         self._dimensions = dimensions  # lists of texts, as Arrow has them
@@ -48,7 +48,7 @@ class StoredStates:
             marks &= codes == values.index(text) if text in values else False
         return None if marks.all() else np.flatnonzero(marks)
 
-    def piece(self, rows: Any, grouped: Sequence[int], known: Sequence[Texts]) -> StoredPiece:
+    def piece(self, rows: Any, grouped: Sequence[int], known: Sequence[DimensionValues]) -> StoredPiece:
         """Some rows, by the dimensions at these places."""
         codes: list[Any] = []
         for place, texts in zip(grouped, known, strict=True):
@@ -61,13 +61,13 @@ class StoredStates:
         found = self._coded.get(place)
         if found is None:
             encoded = pc.list_element(self._dimensions, place).dictionary_encode("encode")
-            found = self._coded[place] = encoded.dictionary.to_pylist(), numbers_in(encoded.indices)
+            found = self._coded[place] = encoded.dictionary.to_pylist(), to_numpy(encoded.indices)
             self.nbytes += found[1].nbytes + _WORD_BYTES * len(found[0])
         return found
 
-    def arrays(self, rows: Any, codes: list[Any]) -> Piece:
+    def arrays(self, rows: Any, codes: list[Any]) -> StatePiece:
         """Some rows in arrays of their own."""
-        whole = Piece(self.windows, [], dict(self._counts), dict(self._summaries))
+        whole = StatePiece(self.windows, [], dict(self._counts), dict(self._summaries))
         return (whole if rows is None else whole.take(rows))._replace(codes=codes)
 
     def texts(self, rows: Any) -> Any:
@@ -99,17 +99,17 @@ class StoredPiece(NamedTuple):
         places = rows if self.rows is None else self.rows[rows]
         return StoredPiece(self.states, places, self.windows[rows], [codes[rows] for codes in self.codes])
 
-    def keep(self, marks: Any) -> Rows:
+    def keep(self, marks: Any) -> StateRows:
         return self.take(np.flatnonzero(marks))
 
-    def arrays(self) -> Piece:
+    def arrays(self) -> StatePiece:
         return self.states.arrays(self.rows, self.codes)
 
     def texts(self) -> Any:
         return self.states.texts(self.rows)
 
 
-class KeptStates:
+class StateCache:
     """The states of one file that were asked for last, bounded in bytes; several threads ask."""
 
     def __init__(self, bytes_max: int) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple, cast
 
-from tailrace.search.aggregates.measures import Histogram, Number, Summary, total_of
-from tailrace.search.aggregates.spread import sketch_from
-from tailrace.search.aggregates.stored import KeptStates
+from tailrace.search.aggregates.measures import Histogram, Number, Summary, decode_total
+from tailrace.search.aggregates.spread import sketch_from_buckets
+from tailrace.search.aggregates.stored import StateCache
 from tailrace.search.index_files import format as names
-from tailrace.search.index_files.parquet_file import ParquetFile, array_in
+from tailrace.search.index_files.parquet_file import ParquetFile, column_array
 from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.numpy_arrays import np, numbers_in
+from tailrace.search.numpy_arrays import np, to_numpy
 from tailrace.storage.segments.parquet import pa, pc
 
 # What tells which states are wanted, and of a state of one number all there is to know.
@@ -29,12 +29,12 @@ _HEAVY = (
 )
 
 # What stays of a file, as arrays and texts: no more than the file itself has, but of a small one all.
-KEPT_BYTES_MIN: Final = 1 << 20
+STATE_CACHE_BYTES_MIN: Final = 1 << 20
 
-Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of some dimensions
+GroupKey = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of some dimensions
 
 
-class Wanted(NamedTuple):
+class RollupSelection(NamedTuple):
     """What an aggregate wants of a file: windows that begin at or behind `from_ms` and before `to_ms`."""
 
     rollup: str
@@ -48,19 +48,19 @@ class Wanted(NamedTuple):
     measures: Sequence[str] = ()  # all that the rollup has, in the order of their names
 
 
-class Part(NamedTuple):
+class RollupPart(NamedTuple):
     """The wanted states of one row group. `counts` has every group and every measure, wanted or not."""
 
     states: int
-    counts: list[tuple[Key, str, int]]
-    numbers: list[tuple[Key, str, list[Number]]]
-    summaries: list[tuple[Key, str, Summary]]
+    counts: list[tuple[GroupKey, str, int]]
+    numbers: list[tuple[GroupKey, str, list[Number]]]
+    summaries: list[tuple[GroupKey, str, Summary]]
 
 
-class AggFile:
+class RollupFile:
     def __init__(self, file: ParquetFile) -> None:
         self._file = file
-        self.kept = KeptStates(max(file.size, KEPT_BYTES_MIN))
+        self.kept = StateCache(max(file.size, STATE_CACHE_BYTES_MIN))
 
     @property
     def memory_bytes(self) -> int:
@@ -73,11 +73,11 @@ class AggFile:
         """How many row groups it has."""
         return self._file.groups
 
-    def groups_for(self, wanted: Wanted) -> list[int]:
+    def groups_for(self, wanted: RollupSelection) -> list[int]:
         """Row groups that may have what is wanted."""
         return [group for group in range(self._file.groups) if self._may_have(group, wanted)]
 
-    def read(self, group: int, columns: Sequence[str], wanted: Wanted) -> Any:
+    def read(self, group: int, columns: Sequence[str], wanted: RollupSelection) -> Any:
         """The rows of a row group that are of the wanted rollup and interval, of any time; not kept."""
         is_all = self._is_all_of(group, wanted)
         table = self._file.read_group(group, [*_KEYS, *columns, *([] if is_all else _WHOSE)])
@@ -87,7 +87,7 @@ class AggFile:
 
     # -- states as objects ---------------------------------------------------------------------------------
 
-    def parts(self, wanted: Wanted) -> Iterator[Part]:
+    def parts(self, wanted: RollupSelection) -> Iterator[RollupPart]:
         """What is wanted, by row group."""
         try:
             for group, table, marks in self.chosen(wanted):
@@ -97,18 +97,18 @@ class AggFile:
 
     def has_window(self, rollup: str, interval_ms: int, start_ms: int) -> bool:
         """Whether any record lies in a window."""
-        window = Wanted(rollup, interval_ms, start_ms, start_ms + interval_ms)
+        window = RollupSelection(rollup, interval_ms, start_ms, start_ms + interval_ms)
         return any(pc.any(marks).as_py() for _, _, marks in self.chosen(window))
 
-    def chosen(self, wanted: Wanted) -> Iterator[tuple[int, Any, Any]]:
+    def chosen(self, wanted: RollupSelection) -> Iterator[tuple[int, Any, Any]]:
         """Row groups that may have what is wanted, and the rows of each that are."""
         for is_all, run in groupby(self.groups_for(wanted), key=lambda group: self._is_all_of(group, wanted)):
             alike = list(run)
             tables = self._file.tables(alike, _LIGHT if is_all else (*_LIGHT, *_WHOSE))
             for group, table in zip(alike, tables, strict=True):
-                yield group, table, _marks(table, wanted, is_all=is_all)
+                yield group, table, _selection_mask(table, wanted, is_all=is_all)
 
-    def _may_have(self, group: int, wanted: Wanted) -> bool:
+    def _may_have(self, group: int, wanted: RollupSelection) -> bool:
         rollups = self._file.statistics(group, names.ROLLUP)
         intervals = self._file.statistics(group, names.INTERVAL_MS)
         starts = self._file.statistics(group, names.WINDOW_START)
@@ -118,20 +118,20 @@ class AggFile:
             return False
         return starts is None or (starts[0] < wanted.to_ms and starts[1] >= wanted.from_ms)
 
-    def _is_all_of(self, group: int, wanted: Wanted) -> bool:
+    def _is_all_of(self, group: int, wanted: RollupSelection) -> bool:
         """Whether the whole row group is of the wanted rollup and interval."""
         one = self._file.statistics(group, names.ROLLUP) == (wanted.rollup, wanted.rollup)
         span = (wanted.interval_ms, wanted.interval_ms)
         return one and self._file.statistics(group, names.INTERVAL_MS) == span
 
-    def _part(self, group: int, table: Any, marks: Any, wanted: Wanted) -> Part:
-        measures = array_in(table, names.MEASURE)
-        single = pc.equal(array_in(table, names.COUNT), pa.scalar(1))
+    def _part(self, group: int, table: Any, marks: Any, wanted: RollupSelection) -> RollupPart:
+        measures = column_array(table, names.MEASURE)
+        single = pc.equal(column_array(table, names.COUNT), pa.scalar(1))
         numbers = pc.and_(marks, pc.and_(single, _is_one_of(measures, wanted.numbers)))
         summed = pc.and_(marks, _is_one_of(measures, (*wanted.numbers, *wanted.others)))
         summed = pc.and_not(summed, numbers)
         counts = _rows(table, marks, wanted)
-        return Part(
+        return RollupPart(
             counts.num_rows,
             _counts(counts, len(wanted.grouped)),
             _numbers(_rows(table, numbers, wanted), len(wanted.grouped)),
@@ -140,41 +140,45 @@ class AggFile:
 
     def _summaries(
         self, group: int, rows: Any, marks: Any, dimensions: int
-    ) -> list[tuple[Key, str, Summary]]:
+    ) -> list[tuple[GroupKey, str, Summary]]:
         """States that have to be merged, of more than one number or made by others."""
         if not rows.num_rows:
             return []
         heavy = self._file.read_group(group, _HEAVY).filter(marks)
         columns = {name: rows.column(name).to_pylist() for name in (names.COUNT, names.MIN, names.MIN_WHOLE)}
         columns |= {name: heavy.column(name).to_pylist() for name in _HEAVY}
-        keyed = zip(_keys(rows, dimensions), rows.column(names.MEASURE).to_pylist(), strict=True)
+        keyed = zip(_group_keys(rows, dimensions), rows.column(names.MEASURE).to_pylist(), strict=True)
         states = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return [(key, measure, _summary(state)) for (key, measure), state in zip(keyed, states, strict=True)]
 
 
-def _marks(table: Any, wanted: Wanted, *, is_all: bool) -> Any:
+def _selection_mask(table: Any, wanted: RollupSelection, *, is_all: bool) -> Any:
     """The rows of a row group that are wanted; all of them may be of the wanted rollup and interval."""
-    starts = array_in(table, names.WINDOW_START)
+    starts = column_array(table, names.WINDOW_START)
     marks = pc.and_(
         pc.greater_equal(starts, pa.scalar(wanted.from_ms)), pc.less(starts, pa.scalar(wanted.to_ms))
     )
     if not is_all:
         marks = pc.and_(marks, _is_of(table, wanted))
-    return _having(array_in(table, names.DIMENSIONS), marks, wanted) if wanted.having else marks
+    return (
+        _with_dimension_values(column_array(table, names.DIMENSIONS), marks, wanted)
+        if wanted.having
+        else marks
+    )
 
 
-def _is_of(table: Any, wanted: Wanted) -> Any:
+def _is_of(table: Any, wanted: RollupSelection) -> Any:
     """Marks the rows of the wanted rollup and interval."""
-    spans = pc.equal(array_in(table, names.INTERVAL_MS), pa.scalar(wanted.interval_ms))
-    return pc.and_(pc.equal(array_in(table, names.ROLLUP), wanted.rollup), spans)
+    spans = pc.equal(column_array(table, names.INTERVAL_MS), pa.scalar(wanted.interval_ms))
+    return pc.and_(pc.equal(column_array(table, names.ROLLUP), wanted.rollup), spans)
 
 
-def _having(dimensions: Any, marks: Any, wanted: Wanted) -> Any:
+def _with_dimension_values(dimensions: Any, marks: Any, wanted: RollupSelection) -> Any:
     """Of the marked rows those with the wanted values. Only these are known to have so many dimensions."""
-    rows = np.flatnonzero(numbers_in(marks))
+    rows = np.flatnonzero(to_numpy(marks))
     for place, text in wanted.having:
         found = pc.fill_null(pc.equal(pc.list_element(dimensions.take(pa.array(rows)), place), text), False)
-        rows = rows[numbers_in(found)]
+        rows = rows[to_numpy(found)]
     kept = np.zeros(len(marks), bool)
     kept[rows] = True
     return pa.array(kept)
@@ -184,11 +188,11 @@ def _is_one_of(measures: Any, wanted: Sequence[str]) -> Any:
     return pc.is_in(measures, value_set=pa.array(wanted, measures.type))
 
 
-def _rows(table: Any, marks: Any, wanted: Wanted) -> Any:
+def _rows(table: Any, marks: Any, wanted: RollupSelection) -> Any:
     """The marked rows, with a column for each dimension that is wanted."""
     light = (names.WINDOW_START, names.MEASURE, names.COUNT, names.MIN, names.MIN_WHOLE)
-    found = {name: array_in(table, name).filter(marks) for name in light}
-    dimensions = array_in(table, names.DIMENSIONS).filter(marks)
+    found = {name: column_array(table, name).filter(marks) for name in light}
+    dimensions = column_array(table, names.DIMENSIONS).filter(marks)
     for column, place in enumerate(wanted.grouped):
         found[_dimension(column)] = pc.list_element(dimensions, place)
     return pa.table(found)
@@ -198,36 +202,36 @@ def _dimension(column: int) -> str:
     return f"dimension {column}"
 
 
-def _added_up(rows: Any, dimensions: int, sums: Sequence[tuple[str, str]]) -> Any:
+def _aggregate_rows(rows: Any, dimensions: int, sums: Sequence[tuple[str, str]]) -> Any:
     by = [names.WINDOW_START, *map(_dimension, range(dimensions)), names.MEASURE]
     return rows.group_by(by, use_threads=False).aggregate(list(sums))
 
 
-def _keys(rows: Any, dimensions: int) -> list[Key]:
+def _group_keys(rows: Any, dimensions: int) -> list[GroupKey]:
     starts: list[int] = rows.column(names.WINDOW_START).to_pylist()
     columns = [rows.column(_dimension(column)).to_pylist() for column in range(dimensions)]
     values = list(zip(*columns, strict=True)) if columns else [()] * len(starts)
     return list(zip(starts, values, strict=True))
 
 
-def _counts(rows: Any, dimensions: int) -> list[tuple[Key, str, int]]:
+def _counts(rows: Any, dimensions: int) -> list[tuple[GroupKey, str, int]]:
     if not rows.num_rows:
         return []
-    found = _added_up(rows, dimensions, [(names.COUNT, "sum")])
+    found = _aggregate_rows(rows, dimensions, [(names.COUNT, "sum")])
     measures: list[str] = found.column(names.MEASURE).to_pylist()
     sizes: list[int] = found.column(f"{names.COUNT}_sum").to_pylist()
-    return list(zip(_keys(found, dimensions), measures, sizes, strict=True))
+    return list(zip(_group_keys(found, dimensions), measures, sizes, strict=True))
 
 
-def _numbers(rows: Any, dimensions: int) -> list[tuple[Key, str, list[Number]]]:
+def _numbers(rows: Any, dimensions: int) -> list[tuple[GroupKey, str, list[Number]]]:
     if not rows.num_rows:
         return []
-    found = _added_up(rows, dimensions, [(names.MIN, "list"), (names.MIN_WHOLE, "list")])
+    found = _aggregate_rows(rows, dimensions, [(names.MIN, "list"), (names.MIN_WHOLE, "list")])
     measures: list[str] = found.column(names.MEASURE).to_pylist()
     doubles: list[list[float | None]] = found.column(f"{names.MIN}_list").to_pylist()
     wholes: list[list[int | None]] = found.column(f"{names.MIN_WHOLE}_list").to_pylist()
     numbers = map(_chosen_numbers, doubles, wholes)
-    return list(zip(_keys(found, dimensions), measures, numbers, strict=True))
+    return list(zip(_group_keys(found, dimensions), measures, numbers, strict=True))
 
 
 def _chosen_numbers(doubles: list[float | None], wholes: list[int | None]) -> list[Number]:
@@ -247,11 +251,11 @@ def _summary(state: dict[str, Any]) -> Summary:
         raise UnusableFileError("it has a state without a sketch")
     summary = Summary(histogram=histogram is not None, whole=False)
     summary.count = state[names.COUNT]
-    summary.total = total_of(state[names.SUM], state[names.SUM_REST], state[names.SUM_EXACT])
+    summary.total = decode_total(state[names.SUM], state[names.SUM_REST], state[names.SUM_EXACT])
     summary.smallest = _number(state[names.MIN], state[names.MIN_WHOLE])
     summary.largest = _number(state[names.MAX], state[names.MAX_WHOLE])
     summary.unplaced = state[names.UNPLACED] or 0
-    summary.sketch = sketch_from(dict(buckets))
+    summary.sketch = sketch_from_buckets(dict(buckets))
     if histogram is not None:
         summary.histogram = Histogram()
         summary.histogram.counts = dict(histogram)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from tailrace.search.index_files.field_column import FieldColumn
+from tailrace.search.index_files.field_column import ArrowColumn
 from tailrace.search.index_files.format import ENTRY
-from tailrace.search.index_files.parquet_file import ParquetFile, array_in
+from tailrace.search.index_files.parquet_file import ParquetFile, column_array
 from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.values import Value, is_outside
+from tailrace.search.values import Value, excludes_bounds
 from tailrace.storage.segments.parquet import INT64, pa, to_python_array
 
 
-class ColFile:
+class ColumnFile:
     """A column is decoded when it is first asked for."""
 
     def __init__(self, file: ParquetFile, first: int, last: int) -> None:
         self._file = file
-        self._columns: dict[str, FieldColumn] = {}
+        self._columns: dict[str, ArrowColumn] = {}
         self._bounds: dict[str, tuple[Value, Value] | None] = {}
         self._full: dict[str, bool] = {}
         rows: int = file.metadata.num_rows
@@ -27,7 +27,7 @@ class ColFile:
             self.entries = self._listed(first, last)
 
     def _listed(self, first: int, last: int) -> array[int]:
-        entries = to_python_array("q", array_in(self._file.read([ENTRY]), ENTRY).cast(INT64))
+        entries = to_python_array("q", column_array(self._file.read([ENTRY]), ENTRY).cast(INT64))
         rising = all(entries[at] < entries[at + 1] for at in range(len(entries) - 1))
         if not rising or not (entries and first <= entries[0] and entries[-1] <= last):
             raise UnusableFileError("its entries are not in order")
@@ -53,13 +53,13 @@ class ColFile:
         if name not in self._bounds:
             self._bounds[name] = self._file.leaf_bounds(name)
         bounds = self._bounds[name]
-        return bounds is not None and is_outside(comparison, bound, bounds)
+        return bounds is not None and excludes_bounds(comparison, bound, bounds)
 
-    def column(self, name: str) -> FieldColumn:
+    def column(self, name: str) -> ArrowColumn:
         found = self._columns.get(name)
         if found is None:
-            lists = array_in(self._file.read([name]), name)
+            lists = column_array(self._file.read([name]), name)
             if not pa.types.is_list(lists.type) or len(lists) != len(self.entries):
                 raise UnusableFileError(f"the column {name} is not what it should be")
-            found = self._columns[name] = FieldColumn(lists)
+            found = self._columns[name] = ArrowColumn(lists)
         return found

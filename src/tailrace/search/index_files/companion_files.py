@@ -9,37 +9,37 @@ from typing import TYPE_CHECKING
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log.log import Log
-from tailrace.search.index_files.keys import KeyLibrary
-from tailrace.search.index_files.library import Library
-from tailrace.search.index_files.shelf import Shelf
+from tailrace.search.index_files.keys import RoutingKeyIndex
+from tailrace.search.index_files.library import IndexCatalogue
+from tailrace.search.index_files.shelf import IndexFileCache
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 
 if TYPE_CHECKING:
     from tailrace.api.app import TailraceApp
 
 LEXICONS = "lexicons"  # the cache beside that of all other companions
-THREADS = 2  # that fetch and check
-READERS = 4  # that decode files for those who have no threads, and may wait for the others
+FETCH_THREADS = 2  # that fetch and check
+DECODE_THREADS = 4  # that decode files for those who have no threads, and may wait for the others
 
 
-class CompanionFiles:
+class IndexFileService:
     """The files of companions: on the object store, in a cache on disk, and opened in memory."""
 
     def __init__(
         self, log: Log, url: str, cache_dir: Path, limits: Limits, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._work = LoopTasks(loop, THREADS)
-        self._readers = LoopTasks(loop, READERS)
+        self._work = LoopTasks(loop, FETCH_THREADS)
+        self._readers = LoopTasks(loop, DECODE_THREADS)
         cache_bytes = limits.search_companion_file_cache_max_bytes
         self.parts = ObjectCache(url, cache_dir, cache_bytes, limits, self._work)
         lexicon_bytes = limits.lexicon_index_cache_max_bytes
         self.lexicons = ObjectCache(url, cache_dir.with_name(LEXICONS), lexicon_bytes, limits, self._work)
         memory_bytes = limits.search_companion_memory_max_bytes
-        self.shelf = Shelf(
+        self.shelf = IndexFileCache(
             self.parts, self._work, self._readers, lexicons=self.lexicons, bytes_max=memory_bytes
         )
-        self.library = Library(self.shelf, log.catalogue.of, log.reader.levels)
-        self.keys = KeyLibrary(self.library)
+        self.library = IndexCatalogue(self.shelf, log.catalogue.of, log.reader.levels)
+        self.keys = RoutingKeyIndex(self.library)
         log.reader.history.keys = self.keys
 
     def connect(self, app: TailraceApp, telemetry: ServerMetrics) -> None:

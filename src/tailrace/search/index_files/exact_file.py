@@ -9,8 +9,8 @@ from typing import Any
 import xxhash
 
 from tailrace.search.index_files.format import ENTRIES, FIELD, VALUE
-from tailrace.search.index_files.parquet_file import ParquetFile, array_in
-from tailrace.search.numpy_arrays import NONE, np, numbers_in
+from tailrace.search.index_files.parquet_file import ParquetFile, column_array
+from tailrace.search.numpy_arrays import EMPTY, np, to_numpy
 from tailrace.storage.segments import parquet
 from tailrace.storage.segments.parquet import BINARY, pa, pc
 
@@ -73,10 +73,10 @@ class ExactFile:
             groups = _not_ruled_out(groups, self._filters_of(field), stored)
         lists: list[Any] = []
         for table in self._file.tables(groups, _COLUMNS):
-            values = array_in(table, VALUE)
+            values = column_array(table, VALUE)
             marks = values.is_null() if stored is None else pc.equal(values, pa.scalar(stored, values.type))
-            lists.append(numbers_in(array_in(table, ENTRIES).filter(marks).flatten()))
-        return np.concatenate(lists) if lists else NONE
+            lists.append(to_numpy(column_array(table, ENTRIES).filter(marks).flatten()))
+        return np.concatenate(lists) if lists else EMPTY
 
     def _filters_of(self, field: str) -> _Filters:
         found = self._filters.get(field)
@@ -94,9 +94,9 @@ class ExactFile:
 
         lists: list[Any] = []
         for table in self._file.tables(self._groups_where(field, may_hold), _COLUMNS):
-            marks = pc.fill_null(pc.starts_with(array_in(table, VALUE).cast(BINARY), prefix), False)
-            lists.append(numbers_in(array_in(table, ENTRIES).filter(marks).flatten()))
-        return np.unique(np.concatenate(lists)) if lists else NONE
+            marks = pc.fill_null(pc.starts_with(column_array(table, VALUE).cast(BINARY), prefix), False)
+            lists.append(to_numpy(column_array(table, ENTRIES).filter(marks).flatten()))
+        return np.unique(np.concatenate(lists)) if lists else EMPTY
 
     def _groups_with_any(self, field: str) -> list[int]:
         """Row groups of a field that tell which entries have any value."""

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
-from tailrace.search.numpy_arrays import np, numbers_in
-from tailrace.search.packed import bits_of
+from tailrace.search.numpy_arrays import np, to_numpy
+from tailrace.search.packed import bits_from_rows
 from tailrace.search.values import Value
 from tailrace.storage.segments.parquet import pa, pc
 
@@ -19,7 +19,7 @@ _OVERHEAD_BYTES = 1000  # of the objects around the buffers
 _WORDS_SHARED_MAX = 4096
 
 
-def bits_in(marks: Any) -> int:
+def bits_from_mask(marks: Any) -> int:
     """The set of the rows that a boolean array marks; a null marks nothing."""
     if marks.null_count:
         marks = pc.fill_null(marks, pa.scalar(False))
@@ -29,7 +29,7 @@ def bits_in(marks: Any) -> int:
     return int.from_bytes(memoryview(marks.buffers()[1]), "little") & ((1 << count) - 1) if count else 0
 
 
-class FieldColumn:
+class ArrowColumn:
     """The values of one field, row by row, made of an array of lists."""
 
     def __init__(self, lists: Any) -> None:
@@ -52,8 +52,8 @@ class FieldColumn:
         else:
             self._words = None
             self._flat = flat
-        self.present = bits_in(pc.greater(lengths, 0))
-        self.multiple = bits_in(pc.greater(lengths, 1)) if largest > 1 else 0
+        self.present = bits_from_mask(pc.greater(lengths, 0))
+        self.multiple = bits_from_mask(pc.greater(lengths, 1)) if largest > 1 else 0
 
     def _spread(self, flat: Any, lengths: Any) -> Any:
         """One place for each row, with nulls where there is no value."""
@@ -111,8 +111,8 @@ class FieldColumn:
     def _rows(self, marks: Any) -> int:
         """The rows that own the marked values."""
         if self._parents is None:
-            return bits_in(marks)
-        return bits_of(self._parents.filter(marks).to_pylist(), self.count)
+            return bits_from_mask(marks)
+        return bits_from_rows(self._parents.filter(marks).to_pylist(), self.count)
 
     # -- values --------------------------------------------------------------------------------------------
 
@@ -139,8 +139,8 @@ class FieldColumn:
             found = self._flat.take(pa.array(rows))
             if not found.null_count:
                 return found, np.arange(len(rows))
-            return found.drop_null(), np.flatnonzero(numbers_in(found.is_valid()))
-        starts = numbers_in(self._starts)
+            return found.drop_null(), np.flatnonzero(to_numpy(found.is_valid()))
+        starts = to_numpy(self._starts)
         sizes = starts[rows + 1] - starts[rows]
         ends = np.cumsum(sizes)
         places = np.repeat(starts[rows] - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)

@@ -91,7 +91,7 @@ ROLLUP: Final = "rollup"  # string: its name, or `cut_name()` where rows are by 
 INTERVAL_MS: Final = "interval_ms"  # int64
 WINDOW_START: Final = "window_start"  # int64, ms
 DIMENSIONS: Final = "dimensions"  # list of string or null, in the order of the rollup
-CUTS: Final = 1  # which cuts of a rollup are stored: none of its dimensions, and each alone
+PARTIAL_ROLLUP_VERSION: Final = 1  # which cuts of a rollup are stored: none of its dimensions, and each alone
 MEASURE: Final = "measure"  # string
 COUNT: Final = "count"  # int64
 SUM: Final = "sum"  # double, the nearest one. Null if the measure is a count, as all that follow
@@ -106,7 +106,7 @@ UNPLACED: Final = "unplaced"  # int64: numbers in the histogram of which only th
 SKETCH: Final = "sketch"  # map of int32 to int64: counts by code, as in `query/states/spread.py`, ascending
 
 
-def cut_name(rollup: str, places: Sequence[int]) -> str:
+def partial_rollup_name(rollup: str, places: Sequence[int]) -> str:
     """What rows of a rollup by the dimensions at these places are stored under. No rollup is named so."""
     return f"{rollup}/{','.join(map(str, places))}"
 
@@ -138,7 +138,7 @@ _DOUBLE: Final = struct.Struct(">d")
 _SHIFT: Final = struct.Struct(">H")
 
 
-def companion_name(plan_hash: str, family: str, first: int, last: int, sha256: str) -> str:
+def index_file_key(plan_hash: str, family: str, first: int, last: int, sha256: str) -> str:
     """The key of a companion in its stream's folder. The hash of the plan may have its `sha256:`."""
     plan = plan_hash.removeprefix("sha256:")[:16]
     return f"companions/{plan}/{family}/{first:020}-{last:020}.{sha256[:16]}.{EXTENSIONS[family]}"
@@ -153,7 +153,7 @@ def key_hash(key: bytes) -> int:
     return hashed - (1 << 64) if hashed & _SIGN else hashed
 
 
-def stored_value(value: Value) -> bytes:
+def encode_value(value: Value) -> bytes:
     """A canonical value as bytes that compare as the values do.
 
     Strings are their UTF-8; of one with more than 1024 bytes the first 1024 and the XXH3-128 of it all are
@@ -173,12 +173,12 @@ def stored_value(value: Value) -> bytes:
     return _WORD.pack(bits ^ (_ALL if bits & _SIGN else _SIGN))
 
 
-def is_cut(stored: bytes) -> bool:
+def is_truncated(stored: bytes) -> bool:
     """Whether these bytes stand for a string that was too long to be stored whole."""
     return len(stored) > VALUE_BYTES_MAX
 
 
-def value_of(stored: bytes, kind: str) -> Value:
+def decode_value(stored: bytes, kind: str) -> Value:
     """The value that was stored, by the kind of its field. Not for strings that were cut."""
     if kind in ("keyword", "text"):
         return stored.decode()
@@ -190,7 +190,7 @@ def value_of(stored: bytes, kind: str) -> Value:
     return _DOUBLE.unpack(_WORD.pack(bits ^ (_SIGN if bits & _SIGN else _ALL)))[0]
 
 
-def stored_sum(total: int) -> bytes:
+def encode_sum(total: int) -> bytes:
     """An exact sum, which is a whole number of 2 ** -1074: how many zero bits it ends with, and the rest.
 
     Two bytes big-endian, then the shortest two's complement, big-endian. Zero is empty.
@@ -202,7 +202,7 @@ def stored_sum(total: int) -> bytes:
     return _SHIFT.pack(zeros) + rest.to_bytes(rest.bit_length() // 8 + 1, "big", signed=True)
 
 
-def sum_of(stored: bytes) -> int:
+def decode_sum(stored: bytes) -> int:
     if not stored:
         return 0
     (zeros,) = _SHIFT.unpack_from(stored)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace.search.index_files import format as names
-from tailrace.search.index_files.body import Body, InnerBody, turns
-from tailrace.search.index_files.parquet_file import ParquetFile, array_in, check_facts
+from tailrace.search.index_files.body import EmbeddedContent, FileContent, split_by_size
+from tailrace.search.index_files.parquet_file import ParquetFile, check_metadata, column_array
 from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.numpy_arrays import NONE, narrowed, np, numbers_in
+from tailrace.search.numpy_arrays import EMPTY, narrow_integers, np, to_numpy
 from tailrace.storage.segments.parquet import PartialFile, pc
 
 _FOUND_MAX = 64  # look-ups that are kept
@@ -31,7 +31,7 @@ _DIRECTORY_BYTES = 64 << 10  # the end of a split, with the list of its members
 _HEADER_BYTES = 30  # of a member, before its name
 
 
-class TextFacts(msgspec.Struct):
+class TextStatistics(msgspec.Struct):
     """What `split.json` says of one text field."""
 
     field: str
@@ -47,7 +47,7 @@ class Postings(NamedTuple):
     frequencies: Any
 
 
-class Packed(NamedTuple):
+class PackedPostings(NamedTuple):
     """The same in few bytes, to be kept: entries are counted from the first of the file."""
 
     entries: Any
@@ -58,13 +58,13 @@ class Packed(NamedTuple):
         return self.entries.nbytes + self.frequencies.nbytes
 
 
-NOWHERE = Postings(NONE, NONE)
+NO_POSTINGS = Postings(EMPTY, EMPTY)
 
 
-class Split:
+class SplitArchive:
     """The members of a split, stored as they are. Their names and places are known; the rest is fetched."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: FileContent) -> None:
         self._body = body
         directory = zipfile.ZipFile(self._window([(max(body.size - _DIRECTORY_BYTES, 0), body.size)]))
         self.members = {member.filename: member for member in directory.infolist()}
@@ -82,7 +82,7 @@ class Split:
     def read(self, wanted: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Some members, compared with their checksums."""
         found = [self.members[name] for name in wanted]
-        for turn in turns([member.file_size for member in found]):
+        for turn in split_by_size([member.file_size for member in found]):
             window = self._window([self._place(found[place]) for place in turn])
             for member in (found[place] for place in turn):
                 window.seek(self._place(member)[0])
@@ -91,31 +91,31 @@ class Split:
                     raise zipfile.BadZipFile(f"{member.filename} does not have its checksum")
                 yield member.filename, data
 
-    def inner(self, name: str) -> InnerBody:
+    def inner(self, name: str) -> EmbeddedContent:
         """A member as a file of its own."""
         start, stop = self._place(self.members[name])
-        return InnerBody(self._body, start, stop - start)
+        return EmbeddedContent(self._body, start, stop - start)
 
 
-class FtsFile:
-    def __init__(self, body: Body, stream_id: str, first: int, last: int) -> None:
+class FullTextFile:
+    def __init__(self, body: FileContent, stream_id: str, first: int, last: int) -> None:
         self._body = body
         try:
-            self._split = Split(body)
+            self._split = SplitArchive(body)
             [(_, described)] = self._split.read([names.SPLIT_FACTS])
             split = msgspec.json.decode(described, type=dict[str, Any])
             facts = {names.FACT_PREFIX + key: str(value) for key, value in split.items()}
-            texts = msgspec.convert(split["text"], list[TextFacts])
+            texts = msgspec.convert(split["text"], list[TextStatistics])
             self.keywords = frozenset(msgspec.convert(split["keyword"], list[str]))
             terms = self._split.inner(names.SPLIT_TERMS)
         except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError, OSError) as error:
             raise UnusableFileError(f"it is no split: {error}") from error
-        check_facts(facts, names.FTS, stream_id, first, last)
+        check_metadata(facts, names.FTS, stream_id, first, last)
         self.texts = {text.field: text for text in texts}
         self.first, self.last = first, last
         self._terms = ParquetFile(terms)
         self._terms_held_bytes = terms.held_bytes
-        self._found: OrderedDict[tuple[str, ...], Packed] = OrderedDict()
+        self._found: OrderedDict[tuple[str, ...], PackedPostings] = OrderedDict()
         self._found_bytes = 0
         self._lengths: dict[str, Any] = {}
         self._lock = Lock()
@@ -132,18 +132,20 @@ class FtsFile:
         found = self._packed(field, token)
         return Postings(self._unpacked(found), found.frequencies)
 
-    def _packed(self, field: str, token: str) -> Packed:
+    def _packed(self, field: str, token: str) -> PackedPostings:
         return self._kept(("token", field, token), lambda: self._looked_up(field, token))
 
-    def _unpacked(self, found: Packed) -> Any:
+    def _unpacked(self, found: PackedPostings) -> Any:
         return found.entries + np.int64(self.first)
 
-    def _kept(self, key: tuple[str, ...], look_up: Callable[[], Postings]) -> Packed:
+    def _kept(self, key: tuple[str, ...], look_up: Callable[[], Postings]) -> PackedPostings:
         """What was looked up last stays: a split may speak for many spans, and each of them asks."""
         found = self._found.get(key)
         if found is None:
             looked_up = look_up()
-            found = Packed(narrowed(looked_up.entries - self.first), narrowed(looked_up.frequencies))
+            found = PackedPostings(
+                narrow_integers(looked_up.entries - self.first), narrow_integers(looked_up.frequencies)
+            )
             with self._lock:
                 self._found[key] = found
                 self._found_bytes += found.nbytes
@@ -164,9 +166,9 @@ class FtsFile:
         entries: list[Any] = []
         frequencies: list[Any] = []
         for table, marks in self._marked(field, marked, terms):
-            entries.append(numbers_in(array_in(table, names.ENTRIES).filter(marks).flatten()))
-            frequencies.append(numbers_in(array_in(table, names.FREQUENCIES).filter(marks).flatten()))
-        return Postings(np.concatenate(entries), np.concatenate(frequencies)) if entries else NOWHERE
+            entries.append(to_numpy(column_array(table, names.ENTRIES).filter(marks).flatten()))
+            frequencies.append(to_numpy(column_array(table, names.FREQUENCIES).filter(marks).flatten()))
+        return Postings(np.concatenate(entries), np.concatenate(frequencies)) if entries else NO_POSTINGS
 
     def _marked(
         self,
@@ -180,7 +182,7 @@ class FtsFile:
         marks: dict[int, Any] = {}
         for group, table in zip(groups, self._terms.tables(groups, _TERMS), strict=True):
             found = pc.and_(
-                marked(array_in(table, names.TERM)), pc.equal(array_in(table, names.FIELD), field)
+                marked(column_array(table, names.TERM)), pc.equal(column_array(table, names.FIELD), field)
             )
             if pc.any(found).as_py():
                 marks[group] = found
@@ -209,7 +211,7 @@ class FtsFile:
 
         def look_up() -> Postings:
             found = self._postings_where(field, lambda terms: pc.starts_with(terms, prefix), bounds)
-            return Postings(np.unique(found.entries), NONE)
+            return Postings(np.unique(found.entries), EMPTY)
 
         return self._unpacked(self._kept(("start", field, prefix), look_up))
 
@@ -218,7 +220,7 @@ class FtsFile:
         found = self._lengths.get(field)
         if found is None:
             texts = self._postings_where(field, lambda terms: terms.is_null(), None)
-            lengths = narrowed(texts.frequencies)
+            lengths = narrow_integers(texts.frequencies)
             found = np.zeros(self.last - self.first + 1, lengths.dtype)
             found[texts.entries - self.first] = lengths
             self._lengths[field] = found
@@ -236,7 +238,7 @@ class FtsFile:
             return None
         key = ("phrase", field, *tokens)
         return self._unpacked(
-            self._kept(key, lambda: Postings(self._one_after_the_other(field, tokens), NONE))
+            self._kept(key, lambda: Postings(self._one_after_the_other(field, tokens), EMPTY))
         )
 
     def _one_after_the_other(self, field: str, tokens: Sequence[str]) -> Any:
@@ -248,7 +250,7 @@ class FtsFile:
         for at, token in others:
             places = begins[token]
             if not len(found) or not len(places):
-                return NONE
+                return EMPTY
             wanted = found + at
             near = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
             found = found[places[near] == wanted]
@@ -261,10 +263,10 @@ class FtsFile:
             field, lambda terms: pc.equal(terms, token), (token, token), _PLACED_LISTS
         ):
             entries, frequencies, places = (
-                numbers_in(array_in(table, name).filter(marks).flatten()) for name in _PLACED_LISTS
+                to_numpy(column_array(table, name).filter(marks).flatten()) for name in _PLACED_LISTS
             )
             found.append((np.repeat(entries - self.first, frequencies) << _PLACE_BITS) + places)
-        return np.concatenate(found) if found else NONE
+        return np.concatenate(found) if found else EMPTY
 
     def keyword_prefix(self, field: str, prefix: str) -> Any:
         """The entries with a keyword that starts like this; None if that cannot be told here."""

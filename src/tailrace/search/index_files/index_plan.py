@@ -13,17 +13,17 @@ from typing import Final, cast
 
 import msgspec
 
-from tailrace.schema.lens import Op
+from tailrace.schema.lens import LensOp
 from tailrace.schema.lens_parse import parse_lens
 from tailrace.schema.pointer import parse_pointer
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.search_fields import Field
 from tailrace.schema.search_rollups import Measure, Rollup
-from tailrace.search.bind import All, AnyOf, Anywhere, Bound, Negation
-from tailrace.search.includes import bind_include
-from tailrace.search.index_files.format import CUTS, FORMATS
-from tailrace.search.view import View
+from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, Negation
+from tailrace.search.includes import bind_rollup_include
+from tailrace.search.index_files.format import FORMATS, PARTIAL_ROLLUP_VERSION
+from tailrace.search.view import RecordView
 
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")
 ANALYZER_VERSION: Final = 1
@@ -70,14 +70,14 @@ class BuildPlan(msgspec.Struct, frozen=True, dict=True):
         return str(self.profile.get("kind", "generic"))
 
     @cached_property
-    def view(self) -> View | None:
+    def view(self) -> RecordView | None:
         """Records and their values; None where nothing is searched for."""
-        return None if self.registry.search is None else View(self.registry)
+        return None if self.registry.search is None else RecordView(self.registry)
 
     @cached_property
     def members(self) -> dict[str, tuple[str, ...]]:
         """The fields of each family, in their order; the rollups of `agg`."""
-        return {} if self.registry.search is None else members_of(self.registry.search)
+        return {} if self.registry.search is None else family_members(self.registry.search)
 
 
 def index_plan(registry: Registry, profile_kind: str = "generic", *, keyed: bool = False) -> IndexPlan:
@@ -91,13 +91,13 @@ def index_plan(registry: Registry, profile_kind: str = "generic", *, keyed: bool
     if routed:
         families["routing_key_lexicon"] = {"format": FORMATS["routing_key_lexicon"]}
     if registry.search is not None:
-        fields = {name: _field(name, registry) for name in sorted(registry.search.fields)}
-        rollups = {name: _rollup(name, registry, fields) for name in sorted(registry.search.rollups)}
+        fields = {name: _field_json(name, registry) for name in sorted(registry.search.fields)}
+        rollups = {name: _rollup_json(name, registry, fields) for name in sorted(registry.search.rollups)}
         prints |= {f"field:{name}": _digest(shape) for name, shape in fields.items()}
         prints |= {f"rollup:{name}": _digest(shape) for name, shape in rollups.items()}
         primary = registry.search.primary_timestamp_field
         document |= {"fields": fields, "rollups": rollups, "primaryTimestampField": primary}
-        for family, names in members_of(registry.search).items():
+        for family, names in family_members(registry.search).items():
             kind = "rollup" if family == "agg" else "field"
             shape: Json = {"format": FORMATS[family], "of": {n: prints[f"{kind}:{n}"] for n in names}}
             if primary is not None:
@@ -107,18 +107,18 @@ def index_plan(registry: Registry, profile_kind: str = "generic", *, keyed: bool
         families["mblk"] = {
             "format": FORMATS["mblk"],
             "profile": profile_kind,
-            "lens": _whole_chain(registry),
+            "lens": _all_lens_steps(registry),
         }
     prints |= {f"family:{name}": _digest(shape) for name, shape in families.items()}
     return IndexPlan(
-        hash="sha256:" + hashlib.sha256(_canonical(document)).hexdigest(),
+        hash="sha256:" + hashlib.sha256(_canonical_json(document)).hexdigest(),
         families=tuple(name for name in FAMILIES if name in families),
         document=document,
         fingerprints=prints,
     )
 
 
-def members_of(search: SearchConfig) -> dict[str, tuple[str, ...]]:
+def family_members(search: SearchConfig) -> dict[str, tuple[str, ...]]:
     """Which fields, or rollups, the families of a search configuration are made of; none is empty."""
     fields = sorted(search.fields.items())
     found = {
@@ -153,14 +153,14 @@ class _StoredPlan(msgspec.Struct):
 # -- shapes: what a digest is taken of ---------------------------------------------------------------------
 
 
-def _field(name: str, registry: Registry) -> Json:
+def _field_json(name: str, registry: Registry) -> Json:
     assert registry.search is not None
     field: Field = registry.search.fields[name]
     pointer = field.pointer_at(registry.version)
     shape: Json = {
         "kind": field.kind,
         "pointer": pointer,
-        "lens": _chain(pointer, registry),
+        "lens": _lens_steps(pointer, registry),
         "flags": [flag for flag in FLAGS if getattr(field, flag)],
     }
     if field.kind == "keyword":
@@ -170,7 +170,7 @@ def _field(name: str, registry: Registry) -> Json:
     return shape
 
 
-def _rollup(name: str, registry: Registry, fields: dict[str, Json]) -> Json:
+def _rollup_json(name: str, registry: Registry, fields: dict[str, Json]) -> Json:
     """Fields that it looks at are part of it: another pointer of a dimension means other groups."""
     search = registry.search
     assert search is not None
@@ -179,12 +179,12 @@ def _rollup(name: str, registry: Registry, fields: dict[str, Json]) -> Json:
     used = {stamp, *rollup.dimensions}
     measures: Json = {}
     for called, measure in sorted(rollup.measures.items()):
-        measures[called] = _measure(measure, registry, search, used)
+        measures[called] = _measure_json(measure, registry, search, used)
     return {
         "timestamp": stamp,
-        "include": _include(rollup.include, search, used),
+        "include": _include_json(rollup.include, search, used),
         "dimensions": list(rollup.dimensions),
-        "cuts": CUTS,
+        "cuts": PARTIAL_ROLLUP_VERSION,
         "format": FORMATS["agg"],
         "intervals": sorted(rollup.intervals),
         "measures": measures,
@@ -193,40 +193,40 @@ def _rollup(name: str, registry: Registry, fields: dict[str, Json]) -> Json:
     }
 
 
-def _measure(measure: Measure, registry: Registry, search: SearchConfig, used: set[str]) -> Json:
+def _measure_json(measure: Measure, registry: Registry, search: SearchConfig, used: set[str]) -> Json:
     shape = cast("Json", msgspec.to_builtins(measure))
-    shape["include"] = _include(measure.include, search, used)
+    shape["include"] = _include_json(measure.include, search, used)
     pointers = [text for key, text in shape.items() if key.endswith("JsonPointer")]
     if pointers:
-        shape["lens"] = [_chain(cast("str", text), registry) for text in pointers]
+        shape["lens"] = [_lens_steps(cast("str", text), registry) for text in pointers]
     if measure.field is not None:
         used.add(measure.field)
     return shape
 
 
-def _include(text: str | None, search: SearchConfig, used: set[str]) -> object:
-    return None if text is None else _bound(bind_include(text, search, "include"), used)
+def _include_json(text: str | None, search: SearchConfig, used: set[str]) -> object:
+    return None if text is None else _query_json(bind_rollup_include(text, search, "include"), used)
 
 
-def _bound(clause: Bound, used: set[str]) -> object:
+def _query_json(clause: BoundQuery, used: set[str]) -> object:
     """A bound query as JSON: what it decides, not how it was written. Its fields are added to `used`."""
     match clause:
         case All(clauses) | AnyOf(clauses):
-            return [type(clause).__name__, *(_bound(each, used) for each in clauses)]
+            return [type(clause).__name__, *(_query_json(each, used) for each in clauses)]
         case Negation(inner):
-            return ["Negation", _bound(inner, used)]
+            return ["Negation", _query_json(inner, used)]
         case Anywhere(targets):
-            return ["Anywhere", *(_bound(each, used) for each in targets)]
+            return ["Anywhere", *(_query_json(each, used) for each in targets)]
         case _:
             used.add(clause.field)
             return [type(clause).__name__, *msgspec.structs.astuple(clause)]
 
 
-def _whole_chain(registry: Registry) -> object:
+def _all_lens_steps(registry: Registry) -> object:
     return [registry.lenses[version]["ops"] for version in sorted(registry.lenses)]
 
 
-def _chain(pointer: str | None, registry: Registry) -> list[object]:
+def _lens_steps(pointer: str | None, registry: Registry) -> list[object]:
     """The steps of all lenses that what lies at the pointer may have come through, the last one first.
 
     Lenses are proven never to fail, so steps that touch other places cannot change a value.
@@ -247,7 +247,7 @@ def _chain(pointer: str | None, registry: Registry) -> list[object]:
     return chain
 
 
-def _places(op: Op) -> list[tuple[str, ...]]:
+def _places(op: LensOp) -> list[tuple[str, ...]]:
     """Where a step reads or writes. Taking one item out of an array moves those behind it."""
     found = [op.source, op.target] if op.op not in ("in", "map", "wrap", "head", "convert") else [op.source]
     return [tokens[:-1] if tokens and tokens[-1].isdigit() else tokens for tokens in found]
@@ -258,9 +258,9 @@ def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return one[:length] == other[:length]
 
 
-def _canonical(value: object) -> bytes:
+def _canonical_json(value: object) -> bytes:
     return msgspec.json.encode(value, order="sorted")
 
 
 def _digest(value: object) -> str:
-    return hashlib.sha256(_canonical(value)).hexdigest()[:FINGERPRINT_DIGITS]
+    return hashlib.sha256(_canonical_json(value)).hexdigest()[:FINGERPRINT_DIGITS]

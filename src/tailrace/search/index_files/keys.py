@@ -13,30 +13,30 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from tailrace.log.model import Stream
 from tailrace.log.routing_keys import LexiconKeys, LexiconTimes
 from tailrace.search.index_files.format import ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
-from tailrace.search.index_files.library import Library
-from tailrace.search.index_files.published import Published, UnusableFileError
-from tailrace.search.index_files.span import Served
+from tailrace.search.index_files.library import IndexCatalogue
+from tailrace.search.index_files.published import IndexFileRef, UnusableFileError
+from tailrace.search.index_files.span import UsableFile
 from tailrace.storage.segments.index_files import IndexFile
 from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 if TYPE_CHECKING:
-    from tailrace.search.index_files.key_files import KeyIndexFile, LexiconFile
+    from tailrace.search.index_files.key_files import RoutingKeyIndexFile, RoutingKeyLexiconFile
 
-NOTHING: frozenset[str] = frozenset()
-KEPT_MAX = 512  # lists of runs
+NO_FILES: frozenset[str] = frozenset()
+KEY_FILES_CACHED_MAX = 512  # lists of runs
 
 
-class _Kept(NamedTuple):
+class _CachedKeyFiles(NamedTuple):
     companions: Sequence[IndexFile]
-    runs: list[list[Served]]
+    runs: list[list[UsableFile]]
 
 
-class KeyLibrary:
+class RoutingKeyIndex:
     """Lives on the loop, beside the library whose files it reads."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: IndexCatalogue) -> None:
         self._library = library
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], _CachedKeyFiles] = OrderedDict()
         self.lookups = 0  # that an index answered
 
     async def next_with_key(self, stream: Stream, key: bytes, entry: int) -> int:
@@ -56,11 +56,11 @@ class KeyLibrary:
         self.lookups += at > entry
         return at
 
-    async def _next_in(self, run: list[Served], key: bytes, entry: int) -> int | None:
+    async def _next_in(self, run: list[UsableFile], key: bytes, entry: int) -> int | None:
         """Within one run, or the entry behind it; None if that cannot be told."""
         found: list[int] = []
         for served in run:
-            file = cast("KeyIndexFile | None", await self._library.open(served))
+            file = cast("RoutingKeyIndexFile | None", await self._library.open(served))
             if file is None:
                 return None
             try:
@@ -86,7 +86,7 @@ class KeyLibrary:
             listed: list[bytes] | None = []
             for served in run:
                 begun_s = time.monotonic()
-                file = cast("LexiconFile | None", await self._library.open(served))
+                file = cast("RoutingKeyLexiconFile | None", await self._library.open(served))
                 times.get_s += time.monotonic() - begun_s
                 try:
                     more = None if file is None else await on_thread(file.keys, after, wanted, below, times)
@@ -101,34 +101,36 @@ class KeyLibrary:
                 covered.append((companion.first, companion.last))
         return LexiconKeys(covered, keys)
 
-    async def _runs(self, stream: Stream, family: str) -> list[list[Served]]:
+    async def _runs(self, stream: Stream, family: str) -> list[list[UsableFile]]:
         """The files of a family by the range they speak for, in order; a large run may be several files."""
         companions = (await self._library.companions(stream)).companions
         identity = make_stream_id(stream.name, stream.incarnation)
         kept = self._kept.get((identity, family))
         if kept is None or kept.companions is not companions:
-            kept = self._kept[identity, family] = _Kept(companions, _runs_of(companions, family, identity))
-            if len(self._kept) > KEPT_MAX:
+            kept = self._kept[identity, family] = _CachedKeyFiles(
+                companions, _key_files(companions, family, identity)
+            )
+            if len(self._kept) > KEY_FILES_CACHED_MAX:
                 self._kept.popitem(last=False)
         self._kept.move_to_end((identity, family))
         return kept.runs
 
 
-def _runs_of(companions: Sequence[IndexFile], family: str, identity: str) -> list[list[Served]]:
-    runs: dict[tuple[int, int], list[Served]] = {}
+def _key_files(companions: Sequence[IndexFile], family: str, identity: str) -> list[list[UsableFile]]:
+    runs: dict[tuple[int, int], list[UsableFile]] = {}
     for companion in companions:
         if companion.family == family:
-            runs.setdefault((companion.first, companion.last), []).append(_served(companion, identity))
-    return [runs[span] for span in _side_by_side(runs)]
+            runs.setdefault((companion.first, companion.last), []).append(_usable_file(companion, identity))
+    return [runs[span] for span in _without_overlaps(runs)]
 
 
-def _served(companion: IndexFile, identity: str) -> Served:
+def _usable_file(companion: IndexFile, identity: str) -> UsableFile:
     key = stream_prefix(identity) + companion.object
-    published = Published(key, identity, companion.bytes, companion.sha256)
-    return Served(companion, published, NOTHING, True)
+    published = IndexFileRef(key, identity, companion.bytes, companion.sha256)
+    return UsableFile(companion, published, NO_FILES, True)
 
 
-def _side_by_side(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _without_overlaps(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges in order, without those that overlap one before; of those that begin alike the longest stays."""
     kept: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda one: (one[0], -one[1])):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tailrace.search.aggregates.measures import Histogram, Number, Parts
-from tailrace.search.aggregates.sketch import sketch_of
+from tailrace.search.aggregates.measures import Histogram, Number, SummaryParts
+from tailrace.search.aggregates.sketch import decode_sketch
 from tailrace.search.index_files import format as names
-from tailrace.search.index_files.parquet_file import ParquetFile, array_in
+from tailrace.search.index_files.parquet_file import ParquetFile, column_array
 from tailrace.search.index_files.published import UnusableFileError
 from tailrace.storage.segments.parquet import INT64, pa, pc
 
@@ -19,7 +19,7 @@ _COLUMNS = (
 )
 
 
-class MblkFile:
+class MetricBlockFile:
     def __init__(self, file: ParquetFile) -> None:
         self._file = file
 
@@ -27,19 +27,19 @@ class MblkFile:
     def memory_bytes(self) -> int:
         return self._file.memory_bytes
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> MetricBlocks:
         """All of the file; it is not kept."""
-        return Blocks(self._file.read((names.ENTRY, *_COLUMNS)))
+        return MetricBlocks(self._file.read((names.ENTRY, *_COLUMNS)))
 
 
-class Blocks:
+class MetricBlocks:
     """Rows of a file, sorted by metric: an entry has to be looked for."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
-        self._entries = array_in(table, names.ENTRY)
+        self._entries = column_array(table, names.ENTRY)
 
-    def parts(self, entries: Sequence[int]) -> list[Parts | None]:
+    def parts(self, entries: Sequence[int]) -> list[SummaryParts | None]:
         """What each of some entries tells of; None for nothing."""
         places = pc.index_in(pa.array(entries, INT64), value_set=self._entries)
         if places.null_count:
@@ -59,11 +59,11 @@ def _parts(
     whole_most: int | None,
     buckets: list[tuple[int, int]] | None,
     sketch: bytes | None,
-) -> Parts | None:
+) -> SummaryParts | None:
     if count is None:
         return None
     found_sum = _number(total, whole_total)
-    found_sketch = None if sketch is None else sketch_of(sketch)
+    found_sketch = None if sketch is None else decode_sketch(sketch)
     if found_sum is None or (sketch is not None and found_sketch is None):
         raise UnusableFileError("it has a summary that is none")
     histogram = None
@@ -71,7 +71,7 @@ def _parts(
         histogram = Histogram()
         histogram.counts = dict(buckets)
     smallest, largest = _number(least, whole_least), _number(most, whole_most)
-    return Parts(count, found_sum, smallest, largest, histogram, found_sketch)
+    return SummaryParts(count, found_sum, smallest, largest, histogram, found_sketch)
 
 
 def _number(double: float | None, whole: int | None) -> Number | None:

@@ -15,9 +15,9 @@ from typing import Any
 import xxhash
 
 from tailrace.search.index_files import format as names
-from tailrace.search.index_files.body import Body, Range, Stretch, bytes_of, turns
+from tailrace.search.index_files.body import ByteRange, FileContent, FileSlice, read_exactly, split_by_size
 from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.index_files.shelf import WholeWantedError
+from tailrace.search.index_files.shelf import WholeFileRequiredError
 from tailrace.storage.segments import parquet, reader
 from tailrace.storage.segments.model import FOOTER_GUESS_BYTES, CorruptSegmentError
 from tailrace.storage.segments.parquet import PartialFile, pa, pq
@@ -28,7 +28,7 @@ _STAMP = names.FACT_FOOTER_XXH3.encode()
 DECODED_BYTES_MAX = 4 << 20  # of one file: the row groups that were not asked for longest go first
 
 
-def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, last: int) -> None:
+def check_metadata(facts: dict[str, str], family: str, stream_id: str, first: int, last: int) -> None:
     """Refuses a file that speaks of something else, or in a form that is not known."""
     try:
         form = int(facts[names.FACT_FORMAT])
@@ -50,17 +50,17 @@ def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, 
 class ParquetFile:
     """Row groups of one file. What was decoded last stays, and counts as memory."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: FileContent) -> None:
         self._body = body
         self._file: Any = None
-        self._blocks: _Blocks | None = None
+        self._blocks: _BlockChecksums | None = None
         self._footer_bytes = 0
         if body.is_whole:
-            self._file = _opened(body)
+            self._file = _open_parquet(body)
             self.metadata: Any = self._file.metadata
         else:
-            self.metadata, self._footer_bytes = _footer(body)
-            self._blocks = _Blocks(self.facts)
+            self.metadata, self._footer_bytes = _read_footer(body)
+            self._blocks = _BlockChecksums(self.facts)
         self.groups: int = self.metadata.num_row_groups
         # Not by `metadata.schema`: the library's two objects hold each other, and footers of files that are
         # long closed would stay until somebody looks for cycles.
@@ -144,7 +144,7 @@ class ParquetFile:
             found.append(bytes(parquet.bloom_bits(stored)))
         return found
 
-    def _are_indexes(self, stretch: Stretch) -> bool:
+    def _are_indexes(self, stretch: FileSlice) -> bool:
         """Whether what lies between the row groups and the footer is as it was written."""
         try:
             reader.check_index(bytes(stretch.data), reader.footer_facts(self.metadata))
@@ -225,9 +225,9 @@ class ParquetFile:
         if self._blocks is None:
             return [list(groups)]
         sizes = [sum(stop - start for start, stop in self._ranges([group], columns)) for group in groups]
-        return [[groups[place] for place in turn] for turn in turns(sizes)]
+        return [[groups[place] for place in turn] for turn in split_by_size(sizes)]
 
-    def _ranges(self, groups: Iterable[int], columns: Sequence[str]) -> list[Range]:
+    def _ranges(self, groups: Iterable[int], columns: Sequence[str]) -> list[ByteRange]:
         """Where columns of row groups lie. A column of lists is all leaves below its name."""
         leaves = [at for path, at in self._leaves.items() if _is_of(path, columns)]
         rows = map(self.metadata.row_group, groups)
@@ -240,13 +240,13 @@ class ParquetFile:
         wanted = [self._blocks.around(found) for found in self._ranges(groups, columns)]
         return self._at(self._body.stretches(wanted, self._blocks.are_right) if wanted else ())
 
-    def _at(self, held: Sequence[Stretch]) -> Any:
+    def _at(self, held: Sequence[FileSlice]) -> Any:
         """The library's reader of a file of which only these bytes are at hand."""
         window = PartialFile(self._body.size, held)
         return pq.ParquetFile(window, metadata=self.metadata, pre_buffer=False)
 
 
-class _Blocks:
+class _BlockChecksums:
     """The checksums of all blocks of a file from its beginning to where its tail begins."""
 
     def __init__(self, facts: dict[str, str]) -> None:
@@ -259,14 +259,14 @@ class _Blocks:
         if self._bytes <= 0 or len(self._digests) != 16 * -(-self.end // self._bytes):
             raise UnusableFileError("it does not have a checksum for every block")
 
-    def around(self, wanted: Range) -> Range:
+    def around(self, wanted: ByteRange) -> ByteRange:
         """The whole blocks that some bytes lie in."""
         start, stop = wanted
         if not 0 <= start <= stop <= self.end:
             raise UnusableFileError("a column lies beyond the blocks")
         return start // self._bytes * self._bytes, min(-(-stop // self._bytes) * self._bytes, self.end)
 
-    def are_right(self, stretch: Stretch) -> bool:
+    def are_right(self, stretch: FileSlice) -> bool:
         for at in range(0, len(stretch.data), self._bytes):
             block = (stretch.start + at) // self._bytes
             found = xxhash.xxh3_64_hexdigest(stretch.data[at : at + self._bytes])
@@ -279,7 +279,7 @@ def _is_of(path: str, columns: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
-def _opened(body: Body) -> Any:
+def _open_parquet(body: FileContent) -> Any:
     [stretch] = body.stretches([(0, body.size)])
     try:
         return pq.ParquetFile(pa.BufferReader(pa.py_buffer(stretch.data)), pre_buffer=False)
@@ -287,24 +287,24 @@ def _opened(body: Body) -> Any:
         raise UnusableFileError(f"it is no Parquet file: {error}") from error
 
 
-def _footer(body: Body) -> tuple[Any, int]:
+def _read_footer(body: FileContent) -> tuple[Any, int]:
     """The parsed footer of a file, checked, and how many bytes it has."""
     guess = min(body.size, FOOTER_GUESS_BYTES)
-    end = bytes_of(body, body.size - guess, body.size)
+    end = read_exactly(body, body.size - guess, body.size)
     length = int.from_bytes(end[-8:-4], "little") + 8
     if end[-4:] != b"PAR1" or length > body.size:
         raise UnusableFileError("it is no Parquet file")
     if length > guess:
-        end = bytes_of(body, body.size - length, body.size)
+        end = read_exactly(body, body.size - length, body.size)
     if _STAMP not in end:
-        raise WholeWantedError
+        raise WholeFileRequiredError
     try:
         return reader.parse_tail(end), length
     except CorruptSegmentError as error:
         raise UnusableFileError(str(error)) from error
 
 
-def array_in(table: Any, name: str) -> Any:
+def column_array(table: Any, name: str) -> Any:
     """A column as one array."""
     column = table.column(name)
     if column.num_chunks == 1:

@@ -12,7 +12,7 @@ class UnusableFileError(Exception):
     """A file that is not what was published, or not in a form that is known here."""
 
 
-class Published(NamedTuple):
+class IndexFileRef(NamedTuple):
     """An object as the catalogue names it."""
 
     key: str  # from the root of the store

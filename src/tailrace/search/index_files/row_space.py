@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from tailrace.search.numpy_arrays import bits_at, np
+from tailrace.search.numpy_arrays import bits_from_row_array, np
 
 
-class RowSpace:
+class RowNumbering:
     """Entries ascend. Usually there is one for every number, and a row is a difference; but not always."""
 
     def __init__(self, entries: Sequence[int]) -> None:
@@ -43,7 +43,7 @@ class RowSpace:
         """The set of rows of some ascending entries."""
         if not len(entries):
             return 0  # of most files, when a value is looked for that few records have
-        return bits_at(self.cut(entries)[1], self.count)
+        return bits_from_row_array(self.cut(entries)[1], self.count)
 
     def each(self, numbers: Any, first: int) -> Any:
         """For each row its number of a list that has one for every entry from `first` on."""

@@ -7,47 +7,47 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.bind import Bound, Clause, Compares, Equals, HasValue, Phrase, StartsWith, Words
-from tailrace.search.index_files.col_file import ColFile
+from tailrace.search.bind import BoundQuery, Clause, Compares, Equals, HasValue, Phrase, StartsWith, Words
+from tailrace.search.index_files.col_file import ColumnFile
 from tailrace.search.index_files.exact_file import ExactFile
-from tailrace.search.index_files.field_column import FieldColumn
-from tailrace.search.index_files.format import COL, EXACT, FTS, VALUE_BYTES_MAX, is_cut, stored_value
-from tailrace.search.index_files.fts_file import FtsFile
+from tailrace.search.index_files.field_column import ArrowColumn
+from tailrace.search.index_files.format import COL, EXACT, FTS, VALUE_BYTES_MAX, encode_value, is_truncated
+from tailrace.search.index_files.fts_file import FullTextFile
 from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.index_files.row_space import RowSpace
-from tailrace.search.index_files.shelf import Opened
-from tailrace.search.index_files.span import Span
-from tailrace.search.index_files.weigh import TokenRows, heavy_rows, scores_of
+from tailrace.search.index_files.row_space import RowNumbering
+from tailrace.search.index_files.shelf import OpenedFile
+from tailrace.search.index_files.span import IndexSpan
+from tailrace.search.index_files.weigh import TokenPostings, rows_scoring_at_least, score_rows
 from tailrace.search.score import Scorer, Statistics
 from tailrace.search.values import Value
-from tailrace.search.verdict import Verdict, certain, judge
+from tailrace.search.verdict import RowMatches, certain_match, match_rows
 
 
 class SpanSource:
     """Rows of one span. `opened` are its files that could be opened, by their keys."""
 
-    def __init__(self, span: Span, config: SearchConfig, opened: Mapping[str, Opened]) -> None:
+    def __init__(self, span: IndexSpan, config: SearchConfig, opened: Mapping[str, OpenedFile]) -> None:
         self._span = span
         self._config = config
         self._primary = config.primary_timestamp_field
         self._opened = opened
-        self.rows = RowSpace(range(span.first, span.last + 1) if span.is_range else self._listed())
+        self.rows = RowNumbering(range(span.first, span.last + 1) if span.is_range else self._listed())
         self.families: set[str] = set()  # that were asked something
-        self._judged: dict[Clause, Verdict] = {}
+        self._judged: dict[Clause, RowMatches] = {}
         # Of this search: fetching one again, half-way through taking its rows, might fail.
-        self._weighed: dict[tuple[str, str], TokenRows] = {}
+        self._weighed: dict[tuple[str, str], TokenPostings] = {}
         self._text_lengths: dict[str, Any] = {}
 
     def _listed(self) -> Sequence[int]:
         """Entries, where not every number is one."""
         for served in self._span.files.get(COL, ()):
-            found = cast("ColFile | None", self._opened.get(served.published.key))
+            found = cast("ColumnFile | None", self._opened.get(served.published.key))
             if found is not None:
                 begin = bisect_left(found.entries, self._span.first)
                 return found.entries[begin : bisect_left(found.entries, self._span.last + 1)]
         raise LookupError("no file tells which entries there are")
 
-    def _file(self, family: str, name: str) -> Opened | None:
+    def _file(self, family: str, name: str) -> OpenedFile | None:
         for served in self._span.files.get(family, ()):
             if name in served.names and (found := self._opened.get(served.published.key)) is not None:
                 self.families.add(family)
@@ -75,7 +75,7 @@ class SpanSource:
     def after(self, entry: int) -> int:
         return self.rows.after(entry)
 
-    def match(self, query: Bound) -> int:
+    def match(self, query: BoundQuery) -> int:
         verdict = self.judge(query)
         assert verdict.is_final, "rows in doubt are decoded"
         return verdict.sure
@@ -113,11 +113,11 @@ class SpanSource:
     def add_statistics(self, statistics: Statistics, after: int) -> None:
         """Nothing: a split may speak for several spans, and is counted once for all of them."""
 
-    def scores(self, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
-        return scores_of(self, query, rows, scorer)
+    def scores(self, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
+        return score_rows(self, query, rows, scorer)
 
-    def heavy(self, query: Bound, rows: int, scorer: Scorer, least: float) -> int:
-        return heavy_rows(self, query, rows, scorer, least)
+    def heavy(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
+        return rows_scoring_at_least(self, query, rows, scorer, least)
 
     # -- columns -------------------------------------------------------------------------------------------
 
@@ -126,16 +126,16 @@ class SpanSource:
         column, shift = self.column(name)
         return column.leaves(begin + shift, end + shift)
 
-    def _col(self, name: str) -> ColFile:
+    def _col(self, name: str) -> ColumnFile:
         found = self._file(COL, name)
-        assert isinstance(found, ColFile)
+        assert isinstance(found, ColumnFile)
         return found
 
     def has_column(self, name: str) -> bool:
         found = self._file(COL, name)
-        return isinstance(found, ColFile) and found.has(name)
+        return isinstance(found, ColumnFile) and found.has(name)
 
-    def column(self, name: str) -> tuple[FieldColumn, int]:
+    def column(self, name: str) -> tuple[ArrowColumn, int]:
         """A column, and the place of our first row in it."""
         found = self._col(name)
         return found.column(name), bisect_left(found.entries, self._span.first)
@@ -145,8 +145,8 @@ class SpanSource:
 
     # -- clauses -------------------------------------------------------------------------------------------
 
-    def judge(self, query: Bound) -> Verdict:
-        return judge(query, self.rows.all_rows, self.decide)
+    def judge(self, query: BoundQuery) -> RowMatches:
+        return match_rows(query, self.rows.all_rows, self.decide)
 
     def knows(self, clauses: Iterable[Clause]) -> bool:
         """Whether every one of these clauses is certain, and not just all of them together."""
@@ -157,7 +157,7 @@ class SpanSource:
         assert found is not None
         return found.sure
 
-    def decide(self, clause: Clause) -> Verdict | None:
+    def decide(self, clause: Clause) -> RowMatches | None:
         known = self._judged.get(clause)
         if known is None:
             known = self._decide(clause)
@@ -165,7 +165,7 @@ class SpanSource:
                 self._judged[clause] = known
         return known
 
-    def _decide(self, clause: Clause) -> Verdict | None:
+    def _decide(self, clause: Clause) -> RowMatches | None:
         match clause:
             case Equals(field, value):
                 return self._equal(field, value)
@@ -174,7 +174,9 @@ class SpanSource:
             case StartsWith(field, prefix):
                 return self._starting(field, prefix)
             case Compares(field, comparison, value):
-                return certain(self.within(field, comparison, value)) if self.has_column(field) else None
+                return (
+                    certain_match(self.within(field, comparison, value)) if self.has_column(field) else None
+                )
             case Words():
                 return self._words(clause)
             case Phrase():
@@ -182,48 +184,48 @@ class SpanSource:
             case _:
                 raise AssertionError("words anywhere are taken apart before")
 
-    def _equal(self, field: str, value: Value) -> Verdict | None:
+    def _equal(self, field: str, value: Value) -> RowMatches | None:
         exact = self._file(EXACT, field)
         if isinstance(exact, ExactFile):
-            stored = stored_value(value)
+            stored = encode_value(value)
             found = self.rows.rows(exact.entries(field, stored))
-            return Verdict(0, found) if is_cut(stored) else certain(found)
+            return RowMatches(0, found) if is_truncated(stored) else certain_match(found)
         if not self.has_column(field):
             return None
         column, shift = self.column(field)
-        return certain(self._cut(column.equal(value), shift))
+        return certain_match(self._cut(column.equal(value), shift))
 
-    def _present(self, field: str) -> Verdict | None:
+    def _present(self, field: str) -> RowMatches | None:
         if self.has_column(field):
             column, shift = self.column(field)
-            return certain(self._cut(column.present, shift))
+            return certain_match(self._cut(column.present, shift))
         exact = self._file(EXACT, field)
         if isinstance(exact, ExactFile):
-            return certain(self.rows.rows(exact.entries(field, None)))
+            return certain_match(self.rows.rows(exact.entries(field, None)))
         split = self._split(field)
         if split is not None and field in split.texts:
-            return certain(self.rows.rows(split.with_text(field)))
+            return certain_match(self.rows.rows(split.with_text(field)))
         return None
 
-    def _starting(self, field: str, prefix: str) -> Verdict | None:
+    def _starting(self, field: str, prefix: str) -> RowMatches | None:
         if not prefix and (present := self._present(field)) is not None:
             return present
         if self.has_column(field):
             column, shift = self.column(field)
-            return certain(self._cut(column.starting_with(prefix), shift))
+            return certain_match(self._cut(column.starting_with(prefix), shift))
         encoded = prefix.encode()
         exact = self._file(EXACT, field)
         if isinstance(exact, ExactFile) and len(encoded) <= VALUE_BYTES_MAX:
-            return certain(self.rows.rows(exact.entries_from(field, encoded)))
+            return certain_match(self.rows.rows(exact.entries_from(field, encoded)))
         split = self._file(FTS, field)
-        found = split.keyword_prefix(field, prefix) if isinstance(split, FtsFile) else None
-        return None if found is None else certain(self.rows.rows(found))
+        found = split.keyword_prefix(field, prefix) if isinstance(split, FullTextFile) else None
+        return None if found is None else certain_match(self.rows.rows(found))
 
     # -- texts ---------------------------------------------------------------------------------------------
 
-    def _split(self, field: str) -> FtsFile | None:
+    def _split(self, field: str) -> FullTextFile | None:
         found = self._file(FTS, field)
-        return found if isinstance(found, FtsFile) else None
+        return found if isinstance(found, FullTextFile) else None
 
     def text_statistics(self, field: str, tokens: Iterable[str]) -> tuple[int, int, dict[str, int]]:
         """Of all entries of the split: those with a text, their tokens, those with each of some tokens."""
@@ -233,7 +235,7 @@ class SpanSource:
             raise UnusableFileError(f"it does not know {field}")
         return text.documents, text.tokens, {token: split.documents_with(field, token) for token in tokens}
 
-    def _words(self, clause: Words) -> Verdict | None:
+    def _words(self, clause: Words) -> RowMatches | None:
         split = self._split(clause.field)
         if split is None:
             return None
@@ -243,9 +245,9 @@ class SpanSource:
         if clause.prefix and found:
             found &= self.rows.rows(split.starting_with(clause.field, clause.tokens[-1]))
         # Several tokens have to be in one value, and a field may have two.
-        return certain(found) if len(clause.tokens) == 1 or not found else Verdict(0, found)
+        return certain_match(found) if len(clause.tokens) == 1 or not found else RowMatches(0, found)
 
-    def _phrase(self, clause: Phrase) -> Verdict | None:
+    def _phrase(self, clause: Phrase) -> RowMatches | None:
         split = self._split(clause.field)
         if split is None:
             return None
@@ -253,13 +255,13 @@ class SpanSource:
         for token in set(clause.tokens):
             found &= self.rows.rows(split.postings(clause.field, token).entries)
         if len(clause.tokens) == 1 or not found:
-            return certain(found)
+            return certain_match(found)
         engine = split.phrase(clause.field, clause.tokens)
         if engine is None:
-            return Verdict(0, found)
-        return certain(found & self.rows.rows(engine))
+            return RowMatches(0, found)
+        return certain_match(found & self.rows.rows(engine))
 
-    def token_rows(self, field: str, token: str) -> TokenRows:
+    def token_rows(self, field: str, token: str) -> TokenPostings:
         found = self._weighed.get((field, token))
         if found is None:
             split = self._split(field)
@@ -267,7 +269,7 @@ class SpanSource:
             postings = split.postings(field, token)
             which, rows = self.rows.cut(postings.entries)
             lengths = self.text_lengths(field)[rows]
-            found = self._weighed[field, token] = TokenRows(rows, postings.frequencies[which], lengths)
+            found = self._weighed[field, token] = TokenPostings(rows, postings.frequencies[which], lengths)
         return found
 
     def text_lengths(self, field: str) -> Any:

@@ -12,49 +12,49 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from tailrace.search.index_files.format import AGG, COL, EXACT, FTS, MBLK
-from tailrace.search.index_files.index_plan import index_plan, members_of
-from tailrace.search.index_files.published import Published
-from tailrace.search.view import View
+from tailrace.search.index_files.index_plan import family_members, index_plan
+from tailrace.search.index_files.published import IndexFileRef
+from tailrace.search.view import RecordView
 from tailrace.storage.segments.index_files import IndexFile, PlanRecord
 from tailrace.storage.segments.model import stream_prefix
 
-SEARCHED = (COL, EXACT, FTS)
-BY_ROWS = (*SEARCHED, MBLK)  # speak of entries one by one
+SEARCH_FAMILIES = (COL, EXACT, FTS)
+ROW_FAMILIES = (*SEARCH_FAMILIES, MBLK)  # speak of entries one by one
 
 
-class Served(NamedTuple):
+class UsableFile(NamedTuple):
     """A file, and what of it is as the registry of this moment wants it."""
 
     companion: IndexFile
-    published: Published
+    published: IndexFileRef
     names: frozenset[str]  # of fields, or rollups
     is_current: bool  # all of it, also what its statistics say
 
 
-class Span(NamedTuple):
+class IndexSpan(NamedTuple):
     first: int
     last: int
     is_range: bool  # every number from the first to the last is an entry
-    files: Mapping[str, Sequence[Served]]  # by family
+    files: Mapping[str, Sequence[UsableFile]]  # by family
     primary: tuple[int, int] | None  # the smallest and largest primary timestamp, if that is known
     is_complete: bool  # every family that searches want is here, by the plan of today
 
-    def serving(self, family: str, name: str) -> Served | None:
+    def serving(self, family: str, name: str) -> UsableFile | None:
         for served in self.files.get(family, ()):
             if name in served.names:
                 return served
         return None
 
 
-class Prints:
+class FieldFingerprints:
     """Fingerprints of everything that the registry of a view asks for."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: RecordView) -> None:
         # Blocks of metrics are only there where the profile asks for them: then they have this fingerprint.
         self._prints = index_plan(view.registry, "metrics").fingerprints
         assert view.registry.search is not None
         search = view.registry.search
-        self._members = {family: frozenset(found) for family, found in members_of(search).items()}
+        self._members = {family: frozenset(found) for family, found in family_members(search).items()}
         self._members[MBLK] = frozenset({MBLK})
         if view.primary is not None and COL in self._members:
             self._members[COL] |= {view.primary}
@@ -62,9 +62,9 @@ class Prints:
     @property
     def searched(self) -> list[str]:
         """The families that searches want."""
-        return [family for family in SEARCHED if family in self._members]
+        return [family for family in SEARCH_FAMILIES if family in self._members]
 
-    def served(self, companion: IndexFile, plan: PlanRecord | None, stream_id: str) -> Served | None:
+    def served(self, companion: IndexFile, plan: PlanRecord | None, stream_id: str) -> UsableFile | None:
         """What a file is good for; None if for nothing."""
         family = companion.family
         current = companion.fingerprint != "" and companion.fingerprint == self._prints.get(
@@ -78,39 +78,45 @@ class Prints:
         if not names:
             return None
         key = stream_prefix(stream_id) + companion.object
-        published = Published(key, stream_id, companion.bytes, companion.sha256)
-        return Served(companion, published, names, current)
+        published = IndexFileRef(key, stream_id, companion.bytes, companion.sha256)
+        return UsableFile(companion, published, names, current)
 
     def _same(self, name: str, old: Mapping[str, str]) -> bool:
         return name in self._prints and old.get(name) == self._prints[name]
 
 
-def spans_of(
-    prints: Prints, companions: Iterable[IndexFile], plans: Mapping[str, PlanRecord], stream_id: str
-) -> list[Span]:
+def build_spans(
+    prints: FieldFingerprints,
+    companions: Iterable[IndexFile],
+    plans: Mapping[str, PlanRecord],
+    stream_id: str,
+) -> list[IndexSpan]:
     """The spans that some file speaks for row by row, in order; they do not overlap."""
-    begins: dict[int, list[Served]] = {}
+    begins: dict[int, list[UsableFile]] = {}
     edges: set[int] = set()
     for companion in companions:
-        if companion.family not in BY_ROWS:
+        if companion.family not in ROW_FAMILIES:
             continue
         served = prints.served(companion, plans.get(companion.plan_hash), stream_id)
         if served is not None:
             begins.setdefault(companion.first, []).append(served)
             edges |= {companion.first, companion.last + 1}
-    spans: list[Span] = []
-    running: list[Served] = []
+    spans: list[IndexSpan] = []
+    running: list[UsableFile] = []
     ordered = sorted(edges)
     for first, following in pairwise(ordered):
         running = [served for served in running if served.companion.last >= first] + begins.get(first, [])
         if running:
-            spans.append(_span(first, following - 1, running, prints.searched))
+            spans.append(_build_span(first, following - 1, running, prints.searched))
     return spans
 
 
-def rollups_of(
-    prints: Prints, companions: Iterable[IndexFile], plans: Mapping[str, PlanRecord], stream_id: str
-) -> list[Served]:
+def find_rollup_files(
+    prints: FieldFingerprints,
+    companions: Iterable[IndexFile],
+    plans: Mapping[str, PlanRecord],
+    stream_id: str,
+) -> list[UsableFile]:
     """Files of rollups by their first entry, the ones that reach furthest first."""
     found = (
         prints.served(companion, plans.get(companion.plan_hash), stream_id)
@@ -121,8 +127,8 @@ def rollups_of(
     return sorted(served, key=lambda one: (one.companion.first, -one.companion.last))
 
 
-def _span(first: int, last: int, running: Sequence[Served], wanted: Sequence[str]) -> Span:
-    files: dict[str, list[Served]] = {}
+def _build_span(first: int, last: int, running: Sequence[UsableFile], wanted: Sequence[str]) -> IndexSpan:
+    files: dict[str, list[UsableFile]] = {}
     primary: tuple[int, int] | None = None
     is_range = False
     # What is built by the plan of today comes first, and of that what was merged most.
@@ -135,9 +141,9 @@ def _span(first: int, last: int, running: Sequence[Served], wanted: Sequence[str
         if whole and served.is_current and isinstance(least, int) and isinstance(most, int):
             primary = (least, most)
     is_complete = all(any(one.is_current for one in files.get(family, ())) for family in wanted)
-    return Span(first, last, is_range, files, primary, is_complete)
+    return IndexSpan(first, last, is_range, files, primary, is_complete)
 
 
-def earliest_first(spans: Sequence[Span]) -> list[Span]:
+def order_by_time(spans: Sequence[IndexSpan]) -> list[IndexSpan]:
     """Spans in the order of their primary timestamps; those of which nothing is known stay at the end."""
     return sorted(spans, key=lambda span: (span.primary is None, span.primary or (0, 0)))

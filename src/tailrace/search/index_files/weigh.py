@@ -6,16 +6,16 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol
 
-from tailrace.search.bind import All, AnyOf, Anywhere, Bound, Clause, Negation, Phrase, Words
-from tailrace.search.numpy_arrays import bits_at, np
-from tailrace.search.packed import rows_of
-from tailrace.search.score import Scorer, Target
-from tailrace.search.sort import has_text
+from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, Clause, Negation, Phrase, Words
+from tailrace.search.numpy_arrays import bits_from_row_array, np
+from tailrace.search.packed import rows_from_bits
+from tailrace.search.score import ScoredClause, Scorer
+from tailrace.search.sort import has_text_clause
 
-TABLE_MAX = 1 << 16  # numbers up to here are told apart with a table; larger ones are sorted
+SCORE_TABLE_MAX = 1 << 16  # numbers up to here are told apart with a table; larger ones are sorted
 
 
-class TokenRows:
+class TokenPostings:
     """The rows with one token, ascending; how often each has it, and how long its text is."""
 
     def __init__(self, rows: Any, frequencies: Any, lengths: Any) -> None:
@@ -32,13 +32,13 @@ class TokenRows:
 
     def once(self, count: int) -> int:
         """The set of rows that have it once."""
-        return bits_at(self.rows[self.frequencies == 1], count)
+        return bits_from_row_array(self.rows[self.frequencies == 1], count)
 
     @cached_property
     def _kinds(self) -> tuple[list[tuple[int, int]], Any]:
         """The different pairs of frequency and length, and which of them each row has."""
         width = int(self.lengths.max()) + 1
-        listed, places = _distinct(self.frequencies.astype(np.int64) * width + self.lengths)
+        listed, places = _distinct_numbers(self.frequencies.astype(np.int64) * width + self.lengths)
         return [divmod(kind, width) for kind in listed.tolist()], places
 
     def heavy(self, weigh: Callable[[int, int], float], least: float, count: int) -> int:
@@ -47,13 +47,13 @@ class TokenRows:
             return 0
         kinds, places = self._kinds
         enough = np.array([weigh(*kind) >= least for kind in kinds])
-        return bits_at(self.rows[enough[places]], count)
+        return bits_from_row_array(self.rows[enough[places]], count)
 
 
-def _distinct(numbers: Any) -> tuple[Any, Any]:
+def _distinct_numbers(numbers: Any) -> tuple[Any, Any]:
     """The different ones of some numbers, and the place among them of each."""
     largest = int(numbers.max())
-    if largest >= TABLE_MAX:
+    if largest >= SCORE_TABLE_MAX:
         return np.unique(numbers, return_inverse=True)
     listed = np.flatnonzero(np.bincount(numbers))
     table = np.zeros(largest + 1, np.intp)
@@ -61,7 +61,7 @@ def _distinct(numbers: Any) -> tuple[Any, Any]:
     return listed, table[numbers]
 
 
-class Weighed(Protocol):
+class PostingsSource(Protocol):
     """Who knows which rows match and what their texts are like."""
 
     @property
@@ -70,24 +70,24 @@ class Weighed(Protocol):
         ...
 
     def certain(self, clause: Clause) -> int: ...
-    def token_rows(self, field: str, token: str) -> TokenRows: ...
+    def token_rows(self, field: str, token: str) -> TokenPostings: ...
     def text_lengths(self, field: str) -> Any:
         """The tokens in the text of each row."""
         ...
 
 
-def can_weigh(query: Bound) -> bool:
+def can_score_from_postings(query: BoundQuery) -> bool:
     """Whether postings are enough, at least for most rows."""
     match query:
         case All(clauses) | AnyOf(clauses) | Anywhere(clauses):
-            return all(can_weigh(clause) for clause in clauses)
+            return all(can_score_from_postings(clause) for clause in clauses)
         case Phrase():
             return len(set(query.tokens)) == len(query.tokens)
         case _:
             return True
 
 
-def hard_rows(source: Weighed, query: Bound) -> int:
+def rows_needing_records(source: PostingsSource, query: BoundQuery) -> int:
     """The rows in which a phrase may occur more than once: how often, only their records tell.
 
     Where one of its tokens occurs once, so does the phrase.
@@ -96,7 +96,7 @@ def hard_rows(source: Weighed, query: Bound) -> int:
         case All(clauses) | AnyOf(clauses) | Anywhere(clauses):
             found = 0
             for clause in clauses:
-                found |= hard_rows(source, clause)
+                found |= rows_needing_records(source, clause)
             return found
         case Phrase(field, tokens) if len(tokens) > 1:
             found = source.certain(query)
@@ -107,63 +107,67 @@ def hard_rows(source: Weighed, query: Bound) -> int:
             return 0
 
 
-def scores_of(source: Weighed, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
-    scores = dict.fromkeys(rows_of(rows), 0.0)
-    _add(source, query, rows, scorer, scores)
+def score_rows(source: PostingsSource, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
+    scores = dict.fromkeys(rows_from_bits(rows), 0.0)
+    _add_scores(source, query, rows, scorer, scores)
     return scores
 
 
-def _add(source: Weighed, query: Bound, rows: int, scorer: Scorer, scores: dict[int, float]) -> None:
+def _add_scores(
+    source: PostingsSource, query: BoundQuery, rows: int, scorer: Scorer, scores: dict[int, float]
+) -> None:
     match query:
         case All(clauses):
             for clause in clauses:
-                _add(source, clause, rows, scorer, scores)
+                _add_scores(source, clause, rows, scorer, scores)
         case AnyOf(clauses):
             for clause in clauses:
-                if has_text(clause) and (matching := rows & matches(source, clause)):
-                    _add(source, clause, matching, scorer, scores)
+                if has_text_clause(clause) and (matching := rows & certain_rows(source, clause)):
+                    _add_scores(source, clause, matching, scorer, scores)
         case Anywhere(targets):
             best: dict[int, float] = {}
             for target in targets:
-                weights = _weights(source, target, rows & source.certain(target), scorer)
+                weights = _clause_scores(source, target, rows & source.certain(target), scorer)
                 for row, weight in weights.items():
                     if weight > best.get(row, 0.0):
                         best[row] = weight
             for row, weight in best.items():
                 scores[row] += weight
         case Words() | Phrase():
-            for row, weight in _weights(source, query, rows, scorer).items():
+            for row, weight in _clause_scores(source, query, rows, scorer).items():
                 scores[row] += weight
         case _:
             return
 
 
-def matches(source: Weighed, query: Bound) -> int:
+def certain_rows(source: PostingsSource, query: BoundQuery) -> int:
     """The rows that match a part of a query all of which is certain."""
     match query:
         case All(clauses):
             found = -1
             for clause in clauses:
-                found &= matches(source, clause)
+                found &= certain_rows(source, clause)
             return found
         case AnyOf(clauses) | Anywhere(clauses):
             found = 0
             for clause in clauses:
-                found |= matches(source, clause)
+                found |= certain_rows(source, clause)
             return found
         case Negation(clause):
-            return ~matches(source, clause)
+            return ~certain_rows(source, clause)
         case _:
             return source.certain(query)
 
 
-def _weights(source: Weighed, clause: Target, rows: int, scorer: Scorer) -> dict[int, float]:
+def _clause_scores(
+    source: PostingsSource, clause: ScoredClause, rows: int, scorer: Scorer
+) -> dict[int, float]:
     """The weight of one clause in each row, all of which match it."""
     if not rows:
         return {}
     if not isinstance(clause, Words | Phrase) or (isinstance(clause, Words) and clause.prefix):
-        return dict.fromkeys(rows_of(rows), scorer.boost(clause.field))
-    listed = rows_of(rows)
+        return dict.fromkeys(rows_from_bits(rows), scorer.boost(clause.field))
+    listed = rows_from_bits(rows)
     places = np.array(listed)
     often = np.stack([source.token_rows(clause.field, token).often(places) for token in clause.tokens])
     if isinstance(clause, Phrase):
@@ -181,24 +185,34 @@ def _weights(source: Weighed, clause: Target, rows: int, scorer: Scorer) -> dict
     return weights
 
 
-def heavy_rows(source: Weighed, query: Bound, rows: int, scorer: Scorer, least: float) -> int:
+def rows_scoring_at_least(
+    source: PostingsSource, query: BoundQuery, rows: int, scorer: Scorer, least: float
+) -> int:
     """The rows, of those that match, that may weigh at least so much; none of those that do is missing."""
     match query:
         case All(clauses):
-            weighing = [clause for clause in clauses if has_text(clause)]
-            return heavy_rows(source, weighing[0], rows, scorer, least) if len(weighing) == 1 else rows
+            weighing = [clause for clause in clauses if has_text_clause(clause)]
+            return (
+                rows_scoring_at_least(source, weighing[0], rows, scorer, least)
+                if len(weighing) == 1
+                else rows
+            )
         case Anywhere(targets):
             heavy = 0
             for target in targets:
-                heavy |= _heavy(source, target, rows & source.certain(target), scorer, least)
+                heavy |= _clause_rows_scoring_at_least(
+                    source, target, rows & source.certain(target), scorer, least
+                )
             return heavy
         case Words() | Phrase():
-            return _heavy(source, query, rows, scorer, least)
+            return _clause_rows_scoring_at_least(source, query, rows, scorer, least)
         case _:
             return rows
 
 
-def _heavy(source: Weighed, clause: Target, rows: int, scorer: Scorer, least: float) -> int:
+def _clause_rows_scoring_at_least(
+    source: PostingsSource, clause: ScoredClause, rows: int, scorer: Scorer, least: float
+) -> int:
     """Rows that match one clause and may weigh so much."""
     if not rows:
         return 0
