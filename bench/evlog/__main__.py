@@ -25,7 +25,7 @@ from bench.peers import ALL, US
 from bench.places import BUILD, DATA, RESULTS, ROOT
 from bench.processes import PeerError
 from bench.run import cpus, say
-from tailrace.schema.profiles.canonical import EVLOG_REGISTRY
+from tailrace.schema.profiles.canonical_registries import EVLOG_REGISTRY
 
 PEER = "prisma-raised"
 

@@ -18,20 +18,18 @@ from bench.evlog.events import DAY_MS, block_of
 from tailrace.log.commit import frame_records
 from tailrace.log.records import Append
 from tailrace.protocol import json_split
-from tailrace.schema.profiles.canonical import EVLOG_REGISTRY
-from tailrace.schema.profiles.evlog import Evlog
-from tailrace.schema.profiles.evlog_config import parse_evlog
-from tailrace.schema.record import decode_json_record, encode_json_record
+from tailrace.schema.json_values import decode_json_record, encode_json_record
+from tailrace.schema.profiles.canonical_registries import EVLOG_REGISTRY
+from tailrace.schema.profiles.evlog import Evlog, parse_evlog
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
-from tailrace.search.bind import bind_query
-from tailrace.search.chunk import Chunk, build_columns, join_chunks
-from tailrace.search.collect import HitCollector
-from tailrace.search.dialect import SEARCH_DIALECT
+from tailrace.search.chunks import Chunk, build_columns, join_chunks
+from tailrace.search.collector import HitCollector
+from tailrace.search.language import SEARCH_DIALECT, bind_query
+from tailrace.search.ranking import parse_sort
+from tailrace.search.records import RecordDecoder, RecordView
+from tailrace.search.requests import SearchRequest
 from tailrace.search.scan import ScanStatistics
-from tailrace.search.search_request import SearchRequest
-from tailrace.search.sort import parse_sort
-from tailrace.search.view import RecordDecoder, RecordView
 
 BATCH = 1000
 CHUNK = 8192

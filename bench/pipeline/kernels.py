@@ -21,10 +21,9 @@ from bench.pipeline.place import Figures, Place
 from bench.run import say
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, no_cycles, prepare, read_segment
-from tailrace.schema.profiles.evlog import Evlog
-from tailrace.schema.profiles.evlog_config import EvlogConfig
+from tailrace.schema.json_values import encode_json_record
+from tailrace.schema.profiles.evlog import Evlog, EvlogConfig
 from tailrace.schema.profiles.profile import GENERIC, EvlogProfile, install_profile
-from tailrace.schema.record import encode_json_record
 from tailrace.schema.registry import Registry
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
 from tailrace.storage.segments.model import SegmentRows

@@ -20,7 +20,7 @@ from bench.pipeline.asking import classes
 from bench.pipeline.place import Figures, Place
 from bench.processes import Peak
 from bench.run import say
-from tailrace.schema.profiles.canonical import EVLOG_REGISTRY
+from tailrace.schema.profiles.canonical_registries import EVLOG_REGISTRY
 
 PEER = "prisma-raised"
 LOAD_S_MAX = 300.0

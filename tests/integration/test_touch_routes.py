@@ -10,12 +10,12 @@ import pytest
 from conftest import StartServer
 from support.calls import eventually
 from support.wire import Answer, Connection, Wire, fresh, request_bytes
-from tailrace.schema.profiles import keys
+from tailrace.schema.profiles import touch_keys
 
 JSON = "application/json"
 ENTITY = "public.todos"
-TEMPLATE = keys.template_id(ENTITY, ["tenant"])
-NAMED = [keys.format_key(TEMPLATE)]
+TEMPLATE = touch_keys.template_id(ENTITY, ["tenant"])
+NAMED = [touch_keys.format_key(TEMPLATE)]
 QUICK = (
     "--request-ms",
     "1000",
@@ -30,7 +30,7 @@ DECLARED = {"entity": ENTITY, "fields": [{"name": "tenant", "encoding": "string"
 
 
 def key(tenant: str) -> str:
-    return keys.format_key(keys.watch_key(TEMPLATE, [tenant]))
+    return touch_keys.format_key(touch_keys.watch_key(TEMPLATE, [tenant]))
 
 
 def stream(http: Wire, **config: Any) -> str:

@@ -25,7 +25,7 @@ from support.server import ServerProcess
 from support.sources import BASE, documents, wait_phase, wait_until
 from support.watch_client import Live
 from support.workers import names_of, pid_of
-from tailrace.schema.profiles import keys
+from tailrace.schema.profiles import touch_keys
 from tailrace.workers.layout import read_layout
 
 WORKERS = 2
@@ -34,7 +34,7 @@ MANY = 8  # connections that reach both workers
 JSON = {"Content-Type": "application/json"}
 ENTITY = "public.todos"
 DECLARED = {"entity": ENTITY, "fields": [{"name": "tenant", "encoding": "string"}]}
-WATCHED = keys.format_key(keys.watch_key(keys.template_id(ENTITY, ["tenant"]), ["t1"]))
+WATCHED = touch_keys.format_key(touch_keys.watch_key(touch_keys.template_id(ENTITY, ["tenant"]), ["t1"]))
 ENV = {"TAILRACE_METRICS_FLUSH_MS": "200", "TAILRACE_PIPELINE": "external"}
 
 

@@ -22,13 +22,13 @@ from support.queries import SEARCHES, objects, payload_of, questions, records
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
-from tailrace.search.aggregate_request import bind_aggregate, parse_aggregate
-from tailrace.search.aggregates import aggregate as groups
+from tailrace.search.aggregates import groups
+from tailrace.search.aggregates.measures import Sketch
 from tailrace.search.aggregates.run import Aggregator
-from tailrace.search.aggregates.sketch import Sketch
+from tailrace.search.records import RecordView
+from tailrace.search.requests import bind_aggregate, parse_aggregate
 from tailrace.search.run import Searcher
 from tailrace.search.tail_index import TailIndex
-from tailrace.search.view import RecordView
 from tailrace.storage.segments.model import SegmentInfo
 
 NOON = 1767225600000

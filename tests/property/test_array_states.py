@@ -15,15 +15,15 @@ from tailrace.search.aggregates.exact_sums import (
     split_to_doubles,
     sum_by_group,
 )
+from tailrace.search.aggregates.keyed_states import join_texts, summary_pieces
 from tailrace.search.aggregates.measures import EXACT_SUM_SCALE, Summary, nearest_ratio, to_exact
-from tailrace.search.aggregates.shown import join_texts, summary_pieces
-from tailrace.search.aggregates.summaries import (
+from tailrace.search.aggregates.summary_arrays import (
     SummaryArray,
     build_number_array,
     concat_summaries,
     summarise_by_group,
 )
-from tailrace.search.values import INT64_MAX
+from tailrace.search.records import INT64_MAX
 
 np: Any = numpy
 GROUPS = 5

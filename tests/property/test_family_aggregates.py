@@ -21,9 +21,9 @@ from support.log_model import Append
 from support.queries import payload_of
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
-from tailrace.search.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.search.aggregates.run import Aggregator
 from tailrace.search.index_files.format import AGG, COL, EXACT, FTS, MBLK
+from tailrace.search.requests import bind_aggregate, parse_aggregate
 from tailrace.search.run import Searcher
 from tailrace.search.tail_index import TailIndex
 from tailrace.storage.segments.model import SegmentInfo

@@ -24,8 +24,8 @@ from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
-from tailrace.search.filtered import FilteredReads
-from tailrace.search.view import RecordView
+from tailrace.search.filtered_reads import FilteredReads
+from tailrace.search.records import RecordView
 
 JSON = "application/json"
 NAMES = (f"s{number}" for number in itertools.count())

@@ -18,9 +18,9 @@ from tailrace.common.errors import TailraceError
 from tailrace.hub import members
 from tailrace.hub.errors import HubError
 from tailrace.protocol import json_split
-from tailrace.schema.pointer import parse_pointer
-from tailrace.search import lexer
-from tailrace.search.dialect import FILTER_DIALECT
+from tailrace.schema.json_values import parse_pointer
+from tailrace.search import language
+from tailrace.search.language import FILTER_DIALECT
 from tailrace.watch.sources import pgtypes
 
 MIB = 1024 * 1024
@@ -125,7 +125,7 @@ def test_memory_and_time_are_bounded_by_the_body(unit: str, wrapper: str) -> Non
     [
         (parse_pointer, "/" + "ab~0" * MIB),
         (members.check_text, b'{"a":"' + b"\\n" * 2 * MIB + b'","b":' + b"[" * 65 + b"]" * 65 + b"}"),
-        (partial(lexer.tokenize, dialect=FILTER_DIALECT), 'a:"' + "b" * 4 * MIB + '"'),
+        (partial(language.tokenize, dialect=FILTER_DIALECT), 'a:"' + "b" * 4 * MIB + '"'),
         (partial(pgtypes.read_array, convert=str), '{"' + "b" * 4 * MIB + '"}'),
     ],
     ids=["JSON pointer", "hub message", "filter", "PostgreSQL array"],

@@ -11,15 +11,11 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.convert import LensFailureError
-from tailrace.schema.documents import SchemaDocument
-from tailrace.schema.lens import apply_ops
-from tailrace.schema.lens_parse import parse_lens
+from tailrace.schema.json_schema import SchemaDocument, compile_schema
+from tailrace.schema.json_values import decode_json_record, encode_json_record
 from tailrace.schema.lens_proof import prove_lens, resolve_lens_defaults
-from tailrace.schema.promote import Promoter
-from tailrace.schema.record import decode_json_record, encode_json_record
-from tailrace.schema.registry import Registry, VersionBoundary
-from tailrace.schema.validate import compile_schema
+from tailrace.schema.lenses import LensFailureError, apply_ops, parse_lens
+from tailrace.schema.registry import Promoter, Registry, VersionBoundary
 
 NAMES = ("a", "b", "c", "h", "l")
 SCALARS = (

@@ -17,15 +17,26 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.profiles.cleaning import configured_secrets, is_secret, strip_url_queries, truncate_utf8
-from tailrace.schema.profiles.config import OtelConfig, OtlpLimits, parse_otel
-from tailrace.schema.profiles.export import JSON_MEDIA_TYPE, PROTOBUF_MEDIA_TYPE, SpanExport
+from tailrace.schema.json_schema import compile_schema
+from tailrace.schema.json_values import decode_json_record, encode_json_record
+from tailrace.schema.profiles.canonical_registries import OTEL_REGISTRY
+from tailrace.schema.profiles.otel_spans import (
+    OtelSpans,
+    configured_secrets,
+    is_secret,
+    strip_url_queries,
+    truncate_utf8,
+)
+from tailrace.schema.profiles.otlp_export import (
+    JSON_MEDIA_TYPE,
+    PROTOBUF_MEDIA_TYPE,
+    OtelConfig,
+    OtlpLimits,
+    SpanExport,
+    parse_otel,
+)
 from tailrace.schema.profiles.otlp_json import read_json
 from tailrace.schema.profiles.otlp_protobuf import read_protobuf
-from tailrace.schema.profiles.registry import OTEL_REGISTRY
-from tailrace.schema.profiles.span import OtelSpans
-from tailrace.schema.record import decode_json_record, encode_json_record
-from tailrace.schema.validate import compile_schema
 
 COMMON = settings(max_examples=80, deadline=None)
 VALIDATOR = compile_schema(OTEL_REGISTRY["schema"])

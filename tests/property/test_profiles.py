@@ -9,20 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.profiles import canonical, metrics
-from tailrace.schema.profiles.evlog import EVLOG_SECRETS, Evlog
-from tailrace.schema.profiles.evlog_config import EVLOG_KEYS, EvlogConfig, parse_evlog
-from tailrace.schema.profiles.redaction import REDACTED
-from tailrace.schema.record import decode_json_record, encode_json_record
+from tailrace.schema.json_schema import compile_schema
+from tailrace.schema.json_values import decode_json_record, encode_json_record
+from tailrace.schema.profiles import canonical_registries, metrics
+from tailrace.schema.profiles.evlog import EVLOG_KEYS, EVLOG_SECRETS, Evlog, EvlogConfig, parse_evlog
+from tailrace.schema.profiles.normalisation import REDACTED
 from tailrace.schema.search_config import parse_search_config
-from tailrace.schema.validate import compile_schema
 
 COMMON = settings(max_examples=60, deadline=None)
 NOW_MS = 1_763_244_775_603
 SECRET = "hunter2-planted"
 
-EVLOG_VALIDATOR = compile_schema(canonical.EVLOG_REGISTRY["schema"])
-METRICS_VALIDATOR = compile_schema(canonical.METRICS_REGISTRY["schema"])
+EVLOG_VALIDATOR = compile_schema(canonical_registries.EVLOG_REGISTRY["schema"])
+METRICS_VALIDATOR = compile_schema(canonical_registries.METRICS_REGISTRY["schema"])
 
 texts = st.text(max_size=12) | st.sampled_from(
     [" x ", "", "0000", "info", "ERROR", "200", "1.5e3", "[REDACTED]"]
@@ -206,6 +205,6 @@ def test_a_configuration_is_refused_in_words_or_comes_back_as_it_was_read(body: 
 
 
 def test_canonical_search_objects_are_accepted() -> None:
-    aliases = parse_search_config(canonical.EVLOG_REGISTRY["search"]).aliases
+    aliases = parse_search_config(canonical_registries.EVLOG_REGISTRY["search"]).aliases
     assert " ".join(aliases) == "env msg req span time trace ts"
-    assert "dimensionPairs" in parse_search_config(canonical.METRICS_REGISTRY["search"]).fields
+    assert "dimensionPairs" in parse_search_config(canonical_registries.METRICS_REGISTRY["search"]).fields

@@ -22,16 +22,12 @@ from support.queries import (
     records,
 )
 from tailrace.common.errors import TailraceError
-from tailrace.schema.payload import decode_payload
+from tailrace.schema.json_values import decode_payload
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import SearchConfig, parse_search_config
-from tailrace.search.bind import bind_query
-from tailrace.search.compiled import Matcher
-from tailrace.search.dialect import FILTER_DIALECT, SEARCH_DIALECT, Dialect
-from tailrace.search.evaluate import evaluate_record
-from tailrace.search.parser import parse_query_text
-from tailrace.search.values import field_values, to_string
-from tailrace.search.view import FieldExtractor, RecordView
+from tailrace.search.language import FILTER_DIALECT, SEARCH_DIALECT, Dialect, bind_query, parse_query_text
+from tailrace.search.matching import Matcher, evaluate_record
+from tailrace.search.records import FieldExtractor, RecordView, field_values, to_string
 
 SOME = settings(max_examples=100, deadline=None)
 MANY = settings(max_examples=20_000, deadline=None)

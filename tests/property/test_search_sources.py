@@ -21,19 +21,23 @@ from support.queries import SEARCHES, Question, payload_of, questions, records
 from support.search_model import SearchModel, registry_of
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.search.bind import Equals, StartsWith, bind_query
-from tailrace.search.chunk import Chunk, build_columns, join_chunks
-from tailrace.search.column_build import build_column_from_values
-from tailrace.search.compiled import Matcher
-from tailrace.search.dialect import SEARCH_DIALECT
-from tailrace.search.gate import ConcurrencyLimiter
-from tailrace.search.needle import build_prefilter
-from tailrace.search.packed import rows_from_bits
+from tailrace.search.chunks import Chunk, build_columns, join_chunks
+from tailrace.search.columns import build_column_from_values, rows_from_bits
+from tailrace.search.language import SEARCH_DIALECT, Equals, StartsWith, bind_query
+from tailrace.search.matching import Matcher
+from tailrace.search.records import (
+    FieldExtractor,
+    RecordDecoder,
+    RecordView,
+    field_values,
+    parse_dates,
+    to_date,
+)
+from tailrace.search.requests import SearchParameters, SearchRequest, bind_search
+from tailrace.search.routes import ConcurrencyLimiter
 from tailrace.search.run import Searcher, SearchResult
-from tailrace.search.search_request import SearchParameters, SearchRequest, bind_search
+from tailrace.search.scan import build_prefilter
 from tailrace.search.tail_index import TailIndex
-from tailrace.search.values import field_values, parse_dates, to_date
-from tailrace.search.view import FieldExtractor, RecordDecoder, RecordView
 
 SOME = settings(max_examples=60, deadline=None)
 MANY = settings(max_examples=5000, deadline=None)

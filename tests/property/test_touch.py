@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tailrace.common.clock import FakeClock
-from tailrace.schema.profiles import keys
-from tailrace.schema.profiles.journal import JournalLayer
-from tailrace.schema.profiles.profiles_touch_config import parse_touch
-from tailrace.schema.profiles.state import StaleCursor, TouchState, new_touch_document
+from tailrace.schema.profiles import touch_keys
+from tailrace.schema.profiles.state_protocol import parse_touch
+from tailrace.schema.profiles.touch_keys import JournalLayer
+from tailrace.schema.profiles.touch_state import StaleCursor, TouchState, new_touch_document
 from tailrace.schema.profiles.touch_waits import parse_wait
 
 ENTITIES = ("todos", "users")
@@ -66,15 +66,15 @@ def emitted(change: dict[str, Any], entity: str, fields: tuple[str, ...]) -> set
     """The fine keys of one template, straight from the rules, where the images say enough."""
     if change["type"] != entity:
         return set()
-    identity = keys.template_id(entity, fields)
+    identity = touch_keys.template_id(entity, fields)
     operation, value, old = change["headers"]["operation"], change.get("value"), change.get("old_value")
     found: set[int] = set()
     if operation != "update":
         row = value if operation == "insert" or old is None else old
         if (found_arguments := arguments(fields, row)) is not None:
             found |= {
-                keys.watch_key(identity, found_arguments),
-                keys.membership_key(identity, found_arguments),
+                touch_keys.watch_key(identity, found_arguments),
+                touch_keys.membership_key(identity, found_arguments),
             }
         return found
     if old is None or value is None:
@@ -82,12 +82,12 @@ def emitted(change: dict[str, Any], entity: str, fields: tuple[str, ...]) -> set
     before, after = arguments(fields, old), arguments(fields, value)
     for one in (before, after):
         if one is not None:
-            found.add(keys.watch_key(identity, one))
+            found.add(touch_keys.watch_key(identity, one))
             if before != after:
-                found.add(keys.membership_key(identity, one))
+                found.add(touch_keys.membership_key(identity, one))
             for field in old.keys() | value.keys():
                 if old.get(field) != value.get(field):
-                    found.add(keys.field_key(identity, field, one))
+                    found.add(touch_keys.field_key(identity, field, one))
     return found
 
 
@@ -197,23 +197,23 @@ class TouchMachine(RuleBasedStateMachine):
         timeout_ms: int,
     ) -> None:
         entity, fields = template
-        identity = keys.template_id(entity, fields)
+        identity = touch_keys.template_id(entity, fields)
         given = list(values[: len(fields)])
         key = {
-            "watch": keys.watch_key(identity, given),
-            "membership": keys.membership_key(identity, given),
-            "field": keys.field_key(identity, "n", given),
-            "table": keys.table_key(entity),
+            "watch": touch_keys.watch_key(identity, given),
+            "membership": touch_keys.membership_key(identity, given),
+            "field": touch_keys.field_key(identity, "n", given),
+            "table": touch_keys.table_key(entity),
         }[kind]
         # Most often from shortly before: the fewer changes, the fewer chances to be right by accident.
         back = data.draw(st.sampled_from([0, 1, 1, 2, 4]))
         cursor = data.draw(st.sampled_from([self.cursors[-1], max(0, len(self.entries) - back)]))
         request = {
             "cursor": f"{self.state.epoch}:{cursor}",
-            "keys": [keys.format_key(key)],
+            "keys": [touch_keys.format_key(key)],
             "exact": exact,
             "timeoutMs": timeout_ms,
-            "templateIdsUsed": [keys.format_key(identity)] if named else [],
+            "templateIdsUsed": [touch_keys.format_key(identity)] if named else [],
         }
         pending = Pending(
             {**request, "key": key, "template": template, "named": named, "table": kind == "table"}, cursor
@@ -249,7 +249,7 @@ class TouchMachine(RuleBasedStateMachine):
                 continue
             if one.request["table"]:
                 return True
-            periods = self.periods.get(keys.template_id(*template), [])
+            periods = self.periods.get(touch_keys.template_id(*template), [])
             if not any(first <= sequence < end for first, end in periods):
                 if one.request["named"]:
                     return True  # the gap is judged by the table

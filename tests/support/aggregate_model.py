@@ -12,15 +12,12 @@ from typing import Any
 import msgspec
 
 from support.search_model import registry_of, search_body
-from tailrace.schema.search_config import parse_search_config
-from tailrace.schema.search_rollups import parse_interval_ms
+from tailrace.schema.search_config import parse_interval_ms, parse_search_config
 from tailrace.schema.timestamps import from_unix_ms
-from tailrace.search.aggregates.sketch import nearest_rank
-from tailrace.search.bind import bind_query
-from tailrace.search.dialect import SEARCH_DIALECT
-from tailrace.search.evaluate import evaluate_record
-from tailrace.search.values import field_values
-from tailrace.search.view import RecordView
+from tailrace.search.aggregates.measures import nearest_rank
+from tailrace.search.language import SEARCH_DIALECT, bind_query
+from tailrace.search.matching import evaluate_record
+from tailrace.search.records import RecordView, field_values
 
 INTERVALS = ["7ms", "1s", "1h"]
 PARTS = {

@@ -17,19 +17,16 @@ import pytest
 
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, check_built
-from tailrace.schema.convert import value_text
+from tailrace.schema.lenses import value_text
 from tailrace.schema.registry import Registry
-from tailrace.schema.search_rollups import parse_interval_ms
+from tailrace.schema.search_config import parse_interval_ms
 from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN
 from tailrace.search.aggregates.measures import Summary, SummaryPartsReader
-from tailrace.search.analyze import tokenize_text, truncate_token
-from tailrace.search.bind import bind_query
-from tailrace.search.dialect import SEARCH_DIALECT
-from tailrace.search.evaluate import evaluate_record
 from tailrace.search.index_files.format import decode_value, encode_value
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
-from tailrace.search.values import field_values
-from tailrace.search.view import RecordView
+from tailrace.search.language import SEARCH_DIALECT, bind_query
+from tailrace.search.matching import evaluate_record
+from tailrace.search.records import RecordView, field_values, tokenize_text, truncate_token
 
 STREAM_ID = "ab" * 16
 

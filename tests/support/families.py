@@ -17,10 +17,10 @@ from tailrace.pipeline.kernels.parquet import Range
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
 from tailrace.pipeline.kernels.splits import merge_splits
 from tailrace.schema.registry import Registry
+from tailrace.search.index_files.catalogue import IndexCatalogue
+from tailrace.search.index_files.file_cache import IndexFileCache
 from tailrace.search.index_files.format import FTS, index_file_key
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
-from tailrace.search.index_files.library import IndexCatalogue
-from tailrace.search.index_files.shelf import IndexFileCache
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.segments.index_files import IndexFile, PlanHistory, PlanRecord
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix

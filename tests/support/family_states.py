@@ -16,11 +16,9 @@ from support.queries import Question
 from support.query_states import QueryStates, aggregates, filters
 from support.search_model import registry_of
 from support.search_states import batches, queries
-from tailrace.schema.registry import Registry
-from tailrace.schema.routing import RoutingKey
+from tailrace.schema.registry import Registry, RoutingKey
+from tailrace.search.index_files.catalogue import IndexCatalogue, RoutingKeyIndex
 from tailrace.search.index_files.format import COL, EXACT, FAMILIES, FTS
-from tailrace.search.index_files.keys import RoutingKeyIndex
-from tailrace.search.index_files.library import IndexCatalogue
 
 subsets = st.one_of(
     st.just(FAMILIES), st.just((COL, EXACT, FTS)), st.lists(st.sampled_from(FAMILIES), unique=True)

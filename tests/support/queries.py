@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from tailrace.schema.search_config import SearchConfig, parse_search_config
-from tailrace.search.analyze import tokenize_text
-from tailrace.search.values import Value, field_values
+from tailrace.search.records import Value, field_values, tokenize_text
 
 VERSION = 1
 

@@ -23,10 +23,10 @@ from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
 from tailrace.log.routing_keys import KeyListing, LexiconReader
-from tailrace.search.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.search.aggregates.run import Aggregator
-from tailrace.search.filtered import FilteredReads
-from tailrace.search.view import RecordView
+from tailrace.search.filtered_reads import FilteredReads
+from tailrace.search.records import RecordView
+from tailrace.search.requests import bind_aggregate, parse_aggregate
 
 KEYS: list[bytes | None] = [None, b"a", b"B", "á".encode(), "😀".encode(), b"ab"]
 NOON = 1767225600000

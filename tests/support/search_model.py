@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from support.queries import SEARCH_BODY
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
-from tailrace.search.analyze import tokenize_text
-from tailrace.search.bind import (
+from tailrace.search.language import (
+    SEARCH_DIALECT,
     All,
     AnyOf,
     Anywhere,
@@ -24,10 +24,8 @@ from tailrace.search.bind import (
     Words,
     bind_query,
 )
-from tailrace.search.dialect import SEARCH_DIALECT
-from tailrace.search.evaluate import evaluate_record
-from tailrace.search.values import field_values
-from tailrace.search.view import RecordView
+from tailrace.search.matching import evaluate_record
+from tailrace.search.records import RecordView, field_values, tokenize_text
 
 SORTABLE = ("id", "service", "status", "ratio", "ok")
 RENAMED = "/renamed"

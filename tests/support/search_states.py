@@ -26,11 +26,11 @@ from support.search_model import ModelHit, SearchModel, registry_of
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
-from tailrace.search import collect
+from tailrace.search import collector
+from tailrace.search.records import RecordView
+from tailrace.search.requests import SearchParameters, bind_search
 from tailrace.search.run import Searcher, SearchResult
-from tailrace.search.search_request import SearchParameters, bind_search
 from tailrace.search.tail_index import TailIndex
-from tailrace.search.view import RecordView
 from tailrace.storage.segments.model import SegmentInfo
 
 FAR_S = 600.0
@@ -85,7 +85,7 @@ class SearchStates(RuleBasedStateMachine):
         self.evolved_at: int | None = None
         self.turned = False
         self.stores = 0
-        self.waiting = patch.object(collect, "UNSCORED_MATCHES_MAX", 4)
+        self.waiting = patch.object(collector, "UNSCORED_MATCHES_MAX", 4)
         self.waiting.start()
         self.threads = ThreadPoolExecutor(2)
 

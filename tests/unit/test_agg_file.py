@@ -12,15 +12,14 @@ from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
 from tailrace.common.timestamps import parse_rfc3339_ns
-from tailrace.search.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
-from tailrace.search.aggregates.aggregate import Groups
-from tailrace.search.aggregates.aggregate_states import ArrayStates
+from tailrace.search.aggregates.array_states import ArrayStates
+from tailrace.search.aggregates.groups import Groups
 from tailrace.search.aggregates.rollup_ranges import rollup_selection
-from tailrace.search.index_files.agg_file import STATE_CACHE_BYTES_MIN, RollupFile, RollupSelection
-from tailrace.search.index_files.body import LoadedContent
+from tailrace.search.index_files.file_cache import LoadedContent, UnusableFileError
 from tailrace.search.index_files.format import AGG
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.search.index_files.published import UnusableFileError
+from tailrace.search.index_files.rollup_files import STATE_CACHE_BYTES_MIN, RollupFile, RollupSelection
+from tailrace.search.requests import AggregateRequest, bind_aggregate, parse_aggregate
 from tailrace.storage.segments.parquet import pa, pq
 
 NOON = 1767225600000

@@ -12,9 +12,9 @@ import pytest
 
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
-from tailrace.search.chunk import Chunk
 from tailrace.search.chunk_process import ChunkProcess, ChunkProcessError, build_chunk
-from tailrace.search.view import RecordDecoder, RecordView
+from tailrace.search.chunks import Chunk
+from tailrace.search.records import RecordDecoder, RecordView
 
 
 def field(kind: str, pointer: str, **flags: object) -> dict[str, Any]:

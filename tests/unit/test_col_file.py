@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.search.index_files.body import LoadedContent
-from tailrace.search.index_files.col_file import ColumnFile
+from tailrace.search.index_files.column_file import ColumnFile
+from tailrace.search.index_files.file_cache import LoadedContent
 from tailrace.search.index_files.parquet_file import ParquetFile
 
 GROUP_ROWS = 3

@@ -26,13 +26,20 @@ from support.queries import payload_of
 from support.s3 import S3Server
 from tailrace.common.limits import Limits
 from tailrace.pipeline.kernels.parquet import CompanionWriter
-from tailrace.search.index_files import body as bodies
-from tailrace.search.index_files.body import FileContent, LoadedContent, join_ranges, split_by_size
+from tailrace.search.index_files import file_cache as bodies
+from tailrace.search.index_files.file_cache import (
+    FileContent,
+    IndexFileCache,
+    IndexFileRef,
+    LoadedContent,
+    OpenedFile,
+    UnusableFileError,
+    join_ranges,
+    split_by_size,
+)
 from tailrace.search.index_files.format import FTS
-from tailrace.search.index_files.fts_file import FullTextFile
+from tailrace.search.index_files.full_text import FullTextFile
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.search.index_files.published import IndexFileRef, UnusableFileError
-from tailrace.search.index_files.shelf import IndexFileCache, OpenedFile
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix

@@ -24,8 +24,7 @@ from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.schema import stream_schema
-from tailrace.schema.registry import Registry, VersionBoundary
-from tailrace.schema.routing import RoutingKey
+from tailrace.schema.registry import Registry, RoutingKey, VersionBoundary
 from tailrace.schema.stream_schema import PROMOTED_PAGE_BYTES, StreamSchema, StreamSchemaCache
 
 JSON = "application/json"

@@ -17,11 +17,15 @@ from support.buckets import overwrite
 from support.companions import STREAM_ID
 from tailrace.common.limits import Limits
 from tailrace.pipeline.kernels.exact_tables import SCHEMA, write_exact
-from tailrace.search.index_files.body import FileContent, LoadedContent
-from tailrace.search.index_files.exact_file import FILTERED_ROWS_MIN, ExactFile
+from tailrace.search.index_files.file_cache import (
+    FileContent,
+    IndexFileCache,
+    IndexFileRef,
+    LoadedContent,
+    UnusableFileError,
+)
+from tailrace.search.index_files.lookup_files import FILTERED_ROWS_MIN, ExactFile
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.search.index_files.published import IndexFileRef, UnusableFileError
-from tailrace.search.index_files.shelf import IndexFileCache
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix

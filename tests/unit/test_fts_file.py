@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from tests.support.companions import STREAM_ID, Stored, build, plan_of
 
 from tailrace.schema.registry import Registry
-from tailrace.schema.search_config import SearchConfig
-from tailrace.schema.search_fields import Binding, Field
-from tailrace.search.analyze import tokenize_text
-from tailrace.search.index_files.body import LoadedContent
-from tailrace.search.index_files.fts_file import FullTextFile
-from tailrace.search.index_files.published import UnusableFileError
+from tailrace.schema.search_config import Binding, Field, SearchConfig
+from tailrace.search.index_files.file_cache import LoadedContent, UnusableFileError
+from tailrace.search.index_files.full_text import FullTextFile
+from tailrace.search.records import tokenize_text
 
 FIELDS = {
     "message": Field(kind="text", bindings=(Binding(0, "/message"),), positions=True),

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from support.companions import Stored, build, plan_of, rows_in
-from tailrace.schema.registry import Registry, VersionBoundary
-from tailrace.schema.routing import RoutingKey
+from tailrace.schema.registry import Registry, RoutingKey, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
 from tailrace.search.index_files.format import FTS
 from tailrace.search.index_files.index_plan import (

@@ -30,9 +30,8 @@ from tailrace.pipeline.kernels.states import summary_of
 from tailrace.schema.profiles.profile import GENERIC, MetricsProfile, install_profile
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
-from tailrace.search.analyze import tokenize_text
 from tailrace.search.index_files.format import key_hash
-from tailrace.search.view import RecordView
+from tailrace.search.records import RecordView, tokenize_text
 
 
 def rollup_view(evolved_at: int | None = None) -> RecordView:

@@ -12,9 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.schema.search_rollups import Measure
-from tailrace.search.aggregates.measures import Number, Summary, SummaryPartsReader, exponent_of
-from tailrace.search.aggregates.sketch import BUCKETS_MAX, Sketch, decode_sketch, nearest_rank, parse_sketch
+from tailrace.schema.search_config import Measure
+from tailrace.search.aggregates.measures import (
+    BUCKETS_MAX,
+    Number,
+    Sketch,
+    Summary,
+    SummaryPartsReader,
+    decode_sketch,
+    exponent_of,
+    nearest_rank,
+    parse_sketch,
+)
 
 # Subnormal numbers have too few digits for any relative error.
 doubles = st.floats(allow_nan=False, allow_infinity=False, allow_subnormal=False).map(

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.api import otlp
 from tailrace.api.otlp import APPEND_SPANS, Batches
-from tailrace.schema.profiles.export import SpanExport
+from tailrace.schema.profiles.otlp_export import SpanExport
 from tailrace.schema.profiles.otlp_json import read_json
 from tailrace.schema.profiles.profile import OtelTracesProfile
 

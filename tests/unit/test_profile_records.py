@@ -8,9 +8,8 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.schema.profiles import metrics, state_protocol
-from tailrace.schema.profiles.evlog import Evlog, evlog_routing_key
-from tailrace.schema.profiles.evlog_config import EvlogConfig
-from tailrace.schema.profiles.redaction import KEYS_CACHED_MAX, PATHS_MAX, REDACTED, SecretKeys, redact
+from tailrace.schema.profiles.evlog import Evlog, EvlogConfig, evlog_routing_key
+from tailrace.schema.profiles.normalisation import KEYS_CACHED_MAX, PATHS_MAX, REDACTED, SecretKeys, redact
 
 NOW_MS = 1_763_244_775_603
 NOW = "2025-11-15T22:12:55.603Z"

@@ -14,11 +14,11 @@ from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
 from support.search_model import registry_of
-from tailrace.search.collect import HitCollector
-from tailrace.search.index_files.body import LoadedContent
+from tailrace.search.collector import HitCollector
+from tailrace.search.index_files.file_cache import LoadedContent
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.search.search_request import SearchParameters, bind_search
-from tailrace.search.view import RecordView
+from tailrace.search.records import RecordView
+from tailrace.search.requests import SearchParameters, bind_search
 
 
 @pytest.fixture(autouse=True)

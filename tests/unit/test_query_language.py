@@ -6,33 +6,33 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.schema.search_config import SearchConfig, parse_search_config
-from tailrace.search.bind import (
+from tailrace.search.language import (
+    FILTER_DIALECT,
+    SEARCH_DIALECT,
     All,
+    And,
     AnyOf,
     Anywhere,
+    BareTerm,
     BoundQuery,
     Compares,
+    Dialect,
     Equals,
+    FieldComparison,
+    HasField,
     HasValue,
+    LiteralValue,
     Negation,
+    Not,
+    Or,
     Phrase,
+    QueryNode,
     StartsWith,
     Words,
     bind_query,
-)
-from tailrace.search.dialect import FILTER_DIALECT, SEARCH_DIALECT, Dialect
-from tailrace.search.includes import check_rollup_includes
-from tailrace.search.lexer import tokenize
-from tailrace.search.parser import (
-    And,
-    BareTerm,
-    FieldComparison,
-    HasField,
-    LiteralValue,
-    Not,
-    Or,
-    QueryNode,
+    check_rollup_includes,
     parse_query_text,
+    tokenize,
 )
 
 BIND = [{"version": 1, "jsonPointer": "/v"}]

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from tailrace.schema.payload import UnreadableRecordError, decode_payload
+from tailrace.schema.json_values import UnreadableRecordError, decode_payload
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
-from tailrace.search.analyze import TOKEN_BYTES_MAX, tokenize_text
-from tailrace.search.values import field_values, flatten_leaves, to_string
-from tailrace.search.view import FieldExtractor, RecordView
+from tailrace.search.records import (
+    TOKEN_BYTES_MAX,
+    FieldExtractor,
+    RecordView,
+    field_values,
+    flatten_leaves,
+    to_string,
+    tokenize_text,
+)
 
 CORPUS: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "corpus" / "values" / "vectors.json").read_text(encoding="utf-8")

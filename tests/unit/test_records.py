@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.schema.record import decode_json_record, encode_json_record
+from tailrace.schema.json_values import decode_json_record, encode_json_record
 
 HALF = "\ud800"
 

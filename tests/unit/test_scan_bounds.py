@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.queries import CONFIG, LEAVES
-from tailrace.search.column_build import build_column
+from tailrace.search.columns import build_column
 from tailrace.search.scan import value_bounds
 
 AT = CONFIG.fields["at"]

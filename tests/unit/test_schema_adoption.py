@@ -8,8 +8,8 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.schema.adoption import AdoptionCandidate, profile_checker, schema_checker
+from tailrace.schema.json_values import encode_json_record
 from tailrace.schema.profiles.profile import parse_profile
-from tailrace.schema.record import encode_json_record
 
 JSON = "application/json"
 CHECK = schema_checker({"type": "object"})

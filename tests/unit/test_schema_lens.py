@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.convert import LensFailureError
-from tailrace.schema.lens import apply_ops
-from tailrace.schema.lens_parse import parse_lens
+from tailrace.schema.lenses import LensFailureError, apply_ops, parse_lens
 
 
 def lens(*ops: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.documents import SchemaDocument
-from tailrace.schema.lens_parse import parse_lens
+from tailrace.schema.json_schema import SchemaDocument
 from tailrace.schema.lens_proof import prove_lens, resolve_lens_defaults
+from tailrace.schema.lenses import parse_lens
 
 STRING, INTEGER, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 

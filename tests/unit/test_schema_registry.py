@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.convert import LensFailureError
-from tailrace.schema.promote import Promoter
-from tailrace.schema.registry import Registry, VersionBoundary, fork_registry, read_registry
+from tailrace.schema.lenses import LensFailureError
+from tailrace.schema.registry import (
+    Promoter,
+    Registry,
+    RoutingKey,
+    RoutingKeyReader,
+    VersionBoundary,
+    fork_registry,
+    read_registry,
+)
 from tailrace.schema.registry_update import decide_update, prepare_update
-from tailrace.schema.routing import RoutingKey, RoutingKeyReader
 
 EMPTY = Registry(name="orders")
 V1 = {

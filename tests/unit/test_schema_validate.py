@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.documents import SchemaDocument
-from tailrace.schema.record import UnusableRecordError, decode_json_record, encode_json_record
+from tailrace.schema.json_schema import SchemaDocument, check_schema, compile_schema
+from tailrace.schema.json_values import UnusableRecordError, decode_json_record, encode_json_record
 from tailrace.schema.timestamps import from_unix_ms, is_date_time, to_unix_ms
-from tailrace.schema.validate import check_schema, compile_schema
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 

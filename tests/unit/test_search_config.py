@@ -10,9 +10,8 @@ import orjson
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.pointer import ABSENT, parse_pointer, resolve_pointer
-from tailrace.schema.search_config import DefaultField, SearchConfig, parse_search_config
-from tailrace.schema.search_rollups import parse_interval_ms
+from tailrace.schema.json_values import ABSENT, parse_pointer, resolve_pointer
+from tailrace.schema.search_config import DefaultField, SearchConfig, parse_interval_ms, parse_search_config
 
 BIND = [{"version": 1, "jsonPointer": "/at"}]
 

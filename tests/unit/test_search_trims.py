@@ -19,10 +19,9 @@ from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page, Reader
 from tailrace.log.records import Trim
-from tailrace.search.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.search.aggregates.run import Aggregator
+from tailrace.search.requests import SearchParameters, bind_aggregate, bind_search, parse_aggregate
 from tailrace.search.run import Searcher
-from tailrace.search.search_request import SearchParameters, bind_search
 from tailrace.search.tail_index import TailIndex
 from tailrace.storage.segments.model import SegmentInfo
 

@@ -8,15 +8,15 @@ import pytest
 
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
-from tailrace.schema.profiles import keys
-from tailrace.schema.profiles.profiles_touch_config import TouchConfig, parse_touch
-from tailrace.schema.profiles.state import StaleCursor, TouchState, new_touch_document
+from tailrace.schema.profiles import touch_keys
+from tailrace.schema.profiles.state_protocol import TouchConfig, parse_touch
+from tailrace.schema.profiles.touch_state import StaleCursor, TouchState, new_touch_document
 from tailrace.schema.profiles.touch_waits import parse_wait
 
 ENTITY = "public.todos"
 OPEN = {"status": "open", "tenantId": "t1", "title": "x"}
-TEMPLATE = keys.template_id(ENTITY, ["tenantId", "status"])
-WATCH = keys.watch_key(TEMPLATE, ["open", "t1"])
+TEMPLATE = touch_keys.template_id(ENTITY, ["tenantId", "status"])
+WATCH = touch_keys.watch_key(TEMPLATE, ["open", "t1"])
 DECLARED = {"entity": ENTITY, "fields": [{"name": "tenantId", "encoding": "string"}, {"name": "status"}]}
 
 
@@ -44,7 +44,7 @@ class Touches:
 
     def wait(self, key: int = WATCH, cursor: int = 0, **more: Any) -> dict[str, Any] | None:
         request = parse_wait(
-            {"cursor": f"{self.state.epoch}:{cursor}", "keys": [keys.format_key(key)], **more}
+            {"cursor": f"{self.state.epoch}:{cursor}", "keys": [touch_keys.format_key(key)], **more}
         )
         self.state.begin(request, self.state.cursor_of(request, 10**6), self.answers.append)
         return self.answers[-1] if self.answers else None
@@ -58,14 +58,14 @@ class Touches:
 def test_t6_keys_match_the_vectors() -> None:
     arguments = ["open", "t1"]
     found = [
-        keys.table_key(ENTITY),
+        touch_keys.table_key(ENTITY),
         TEMPLATE,
-        keys.template_key(TEMPLATE),
-        keys.watch_key(TEMPLATE, arguments),
-        keys.membership_key(TEMPLATE, arguments),
-        keys.field_key(TEMPLATE, "title", arguments),
+        touch_keys.template_key(TEMPLATE),
+        touch_keys.watch_key(TEMPLATE, arguments),
+        touch_keys.membership_key(TEMPLATE, arguments),
+        touch_keys.field_key(TEMPLATE, "title", arguments),
     ]
-    assert [keys.format_key(key) for key in found] == [
+    assert [touch_keys.format_key(key) for key in found] == [
         "feadeb84d447fd63",
         "03d5826f0bf1e3e7",
         "a440dcf9d1c07171",
@@ -73,8 +73,8 @@ def test_t6_keys_match_the_vectors() -> None:
         "a7b1b1fd3cfa6ed1",
         "0848fb073b348b65",
     ]
-    assert keys.key_id("feadeb84d447fd63") == 0xD447FD63
-    assert keys.key_id(" Some Key ") == keys.key_id("some key") != keys.key_id("other")
+    assert touch_keys.key_id("feadeb84d447fd63") == 0xD447FD63
+    assert touch_keys.key_id(" Some Key ") == touch_keys.key_id("some key") != touch_keys.key_id("other")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_t6_keys_match_the_vectors() -> None:
     ],
 )
 def test_arguments_as_text(value: object, encoding: str, text: str | None) -> None:
-    assert keys.encode_argument(value, encoding) == text
+    assert touch_keys.encode_argument(value, encoding) == text
 
 
 def test_t2_a_change_before_the_first_wait_is_reported() -> None:
@@ -130,7 +130,7 @@ def test_t5_a_quiet_wait_ends_when_its_time_is_over_and_not_before() -> None:
 def test_t7_exact_waits_are_not_woken_by_what_is_unrelated() -> None:
     touches = Touches()
     touches.activate()
-    named = {"exact": True, "templateIdsUsed": [keys.format_key(TEMPLATE)]}
+    named = {"exact": True, "templateIdsUsed": [touch_keys.format_key(TEMPLATE)]}
     assert touches.wait(**named) is None
     touches.change(value=OPEN | {"tenantId": "t2"})
     touches.change("update", value=OPEN | {"status": "b"}, old_value=OPEN | {"status": "c"})
@@ -145,10 +145,10 @@ def test_t7_exact_waits_are_not_woken_by_what_is_unrelated() -> None:
     [
         (WATCH, OPEN, OPEN | {"title": "y"}, True),
         (WATCH, OPEN, OPEN | {"status": "done"}, True),
-        (keys.membership_key(TEMPLATE, ["open", "t1"]), OPEN, OPEN | {"title": "y"}, False),
-        (keys.membership_key(TEMPLATE, ["open", "t1"]), OPEN, OPEN | {"status": "done"}, True),
-        (keys.field_key(TEMPLATE, "title", ["open", "t1"]), OPEN, OPEN | {"title": "y"}, True),
-        (keys.field_key(TEMPLATE, "title", ["open", "t1"]), OPEN, OPEN | {"done": True}, False),
+        (touch_keys.membership_key(TEMPLATE, ["open", "t1"]), OPEN, OPEN | {"title": "y"}, False),
+        (touch_keys.membership_key(TEMPLATE, ["open", "t1"]), OPEN, OPEN | {"status": "done"}, True),
+        (touch_keys.field_key(TEMPLATE, "title", ["open", "t1"]), OPEN, OPEN | {"title": "y"}, True),
+        (touch_keys.field_key(TEMPLATE, "title", ["open", "t1"]), OPEN, OPEN | {"done": True}, False),
         (WATCH, OPEN | {"tenantId": "t2"}, OPEN | {"tenantId": "t2", "title": "y"}, False),
         (WATCH, OPEN | {"tenantId": None}, OPEN, True),
     ],
@@ -166,8 +166,8 @@ def test_updates_touch_what_they_change(key: int, before: object, after: object,
 def test_without_an_image_of_before_everybody_on_the_entity_wakes(policy: str) -> None:
     touches = Touches(onMissingBefore=policy)
     touches.activate()
-    elsewhere = keys.watch_key(TEMPLATE, ["done", "t9"])
-    touches.wait(elsewhere, exact=True, templateIdsUsed=[keys.format_key(TEMPLATE)])
+    elsewhere = touch_keys.watch_key(TEMPLATE, ["done", "t9"])
+    touches.wait(elsewhere, exact=True, templateIdsUsed=[touch_keys.format_key(TEMPLATE)])
     touches.wait(elsewhere, exact=True)
     touches.change("update", value=OPEN)
     assert [answer["touched"] for answer in touches.flush()] == [True, True]
@@ -188,7 +188,7 @@ def test_budgets_and_lag_shed_precision_and_no_wake_up() -> None:
     ):
         touches.state.budget.begin_batch(lag)
         assert touches.state.mode == mode
-        answer = touches.wait(cursor=3, timeoutMs=0, templateIdsUsed=[keys.format_key(TEMPLATE)])
+        answer = touches.wait(cursor=3, timeoutMs=0, templateIdsUsed=[touch_keys.format_key(TEMPLATE)])
         assert answer is not None
         assert (answer["touched"], answer["effectiveWaitKind"]) == (False, kind)
 
@@ -196,7 +196,7 @@ def test_budgets_and_lag_shed_precision_and_no_wake_up() -> None:
 def test_a_bucket_that_overflows_wakes_everyone() -> None:
     touches = Touches(memory={"pendingMaxKeys": 3})
     touches.activate()
-    touches.wait(keys.table_key("elsewhere"))
+    touches.wait(touch_keys.table_key("elsewhere"))
     for tenant in "abc":
         touches.change(value=OPEN | {"tenantId": tenant})
     assert [answer["touched"] for answer in touches.flush()] == [True]
@@ -232,7 +232,7 @@ def test_a_stream_that_lost_entries_tells_of_those_that_take_their_numbers() -> 
 def test_templates_are_retired_remembered_and_forgotten() -> None:
     touches = Touches()
     touches.activate(inactivityTtlMs=5000)
-    named = {"templateIdsUsed": [keys.format_key(TEMPLATE)], "timeoutMs": 0}
+    named = {"templateIdsUsed": [touch_keys.format_key(TEMPLATE)], "timeoutMs": 0}
     touches.clock.advance(6)
     assert touches.state.tidy()
     touches.change(value={"anything": 1})
@@ -251,7 +251,7 @@ def test_a_template_activated_after_the_cursor_judges_the_gap_by_the_table() -> 
     touches = Touches()
     touches.change(value=OPEN | {"tenantId": "t2"})
     touches.activate()
-    named = {"templateIdsUsed": [keys.format_key(TEMPLATE)], "timeoutMs": 0, "exact": True}
+    named = {"templateIdsUsed": [touch_keys.format_key(TEMPLATE)], "timeoutMs": 0, "exact": True}
     assert touches.wait(cursor=0, **named) is not None
     assert touches.answers.pop()["touched"] is True
     touches.change(value=OPEN | {"tenantId": "t2"})
@@ -269,7 +269,7 @@ def test_caps_evict_who_was_seen_least_and_nobody_who_is_waited_on() -> None:
     touches.activate(others[2])
     assert {one.entity for one in touches.state.templates.active.values()} == {"e1", "e2"}
     for name in ("e1", "e2"):
-        touches.wait(templateIdsUsed=[keys.format_key(keys.template_id(name, ["a"]))])
+        touches.wait(templateIdsUsed=[touch_keys.format_key(touch_keys.template_id(name, ["a"]))])
     assert touches.activate(others[3])["denied"][0]["reason"] == "limit"
     assert touches.activate(others[4])["denied"][0]["reason"] == "rate_limited"
     invalid = {"entity": "e", "fields": [{"name": str(n)} for n in range(4)]}

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tailrace.pipeline.kernels.words import tokens_in
-from tailrace.search.analyze import TOKEN_BYTES_MAX, tokenize_text
+from tailrace.search.records import TOKEN_BYTES_MAX, tokenize_text
 
 WORDS = st.text(st.sampled_from("aZ09 _-.\0\t/"), max_size=12)
 

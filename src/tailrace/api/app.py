@@ -39,10 +39,8 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol import http_headers, stream_names
 from tailrace.schema.adoption import Adoptions
 from tailrace.schema.append_validation import AppendValidator
-from tailrace.schema.profile import ProfileRoutes
-from tailrace.schema.schema import SchemaRoutes
-from tailrace.search.aggregate import AggregateRoutes
-from tailrace.search.search import SearchRoutes
+from tailrace.schema.routes import ProfileRoutes, SchemaRoutes
+from tailrace.search.routes import AggregateRoutes, SearchRoutes
 
 logger = logging.getLogger("tailrace.api")
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tailrace.common.server_metrics import ServerMetrics
-from tailrace.search.index_files.companion_files import IndexFileService
+from tailrace.search.index_files.catalogue import IndexFileService
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 

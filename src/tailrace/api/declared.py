@@ -22,11 +22,10 @@ from tailrace.log.transaction import await_commit
 from tailrace.protocol.http_headers import is_json
 from tailrace.protocol.stream_names import check_creatable_name
 from tailrace.schema.append_validation import PROFILE_DOCUMENT
-from tailrace.schema.profile import profile_changes
 from tailrace.schema.profiles.profile import GENERIC, Profile, parse_profile, profile_document, read_profile
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.registry_update import decide_update
-from tailrace.schema.schema import prepare_registry_update, registry_document
+from tailrace.schema.routes import prepare_registry_update, profile_changes, registry_document
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 FILE_BYTES_MAX: Final = 4 * 1024 * 1024

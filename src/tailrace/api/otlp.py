@@ -20,10 +20,11 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.http_headers import header_line, media_type
 from tailrace.protocol.stream_names import check_creatable_name
 from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
-from tailrace.schema.profiles.config import OtlpLimits
-from tailrace.schema.profiles.export import (
+from tailrace.schema.json_values import encode_json_record
+from tailrace.schema.profiles.otlp_export import (
     JSON_MEDIA_TYPE,
     PROTOBUF_MEDIA_TYPE,
+    OtlpLimits,
     Record,
     SpanExport,
     UnusableSpanError,
@@ -37,9 +38,8 @@ from tailrace.schema.profiles.profile import (
     parse_profile,
     profile_document,
 )
-from tailrace.schema.record import encode_json_record
 from tailrace.schema.registry import read_registry
-from tailrace.schema.schema import registry_document
+from tailrace.schema.routes import registry_document
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 PATH: Final = b"/v1/traces"

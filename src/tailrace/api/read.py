@@ -34,8 +34,7 @@ from tailrace.protocol.query_params import (
     wait_ms,
 )
 from tailrace.schema.registry import Registry
-from tailrace.search.filtered import FilteredReads
-from tailrace.search.filtering import FilterScan
+from tailrace.search.filtered_reads import FilteredReads, FilterScan
 
 Answer = Callable[[Exchange], None]
 

@@ -54,7 +54,7 @@ from tailrace.http.tls import Certificate
 from tailrace.log import listing
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
-from tailrace.search.index_files.companion_files import IndexFileService
+from tailrace.search.index_files.catalogue import IndexFileService
 from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.sealing import SealingService

@@ -26,8 +26,8 @@ from tailrace.protocol import json_split
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line, is_json
 from tailrace.protocol.stream_names import check_creatable_name, is_system_name
 from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
-from tailrace.schema.profile import TOUCH_DOCUMENT
 from tailrace.schema.registry import fork_registry, read_registry
+from tailrace.schema.routes import TOUCH_DOCUMENT
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 # An append with none of these is nothing but a body: most are.

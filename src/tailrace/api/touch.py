@@ -17,13 +17,12 @@ from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
 from tailrace.schema.append_validation import PROFILE_DOCUMENT
-from tailrace.schema.profile import TOUCH_DOCUMENT
 from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
-from tailrace.schema.profiles.profiles_touch_config import TouchConfig
-from tailrace.schema.profiles.state import StaleCursor, TouchState
+from tailrace.schema.profiles.state_protocol import TouchConfig
+from tailrace.schema.profiles.touch_state import StaleCursor, TouchState
 from tailrace.schema.profiles.touch_templates import parse_ttl
 from tailrace.schema.profiles.touch_waits import TIMEOUT_MS, TIMEOUT_MS_MAX, Waiter, WaitRequest, parse_wait
-from tailrace.schema.schema import parse_json_body
+from tailrace.schema.routes import TOUCH_DOCUMENT, parse_json_body
 
 FEEDS_MAX = 1000  # streams whose touches are followed; cursors outlive their feed
 SWEEP_S = 0.05

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.schema.profiles.journal import JournalLayer
-from tailrace.schema.profiles.state import StaleCursor, TouchState
-from tailrace.schema.record import UnusableRecordError, decode_json_record
+from tailrace.schema.json_values import UnusableRecordError, decode_json_record
+from tailrace.schema.profiles.touch_keys import JournalLayer
+from tailrace.schema.profiles.touch_state import StaleCursor, TouchState
 
 STEP_ENTRIES = 500
 STEP_BYTES = 256 * 1024

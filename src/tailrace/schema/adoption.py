@@ -22,10 +22,10 @@ from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.log.transaction import await_commit
 from tailrace.protocol.query_params import parse_query
+from tailrace.schema.json_schema import compile_schema
+from tailrace.schema.json_values import UnusableRecordError, decode_json_record, encode_json_record
 from tailrace.schema.profiles.profile import Profile
-from tailrace.schema.record import UnusableRecordError, decode_json_record, encode_json_record
 from tailrace.schema.stream_schema import split_append_body
-from tailrace.schema.validate import compile_schema
 
 READ_BYTES: Final = 256 * 1024  # of payload between two looks at the time
 CONCURRENT_CHECKS_MAX: Final = 4

@@ -12,8 +12,8 @@ from tailrace.common.limits import Limits
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.schema.adoption import AdoptionCandidate
+from tailrace.schema.json_values import UnusableRecordError, decode_json_record, encode_json_record
 from tailrace.schema.profiles.profile import GENERIC, Profile, is_canonical, read_profile
-from tailrace.schema.record import UnusableRecordError, decode_json_record, encode_json_record
 from tailrace.schema.stream_schema import StreamSchema, StreamSchemaCache, split_append_body
 
 PROFILE_DOCUMENT = "profile"  # key of the document

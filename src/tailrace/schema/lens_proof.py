@@ -12,14 +12,20 @@ from typing import NoReturn, cast
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import invalid_request
-from tailrace.schema.convert import INPUT_TYPES, OUTPUT_TYPES, PARTIAL, LensFailureError, has_type
-from tailrace.schema.covers import AcceptanceCheck, UnprovenError
-from tailrace.schema.documents import SchemaDocument, SchemaPath
-from tailrace.schema.lens import LensOp, PointerTokens, convert_value, format_pointer
-from tailrace.schema.pointer import ABSENT
-from tailrace.schema.shapes import NO_SHAPE, ValueShape
-from tailrace.schema.validate import compile_schema
+from tailrace.schema.compatibility import NO_SHAPE, AcceptanceCheck, UnprovenError, ValueShape
+from tailrace.schema.json_schema import SchemaDocument, SchemaPath, compile_schema
+from tailrace.schema.json_values import ABSENT, invalid_request
+from tailrace.schema.lenses import (
+    INPUT_TYPES,
+    OUTPUT_TYPES,
+    PARTIAL,
+    LensFailureError,
+    LensOp,
+    PointerTokens,
+    convert_value,
+    format_pointer,
+    has_type,
+)
 
 
 def prove_lens(ops: tuple[LensOp, ...], old: SchemaDocument, new: SchemaDocument) -> None:

@@ -1,4 +1,11 @@
-"""A stream's registry: schema versions, the lenses between them, the routing key and what is searchable."""
+"""A stream's schema registry: versions, boundaries, routing key, and promotion of stored records.
+
+Routing keys: where in a record the key is.
+
+A stream's registry: schema versions, the lenses between them, the routing key and what is searchable.
+
+Promotion: a stored record as one of the current version.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +15,72 @@ from typing import Final, cast
 import msgspec
 from msgspec import Struct
 
-from tailrace.schema.routing import RoutingKey
+from tailrace.common.errors import TailraceError
+from tailrace.schema.json_values import (
+    ABSENT,
+    UnusableRecordError,
+    decode_json_record,
+    encode_json_record,
+    expect_bool,
+    expect_object,
+    expect_string,
+    invalid_request,
+    parse_pointer,
+    resolve_pointer,
+)
+from tailrace.schema.lenses import Lens, LensFailureError, parse_lens
 from tailrace.schema.search_config import SearchConfig, parse_search_config
+
+
+class RoutingKey(Struct, frozen=True, rename="camel"):
+    json_pointer: str
+    required: bool
+
+    def to_json(self) -> dict[str, object]:
+        return {"jsonPointer": self.json_pointer, "required": self.required}
+
+
+class RoutingKeyReader:
+    """A routing key's configuration, ready to be applied to records."""
+
+    __slots__ = ("_bytes_max", "_required", "_tokens")
+
+    def __init__(self, key: RoutingKey, bytes_max: int) -> None:
+        tokens = parse_pointer(key.json_pointer)
+        assert tokens is not None, "checked when it was installed"
+        self._tokens = tokens
+        self._required = key.required
+        self._bytes_max = bytes_max
+
+    def key_of(self, record: object) -> bytes | None:
+        """The record's key; None if it has none and need not have one."""
+        found = resolve_pointer(record, self._tokens)
+        if found is ABSENT or found is None or found == "":
+            if self._required:
+                raise invalid_request("routing key missing")
+            return None
+        if not isinstance(found, str):
+            raise invalid_request("routing key must be string")
+        try:
+            key = found.encode()
+        except UnicodeEncodeError:
+            raise invalid_request("routing key must be valid Unicode") from None
+        if len(key) > self._bytes_max:
+            raise invalid_request(f"routing key must have at most {self._bytes_max} bytes")
+        return key
+
+
+def parse_routing_key(body: object) -> RoutingKey:
+    given = expect_object(body, "routingKey", ("jsonPointer", "required"))
+    pointer = expect_string(given.get("jsonPointer"), "routingKey.jsonPointer")
+    if parse_pointer(pointer) is None:
+        raise invalid_request("routingKey.jsonPointer must be a JSON pointer")
+    return RoutingKey(pointer, expect_bool(given.get("required"), "routingKey.required"))
+
+
+def key_not_allowed() -> TailraceError:
+    return TailraceError("key_not_allowed", "Stream-Key not allowed when routingKey is configured")
+
 
 API_VERSION: Final = "durable.streams/schema-registry/v1"
 
@@ -83,3 +154,34 @@ def fork_registry(registry: Registry, name: str, entry: int) -> Registry:
     boundaries = tuple(VersionBoundary(min(one.offset, entry), one.version) for one in registry.boundaries)
     lenses = {version: {**lens, "schema": name} for version, lens in registry.lenses.items()}
     return msgspec.structs.replace(registry, name=name, boundaries=boundaries, lenses=lenses)
+
+
+class Promoter:
+    """The lenses of one registry, ready to be applied one after the other."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        lenses = {version: parse_lens(document) for version, document in registry.lenses.items()}
+        self._lenses: dict[int, Lens] = {version: lens for version, lens in lenses.items() if version}
+
+    def needed(self, first_sequence: int) -> bool:
+        """Whether entries from here on may be of an older version than the current one."""
+        boundaries = self._registry.boundaries
+        return len(boundaries) > 1 and first_sequence < boundaries[-1].offset
+
+    def promote(self, record: object, version: int) -> object:
+        """The record in the current version, or LensFailureError. The one given is used up."""
+        if version:
+            for step in range(version, self._registry.version):
+                record = self._lenses[step].apply(record)
+        return record
+
+    def promote_payload(self, payload: bytes | memoryview, sequence: int) -> bytes | memoryview:
+        """A stored payload; what needs no promotion is returned byte for byte."""
+        version = self._registry.version_at(sequence)
+        if version in (0, self._registry.version):
+            return payload
+        try:
+            return encode_json_record(self.promote(decode_json_record(payload), version))
+        except UnusableRecordError as error:
+            raise LensFailureError(str(error)) from None

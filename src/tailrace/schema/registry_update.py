@@ -8,15 +8,12 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import expect_object, invalid_request, shorten
-from tailrace.schema.documents import SchemaDocument
-from tailrace.schema.lens import Lens, deep_copy
-from tailrace.schema.lens_parse import parse_lens
+from tailrace.schema.json_schema import SchemaDocument, check_schema
+from tailrace.schema.json_values import expect_object, invalid_request, shorten
 from tailrace.schema.lens_proof import prove_lens, resolve_lens_defaults
-from tailrace.schema.registry import API_VERSION, Registry, VersionBoundary
-from tailrace.schema.routing import RoutingKey, parse_routing_key
+from tailrace.schema.lenses import Lens, deep_copy, parse_lens
+from tailrace.schema.registry import API_VERSION, Registry, RoutingKey, VersionBoundary, parse_routing_key
 from tailrace.schema.search_config import SearchConfig, parse_search_config
-from tailrace.schema.validate import check_schema
 
 VERSIONS_MAX: Final = 1000
 REGISTRY_BYTES_MAX: Final = 16 * 1024 * 1024

@@ -1,16 +1,313 @@
-"""The `search` object of a registry: fields, aliases, default fields and rollups."""
+"""The `search` object of a registry: fields, aliases, default fields and rollups.
+
+Searchable fields: where their values lie in a record, of what kind they are, what may be asked of them.
+
+Rollups: which records are counted together, over which spans of time, and what is measured.
+
+The `search` object of a registry: fields, aliases, default fields and rollups.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Final
+import re
+from collections.abc import Mapping
+from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
 
-from tailrace.schema.body import expect_array, expect_object, expect_string, invalid_request, shorten
-from tailrace.schema.search_fields import Binding, Field, Kind, check_name, parse_field
-from tailrace.schema.search_rollups import Measure, Rollup, parse_interval_ms, parse_rollup
+from tailrace.schema.json_values import (
+    expect_array,
+    expect_bool,
+    expect_object,
+    expect_string,
+    invalid_request,
+    parse_pointer,
+    shorten,
+)
+
+Kind = Literal["keyword", "text", "integer", "float", "date", "bool"]
+
+KINDS: Final = ("keyword", "text", "integer", "float", "date", "bool")
+NORMALIZERS: Final = ("identity_v1", "lowercase_v1")
+ANALYZERS: Final = ("unicode_word_v1",)
+BINDINGS_MAX: Final = 1000
+VERSION_MAX: Final = 2**31 - 1
+
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
+_RESERVED = frozenset({"has", "contains", "and", "or", "not"})
+
+_TYPED: Final = frozenset({"exact", "column", "exists", "sortable", "aggregatable"})
+_FLAGS: Final[dict[str, frozenset[str]]] = {
+    "keyword": _TYPED | {"prefix", "contains"},
+    "text": frozenset({"exact", "prefix", "exists", "positions", "contains"}),
+    "integer": _TYPED,
+    "float": _TYPED,
+    "date": _TYPED,
+    "bool": _TYPED,
+}
+_ALL_FLAGS: Final = (
+    "exact",
+    "prefix",
+    "column",
+    "exists",
+    "sortable",
+    "aggregatable",
+    "positions",
+    "contains",
+)
+_FIELD_KEYS: Final = frozenset({"kind", "bindings", "normalizer", "analyzer", *_ALL_FLAGS})
+
+
+class Binding(Struct, frozen=True, rename={"json_pointer": "jsonPointer"}):
+    """Where the values lie, from a schema version on."""
+
+    version: int
+    json_pointer: str
+
+
+class Field(Struct, frozen=True, omit_defaults=True):
+    """One searchable field. Its JSON form leaves out what is at its default."""
+
+    kind: Kind
+    bindings: tuple[Binding, ...]
+    normalizer: str | None = None
+    analyzer: str | None = None
+    exact: bool = False
+    prefix: bool = False
+    column: bool = False
+    exists: bool = False
+    sortable: bool = False
+    aggregatable: bool = False
+    positions: bool = False
+    contains: bool = False
+
+    def pointer_at(self, version: int) -> str | None:
+        """The pointer for records at a schema version: the newest binding that is not younger."""
+        best: Binding | None = None
+        for binding in self.bindings:
+            if binding.version <= version and (best is None or binding.version > best.version):
+                best = binding
+        return None if best is None else best.json_pointer
+
+
+def check_name(name: str, path: str) -> str:
+    """The name of a field, alias, rollup or measure: such that the query language can say it."""
+    if not _NAME.fullmatch(name):
+        raise invalid_request(f"{path}.{shorten(name)} is not a valid name")
+    if name.lower() in _RESERVED:
+        raise invalid_request(f"{path}.{name} is a reserved name")
+    return name
+
+
+def check_pointer(value: object, path: str) -> str:
+    text = expect_string(value, path)
+    if parse_pointer(text) is None or not _is_text(text):
+        raise invalid_request(f"{path} must be a JSON pointer")
+    return text
+
+
+def parse_field(value: object, path: str) -> Field:
+    """One entry of `search.fields`."""
+    given = expect_object(value, path, _FIELD_KEYS)
+    kind = given.get("kind")
+    if kind not in KINDS:
+        raise invalid_request(f"{path}.kind must be keyword, text, integer, float, date or bool")
+    called = kind if kind in ("keyword", "text") else "typed"
+    flags: dict[str, bool] = {}
+    for flag in _ALL_FLAGS:
+        if flag in given and expect_bool(given[flag], f"{path}.{flag}"):
+            if flag not in _FLAGS[kind]:
+                raise invalid_request(f"{path}.{flag} is not supported for {called} fields")
+            flags[flag] = True
+    normalizer = _choice(given, "normalizer", NORMALIZERS, path)
+    if normalizer is not None and kind != "keyword":
+        raise invalid_request(f"{path}.normalizer is not supported for {called} fields")
+    analyzer = _choice(given, "analyzer", ANALYZERS, path)
+    if analyzer is not None and kind != "text":
+        raise invalid_request(f"{path}.analyzer is not supported for {called} fields")
+    if analyzer is None and kind == "text":
+        raise invalid_request(f"{path}.analyzer is required for text fields")
+    bindings = _bindings(given.get("bindings"), f"{path}.bindings")
+    return Field(kind=kind, bindings=bindings, normalizer=normalizer, analyzer=analyzer, **flags)
+
+
+def _choice(given: dict[str, object], key: str, choices: tuple[str, ...], path: str) -> str | None:
+    if key not in given:
+        return None
+    value = given[key]
+    if not isinstance(value, str) or value not in choices:
+        raise invalid_request(f"{path}.{key} must be {' or '.join(choices)}")
+    return value
+
+
+def _bindings(value: object, path: str) -> tuple[Binding, ...]:
+    items = expect_array(value, path, BINDINGS_MAX)
+    if not items:
+        raise invalid_request(f"{path} must not be empty")
+    bindings: dict[int, Binding] = {}
+    for index, item in enumerate(items):
+        at = f"{path}[{index}]"
+        given = expect_object(item, at, ("version", "jsonPointer"))
+        version = given.get("version")
+        if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
+            raise invalid_request(f"{at}.version must be an integer of at least 1")
+        if version in bindings:
+            raise invalid_request(f"{at}.version {version} is bound twice")
+        bindings[version] = Binding(version, check_pointer(given.get("jsonPointer"), f"{at}.jsonPointer"))
+    return tuple(bindings.values())
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be stored: an unpaired surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+DIMENSIONS_MAX: Final = 12
+INTERVALS_MAX: Final = 16
+MEASURES_MAX: Final = 32
+INTERVAL_MS_MAX: Final = 2**53 - 1
+
+_INTERVAL = re.compile(r"([1-9][0-9]{0,15})(ms|s|m|h|d)")
+_UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_ROLLUP_KEYS: Final = frozenset({"timestampField", "include", "dimensions", "intervals", "measures"})
+_PARTS: Final = ("countJsonPointer", "sumJsonPointer", "minJsonPointer", "maxJsonPointer")
+_MEASURE_KEYS: Final[dict[str, frozenset[str]]] = {
+    "count": frozenset({"kind", "include"}),
+    "summary": frozenset({"kind", "field", "histogram"}),
+    "summary_parts": frozenset({"kind", *_PARTS, "histogramJsonPointer", "sketchJsonPointer"}),
+}
+
+
+class Measure(Struct, frozen=True, omit_defaults=True, rename="camel"):
+    """What a rollup keeps of its records. Which keys are set depends on the kind."""
+
+    kind: Literal["count", "summary", "summary_parts"]
+    include: str | None = None
+    field: str | None = None
+    histogram: str | None = None
+    count_json_pointer: str | None = None
+    sum_json_pointer: str | None = None
+    min_json_pointer: str | None = None
+    max_json_pointer: str | None = None
+    histogram_json_pointer: str | None = None
+    sketch_json_pointer: str | None = None
+
+
+class Rollup(Struct, frozen=True, omit_defaults=True, rename="camel"):
+    """Counts per span of time and dimensions. Without a timestamp field it uses the primary one."""
+
+    intervals: tuple[str, ...]
+    measures: dict[str, Measure]
+    timestamp_field: str | None = None
+    include: str | None = None
+    dimensions: tuple[str, ...] = ()
+
+
+def parse_interval_ms(text: str) -> int | None:
+    """`10s` and the like in milliseconds; None if it is no interval."""
+    match = _INTERVAL.fullmatch(text)
+    if not match:
+        return None
+    span_ms = int(match[1]) * _UNIT_MS[match[2]]
+    return span_ms if span_ms <= INTERVAL_MS_MAX else None
+
+
+def parse_rollup(value: object, path: str, fields: Mapping[str, Field], primary: str | None) -> Rollup:
+    """One entry of `search.rollups`. Includes are queries and are checked where queries are known."""
+    given = expect_object(value, path, _ROLLUP_KEYS)
+    timestamp_field = _text(given, "timestampField", path)
+    if timestamp_field is None and primary is None:
+        raise invalid_request(f"{path}.timestampField is required without search.primaryTimestampField")
+    if timestamp_field is not None:
+        field = fields.get(timestamp_field)
+        if field is None or field.kind != "date":
+            raise invalid_request(f"{path}.timestampField must name a date field")
+    return Rollup(
+        timestamp_field=timestamp_field,
+        include=_text(given, "include", path),
+        dimensions=_dimensions(given.get("dimensions", []), f"{path}.dimensions", fields),
+        intervals=_intervals(given.get("intervals"), f"{path}.intervals"),
+        measures=_measures(given.get("measures"), f"{path}.measures", fields),
+    )
+
+
+def _text(given: dict[str, object], key: str, path: str) -> str | None:
+    return expect_string(given[key], f"{path}.{key}") if key in given else None
+
+
+def _unique(value: object, path: str, length_max: int) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for index, item in enumerate(expect_array(value, path, length_max)):
+        text = expect_string(item, f"{path}[{index}]")
+        if text in found:
+            raise invalid_request(f"{path}[{index}] is named twice")
+        found[text] = None
+    return tuple(found)
+
+
+def _dimensions(value: object, path: str, fields: Mapping[str, Field]) -> tuple[str, ...]:
+    names = _unique(value, path, DIMENSIONS_MAX)
+    for index, name in enumerate(names):
+        if name not in fields:
+            raise invalid_request(f"{path}[{index}] must name a declared field")
+        if not fields[name].exact or fields[name].kind == "text":
+            raise invalid_request(f"{path}[{index}] must name an exact field")
+    return names
+
+
+def _intervals(value: object, path: str) -> tuple[str, ...]:
+    intervals = _unique(value, path, INTERVALS_MAX)
+    if not intervals:
+        raise invalid_request(f"{path} must not be empty")
+    for index, text in enumerate(intervals):
+        if parse_interval_ms(text) is None:
+            raise invalid_request(f"{path}[{index}] must be <n>ms, s, m, h or d")
+    return intervals
+
+
+def _measures(value: object, path: str, fields: Mapping[str, Field]) -> dict[str, Measure]:
+    given = expect_object(value, path)
+    if not given:
+        raise invalid_request(f"{path} must not be empty")
+    if len(given) > MEASURES_MAX:
+        raise invalid_request(f"{path} must have at most {MEASURES_MAX} measures")
+    return {
+        check_name(name, path): _measure(item, f"{path}.{shorten(name)}", fields)
+        for name, item in given.items()
+    }
+
+
+def _measure(value: object, path: str, fields: Mapping[str, Field]) -> Measure:
+    kind = expect_object(value, path).get("kind")
+    if kind == "count":
+        given = expect_object(value, path, _MEASURE_KEYS["count"])
+        return Measure(kind="count", include=_text(given, "include", path))
+    if kind == "summary":
+        given = expect_object(value, path, _MEASURE_KEYS["summary"])
+        name = expect_string(given.get("field"), f"{path}.field")
+        field = fields.get(name)
+        if field is None or not field.aggregatable or field.kind not in ("integer", "float"):
+            raise invalid_request(f"{path}.field must name an aggregatable integer or float field")
+        histogram = _text(given, "histogram", path)
+        if histogram not in (None, "log2_v1"):
+            raise invalid_request(f"{path}.histogram must be log2_v1")
+        return Measure(kind="summary", field=name, histogram=histogram)
+    if kind == "summary_parts":
+        given = expect_object(value, path, _MEASURE_KEYS["summary_parts"])
+        parts = [check_pointer(given.get(key), f"{path}.{key}") for key in _PARTS]
+        rest = [
+            check_pointer(given[key], f"{path}.{key}") if key in given else None
+            for key in ("histogramJsonPointer", "sketchJsonPointer")
+        ]
+        return Measure("summary_parts", None, None, None, *parts, *rest)
+    raise invalid_request(f"{path}.kind must be count, summary or summary_parts")
+
 
 __all__ = [
     "Binding",

@@ -11,12 +11,10 @@ from tailrace.log.decide import AppendRequest
 from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import Page
 from tailrace.protocol.http_headers import is_json
-from tailrace.schema.convert import LensFailureError
-from tailrace.schema.promote import Promoter
-from tailrace.schema.record import UnusableRecordError, decode_json_record
-from tailrace.schema.registry import Registry, read_registry
-from tailrace.schema.routing import RoutingKeyReader, key_not_allowed
-from tailrace.schema.validate import Validator, compile_schema
+from tailrace.schema.json_schema import Validator, compile_schema
+from tailrace.schema.json_values import UnusableRecordError, decode_json_record
+from tailrace.schema.lenses import LensFailureError
+from tailrace.schema.registry import Promoter, Registry, RoutingKeyReader, key_not_allowed, read_registry
 
 SCHEMA_DOCUMENT = "schema"  # key of the document
 CACHE_BYTES = 64 * 1024 * 1024  # of documents whose contracts are kept

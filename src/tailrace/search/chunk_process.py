@@ -28,8 +28,8 @@ from typing import Final, cast
 
 from tailrace.common import process
 from tailrace.schema.registry import read_registry
-from tailrace.search.chunk import Chunk, build_columns
-from tailrace.search.view import RecordDecoder, RecordView
+from tailrace.search.chunks import Chunk, build_columns
+from tailrace.search.records import RecordDecoder, RecordView
 
 logger = logging.getLogger("tailrace.query")
 

@@ -11,11 +11,11 @@ import orjson
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.log.reader import PointReader
-from tailrace.schema.pointer import ABSENT, parse_pointer, resolve_pointer
-from tailrace.search.collect import Hit
+from tailrace.schema.json_values import ABSENT, parse_pointer, resolve_pointer
+from tailrace.search.collector import Hit
+from tailrace.search.records import RecordView
+from tailrace.search.requests import SearchRequest
 from tailrace.search.run import SearchResult
-from tailrace.search.search_request import SearchRequest
-from tailrace.search.view import RecordView
 
 TIMESTAMP_MS_MAX = 253_402_300_799_999  # the end of the year 9999; nothing later is shown as an instant
 

@@ -13,35 +13,37 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.history import NotLocalError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
-from tailrace.search.bind import Anywhere, Clause
-from tailrace.search.collect import Hit, HitCollector
-from tailrace.search.coverage import (
+from tailrace.search.collector import (
+    Hit,
+    HitCollector,
     OmittedRows,
     SearchCounters,
     count_omitted,
     count_touched_segments,
     visible_through,
 )
-from tailrace.search.facts import RangeStatistics, RangeStatisticsCache
-from tailrace.search.index_files.library import IndexCatalogue
-from tailrace.search.index_files.span import IndexSpan, order_by_time
-from tailrace.search.packed import rows_from_bits
-from tailrace.search.plan import (
+from tailrace.search.columns import rows_from_bits
+from tailrace.search.index_files.catalogue import IndexCatalogue
+from tailrace.search.index_files.spans import IndexSpan, order_by_time
+from tailrace.search.language import Anywhere, Clause
+from tailrace.search.matching import RowMatches, certain_match, match_rows
+from tailrace.search.planner import (
     CANDIDATE_SHARE_MAX,
     SCAN_ROWS,
     IndexedRows,
     PlanPiece,
+    RangeStatistics,
+    RangeStatisticsCache,
     ScanRange,
     group_adjacent,
     order_by_best_value,
     plan_pieces,
     split_scan_ranges,
 )
+from tailrace.search.records import RecordView
+from tailrace.search.requests import SearchRequest
 from tailrace.search.scan import Payload, ScanStatistics
-from tailrace.search.search_request import SearchRequest
 from tailrace.search.tail_index import TailIndex
-from tailrace.search.verdict import RowMatches, certain_match, match_rows
-from tailrace.search.view import RecordView
 from tailrace.storage.segments.model import SegmentInfo
 
 if TYPE_CHECKING:

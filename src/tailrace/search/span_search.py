@@ -10,22 +10,20 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tailrace.search.bind import Clause, Equals
-from tailrace.search.collect import HitCollector
-from tailrace.search.index_files.exact_file import ExactFile
+from tailrace.search.collector import HitCollector
+from tailrace.search.columns import rows_from_bits
+from tailrace.search.index_files.catalogue import IndexCatalogue
+from tailrace.search.index_files.file_cache import OpenedFile, UnusableFileError
 from tailrace.search.index_files.format import COL, EXACT, FTS, encode_value
-from tailrace.search.index_files.library import IndexCatalogue
-from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.index_files.shelf import OpenedFile
-from tailrace.search.index_files.source import SpanSource
-from tailrace.search.index_files.span import IndexSpan, UsableFile
-from tailrace.search.index_files.wants import FileSelection, query_clauses
-from tailrace.search.index_files.weigh import can_score_from_postings, rows_needing_records
-from tailrace.search.packed import rows_from_bits
-from tailrace.search.plan import CANDIDATE_SHARE_MAX, IndexedRows
-from tailrace.search.search_request import SearchRequest
-from tailrace.search.verdict import RowMatches, match_rows
-from tailrace.search.view import RecordView
+from tailrace.search.index_files.full_text import can_score_from_postings, rows_needing_records
+from tailrace.search.index_files.lookup_files import ExactFile
+from tailrace.search.index_files.span_source import SpanSource
+from tailrace.search.index_files.spans import FileSelection, IndexSpan, UsableFile, query_clauses
+from tailrace.search.language import Clause, Equals
+from tailrace.search.matching import RowMatches, match_rows
+from tailrace.search.planner import CANDIDATE_SHARE_MAX, IndexedRows
+from tailrace.search.records import RecordView
+from tailrace.search.requests import SearchRequest
 
 
 class UndecidedSpan(NamedTuple):

@@ -21,10 +21,10 @@ from math import inf
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
-from tailrace.search.chunk import Chunk, join_chunks
 from tailrace.search.chunk_process import ChunkProcess, ChunkProcessError, build_chunk
+from tailrace.search.chunks import Chunk, join_chunks
+from tailrace.search.records import RecordDecoder, RecordView
 from tailrace.search.scan import Payload
-from tailrace.search.view import RecordDecoder, RecordView
 
 logger = logging.getLogger("tailrace.query")
 

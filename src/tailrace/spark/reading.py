@@ -157,7 +157,6 @@ class PartitionReader:
 def _promoter_of(registry: bytes | None) -> Any:
     if registry is None:
         return None
-    from tailrace.schema.promote import Promoter
-    from tailrace.schema.registry import read_registry
+    from tailrace.schema.registry import Promoter, read_registry
 
     return Promoter(read_registry(registry))

@@ -15,8 +15,8 @@ from tailrace.api.memory_guard import MemoryGuard, mapped_file_bytes
 from tailrace.api.touch import TouchRoutes
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.schema.stream_schema import CACHE_BYTES
-from tailrace.search.index_files.companion_files import IndexFileService
-from tailrace.search.search import SearchRoutes
+from tailrace.search.index_files.catalogue import IndexFileService
+from tailrace.search.routes import SearchRoutes
 from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.sealing import SealingService

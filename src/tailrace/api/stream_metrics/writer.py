@@ -17,7 +17,7 @@ from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.publish import TrafficCounts
 from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.log.transaction import ignore_reply
-from tailrace.schema.profiles.canonical import METRICS_SCHEMA_REGISTRY
+from tailrace.schema.profiles.canonical_registries import METRICS_SCHEMA_REGISTRY
 from tailrace.schema.profiles.profile import API_VERSION
 from tailrace.schema.registry import Registry, VersionBoundary
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tailrace.api.tracing.span import TEXT_MAX, Span, Value
-from tailrace.schema.profiles.protobuf import write_bytes, write_fixed64, write_varint
+from tailrace.schema.profiles.otlp_export import write_bytes, write_fixed64, write_varint
 
 _ERROR: Final = 2
 

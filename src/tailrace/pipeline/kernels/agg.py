@@ -23,17 +23,17 @@ from tailrace.pipeline.kernels.decoding import Tokens
 from tailrace.pipeline.kernels.levels import Groups, Level, grouped, joined_states, level_of
 from tailrace.pipeline.kernels.matching import fields_of, matching
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
-from tailrace.schema.convert import value_text
-from tailrace.schema.pointer import parse_pointer
-from tailrace.schema.search_config import SearchConfig
-from tailrace.schema.search_rollups import Measure, Rollup, parse_interval_ms
+from tailrace.schema.json_values import parse_pointer
+from tailrace.schema.lenses import value_text
+from tailrace.schema.search_config import Measure, Rollup, SearchConfig, parse_interval_ms
 from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN
-from tailrace.search.aggregates.keyed import group_ids
+from tailrace.search.aggregates.keyed_states import group_ids
 from tailrace.search.aggregates.measures import Summary, SummaryParts, SummaryPartsReader
-from tailrace.search.aggregates.summaries import build_number_array, summarise_by_group
-from tailrace.search.aggregates.tallies import partial_summaries_by_group
-from tailrace.search.bind import BoundQuery
-from tailrace.search.includes import bind_rollup_include
+from tailrace.search.aggregates.summary_arrays import (
+    build_number_array,
+    partial_summaries_by_group,
+    summarise_by_group,
+)
 from tailrace.search.index_files.format import (
     AGG,
     COUNT,
@@ -48,7 +48,8 @@ from tailrace.search.index_files.format import (
     WINDOW_START,
     partial_rollup_name,
 )
-from tailrace.search.values import INT64_MAX
+from tailrace.search.language import BoundQuery, bind_rollup_include
+from tailrace.search.records import INT64_MAX
 from tailrace.storage.segments.parquet import INT64, STRING, pa
 
 GROUP_ROWS: Final = 16_384

@@ -24,7 +24,7 @@ from tailrace.search.index_files.format import (
     SUM_REST,
     WINDOW_START,
 )
-from tailrace.search.values import INT64_MAX
+from tailrace.search.records import INT64_MAX
 from tailrace.storage.segments.parquet import pa, pc
 
 ADDED_ROWS: Final = 4096

@@ -9,9 +9,8 @@ from typing import Any, Final, NamedTuple
 from tailrace.pipeline.kernels.arrays import np, to_numpy
 from tailrace.pipeline.kernels.columns import FieldColumn, column_of, column_of_values
 from tailrace.pipeline.kernels.decoding import Decoder, Leaves, Tokens
-from tailrace.schema.pointer import parse_pointer
-from tailrace.search.values import converter_for, extract_values
-from tailrace.search.view import RecordView
+from tailrace.schema.json_values import parse_pointer
+from tailrace.search.records import RecordView, converter_for, extract_values
 from tailrace.storage.segments.parquet import pa, pq
 
 ENTRY, KEY, PAYLOAD = "entry", "key", "payload"

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple, cast
 
 from tailrace.pipeline.kernels.arrays import BOOL, DOUBLE, np, offsets_of, to_numpy
 from tailrace.pipeline.kernels.decoding import Leaves
-from tailrace.schema.search_fields import Field
-from tailrace.search.values import Value, converter_for, flatten_leaves
+from tailrace.schema.search_config import Field
+from tailrace.search.records import Value, converter_for, flatten_leaves
 from tailrace.storage.segments.parquet import INT64, STRING, pa, pc
 
 ARROW: Final = {

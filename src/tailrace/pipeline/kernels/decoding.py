@@ -12,8 +12,8 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import astuple
 
-from tailrace.schema.pointer import ABSENT, resolve_pointer
-from tailrace.search.view import RecordView
+from tailrace.schema.json_values import ABSENT, resolve_pointer
+from tailrace.search.records import RecordView
 
 Tokens = tuple[str, ...]
 Leaves = list[Any]  # what lies at one pointer, by row; None where nothing does

@@ -15,10 +15,9 @@ from tailrace.pipeline.kernels.columns import FieldColumn
 from tailrace.pipeline.kernels.parquet import Built, Range, facts_of
 from tailrace.pipeline.kernels.postings import TERMS_SCHEMA, Postings, every_entry, terms_table, write_terms
 from tailrace.pipeline.kernels.words import tokens_in
-from tailrace.schema.search_config import SearchConfig
-from tailrace.schema.search_fields import Field
-from tailrace.search.analyze import truncate_token
+from tailrace.schema.search_config import Field, SearchConfig
 from tailrace.search.index_files.format import FACT_PREFIX, FTS, KEYWORD_BYTES_MAX, SPLIT_FACTS, SPLIT_TERMS
+from tailrace.search.records import truncate_token
 from tailrace.storage.segments.parquet import STRING, pa, pc
 
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first one a zip can have

@@ -10,8 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from tailrace.pipeline.kernels.arrays import np
-from tailrace.search.aggregates.summaries import SummaryArray, concat_summaries
-from tailrace.search.aggregates.tallies import PartialSummaries, concat_partial_summaries, sum_counts
+from tailrace.search.aggregates.summary_arrays import (
+    PartialSummaries,
+    SummaryArray,
+    concat_partial_summaries,
+    concat_summaries,
+    sum_counts,
+)
 
 _DENSE: Final = 8  # so many marks for each member are quicker than sorting
 

@@ -11,9 +11,9 @@ from typing import Any
 from tailrace.pipeline.kernels.arrays import np
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import distinct
-from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, HasValue, Negation
-from tailrace.search.evaluate import evaluate_values
-from tailrace.search.values import Value
+from tailrace.search.language import All, AnyOf, Anywhere, BoundQuery, HasValue, Negation
+from tailrace.search.matching import evaluate_values
+from tailrace.search.records import Value
 
 
 def matching(query: BoundQuery, batch: Batch) -> Any:

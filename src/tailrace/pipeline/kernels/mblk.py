@@ -9,7 +9,7 @@ from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.decoding import Tokens
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.pipeline.kernels.states import as_double, as_whole
-from tailrace.schema.search_rollups import Measure
+from tailrace.schema.search_config import Measure
 from tailrace.search.aggregates.measures import SummaryPartsReader
 from tailrace.search.index_files.format import (
     COUNT,
@@ -28,7 +28,7 @@ from tailrace.search.index_files.format import (
     SUM,
     SUM_WHOLE,
 )
-from tailrace.search.values import flatten_leaves, to_integer, to_string
+from tailrace.search.records import flatten_leaves, to_integer, to_string
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
 
 GROUP_ROWS: Final = 8192

@@ -32,7 +32,7 @@ from tailrace.search.index_files.format import (
     ROUTING_KEY_LEXICON,
 )
 from tailrace.search.index_files.index_plan import BuildPlan
-from tailrace.search.view import RecordView
+from tailrace.search.records import RecordView
 from tailrace.storage.segments.model import CorruptSegmentError
 from tailrace.storage.segments.parquet import pa, pq
 

@@ -15,8 +15,13 @@ from tailrace.search.aggregates.measures import (
     decode_total,
     nearest_ratio,
 )
-from tailrace.search.aggregates.spread import BucketArray, concat_buckets, encode_sketch, sketch_from_buckets
-from tailrace.search.aggregates.summaries import SummaryArray
+from tailrace.search.aggregates.summary_arrays import (
+    BucketArray,
+    SummaryArray,
+    concat_buckets,
+    encode_sketch,
+    sketch_from_buckets,
+)
 from tailrace.search.index_files.format import (
     COUNT,
     HISTOGRAM,

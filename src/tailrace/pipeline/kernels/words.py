@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from tailrace.pipeline.kernels.arrays import np, offsets_of, spans, to_numpy
-from tailrace.search.analyze import TOKEN_BYTES_MAX, tokenize_text
+from tailrace.search.records import TOKEN_BYTES_MAX, tokenize_text
 from tailrace.storage.segments.parquet import STRING, pa, pc
 
 # Each byte of ASCII as it is in a token; 0 where there is none.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final, cast
 
-from tailrace.schema.body import invalid_request, shorten
-from tailrace.schema.convert import value_text
-from tailrace.schema.profiles.values import to_integer, to_number, to_trimmed
+from tailrace.schema.json_values import invalid_request, shorten
+from tailrace.schema.lenses import value_text
+from tailrace.schema.profiles.normalisation import to_integer, to_number, to_trimmed
 
 API_VERSION: Final = "durable.streams/metrics/v1"
 

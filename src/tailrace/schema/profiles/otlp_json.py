@@ -9,8 +9,8 @@ from typing import Any, Final, cast
 import msgspec
 from msgspec import Raw, Struct
 
-from tailrace.schema.body import invalid_request
-from tailrace.schema.profiles.export import (
+from tailrace.schema.json_values import invalid_request
+from tailrace.schema.profiles.otlp_export import (
     Record,
     SpanExport,
     UnusableSpanError,

@@ -8,20 +8,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple, cast
 
-from tailrace.schema.body import invalid_request
-from tailrace.schema.profiles.export import (
-    Record,
-    SpanExport,
-    UnusableSpanError,
-    ValueLimits,
-    number_or_text,
-)
-from tailrace.schema.profiles.protobuf import (
+from tailrace.schema.json_values import invalid_request
+from tailrace.schema.profiles.otlp_export import (
     BYTES,
     FIXED64,
     VARINT,
     Data,
     MalformedMessageError,
+    Record,
+    SpanExport,
+    UnusableSpanError,
+    ValueLimits,
+    number_or_text,
     read_fields,
     to_signed,
 )

@@ -6,16 +6,14 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from tailrace.schema.body import expect_object, invalid_request
-from tailrace.schema.profiles import canonical, evlog, metrics, span, state_protocol
-from tailrace.schema.profiles.config import parse_otel
-from tailrace.schema.profiles.evlog import Evlog
-from tailrace.schema.profiles.evlog_config import parse_evlog
-from tailrace.schema.profiles.profiles_touch_config import TouchConfig, parse_touch
-from tailrace.schema.profiles.registry import OTEL_REGISTRY
-from tailrace.schema.profiles.span import OtelSpans
-from tailrace.schema.registry import Registry, VersionBoundary
-from tailrace.schema.routing import parse_routing_key
+from tailrace.schema.json_values import expect_object, invalid_request
+from tailrace.schema.profiles import canonical_registries, evlog, metrics, otel_spans, state_protocol
+from tailrace.schema.profiles.canonical_registries import OTEL_REGISTRY
+from tailrace.schema.profiles.evlog import Evlog, parse_evlog
+from tailrace.schema.profiles.otel_spans import OtelSpans
+from tailrace.schema.profiles.otlp_export import parse_otel
+from tailrace.schema.profiles.state_protocol import TouchConfig, parse_touch
+from tailrace.schema.registry import Registry, VersionBoundary, parse_routing_key
 from tailrace.schema.search_config import parse_search_config
 
 API_VERSION: Final = "durable.streams/profile/v1"
@@ -61,7 +59,7 @@ class GenericProfile:
 class EvlogProfile:
     kind = "evlog"
     reencodes = checks = True
-    update: Json | None = canonical.EVLOG_REGISTRY
+    update: Json | None = canonical_registries.EVLOG_REGISTRY
 
     def __init__(self, body: Json, path: str) -> None:
         self.config = parse_evlog(body, path)
@@ -77,7 +75,7 @@ class EvlogProfile:
 class MetricsProfile:
     kind = "metrics"
     reencodes = checks = True
-    update: Json | None = canonical.METRICS_REGISTRY
+    update: Json | None = canonical_registries.METRICS_REGISTRY
 
     def to_json(self) -> Json:
         return {"kind": self.kind}
@@ -102,7 +100,7 @@ class OtelTracesProfile:
         return self.config.to_json()
 
     def default_key(self, record: object) -> str | None:
-        return span.span_routing_key(cast("Json", record))
+        return otel_spans.span_routing_key(cast("Json", record))
 
 
 class StateProtocolProfile:

@@ -8,10 +8,9 @@ from typing import Final, cast
 import msgspec
 from msgspec import Struct
 
-from tailrace.schema.body import expect_array, expect_object, expect_string, invalid_request
-from tailrace.schema.profiles.emission import Template
-from tailrace.schema.profiles.keys import ENCODINGS, format_key
-from tailrace.schema.profiles.profiles_touch_config import TemplatesConfig
+from tailrace.schema.json_values import expect_array, expect_object, expect_string, invalid_request
+from tailrace.schema.profiles.state_protocol import TemplatesConfig
+from tailrace.schema.profiles.touch_keys import ENCODINGS, Template, format_key
 
 DECLARED_MAX: Final = 256
 FIELDS_MAX: Final = 3

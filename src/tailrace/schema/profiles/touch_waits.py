@@ -9,7 +9,7 @@ from typing import Final, cast
 from msgspec import Struct
 
 from tailrace.common.errors import TailraceError
-from tailrace.schema.body import (
+from tailrace.schema.json_values import (
     expect_array,
     expect_bool,
     expect_object,
@@ -17,7 +17,7 @@ from tailrace.schema.body import (
     invalid_request,
     shorten,
 )
-from tailrace.schema.profiles.keys import ID_MASK, key_id, read_key
+from tailrace.schema.profiles.touch_keys import ID_MASK, key_id, read_key
 from tailrace.schema.profiles.touch_templates import TemplateDeclaration, parse_templates
 
 KEYS_MAX: Final = 1024

@@ -11,20 +11,20 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from tailrace.schema.convert import value_text
-from tailrace.search.aggregate_request import AggregateRequest
-from tailrace.search.aggregates.aggregate import Groups, aggregate_timeout
-from tailrace.search.bind import All, BoundQuery, Equals
-from tailrace.search.chunk import Chunk
-from tailrace.search.column_build import build_column
+from tailrace.schema.lenses import value_text
+from tailrace.search.aggregates.groups import Groups, aggregate_timeout
+from tailrace.search.chunks import Chunk
+from tailrace.search.columns import build_column
 from tailrace.search.index_files.format import COL, MBLK, partial_rollup_name
-from tailrace.search.index_files.span import IndexSpan, UsableFile
+from tailrace.search.index_files.spans import IndexSpan, UsableFile
+from tailrace.search.language import All, BoundQuery, Equals
+from tailrace.search.records import RecordView
+from tailrace.search.requests import AggregateRequest
 from tailrace.search.scan import query_fields
-from tailrace.search.view import RecordView
 
 if TYPE_CHECKING:
-    from tailrace.search.index_files.agg_file import RollupFile, RollupSelection
-    from tailrace.search.index_files.source import SpanSource
+    from tailrace.search.index_files.rollup_files import RollupFile, RollupSelection
+    from tailrace.search.index_files.span_source import SpanSource
 
 ROWS_AT_ONCE = 8192  # of a span that are objects at the same time; a span may be of a million
 
@@ -146,7 +146,7 @@ def add_rollup_states(file: RollupFile, request: AggregateRequest, groups: Group
 
 
 def rollup_selection(request: AggregateRequest) -> RollupSelection:
-    from tailrace.search.index_files.agg_file import RollupSelection  # brings Arrow, which is large
+    from tailrace.search.index_files.rollup_files import RollupSelection  # brings Arrow, which is large
 
     having = fixed_dimensions(request)
     assert having is not None

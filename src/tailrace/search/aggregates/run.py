@@ -14,11 +14,12 @@ import orjson
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.schema.timestamps import from_unix_ms
-from tailrace.search.aggregate_request import AggregateRequest
-from tailrace.search.aggregates.aggregate import AggregateScanner, Groups, aggregate_timeout
-from tailrace.search.aggregates.aggregate_columns import (
+from tailrace.search.aggregates.groups import (
+    AggregateScanner,
     ColumnAggregator,
     ColumnScanner,
+    Groups,
+    aggregate_timeout,
     columns_and_blocks_suffice,
     columns_suffice,
 )
@@ -34,21 +35,21 @@ from tailrace.search.aggregates.rollup_ranges import (
     select_rollup_ranges,
     span_chunks,
 )
-from tailrace.search.chunk import Chunk
-from tailrace.search.coverage import SearchCounters, count_omitted, count_touched_segments, visible_through
+from tailrace.search.chunks import Chunk
+from tailrace.search.collector import SearchCounters, count_omitted, count_touched_segments, visible_through
+from tailrace.search.index_files.file_cache import OpenedFile, UnusableFileError
 from tailrace.search.index_files.format import AGG, COL, MBLK
-from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.index_files.shelf import OpenedFile
-from tailrace.search.index_files.span import IndexSpan
-from tailrace.search.plan import ScanRange, plan_pieces, split_scan_ranges
+from tailrace.search.index_files.spans import IndexSpan
+from tailrace.search.planner import ScanRange, plan_pieces, split_scan_ranges
+from tailrace.search.records import RecordView
+from tailrace.search.requests import AggregateRequest
 from tailrace.search.response import build_coverage
 from tailrace.search.run import READ_BYTES, Searcher, SearchResult
-from tailrace.search.view import RecordView
 from tailrace.storage.segments.model import SegmentInfo
 
 if TYPE_CHECKING:
-    from tailrace.search.aggregates.aggregate_states import ArrayStates
-    from tailrace.search.index_files.mblk_file import MetricBlocks
+    from tailrace.search.aggregates.array_states import ArrayStates
+    from tailrace.search.index_files.rollup_files import MetricBlocks
 
 COVERAGE_FIELDS = (
     "mode",
@@ -244,7 +245,7 @@ class _AggregateRun:
 
     def _add_states(self, file: OpenedFile | None) -> tuple[int, list[TimeWindow]]:
         """How many states were added, and the edges of time that are left."""
-        from tailrace.search.index_files.agg_file import RollupFile
+        from tailrace.search.index_files.rollup_files import RollupFile
 
         request = self._request
         if not isinstance(file, RollupFile):
@@ -255,7 +256,7 @@ class _AggregateRun:
         return self._array_states().add_file(file, rollup_selection(request)), left
 
     def _array_states(self) -> ArrayStates:
-        from tailrace.search.aggregates.aggregate_states import ArrayStates  # brings Arrow, which is large
+        from tailrace.search.aggregates.array_states import ArrayStates  # brings Arrow, which is large
 
         if self._arrays is None:
             self._arrays = ArrayStates(self._view, self._request, self._deadline)
@@ -325,7 +326,7 @@ class _AggregateRun:
         self, span: IndexSpan, opened: Mapping[str, OpenedFile], wanted: Sequence[str], part: _TimePart
     ) -> int | None:
         """Answers the largest primary timestamp of a span, all of which is still there."""
-        from tailrace.search.index_files.source import SpanSource  # brings Arrow, which is large
+        from tailrace.search.index_files.span_source import SpanSource  # brings Arrow, which is large
 
         view = self._view
         source = SpanSource(span, view.config, opened)
@@ -478,7 +479,7 @@ class _AggregateRun:
 
 
 def _blocks_of(span: IndexSpan, opened: Mapping[str, OpenedFile]) -> MetricBlocks:
-    from tailrace.search.index_files.mblk_file import MetricBlockFile
+    from tailrace.search.index_files.rollup_files import MetricBlockFile
 
     served = span.serving(MBLK, MBLK)
     file = None if served is None else opened.get(served.published.key)

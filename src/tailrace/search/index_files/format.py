@@ -12,7 +12,7 @@ from typing import Final
 
 import xxhash
 
-from tailrace.search.values import Value
+from tailrace.search.records import Value
 
 ROUTING_KEY_INDEX: Final = "routing_key_index"
 ROUTING_KEY_LEXICON: Final = "routing_key_lexicon"

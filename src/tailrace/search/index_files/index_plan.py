@@ -13,17 +13,13 @@ from typing import Final, cast
 
 import msgspec
 
-from tailrace.schema.lens import LensOp
-from tailrace.schema.lens_parse import parse_lens
-from tailrace.schema.pointer import parse_pointer
+from tailrace.schema.json_values import parse_pointer
+from tailrace.schema.lenses import LensOp, parse_lens
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.schema.search_config import SearchConfig
-from tailrace.schema.search_fields import Field
-from tailrace.schema.search_rollups import Measure, Rollup
-from tailrace.search.bind import All, AnyOf, Anywhere, BoundQuery, Negation
-from tailrace.search.includes import bind_rollup_include
+from tailrace.schema.search_config import Field, Measure, Rollup, SearchConfig
 from tailrace.search.index_files.format import FORMATS, PARTIAL_ROLLUP_VERSION
-from tailrace.search.view import RecordView
+from tailrace.search.language import All, AnyOf, Anywhere, BoundQuery, Negation, bind_rollup_include
+from tailrace.search.records import RecordView
 
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")
 ANALYZER_VERSION: Final = 1

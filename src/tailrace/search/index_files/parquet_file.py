@@ -15,9 +15,15 @@ from typing import Any
 import xxhash
 
 from tailrace.search.index_files import format as names
-from tailrace.search.index_files.body import ByteRange, FileContent, FileSlice, read_exactly, split_by_size
-from tailrace.search.index_files.published import UnusableFileError
-from tailrace.search.index_files.shelf import WholeFileRequiredError
+from tailrace.search.index_files.file_cache import (
+    ByteRange,
+    FileContent,
+    FileSlice,
+    UnusableFileError,
+    WholeFileRequiredError,
+    read_exactly,
+    split_by_size,
+)
 from tailrace.storage.segments import parquet, reader
 from tailrace.storage.segments.model import FOOTER_GUESS_BYTES, CorruptSegmentError
 from tailrace.storage.segments.parquet import PartialFile, pa, pq

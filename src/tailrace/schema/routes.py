@@ -1,0 +1,276 @@
+"""HTTP routes of a stream's schema registry and profile: `_schema` and `_profile`.
+
+GET and POST `_schema`: a stream's registry.
+
+GET and POST `_profile`: what a stream's records mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.live import Live
+from tailrace.api.parse import check_encoding
+from tailrace.auth import Action, Identity, authorise
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.log.model import Stream
+from tailrace.log.transaction import Transaction
+from tailrace.schema.adoption import (
+    AdoptionResponse,
+    Adoptions,
+    profile_checker,
+    schema_checker,
+    wants_adoption,
+)
+from tailrace.schema.append_validation import PROFILE_DOCUMENT
+from tailrace.schema.profiles.profile import (
+    GENERIC,
+    Profile,
+    StateProtocolProfile,
+    install_profile,
+    needs_entry_check,
+    parse_profile_update,
+    profile_document,
+    read_profile,
+)
+from tailrace.schema.profiles.touch_state import new_touch_document
+from tailrace.schema.registry import Registry, read_registry
+from tailrace.schema.registry_update import RegistryUpdate, decide_update, is_first_schema, prepare_update
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
+from tailrace.search.language import check_rollup_includes
+
+METHODS = "GET, HEAD, POST, OPTIONS"
+
+
+class SchemaRoutes:
+    """Checking an update may take long and is done on a thread; deciding it is one step on the loop."""
+
+    def __init__(self, context: Context, live: Live, adoptions: Adoptions) -> None:
+        self._context = context
+        self._adoptions = adoptions
+        self._log = context.log
+        self._live = live
+        self._thread = ThreadPoolExecutor(1, "schema")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        if method == b"POST":
+            authorise(identity, Action.CONFIGURE_STREAM, stream=name)
+            check_encoding(exchange)
+            self._log.existing(name)
+            self._post(exchange, name, parse_json_body(exchange.body), adopts=wants_adoption(exchange))
+        elif method in (b"GET", b"HEAD"):
+            authorise(identity, Action.QUERY_STREAM, stream=name)
+            stream = self._log.readable(name)
+            _respond_registry(exchange, registry_document(stream, stream.visible_documents))
+        else:
+            raise answers.not_allowed(METHODS)
+
+    def _post(self, exchange: Exchange, name: str, body: object, *, adopts: bool) -> None:
+        task = self._context.loop.create_task(
+            self._update(AdoptionResponse(exchange), name, body, adopts=adopts)
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _update(self, answer: AdoptionResponse, name: str, body: object, *, adopts: bool) -> None:
+        try:
+            stream = self._log.existing(name)
+            before = registry_document(stream, stream.documents)
+            async with asyncio.timeout(self._context.limits.request_ms / 1000):
+                registry, update = await self._context.loop.run_in_executor(
+                    self._thread, prepare_registry_update, before, body
+                )
+            if adopts and stream.tail and is_first_schema(registry, update):
+                require_json(stream)
+                check = schema_checker(update.schema)
+                decide = partial(self._decide, answer, name, before, registry, update, adopted=True)
+                await self._adoptions.adopt(stream, check, answer, decide)
+            else:
+                self._decide(answer, name, before, registry, update, adopted=False)
+        except TimeoutError:
+            answer.refuse(TailraceError("request_timeout", "request timed out"))
+        except TailraceError as refusal:
+            answer.refuse(refusal)
+        except Exception:
+            answer.refuse(TailraceError("internal", "the update failed"))
+            raise
+
+    def _decide(
+        self,
+        answer: AdoptionResponse,
+        name: str,
+        before: bytes,
+        registry: Registry,
+        update: RegistryUpdate,
+        *,
+        adopted: bool,
+    ) -> None:
+        """From the look at the stream to the record in the journal nothing comes between."""
+        stream = self._log.existing(name)
+        require_json(stream)
+        if registry_document(stream, stream.documents) != before:
+            raise TailraceError("conflict", "schema registry changed concurrently")
+        after = decide_update(registry, update, stream.tail, adopted=adopted).to_json()
+        if after == before:
+            self._log.settled(stream, self._decided, answer)
+        else:
+            self._log.describe(stream, SCHEMA_DOCUMENT, after, self._decided, answer)
+
+    def _decided(self, transaction: Transaction, error: TailraceError | None) -> None:
+        answer, stream = transaction.context, transaction.subject
+        assert type(answer) is AdoptionResponse
+        assert stream is not None
+        if error is not None:
+            answer.refuse(error)
+            return
+        self._live.step_stream = None  # what was encoded for one reader was promoted by the old registry
+        answer.finish(registry_document(stream, stream.visible_documents))
+
+
+def registry_document(stream: Stream, documents: dict[str, bytes] | None) -> bytes:
+    """The registry as it is shown; a stream that never had one has an empty one."""
+    found = None if documents is None else documents.get(SCHEMA_DOCUMENT)
+    return Registry(name=stream.name).to_json() if found is None else found
+
+
+def require_json(stream: Stream) -> None:
+    if stream.content_type is not None and not stream.json:
+        raise TailraceError("invalid_request", "schema requires application/json stream content-type")
+
+
+def parse_json_body(body: bytes) -> object:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
+
+
+def prepare_registry_update(document: bytes, body: object) -> tuple[Registry, RegistryUpdate]:
+    """The registry and a checked update of it; may take long, so it is done on a thread."""
+    registry = read_registry(document)
+    update = prepare_update(registry, body)
+    if isinstance(update.search, SearchConfig):
+        check_rollup_includes(update.search)
+    return registry, update
+
+
+def _respond_registry(exchange: Exchange, document: bytes) -> None:
+    exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, document)
+
+
+TOUCH_DOCUMENT = "touch"  # key of the document
+
+
+class ProfileRoutes:
+    """A profile and what it installs become durable in one record."""
+
+    def __init__(
+        self, context: Context, live: Live, on_changed: Callable[[Stream], None], adoptions: Adoptions
+    ) -> None:
+        self._context = context
+        self._log = context.log
+        self._adoptions = adoptions
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._live = live
+        self._on_changed = on_changed
+
+    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        if method == b"POST":
+            authorise(identity, Action.CONFIGURE_STREAM, stream=name)
+            stream = self._log.existing(name)
+            new, answer = parse_profile_update(parse_json_body(exchange.body)), AdoptionResponse(exchange)
+            current = read_profile((stream.documents or {}).get(PROFILE_DOCUMENT))
+            if wants_adoption(exchange) and stream.tail and needs_entry_check(new, current):
+                profile_changes(stream, new, adopted=True)  # what can be refused is refused before the check
+                task = self._context.loop.create_task(self._adopt(answer, stream, new))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._install(answer, stream, new)
+        elif method in (b"GET", b"HEAD"):
+            authorise(identity, Action.QUERY_STREAM, stream=name)
+            document = _profile_document(self._log.readable(name))
+            exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, document)
+        else:
+            raise answers.not_allowed(METHODS)
+
+    async def _adopt(self, answer: AdoptionResponse, stream: Stream, new: Profile) -> None:
+        before = registry_document(stream, stream.documents)
+
+        def decide() -> None:
+            if registry_document(stream, stream.documents) != before:
+                raise TailraceError("conflict", "schema registry changed concurrently")
+            self._install(answer, stream, new, adopted=True)
+
+        try:
+            await self._adoptions.adopt(stream, profile_checker(new), answer, decide)
+        except TailraceError as refusal:
+            answer.refuse(refusal)
+        except Exception:
+            answer.refuse(TailraceError("internal", "the profile was not installed"))
+            raise
+
+    def _install(
+        self, answer: AdoptionResponse, stream: Stream, new: Profile, *, adopted: bool = False
+    ) -> None:
+        changes = profile_changes(stream, new, adopted=adopted)
+        if changes:
+            self._log.describe_all(stream, changes, self._decided, answer)
+        else:
+            self._log.settled(stream, self._decided, answer)
+
+    def _decided(self, transaction: Transaction, error: TailraceError | None) -> None:
+        answer, stream = transaction.context, transaction.subject
+        assert type(answer) is AdoptionResponse
+        assert stream is not None
+        if error is not None:
+            answer.refuse(error)
+            return
+        if transaction.ops:
+            self._live.step_stream = None  # what was encoded for readers was promoted by the old registry
+            self._on_changed(stream)
+        answer.finish(_profile_document(stream))
+
+
+def profile_changes(stream: Stream, new: Profile, *, adopted: bool = False) -> list[tuple[str, bytes | None]]:
+    """The documents of the stream that change when it gets this profile."""
+    if new is not GENERIC and not stream.json:
+        raise TailraceError(
+            "invalid_request", f"{new.kind} profile requires application/json stream content-type"
+        )
+    documents = stream.documents or {}
+    before = registry_document(stream, documents)
+    registry = read_registry(before)
+    current = read_profile(documents.get(PROFILE_DOCUMENT))
+    after = install_profile(new, current, registry, stream.tail, adopted=adopted).to_json()
+    wanted: list[tuple[str, bytes | None]] = [
+        (PROFILE_DOCUMENT, None if new is GENERIC else profile_document(new)),
+        (TOUCH_DOCUMENT, _touch_document(new, documents.get(TOUCH_DOCUMENT))),
+    ]
+    if after != before:
+        wanted.append((SCHEMA_DOCUMENT, after))
+    return [(key, value) for key, value in wanted if documents.get(key) != value]
+
+
+def _touch_document(new: Profile, current: bytes | None) -> bytes | None:
+    """Touches keep their epoch and templates as long as they are on."""
+    if not isinstance(new, StateProtocolProfile) or new.touch is None or not new.touch.enabled:
+        return None
+    return new_touch_document() if current is None else current
+
+
+def _profile_document(stream: Stream) -> bytes:
+    return (stream.visible_documents or {}).get(PROFILE_DOCUMENT) or profile_document(GENERIC)

@@ -1,0 +1,365 @@
+"""The index catalogue: published index files of streams, spans, rollups and routing keys, ready to be read.
+
+The companions of streams, ready to be asked: which spans there are, and their files opened.
+
+A fork shows entries of its source, and what was built of those serves the fork as well, as far as its
+registry asks for the same.
+
+Keyed reads and the listing of keys through built indexes.
+
+What is not covered, or cannot be opened, is left to those who look at segments.
+
+Built indexes beside everything that can make use of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import ServerMetrics
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.log.routing_keys import LexiconKeys, LexiconTimes
+from tailrace.log.segment_catalogue import IndexFileSet
+from tailrace.schema.registry import Registry, VersionBoundary, read_registry
+from tailrace.search.index_files.file_cache import (
+    FileContent,
+    IndexFileCache,
+    IndexFileRef,
+    OpenedFile,
+    UnusableFileError,
+)
+from tailrace.search.index_files.format import ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
+from tailrace.search.index_files.spans import (
+    FieldFingerprints,
+    IndexSpan,
+    UsableFile,
+    build_spans,
+    find_rollup_files,
+)
+from tailrace.search.records import RecordView
+from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
+from tailrace.storage.segments.index_files import IndexFile
+from tailrace.storage.segments.model import FOREVER, make_stream_id, stream_prefix
+
+if TYPE_CHECKING:
+    from tailrace.api.app import TailraceApp
+    from tailrace.search.index_files.lookup_files import RoutingKeyIndexFile, RoutingKeyLexiconFile
+
+
+STREAMS_CACHED_MAX = 256  # whose spans are kept
+SCHEMA_DOCUMENT = "schema"  # key of the document with a stream's registry
+
+AncestorLookup = Callable[[Stream], Sequence[tuple[Stream, int]]]
+
+
+def without_ancestors(stream: Stream) -> Sequence[tuple[Stream, int]]:
+    """Without looking at whom it was forked from."""
+    return [(stream, FOREVER)]
+
+
+class _StreamIndexFiles(NamedTuple):
+    """What a stream or one of its ancestors has, and up to which entry it is shown."""
+
+    found: IndexFileSet
+    stream_id: str
+    upto: int
+
+    def is_as(self, other: _StreamIndexFiles) -> bool:
+        same = self.found.companions is other.found.companions and self.found.plans is other.found.plans
+        return same and (self.stream_id, self.upto) == (other.stream_id, other.upto)
+
+
+class _CachedSpans(NamedTuple):
+    parts: list[_StreamIndexFiles]
+    view: RecordView
+    spans: list[IndexSpan]
+    rollups: list[UsableFile]
+
+    def is_of(self, parts: list[_StreamIndexFiles], view: RecordView) -> bool:
+        mine, its = self.view.registry, view.registry
+        same = len(parts) == len(self.parts) and all(map(_StreamIndexFiles.is_as, self.parts, parts))
+        return same and (mine is its or mine == its)
+
+
+class IndexCatalogue:
+    """Lives on the loop. `levels` tells a stream and its ancestors, each with the last entry it shows."""
+
+    def __init__(
+        self,
+        shelf: IndexFileCache,
+        catalogue: Callable[[Stream], Awaitable[IndexFileSet]],
+        levels: AncestorLookup = without_ancestors,
+    ) -> None:
+        self.shelf = shelf
+        self._catalogue = catalogue
+        self._levels = levels
+        self._kept: OrderedDict[int, _CachedSpans] = OrderedDict()
+
+    async def companions(self, stream: Stream) -> IndexFileSet:
+        return await self._catalogue(stream)
+
+    async def spans(self, stream: Stream, view: RecordView) -> Sequence[IndexSpan]:
+        """The spans of a stream, in order."""
+        kept = await self._of(stream, view)
+        return () if kept is None else kept.spans
+
+    async def rollups(self, stream: Stream, view: RecordView) -> Sequence[UsableFile]:
+        """The files of rollups, by their first entry."""
+        kept = await self._of(stream, view)
+        return () if kept is None else kept.rollups
+
+    async def _of(self, stream: Stream, view: RecordView) -> _CachedSpans | None:
+        parts: list[_StreamIndexFiles] = []
+        for owner, upto in self._levels(stream):
+            found = await self._catalogue(owner)
+            if found.companions and (owner is stream or has_same_versions(view.registry, owner, upto)):
+                identity = make_stream_id(owner.name, owner.incarnation)
+                parts.append(_StreamIndexFiles(found, identity, FOREVER if owner is stream else upto))
+        if not parts:
+            self._kept.pop(stream.number, None)
+            return None
+        kept = self._kept.get(stream.number)
+        if kept is None or not kept.is_of(parts, view):
+            loop = asyncio.get_running_loop()
+            kept = await loop.run_in_executor(None, _build_all_spans, parts, view)
+            self._kept[stream.number] = kept
+            if len(self._kept) > STREAMS_CACHED_MAX:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(stream.number)
+        return kept
+
+    def covered(self, stream: Stream) -> int:
+        """The last entry that all wanted families speak for, with all before it; of what was last asked."""
+        kept = self._kept.get(stream.number)
+        through = stream.earliest
+        for span in () if kept is None else kept.spans:
+            if span.first > through + 1 or (span.last > through and not span.is_complete):
+                break
+            through = max(through, span.last)
+        return through
+
+    async def opened(self, files: Mapping[str, UsableFile]) -> dict[str, OpenedFile]:
+        """The files that can be used, by their keys."""
+        found: dict[str, OpenedFile] = {}
+        missing: list[UsableFile] = []
+        for key, served in files.items():
+            opened = self.shelf.find(served.published)
+            if opened is None:
+                missing.append(served)
+            else:
+                found[key] = opened
+        if missing:
+            for served, opened in zip(missing, await asyncio.gather(*map(self.open, missing)), strict=True):
+                if opened is not None:
+                    found[served.published.key] = opened
+        return found
+
+    def at_hand(self, files: Mapping[str, UsableFile]) -> bool:
+        """Whether all of some files are open already."""
+        return all(self.shelf.holds(served.published) for served in files.values())
+
+    async def open(self, served: UsableFile) -> OpenedFile | None:
+        return await self.shelf.open(served.published, partial(_open_usable_file, served))
+
+
+def has_same_versions(registry: Registry, owner: Stream, upto: int) -> bool:
+    """Whether the records up to an entry are of the same versions to a fork as to the one they are from."""
+    document = (owner.visible_documents or {}).get(SCHEMA_DOCUMENT)
+    if document is None:
+        return False
+    mine = [one for one in registry.boundaries if one.offset < upto]
+    return mine == [one for one in _boundaries(document) if one.offset < upto]
+
+
+@lru_cache(256)
+def _boundaries(document: bytes) -> tuple[VersionBoundary, ...]:
+    return read_registry(document).boundaries
+
+
+def _build_all_spans(parts: list[_StreamIndexFiles], view: RecordView) -> _CachedSpans:
+    """On a thread: there may be many."""
+    prints = FieldFingerprints(view)
+    spans: list[IndexSpan] = []
+    rollups: list[UsableFile] = []
+    for found, identity, upto in parts:
+        plans = {plan.hash: plan for plan in found.plans.plans}
+        # One that goes on behind the fork speaks of entries that the fork does not have.
+        shown = [one for one in found.companions if one.last <= upto]
+        spans += build_spans(prints, shown, plans, identity)
+        rollups += find_rollup_files(prints, shown, plans, identity)
+    return _CachedSpans(parts, view, spans, rollups)
+
+
+def _open_usable_file(served: UsableFile, body: FileContent) -> OpenedFile:
+    from tailrace.search.index_files.span_source import open_index_file  # brings Arrow, which is large
+
+    return open_index_file(served, body)
+
+
+NO_FILES: frozenset[str] = frozenset()
+KEY_FILES_CACHED_MAX = 512  # lists of runs
+
+
+class _CachedKeyFiles(NamedTuple):
+    companions: Sequence[IndexFile]
+    runs: list[list[UsableFile]]
+
+
+class RoutingKeyIndex:
+    """Lives on the loop, beside the library whose files it reads."""
+
+    def __init__(self, library: IndexCatalogue) -> None:
+        self._library = library
+        self._kept: OrderedDict[tuple[str, str], _CachedKeyFiles] = OrderedDict()
+        self.lookups = 0  # that an index answered
+
+    async def next_with_key(self, stream: Stream, key: bytes, entry: int) -> int:
+        """Where to look for a key: at `entry`, or at a later one before which there is none."""
+        at = entry
+        for run in await self._runs(stream, ROUTING_KEY_INDEX):
+            if run[0].companion.last < at:
+                continue
+            if run[0].companion.first > at:
+                break
+            following = await self._next_in(run, key, at)
+            if following is None:
+                break
+            at = following
+            if at <= run[0].companion.last:
+                break
+        self.lookups += at > entry
+        return at
+
+    async def _next_in(self, run: list[UsableFile], key: bytes, entry: int) -> int | None:
+        """Within one run, or the entry behind it; None if that cannot be told."""
+        found: list[int] = []
+        for served in run:
+            file = cast("RoutingKeyIndexFile | None", await self._library.open(served))
+            if file is None:
+                return None
+            try:
+                places = file.known(key) or await self._library.shelf.on_thread(file.places, key)
+            except UnusableFileError:
+                return None
+            following = places.next_from(entry)
+            if following is not None:
+                found.append(following)
+        return min(found, default=run[0].companion.last + 1)
+
+    async def first_keys(
+        self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int, times: LexiconTimes
+    ) -> LexiconKeys:
+        """The first keys that the lexicons of a stream have of the entries behind `below` up to `upto`."""
+        on_thread = self._library.shelf.on_thread
+        covered: list[tuple[int, int]] = []
+        keys: list[bytes] = []
+        for run in await self._runs(stream, ROUTING_KEY_LEXICON):
+            companion = run[0].companion
+            if companion.last > upto or companion.last <= below:
+                continue
+            listed: list[bytes] | None = []
+            for served in run:
+                begun_s = time.monotonic()
+                file = cast("RoutingKeyLexiconFile | None", await self._library.open(served))
+                times.get_s += time.monotonic() - begun_s
+                try:
+                    more = None if file is None else await on_thread(file.keys, after, wanted, below, times)
+                except UnusableFileError:
+                    more = None
+                if more is None:
+                    listed = None
+                    break
+                listed += more
+            if listed is not None:
+                keys += listed
+                covered.append((companion.first, companion.last))
+        return LexiconKeys(covered, keys)
+
+    async def _runs(self, stream: Stream, family: str) -> list[list[UsableFile]]:
+        """The files of a family by the range they speak for, in order; a large run may be several files."""
+        companions = (await self._library.companions(stream)).companions
+        identity = make_stream_id(stream.name, stream.incarnation)
+        kept = self._kept.get((identity, family))
+        if kept is None or kept.companions is not companions:
+            kept = self._kept[identity, family] = _CachedKeyFiles(
+                companions, _key_files(companions, family, identity)
+            )
+            if len(self._kept) > KEY_FILES_CACHED_MAX:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end((identity, family))
+        return kept.runs
+
+
+def _key_files(companions: Sequence[IndexFile], family: str, identity: str) -> list[list[UsableFile]]:
+    runs: dict[tuple[int, int], list[UsableFile]] = {}
+    for companion in companions:
+        if companion.family == family:
+            runs.setdefault((companion.first, companion.last), []).append(_usable_file(companion, identity))
+    return [runs[span] for span in _without_overlaps(runs)]
+
+
+def _usable_file(companion: IndexFile, identity: str) -> UsableFile:
+    key = stream_prefix(identity) + companion.object
+    published = IndexFileRef(key, identity, companion.bytes, companion.sha256)
+    return UsableFile(companion, published, NO_FILES, True)
+
+
+def _without_overlaps(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order, without those that overlap one before; of those that begin alike the longest stays."""
+    kept: list[tuple[int, int]] = []
+    for span in sorted(spans, key=lambda one: (one[0], -one[1])):
+        if not kept or span[0] > kept[-1][1]:
+            kept.append(span)
+    return kept
+
+
+LEXICONS = "lexicons"  # the cache beside that of all other companions
+FETCH_THREADS = 2  # that fetch and check
+DECODE_THREADS = 4  # that decode files for those who have no threads, and may wait for the others
+
+
+class IndexFileService:
+    """The files of companions: on the object store, in a cache on disk, and opened in memory."""
+
+    def __init__(
+        self, log: Log, url: str, cache_dir: Path, limits: Limits, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._work = LoopTasks(loop, FETCH_THREADS)
+        self._readers = LoopTasks(loop, DECODE_THREADS)
+        cache_bytes = limits.search_companion_file_cache_max_bytes
+        self.parts = ObjectCache(url, cache_dir, cache_bytes, limits, self._work)
+        lexicon_bytes = limits.lexicon_index_cache_max_bytes
+        self.lexicons = ObjectCache(url, cache_dir.with_name(LEXICONS), lexicon_bytes, limits, self._work)
+        memory_bytes = limits.search_companion_memory_max_bytes
+        self.shelf = IndexFileCache(
+            self.parts, self._work, self._readers, lexicons=self.lexicons, bytes_max=memory_bytes
+        )
+        self.library = IndexCatalogue(self.shelf, log.catalogue.of, log.reader.levels)
+        self.keys = RoutingKeyIndex(self.library)
+        log.reader.history.keys = self.keys
+
+    def connect(self, app: TailraceApp, telemetry: ServerMetrics) -> None:
+        """Tells everybody who answers queries, and the metrics."""
+        app.search.searcher.library = self.library
+        app.filtered.library = self.library
+        app.routing_keys.listing.lexicons = self.keys
+        counts = self.shelf.counts
+        telemetry.companion_opened_bytes.read = lambda: self.shelf.bytes
+        telemetry.companion_cache_bytes.read = lambda: self.parts.cached_bytes
+        telemetry.lexicon_cache_bytes.read = lambda: self.lexicons.cached_bytes
+        telemetry.companion_opens.read = lambda: counts.fetched
+        telemetry.companion_unusable.read = lambda: counts.unusable
+
+    async def close(self) -> None:
+        await self._readers.end()
+        await self._work.end()
+        await self.parts.close()
+        await self.lexicons.close()

@@ -1,0 +1,414 @@
+"""Index files on the object store: fetching, checking, and the cache of opened files.
+
+A file of a family as the catalogue names it.
+
+The bytes of a file: all of them in memory, or fetched from the object store as they are wanted.
+
+Whoever reads runs on a thread and waits; the loop fetches meanwhile. Stretches that lie near each other come
+with one request, and a copy of each stays in the cache on disk.
+
+Opened files of families: fetched once for everybody, checked, and kept, bounded in bytes.
+
+A small file is fetched whole. Of a large one the end is fetched, which tells where everything is, and the
+rest as far as it is asked for. A file that is missing or is not what was published is nobody's error: it is
+remembered for a while as one that cannot be used, and whoever wanted it decodes rows instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack
+
+from tailrace.search.index_files.format import ROUTING_KEY_LEXICON
+from tailrace.storage.object_store.cache import ByteBudget, LoopTasks, ObjectCache, ObjectRange, cache_source
+from tailrace.storage.object_store.interface import ObjectStoreError
+from tailrace.storage.object_store.request_stats import stream_and_artifact
+
+
+class UnusableFileError(Exception):
+    """A file that is not what was published, or not in a form that is known here."""
+
+
+class IndexFileRef(NamedTuple):
+    """An object as the catalogue names it."""
+
+    key: str  # from the root of the store
+    stream_id: str
+    bytes: int
+    sha256: str
+
+    @property
+    def artifact(self) -> str:
+        """What kind of object it is."""
+        _, artifact = stream_and_artifact(self.key) or ("", "")
+        return artifact
+
+    def part(self, start: int, stop: int) -> ObjectRange:
+        return ObjectRange(cache_source(self.key), start, stop)
+
+
+GAP_BYTES_MAX = 128 << 10  # between two stretches: fetching it as well is cheaper than another request
+FETCH_BYTES_MAX = 8 << 20  # of stretches that were joined
+BATCH_BYTES_MAX = 16 << 20  # that one reader fetches at once, if it can be divided
+FETCH_TIMEOUT_S = 60.0  # for a fetch; the object store gives up long before
+
+ByteRange = tuple[int, int]  # a byte, and the byte behind the last
+
+
+class FileSlice(NamedTuple):
+    """Some bytes of a file, and where they begin."""
+
+    start: int
+    data: memoryview
+
+
+SliceCheck = Callable[[FileSlice], bool]  # whether the bytes are those that were written
+
+
+class FileContent(Protocol):
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def held_bytes(self) -> int:
+        """What is in memory as long as the file is open."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is in memory, and was compared with the hash of the file."""
+        ...
+
+    def stretches(self, ranges: Iterable[ByteRange], check: SliceCheck | None = None) -> Sequence[FileSlice]:
+        """At least these bytes, checked unless all of the file was. It may have to wait."""
+        ...
+
+
+class LoadedContent:
+    is_whole = True
+
+    def __init__(self, raw: bytes | memoryview) -> None:
+        self._raw = memoryview(raw)
+        self.size = self.held_bytes = len(self._raw)
+
+    def stretches(self, ranges: Iterable[ByteRange], check: SliceCheck | None = None) -> Sequence[FileSlice]:
+        return [FileSlice(0, self._raw)]
+
+
+class RemoteContent:
+    """A file in the object store. Once it is open, `refuse` is told when it cannot be read any more."""
+
+    is_whole = False
+    held_bytes = 0
+
+    def __init__(self, parts: ObjectCache, work: LoopTasks, published: IndexFileRef) -> None:
+        self._parts = parts
+        self._work = work
+        self._published = published
+        self.size = published.bytes
+        self.refuse: Callable[[Exception], None] | None = None
+
+    def stretches(self, ranges: Iterable[ByteRange], check: SliceCheck | None = None) -> Sequence[FileSlice]:
+        wanted = join_ranges(ranges)
+        try:
+            found = self._near(wanted) or self._work.wait(lambda: self._all(wanted), FETCH_TIMEOUT_S)
+            if check is not None and not all(map(check, found)):
+                # It may be the copy on our own disk that is damaged.
+                if self._work.wait(self.forget, FETCH_TIMEOUT_S):
+                    found = self._work.wait(lambda: self._all(wanted), FETCH_TIMEOUT_S)
+                if not all(map(check, found)):
+                    raise self._refused(UnusableFileError("a part of it does not have its checksum"))
+        except CancelledError:
+            raise UnusableFileError("the server is closing") from None
+        except (ObjectStoreError, OSError) as error:  # TimeoutError is one of the latter
+            raise self._refused(UnusableFileError(f"it cannot be fetched: {error}")) from error
+        return found
+
+    def _near(self, wanted: Sequence[ByteRange]) -> list[FileSlice]:
+        """Read by this thread itself, if the file lies on this machine: a way over the loop takes longer."""
+        found: list[FileSlice] = []
+        for start, stop in wanted:
+            data = self._parts.get_now(self._published.key, start, stop)
+            if data is None:
+                return []
+            found.append(FileSlice(start, memoryview(data)))
+        return found
+
+    def _refused(self, error: UnusableFileError) -> UnusableFileError:
+        if self.refuse is not None:
+            self._work.loop.call_soon_threadsafe(self.refuse, error)
+        return error
+
+    async def forget(self) -> bool:
+        """Throws the copies of its parts away; False if there are none."""
+        return await self._parts.forget(self._published.part(0, 0).source)
+
+    async def _all(self, wanted: Iterable[ByteRange]) -> list[FileSlice]:
+        return await asyncio.gather(*(self._one(start, stop) for start, stop in wanted))
+
+    async def _one(self, start: int, stop: int) -> FileSlice:
+        part = self._published.part(start, stop)
+        await self._parts.opened()
+        cached = self._parts.find(*part)
+        if cached is not None:
+            raw = await self._parts.read(cached, part)
+            if raw is not None:
+                return FileSlice(start, memoryview(raw))
+            await self._parts.drop(cached)
+        return FileSlice(start, await self._parts.fetch(self._published.key, part))
+
+
+class EmbeddedContent:
+    """A stretch of another file that is a file itself."""
+
+    def __init__(self, outer: FileContent, start: int, size: int) -> None:
+        if start < 0 or start + size > outer.size:
+            raise UnusableFileError("a part of it lies beyond its end")
+        self._outer = outer
+        self._start = start
+        self.size = size
+        self.is_whole = outer.is_whole
+        self.held_bytes = size if outer.is_whole else 0
+
+    def stretches(self, ranges: Iterable[ByteRange], check: SliceCheck | None = None) -> Sequence[FileSlice]:
+        outside = [(start + self._start, stop + self._start) for start, stop in ranges]
+        inside: SliceCheck | None = None if check is None else lambda stretch: check(self._inner(stretch))
+        return [self._inner(stretch) for stretch in self._outer.stretches(outside, inside)]
+
+    def _inner(self, stretch: FileSlice) -> FileSlice:
+        """What of a stretch of the outer file lies in this one, from its own beginning on."""
+        begin = max(self._start - stretch.start, 0)
+        end = min(self._start + self.size - stretch.start, len(stretch.data))
+        return FileSlice(stretch.start + begin - self._start, stretch.data[begin:end])
+
+
+def read_exactly(body: FileContent, start: int, stop: int) -> bytes:
+    """One stretch of a file, exactly, unchecked."""
+    [found] = body.stretches([(start, stop)])
+    return bytes(found.data[start - found.start : stop - found.start])
+
+
+def join_ranges(ranges: Iterable[ByteRange]) -> list[ByteRange]:
+    """Ranges in order, those near each other as one."""
+    found: list[ByteRange] = []
+    for start, stop in sorted(ranges):
+        if found:
+            begin, end = found[-1]
+            near = start - end <= GAP_BYTES_MAX and max(stop, end) - begin <= FETCH_BYTES_MAX
+            if start < end or near:
+                found[-1] = (begin, max(stop, end))
+                continue
+        found.append((start, stop))
+    return found
+
+
+def split_by_size(sizes: Sequence[int]) -> list[list[int]]:
+    """The places of a list, divided so that each part has no more bytes than are fetched at once."""
+    found: list[list[int]] = []
+    taken = 0
+    for place, size in enumerate(sizes):
+        if not found or taken + size > BATCH_BYTES_MAX:
+            found.append([])
+            taken = 0
+        found[-1].append(place)
+        taken += size
+    return found
+
+
+logger = logging.getLogger("tailrace.query")
+
+OPENED_BYTES_MAX = 128 << 20
+LOADING_BYTES_MAX = 64 << 20
+FILE_BYTES_MAX = 256 << 20  # a larger one is left alone
+WHOLE_BYTES_MAX = 512 << 10  # up to here one request for all of it is the fastest
+UNUSABLE_RETRY_S = 60.0  # how long a file that could not be used is left alone
+UNUSABLE_MAX = 1024
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+
+class WholeFileRequiredError(Exception):
+    """A file that has no checksums of its parts: only all of it can be checked."""
+
+
+class OpenedFile(Protocol):
+    """A file, taken apart."""
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+
+FileOpener = Callable[[FileContent], OpenedFile]
+
+
+class FileCacheCounts:
+    """What was done with files, in plain numbers."""
+
+    __slots__ = ("fetched", "hits", "unusable")
+
+    def __init__(self) -> None:
+        self.hits = 0
+        self.fetched = 0  # from the disk or the object store
+        self.unusable = 0
+
+
+class IndexFileCache:
+    """Lives on the loop.
+
+    `work` fetches and checks. `readers` has the threads of those who read files, and may wait for `work`.
+    """
+
+    def __init__(
+        self,
+        parts: ObjectCache,
+        work: LoopTasks,
+        readers: LoopTasks,
+        *,
+        lexicons: ObjectCache | None = None,
+        bytes_max: int = OPENED_BYTES_MAX,
+        whole_bytes_max: int = WHOLE_BYTES_MAX,
+    ) -> None:
+        self._parts = parts
+        self._lexicons = lexicons or parts  # small, and asked for page by page: others do not push them out
+        self._work = work
+        self._readers = readers
+        self._bytes_max = bytes_max
+        self._whole_bytes_max = whole_bytes_max
+        self._budget = ByteBudget(LOADING_BYTES_MAX)
+        self._opened: OrderedDict[str, tuple[OpenedFile, int]] = OrderedDict()
+        self._opening: dict[str, asyncio.Task[OpenedFile | None]] = {}
+        self._unusable: OrderedDict[str, float] = OrderedDict()
+        self.bytes = 0
+        self.counts = FileCacheCounts()
+
+    async def on_thread(self, function: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
+        """For those who read files, and may have to wait for bytes."""
+        return await self._readers.on_thread(function, *arguments)
+
+    def find(self, published: IndexFileRef) -> OpenedFile | None:
+        """The file, if it is open."""
+        found = self._opened.get(published.key)
+        if found is None:
+            return None
+        self._opened.move_to_end(published.key)
+        self.counts.hits += 1
+        self._measure(published.key, found)
+        return found[0]
+
+    def holds(self, published: IndexFileRef) -> bool:
+        return published.key in self._opened
+
+    def may_open(self, published: IndexFileRef) -> bool:
+        """Whether it is worth a try."""
+        until = self._unusable.get(published.key)
+        return published.bytes <= FILE_BYTES_MAX and (until is None or time.monotonic() >= until)
+
+    async def open(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile | None:
+        """The file; None if it cannot be used."""
+        found = self.find(published)
+        if found is not None or not self.may_open(published):
+            return found
+        task = self._opening.get(published.key)
+        if task is None:
+            task = self._opening[published.key] = self._work.start(self._load(published, open_file))
+        # Whoever goes away must not take the file from the others.
+        return await asyncio.shield(task)
+
+    def shed(self) -> None:
+        """Memory is short: everything can be had again."""
+        self._opened.clear()
+        self.bytes = 0
+
+    def _parts_of(self, published: IndexFileRef) -> ObjectCache:
+        return self._lexicons if published.artifact == ROUTING_KEY_LEXICON else self._parts
+
+    async def _load(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile | None:
+        try:
+            opened = None
+            if published.bytes > self._whole_bytes_max:
+                opened = await self._opened_by_parts(published, open_file)
+            if opened is None:
+                async with self._budget.hold(2 * published.bytes):
+                    opened = await self._opened_whole(published, open_file)
+        except (UnusableFileError, ObjectStoreError, OSError) as error:
+            self._refuse(published, error)
+            return None
+        finally:
+            del self._opening[published.key]
+        self._unusable.pop(published.key, None)
+        self.counts.fetched += 1
+        self._opened[published.key] = (opened, opened.memory_bytes)
+        self.bytes += opened.memory_bytes
+        self._shrink()
+        return opened
+
+    def _refuse(self, published: IndexFileRef, error: Exception) -> None:
+        """Leaves a file alone for a while."""
+        self.counts.unusable += 1
+        logger.warning("%s cannot be used, its rows are decoded instead: %s", published.key, error)
+        self._unusable[published.key] = time.monotonic() + UNUSABLE_RETRY_S
+        if len(self._unusable) > UNUSABLE_MAX:
+            self._unusable.popitem(last=False)
+        _, size = self._opened.pop(published.key, (None, 0))
+        self.bytes -= size
+
+    async def _opened_by_parts(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile | None:
+        """None if its parts cannot be checked one by one."""
+        body = RemoteContent(self._parts_of(published), self._work, published)
+        try:
+            try:
+                opened = await self.on_thread(open_file, body)
+            except UnusableFileError as error:
+                if isinstance(error.__cause__, ObjectStoreError):
+                    raise
+                if not await body.forget():
+                    raise
+                logger.warning("the cached copy of %s was damaged: %s", published.key, error)
+                opened = await self.on_thread(open_file, body)
+        except WholeFileRequiredError:
+            return None
+        body.refuse = partial(self._refuse, published)
+        return opened
+
+    async def _opened_whole(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile:
+        """From the cache on disk if that has it whole, else from the store."""
+        parts, wanted = self._parts_of(published), published.part(0, published.bytes)
+        await parts.opened()
+        cached = parts.find(*wanted)
+        if cached is not None:
+            raw = await parts.read(cached, wanted)
+            try:
+                if raw is not None:
+                    return await self._work.on_thread(_open_checked, published, raw, open_file)
+            except UnusableFileError as error:
+                logger.warning("the cached copy of %s is damaged: %s", published.key, error)
+            await parts.drop(cached)
+        data = await parts.fetch(published.key, wanted)
+        return await self._work.on_thread(_open_checked, published, bytes(data), open_file)
+
+    def _measure(self, key: str, found: tuple[OpenedFile, int]) -> None:
+        """Files grow while they are used, by what was taken out of them."""
+        opened, before = found
+        if opened.memory_bytes != before:
+            self._opened[key] = (opened, opened.memory_bytes)
+            self.bytes += opened.memory_bytes - before
+            self._shrink()
+
+    def _shrink(self) -> None:
+        while self.bytes > self._bytes_max and len(self._opened) > 1:
+            _, (_, size) = self._opened.popitem(last=False)
+            self.bytes -= size
+
+
+def _open_checked(published: IndexFileRef, raw: bytes, open_file: FileOpener) -> OpenedFile:
+    if len(raw) != published.bytes or hashlib.sha256(raw).hexdigest() != published.sha256:
+        raise UnusableFileError("its bytes are not those that were published")
+    return open_file(LoadedContent(raw))

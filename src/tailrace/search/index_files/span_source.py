@@ -1,0 +1,359 @@
+"""A span with its index files open: decides clauses, scores and reads columns.
+
+Takes a file apart, by its family.
+
+The rows of a stretch of entries: which bit of a set stands for which entry.
+
+A span with its files open: decides what they know, and says what they do not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+from tailrace.schema.search_config import SearchConfig
+from tailrace.search.index_files import format as names
+from tailrace.search.index_files.column_file import ArrowColumn, ColumnFile
+from tailrace.search.index_files.file_cache import FileContent, OpenedFile, UnusableFileError
+from tailrace.search.index_files.format import COL, EXACT, FTS, VALUE_BYTES_MAX, encode_value, is_truncated
+from tailrace.search.index_files.full_text import (
+    FullTextFile,
+    TokenPostings,
+    rows_scoring_at_least,
+    score_rows,
+)
+from tailrace.search.index_files.lookup_files import ExactFile, RoutingKeyIndexFile, RoutingKeyLexiconFile
+from tailrace.search.index_files.parquet_file import ParquetFile, check_metadata
+from tailrace.search.index_files.rollup_files import MetricBlockFile, RollupFile
+from tailrace.search.index_files.spans import IndexSpan, UsableFile
+from tailrace.search.language import BoundQuery, Clause, Compares, Equals, HasValue, Phrase, StartsWith, Words
+from tailrace.search.matching import RowMatches, certain_match, match_rows
+from tailrace.search.numpy_arrays import bits_from_row_array, np
+from tailrace.search.ranking import Scorer, Statistics
+from tailrace.search.records import Value
+
+
+def open_index_file(served: UsableFile, body: FileContent) -> OpenedFile:
+    """Runs on a thread."""
+    companion, identity = served.companion, served.published.stream_id
+    family, first, last = companion.family, companion.first, companion.last
+    if family == names.FTS:
+        return FullTextFile(body, identity, first, last)
+    file = ParquetFile(body)
+    check_metadata(file.facts, family, identity, first, last)
+    if family == names.COL:
+        return ColumnFile(file, first, last)
+    if family == names.EXACT:
+        return ExactFile(file)
+    if family == names.AGG:
+        return RollupFile(file)
+    if family == names.MBLK:
+        return MetricBlockFile(file)
+    if family == names.ROUTING_KEY_INDEX:
+        return RoutingKeyIndexFile(file)
+    if family == names.ROUTING_KEY_LEXICON:
+        return RoutingKeyLexiconFile(file)
+    raise UnusableFileError(f"{family} is not read here")
+
+
+class RowNumbering:
+    """Entries ascend. Usually there is one for every number, and a row is a difference; but not always."""
+
+    def __init__(self, entries: Sequence[int]) -> None:
+        self.entries = entries
+        self.first = entries[0]
+        self.last = entries[-1]
+        self.count = len(entries)
+        self.all_rows = (1 << self.count) - 1
+        self._is_range = self.last - self.first + 1 == self.count
+
+    @cached_property
+    def _numbers(self) -> Any:
+        return np.array(self.entries, np.int64)
+
+    def after(self, entry: int) -> int:
+        """The rows behind an entry."""
+        return self.all_rows & ~((1 << bisect_left(self.entries, entry + 1)) - 1)
+
+    def cut(self, entries: Any) -> tuple[Any, Any]:
+        """Which of some ascending entries lie here, and the row of each of these."""
+        begin, end = np.searchsorted(entries, (self.first, self.last + 1))
+        inside = entries[begin:end]
+        if self._is_range:
+            return slice(begin, end), inside - self.first
+        rows = np.searchsorted(self._numbers, inside)
+        found = self._numbers[rows] == inside
+        return begin + np.flatnonzero(found), rows[found]
+
+    def rows(self, entries: Any) -> int:
+        """The set of rows of some ascending entries."""
+        if not len(entries):
+            return 0  # of most files, when a value is looked for that few records have
+        return bits_from_row_array(self.cut(entries)[1], self.count)
+
+    def each(self, numbers: Any, first: int) -> Any:
+        """For each row its number of a list that has one for every entry from `first` on."""
+        if self._is_range:
+            return numbers[self.first - first : self.last - first + 1]
+        return numbers[self._numbers - first]
+
+
+class SpanSource:
+    """Rows of one span. `opened` are its files that could be opened, by their keys."""
+
+    def __init__(self, span: IndexSpan, config: SearchConfig, opened: Mapping[str, OpenedFile]) -> None:
+        self._span = span
+        self._config = config
+        self._primary = config.primary_timestamp_field
+        self._opened = opened
+        self.rows = RowNumbering(range(span.first, span.last + 1) if span.is_range else self._listed())
+        self.families: set[str] = set()  # that were asked something
+        self._judged: dict[Clause, RowMatches] = {}
+        # Of this search: fetching one again, half-way through taking its rows, might fail.
+        self._weighed: dict[tuple[str, str], TokenPostings] = {}
+        self._text_lengths: dict[str, Any] = {}
+
+    def _listed(self) -> Sequence[int]:
+        """Entries, where not every number is one."""
+        for served in self._span.files.get(COL, ()):
+            found = cast("ColumnFile | None", self._opened.get(served.published.key))
+            if found is not None:
+                begin = bisect_left(found.entries, self._span.first)
+                return found.entries[begin : bisect_left(found.entries, self._span.last + 1)]
+        raise LookupError("no file tells which entries there are")
+
+    def _file(self, family: str, name: str) -> OpenedFile | None:
+        for served in self._span.files.get(family, ()):
+            if name in served.names and (found := self._opened.get(served.published.key)) is not None:
+                self.families.add(family)
+                return found
+        return None
+
+    # -- what a search asks of a source --------------------------------------------------------------------
+
+    @property
+    def entries(self) -> Sequence[int]:
+        return self.rows.entries
+
+    @property
+    def first(self) -> int:
+        return self._span.first
+
+    @property
+    def last(self) -> int:
+        return self._span.last
+
+    @property
+    def count(self) -> int:
+        return self.rows.count
+
+    def after(self, entry: int) -> int:
+        return self.rows.after(entry)
+
+    def match(self, query: BoundQuery) -> int:
+        verdict = self.judge(query)
+        assert verdict.is_final, "rows in doubt are decoded"
+        return verdict.sure
+
+    def edge(self, name: str, row: int, largest: bool) -> Value | None:
+        column, shift = self.column(name)
+        return column.edge(row + shift, largest)
+
+    def bounds(self, name: str) -> tuple[Value, Value] | None:
+        if name == self._primary and self._span.primary is not None:
+            return self._span.primary
+        column, shift = self.column(name)
+        if column.count == self.rows.count:
+            return column.bounds
+        found = [value for row in range(self.rows.count) for value in column.values(row + shift)]
+        return (min(found), max(found)) if found else None
+
+    def within(self, name: str, comparison: str, bound: Value) -> int:
+        if self._col(name).is_beyond(name, comparison, bound):
+            return 0  # told by the file without decoding the column
+        column, shift = self.column(name)
+        return self._cut(column.within(comparison, bound), shift)
+
+    def several(self, name: str) -> int:
+        """The rows with more than one value."""
+        column, shift = self.column(name)
+        return self._cut(column.multiple, shift)
+
+    def missing(self, name: str) -> int:
+        if self._col(name).is_full(name):
+            return 0
+        column, shift = self.column(name)
+        return self.rows.all_rows & ~self._cut(column.present, shift)
+
+    def add_statistics(self, statistics: Statistics, after: int) -> None:
+        """Nothing: a split may speak for several spans, and is counted once for all of them."""
+
+    def scores(self, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
+        return score_rows(self, query, rows, scorer)
+
+    def heavy(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
+        return rows_scoring_at_least(self, query, rows, scorer, least)
+
+    # -- columns -------------------------------------------------------------------------------------------
+
+    def leaves(self, name: str, begin: int, end: int) -> list[object]:
+        """The values of a field in each of some rows: one, a list of several, or None."""
+        column, shift = self.column(name)
+        return column.leaves(begin + shift, end + shift)
+
+    def _col(self, name: str) -> ColumnFile:
+        found = self._file(COL, name)
+        assert isinstance(found, ColumnFile)
+        return found
+
+    def has_column(self, name: str) -> bool:
+        found = self._file(COL, name)
+        return isinstance(found, ColumnFile) and found.has(name)
+
+    def column(self, name: str) -> tuple[ArrowColumn, int]:
+        """A column, and the place of our first row in it."""
+        found = self._col(name)
+        return found.column(name), bisect_left(found.entries, self._span.first)
+
+    def _cut(self, bits: int, shift: int) -> int:
+        return bits >> shift & self.rows.all_rows
+
+    # -- clauses -------------------------------------------------------------------------------------------
+
+    def judge(self, query: BoundQuery) -> RowMatches:
+        return match_rows(query, self.rows.all_rows, self.decide)
+
+    def knows(self, clauses: Iterable[Clause]) -> bool:
+        """Whether every one of these clauses is certain, and not just all of them together."""
+        return all((found := self.decide(clause)) is not None and found.is_final for clause in clauses)
+
+    def certain(self, clause: Clause) -> int:
+        found = self.decide(clause)
+        assert found is not None
+        return found.sure
+
+    def decide(self, clause: Clause) -> RowMatches | None:
+        known = self._judged.get(clause)
+        if known is None:
+            known = self._decide(clause)
+            if known is not None:
+                self._judged[clause] = known
+        return known
+
+    def _decide(self, clause: Clause) -> RowMatches | None:
+        match clause:
+            case Equals(field, value):
+                return self._equal(field, value)
+            case HasValue(field):
+                return self._present(field)
+            case StartsWith(field, prefix):
+                return self._starting(field, prefix)
+            case Compares(field, comparison, value):
+                return (
+                    certain_match(self.within(field, comparison, value)) if self.has_column(field) else None
+                )
+            case Words():
+                return self._words(clause)
+            case Phrase():
+                return self._phrase(clause)
+            case _:
+                raise AssertionError("words anywhere are taken apart before")
+
+    def _equal(self, field: str, value: Value) -> RowMatches | None:
+        exact = self._file(EXACT, field)
+        if isinstance(exact, ExactFile):
+            stored = encode_value(value)
+            found = self.rows.rows(exact.entries(field, stored))
+            return RowMatches(0, found) if is_truncated(stored) else certain_match(found)
+        if not self.has_column(field):
+            return None
+        column, shift = self.column(field)
+        return certain_match(self._cut(column.equal(value), shift))
+
+    def _present(self, field: str) -> RowMatches | None:
+        if self.has_column(field):
+            column, shift = self.column(field)
+            return certain_match(self._cut(column.present, shift))
+        exact = self._file(EXACT, field)
+        if isinstance(exact, ExactFile):
+            return certain_match(self.rows.rows(exact.entries(field, None)))
+        split = self._split(field)
+        if split is not None and field in split.texts:
+            return certain_match(self.rows.rows(split.with_text(field)))
+        return None
+
+    def _starting(self, field: str, prefix: str) -> RowMatches | None:
+        if not prefix and (present := self._present(field)) is not None:
+            return present
+        if self.has_column(field):
+            column, shift = self.column(field)
+            return certain_match(self._cut(column.starting_with(prefix), shift))
+        encoded = prefix.encode()
+        exact = self._file(EXACT, field)
+        if isinstance(exact, ExactFile) and len(encoded) <= VALUE_BYTES_MAX:
+            return certain_match(self.rows.rows(exact.entries_from(field, encoded)))
+        split = self._file(FTS, field)
+        found = split.keyword_prefix(field, prefix) if isinstance(split, FullTextFile) else None
+        return None if found is None else certain_match(self.rows.rows(found))
+
+    # -- texts ---------------------------------------------------------------------------------------------
+
+    def _split(self, field: str) -> FullTextFile | None:
+        found = self._file(FTS, field)
+        return found if isinstance(found, FullTextFile) else None
+
+    def text_statistics(self, field: str, tokens: Iterable[str]) -> tuple[int, int, dict[str, int]]:
+        """Of all entries of the split: those with a text, their tokens, those with each of some tokens."""
+        split = self._split(field)
+        text = None if split is None else split.texts.get(field)
+        if split is None or text is None:
+            raise UnusableFileError(f"it does not know {field}")
+        return text.documents, text.tokens, {token: split.documents_with(field, token) for token in tokens}
+
+    def _words(self, clause: Words) -> RowMatches | None:
+        split = self._split(clause.field)
+        if split is None:
+            return None
+        found = self.rows.all_rows
+        for token in clause.tokens[:-1] if clause.prefix else clause.tokens:
+            found &= self.rows.rows(split.postings(clause.field, token).entries)
+        if clause.prefix and found:
+            found &= self.rows.rows(split.starting_with(clause.field, clause.tokens[-1]))
+        # Several tokens have to be in one value, and a field may have two.
+        return certain_match(found) if len(clause.tokens) == 1 or not found else RowMatches(0, found)
+
+    def _phrase(self, clause: Phrase) -> RowMatches | None:
+        split = self._split(clause.field)
+        if split is None:
+            return None
+        found = self.rows.all_rows
+        for token in set(clause.tokens):
+            found &= self.rows.rows(split.postings(clause.field, token).entries)
+        if len(clause.tokens) == 1 or not found:
+            return certain_match(found)
+        engine = split.phrase(clause.field, clause.tokens)
+        if engine is None:
+            return RowMatches(0, found)
+        return certain_match(found & self.rows.rows(engine))
+
+    def token_rows(self, field: str, token: str) -> TokenPostings:
+        found = self._weighed.get((field, token))
+        if found is None:
+            split = self._split(field)
+            assert split is not None
+            postings = split.postings(field, token)
+            which, rows = self.rows.cut(postings.entries)
+            lengths = self.text_lengths(field)[rows]
+            found = self._weighed[field, token] = TokenPostings(rows, postings.frequencies[which], lengths)
+        return found
+
+    def text_lengths(self, field: str) -> Any:
+        found = self._text_lengths.get(field)
+        if found is None:
+            split = self._split(field)
+            assert split is not None
+            found = self._text_lengths[field] = self.rows.each(split.lengths(field), split.first)
+        return found

@@ -1,0 +1,323 @@
+"""Decides bound queries: on field values (the reference), on stored payloads (compiled) and on sets of rows.
+
+The reference: a bound query decided on one promoted record, in the plainest way.
+
+Every faster way (closures, indexes, scans over columns) has to agree with this one.
+
+A bound query as closures that decide stored payloads, many per millisecond.
+
+Only the top-level members that the query asks about are decoded. What that decoder does not take (records
+that are no objects, halves of surrogate pairs, numbers beyond the doubles) is decoded whole. The answer is
+always that of `evaluate`.
+
+What is known of a query without its records: the rows that match for certain, and those that may.
+
+Where both are the same set, nothing has to be decoded. A clause that nobody knows anything about is true of
+no row for certain and of all rows perhaps; and, or and not carry that through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter, eq, ge, gt, le, lt
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+
+from tailrace.schema.json_values import UnreadableRecordError, decode_payload, parse_pointer, resolve_pointer
+from tailrace.schema.search_config import SearchConfig
+from tailrace.search.language import (
+    All,
+    AnyOf,
+    Anywhere,
+    BoundQuery,
+    Clause,
+    Compares,
+    ComparisonOperator,
+    Equals,
+    HasValue,
+    Negation,
+    Phrase,
+    StartsWith,
+    Words,
+)
+from tailrace.search.records import Convert, Value, converter_for, field_values, flatten_leaves, tokenize_text
+
+_COMPARISONS: Final[dict[ComparisonOperator, Callable[[Value, int | float], bool]]] = {
+    "=": lambda value, bound: value == bound,
+    ">": lambda value, bound: not isinstance(value, str) and value > bound,
+    ">=": lambda value, bound: not isinstance(value, str) and value >= bound,
+    "<": lambda value, bound: not isinstance(value, str) and value < bound,
+    "<=": lambda value, bound: not isinstance(value, str) and value <= bound,
+}
+
+
+def evaluate_record(query: BoundQuery, record: object, config: SearchConfig, version: int) -> bool:
+    """Whether a record, promoted to `version`, matches. None stands for one that could not be promoted."""
+
+    def values(field: str) -> list[Value]:
+        return field_values(record, config.fields[field], version)
+
+    return evaluate_values(query, values)
+
+
+def evaluate_values(query: BoundQuery, values: Callable[[str], list[Value]]) -> bool:
+    """Whether the query holds for a record that has these values."""
+    match query:
+        case All(clauses):
+            return all(evaluate_values(clause, values) for clause in clauses)
+        case AnyOf(clauses):
+            return any(evaluate_values(clause, values) for clause in clauses)
+        case Anywhere(targets):
+            return any(evaluate_values(target, values) for target in targets)
+        case Negation(clause):
+            return not evaluate_values(clause, values)
+        case HasValue(field):
+            return bool(values(field))
+        case Equals(field, wanted):
+            return any(value == wanted for value in values(field))
+        case StartsWith(field, prefix):
+            return any(str(value).startswith(prefix) for value in values(field))
+        case Compares(field, comparison, bound):
+            return any(_COMPARISONS[comparison](value, bound) for value in values(field))
+        case Words(field, tokens, prefix):
+            return any(has_words(tokenize_text(str(value)), tokens, prefix) for value in values(field))
+        case Phrase(field, tokens):
+            return any(has_phrase(tokenize_text(str(value)), tokens) for value in values(field))
+
+
+def has_words(found: list[str], wanted: tuple[str, ...], prefix: bool) -> bool:
+    """Whether a value has every token, the last one perhaps as a prefix, in any order."""
+    whole = wanted[:-1] if prefix else wanted
+    if not all(token in found for token in whole):
+        return False
+    return not prefix or any(token.startswith(wanted[-1]) for token in found)
+
+
+def has_phrase(found: list[str], wanted: tuple[str, ...]) -> bool:
+    """Whether a value has the tokens one after the other."""
+    length = len(wanted)
+    return any(tuple(found[at : at + length]) == wanted for at in range(len(found) - length + 1))
+
+
+ValueCheck = Callable[[Any], bool]  # on one canonical value
+RecordTest = Callable[[Any], bool]  # on the members of a record
+
+_COMPARE_FUNCTIONS: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    "=": eq,
+    ">": gt,
+    ">=": ge,
+    "<": lt,
+    "<=": le,
+}
+
+
+class Matcher:
+    """Decides a query on records of one schema version."""
+
+    __slots__ = ("_decode", "_members", "_on_nothing", "_shape", "_test")
+
+    def __init__(self, query: BoundQuery, config: SearchConfig, version: int) -> None:
+        compiler = _Compiler(config, version)
+        self._test: RecordTest = compiler.compile(query)
+        self._members = tuple(compiler.members)
+        names = [f"m{index}" for index in range(len(self._members))]
+        # A member that is missing counts as null does: neither has values.
+        self._shape = cast(
+            "Callable[..., object]",
+            msgspec.defstruct(
+                "Members",
+                [(name, Any, None) for name in names],
+                rename=dict(zip(names, self._members, strict=True)),
+                gc=False,
+            ),
+        )
+        self._decode = msgspec.json.Decoder(cast("type[object]", self._shape)).decode
+        self._on_nothing = evaluate_values(query, _no_values)
+
+    def matches(self, payload: bytes | memoryview) -> bool:
+        """Whether a stored payload, already at this version, matches."""
+        try:
+            return self._test(self._decode(payload))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass
+        try:
+            return self.matches_record(decode_payload(payload))
+        except UnreadableRecordError:
+            return self._on_nothing
+
+    def matches_record(self, record: object) -> bool:
+        """Whether a promoted record matches; None stands for one that could not be promoted."""
+        if not isinstance(record, dict):
+            return self._on_nothing
+        get = cast("dict[str, object]", record).get
+        return self._test(self._shape(*map(get, self._members)))
+
+
+def _no_values(_field: str) -> list[Value]:
+    return []
+
+
+def _never(_members: object) -> bool:
+    return False
+
+
+class _Compiler:
+    def __init__(self, config: SearchConfig, version: int) -> None:
+        self._config = config
+        self._version = version
+        self.members: dict[str, str] = {}  # top-level member to its attribute
+
+    def compile(self, query: BoundQuery) -> RecordTest:
+        match query:
+            case All(clauses):
+                return _all([self.compile(clause) for clause in clauses])
+            case AnyOf(clauses):
+                return _any([self.compile(clause) for clause in clauses])
+            case Anywhere(targets):
+                return _any([self._clause(target) for target in targets])
+            case Negation(clause):
+                return _not(self.compile(clause))
+            case _:
+                return self._clause(query)
+
+    def _clause(self, clause: Clause) -> RecordTest:
+        assert not isinstance(clause, Anywhere)
+        field = self._config.fields[clause.field]
+        pointer = field.pointer_at(self._version)
+        if not pointer:  # no binding yet, or the whole record, which is an object and so no value
+            return _never
+        tokens = parse_pointer(pointer)
+        assert tokens, "pointers are checked when a registry is installed"
+        attribute = self.members.setdefault(tokens[0], f"m{len(self.members)}")
+        get = _getter(attribute, tokens[1:])
+        test = _some(get, converter_for(field), _check(clause))
+        if isinstance(clause, Equals) and isinstance(clause.value, str):
+            return _equals(get, clause.value, field.normalizer == "lowercase_v1", test)
+        return test
+
+
+def _all(tests: list[RecordTest]) -> RecordTest:
+    if len(tests) == 2:
+        first, second = tests
+        return lambda members: first(members) and second(members)
+    return lambda members: all(test(members) for test in tests)
+
+
+def _any(tests: list[RecordTest]) -> RecordTest:
+    if len(tests) == 2:
+        first, second = tests
+        return lambda members: first(members) or second(members)
+    return lambda members: any(test(members) for test in tests)
+
+
+def _not(test: RecordTest) -> RecordTest:
+    return lambda members: not test(members)
+
+
+def _getter(attribute: str, rest: tuple[str, ...]) -> Callable[[object], object]:
+    get = attrgetter(attribute)
+    if not rest:
+        return get
+    return lambda members: resolve_pointer(get(members), rest)
+
+
+def _some(get: Callable[[object], object], convert: Convert, check: ValueCheck) -> RecordTest:
+    """Whether some value passes; a single leaf, the usual case, makes no list."""
+
+    def test(members: object) -> bool:
+        found = get(members)
+        if type(found) is not list:
+            value = convert(found)
+            return value is not None and check(value)
+        return any(check(value) for value in _converted(flatten_leaves(cast("object", found)), convert))
+
+    return test
+
+
+def _equals(get: Callable[[object], object], wanted: str, lower: bool, otherwise: RecordTest) -> RecordTest:
+    """The clause that most filters have: one plain string against another."""
+
+    def test(members: object) -> bool:
+        found = get(members)
+        if type(found) is str and found.isascii():
+            return (found.lower() if lower else found) == wanted
+        return otherwise(members)
+
+    return test
+
+
+def _converted(found: list[object], convert: Convert) -> Iterable[Value]:
+    return (value for leaf in found if (value := convert(leaf)) is not None)
+
+
+def _check(clause: HasValue | Equals | StartsWith | Compares | Words | Phrase) -> ValueCheck:
+    match clause:
+        case HasValue():
+            return lambda _value: True
+        case Equals(_, wanted):
+            return wanted.__eq__ if isinstance(wanted, str) else lambda value: value == wanted
+        case StartsWith(_, prefix):
+            return lambda value: value.startswith(prefix)
+        case Compares(_, comparison, bound):
+            compares = _COMPARE_FUNCTIONS[comparison]
+            return lambda value: compares(value, bound)
+        case Words(_, tokens, prefix):
+            return _words(tokens, prefix)
+        case Phrase(_, tokens):
+            return lambda value: has_phrase(tokenize_text(value), tokens)
+
+
+def _words(tokens: tuple[str, ...], prefix: bool) -> ValueCheck:
+    # A token that is in no part of the text is no token of it: most texts are settled by that.
+    needle = max(tokens, key=len)
+
+    def check(value: str) -> bool:
+        return needle in value.lower() and has_words(tokenize_text(value), tokens, prefix)
+
+    return check
+
+
+ClauseDecider = Callable[[Clause], "Verdict | None"]
+
+
+class RowMatches(NamedTuple):
+    """Sets of rows; `sure` is part of `maybe`."""
+
+    sure: int
+    maybe: int
+
+    @property
+    def is_final(self) -> bool:
+        return self.sure == self.maybe
+
+
+def certain_match(rows: int) -> RowMatches:
+    return RowMatches(rows, rows)
+
+
+def match_rows(query: BoundQuery, all_rows: int, decide: ClauseDecider) -> RowMatches:
+    """`decide` answers for one clause, or None if it cannot tell."""
+    match query:
+        case All(clauses):
+            sure = maybe = all_rows
+            for clause in clauses:
+                if not maybe:
+                    break
+                found = match_rows(clause, all_rows, decide)
+                sure &= found.sure
+                maybe &= found.maybe
+            return RowMatches(sure & maybe, maybe)
+        case AnyOf(clauses) | Anywhere(clauses):
+            sure = maybe = 0
+            for clause in clauses:
+                found = match_rows(clause, all_rows, decide)
+                sure |= found.sure
+                maybe |= found.maybe
+            return RowMatches(sure, maybe)
+        case Negation(clause):
+            found = match_rows(clause, all_rows, decide)
+            return RowMatches(all_rows & ~found.maybe, all_rows & ~found.sure)
+        case _:
+            known = decide(query)
+            return RowMatches(0, all_rows) if known is None else known

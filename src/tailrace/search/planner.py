@@ -1,0 +1,184 @@
+"""Plans which source decides which entries, and caches what earlier scans learned about entry ranges.
+
+Who decides which rows: indexed sources where there are any, scans for the rest.
+
+Each row at or below the head is decided by exactly one piece. An indexed source is anything that answers the
+questions of `Indexed`: chunks of the tail index do, and files of built indexes do when they are open; before
+that they are a span. What no source covers is cut into stretches that are decoded at request time. Stretches
+begin at fixed entries, so that what was learnt about one serves the next search.
+
+What a scan learns about a stretch besides its matches, kept so that the next scan can decode less.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tailrace.search.index_files.spans import IndexSpan, is_outside_times
+from tailrace.search.language import BoundQuery
+from tailrace.search.ranking import Scorer, SortKey, Statistics, sort_rank_part, to_sort_value
+from tailrace.search.records import RecordView, Value
+
+SCAN_ROWS = 4096
+CANDIDATE_SHARE_MAX = 0.3  # of the rows of a source: beyond, reading them all is not slower
+ENTRY_GAP_MAX = 64  # entries between two candidates that are fetched in one go
+
+
+class IndexedRows(Protocol):
+    """Rows, in the order of their entries, that can be decided without their records."""
+
+    @property
+    def entries(self) -> Sequence[int]: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int: ...
+    def after(self, entry: int) -> int: ...
+    def match(self, query: BoundQuery) -> int: ...
+    def edge(self, name: str, row: int, largest: bool) -> Value | None: ...
+    def bounds(self, name: str) -> tuple[Value, Value] | None: ...
+    def within(self, name: str, comparison: str, bound: Value) -> int: ...
+    def missing(self, name: str) -> int: ...
+    def add_statistics(self, statistics: Statistics, after: int) -> None: ...
+    def scores(self, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]: ...
+    def heavy(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int: ...
+
+
+class ScanRange(NamedTuple):
+    """Entries from `first` to `last` that have to be decoded."""
+
+    first: int
+    last: int
+
+    def is_whole(self, rows: int) -> bool:
+        """Whether it is one of the fixed ones of so many rows, from edge to edge."""
+        return self.last - self.first + 1 == rows and (self.first - 1) % rows == 0
+
+
+PlanPiece = IndexedRows | IndexSpan | ScanRange
+
+
+def plan_pieces(
+    first: int, last: int, sources: Sequence[IndexedRows | IndexSpan], rows: int, *, newest_first: bool
+) -> list[PlanPiece]:
+    """Pieces that cover the entries from `first` to `last`, each entry once, in the order of the search.
+
+    `rows` is the length of a whole stretch.
+    """
+    pieces: list[PlanPiece] = []
+    at = first
+    for source in sources:
+        if source.last < at:
+            continue
+        if source.first > last:
+            break
+        if source.last > last:
+            break  # rows behind the snapshot: scanned rather than masked
+        pieces += split_scan_ranges(at, source.first - 1, rows)
+        pieces.append(source)
+        at = source.last + 1
+    pieces += split_scan_ranges(at, last, rows)
+    return pieces[::-1] if newest_first else pieces
+
+
+def order_by_best_value(sources: Sequence[IndexedRows], key: SortKey) -> list[IndexedRows]:
+    """Sources in the order of the best value each may bring: most rows then never get near the page."""
+
+    def best(source: IndexedRows) -> Any:
+        bounds = source.bounds(key.name)
+        if bounds is None or (key.descending and source.missing(key.name)):
+            return sort_rank_part(key, None)
+        return sort_rank_part(key, to_sort_value(bounds[1] if key.descending else bounds[0]))
+
+    return sorted(sources, key=best)
+
+
+def group_adjacent(entries: Sequence[int]) -> list[list[int]]:
+    """Ascending entries in runs that are fetched in one go."""
+    runs: list[list[int]] = []
+    for entry in entries:
+        if runs and entry - runs[-1][-1] <= ENTRY_GAP_MAX:
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    return runs
+
+
+def split_scan_ranges(first: int, last: int, rows: int) -> list[ScanRange]:
+    """Entries that have to be decoded, cut at fixed places."""
+    found: list[ScanRange] = []
+    while first <= last:
+        end = min(last, (first - 1) // rows * rows + rows)
+        found.append(ScanRange(first, end))
+        first = end + 1
+    return found
+
+
+RANGES_CACHED_MAX = 4096
+TOKENS_PER_RANGE_MAX = 64  # counted in one stretch
+
+
+class RangeStatistics:
+    """Of one stretch: how far its primary timestamps reach, and counts of its texts."""
+
+    __slots__ = ("_fields", "_tokens", "has_primary", "primary_max", "primary_min")
+
+    def __init__(self) -> None:
+        self.has_primary = False
+        self.primary_max: int | None = None
+        self.primary_min: int | None = None
+        self._fields: dict[str, tuple[int, int]] = {}
+        self._tokens: dict[tuple[str, str], int] = {}
+
+    def answers(self, wanted: Mapping[str, set[str]], primary: str | None) -> bool:
+        if primary is not None and not self.has_primary:
+            return False
+        return all(
+            name in self._fields and all((name, token) in self._tokens for token in tokens)
+            for name, tokens in wanted.items()
+        )
+
+    def rules_out(self, query: BoundQuery, primary: str | None) -> bool:
+        """Whether no row can match, by the times alone."""
+        if primary is None or self.primary_max is None or self.primary_min is None:
+            return False
+        return is_outside_times(query, primary, (self.primary_min, self.primary_max))
+
+    def learn(self, statistics: Statistics, primary_max: int | None, primary_min: int | None = None) -> None:
+        """Counts of the whole stretch, and of nothing else."""
+        self.has_primary = True
+        self.primary_max = primary_max
+        self.primary_min = primary_min
+        for name, field in statistics.items():
+            self._fields[name] = (field.documents, field.tokens)
+            for token, count in field.with_token.items():
+                if len(self._tokens) >= TOKENS_PER_RANGE_MAX:
+                    self._tokens.clear()
+                self._tokens[name, token] = count
+
+    def add_to(self, statistics: Statistics) -> None:
+        for name, field in statistics.items():
+            documents, tokens = self._fields[name]
+            field.add(documents, tokens, {token: self._tokens[name, token] for token in field.with_token})
+
+
+class RangeStatisticsCache:
+    """By stream and stretch, the least recently used out first. Entries never change, registries do."""
+
+    def __init__(self) -> None:
+        self._facts: OrderedDict[tuple[int, int], tuple[RecordView, RangeStatistics]] = OrderedDict()
+
+    def find(self, number: int, stretch: ScanRange, view: RecordView) -> RangeStatistics | None:
+        kept = self._facts.get((number, stretch.first))
+        if kept is None or not kept[0].same_values(view):
+            return None
+        self._facts.move_to_end((number, stretch.first))
+        return kept[1]
+
+    def put(self, number: int, stretch: ScanRange, view: RecordView, facts: RangeStatistics) -> None:
+        self._facts[number, stretch.first] = (view, facts)
+        self._facts.move_to_end((number, stretch.first))
+        while len(self._facts) > RANGES_CACHED_MAX:
+            self._facts.popitem(last=False)

@@ -1,0 +1,518 @@
+"""Records as queries see them: decoded members, promotion to the current version, field values and text tokens.
+
+`unicode_word_v1`: a text into tokens. Lower case, runs of letters and numbers, nothing else.
+
+The one value function: what a field's values are in a record.
+
+Server, tail index, scans and index jobs all call this, so that they cannot disagree. A field has a list of
+0..n values: the leaves at its pointer, arrays flattened, each converted by the field's kind; leaves that do
+not convert are left out.
+
+The members of a record that some pointers lead to, decoded alone: the rest of the payload is passed over.
+
+A payload becomes a struct with an attribute for each top-level member that is wanted, and where a pointer
+leads deeper, a struct in its place. A member that is missing counts as null does: neither has values.
+
+A stream's records as queries see them: promoted to one version of its registry, and their field values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import UTC, date, datetime
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, Final, cast
+
+import msgspec
+
+from tailrace.schema.json_values import (
+    ABSENT,
+    UnreadableRecordError,
+    decode_payload,
+    parse_pointer,
+    resolve_pointer,
+)
+from tailrace.schema.lenses import LensFailureError
+from tailrace.schema.registry import Promoter, Registry
+from tailrace.schema.search_config import Field, SearchConfig
+
+TOKEN_BYTES_MAX: Final = 1024
+
+# Word characters without the underscore are exactly the Unicode categories L* and N*.
+_find_words = re.compile(r"[^\W_]+").findall
+
+
+def tokenize_text(text: str) -> list[str]:
+    """The tokens of one value, in order."""
+    tokens: list[str] = _find_words(text.lower())
+    if len(text) * 4 > TOKEN_BYTES_MAX:
+        return [truncate_token(token) for token in tokens]
+    return tokens
+
+
+def truncate_token(token: str) -> str:
+    """As much of a token as is kept: whole characters in the first 1024 bytes."""
+    if len(token) * 4 <= TOKEN_BYTES_MAX:
+        return token
+    encoded = token.encode()
+    return token if len(encoded) <= TOKEN_BYTES_MAX else encoded[:TOKEN_BYTES_MAX].decode(errors="ignore")
+
+
+Value = str | int | float | bool
+Convert = Callable[[object], Value | None]
+
+INT64_MAX: Final = 2**63 - 1
+
+_SURROGATES: Final = re.compile("[\ud800-\udfff]")
+_INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_DECIMAL: Final = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+# UTC, whole seconds or milliseconds: as nearly every program writes it.
+_SECOND: Final = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
+_COMMON_TIMESTAMP: Final = re.compile(rf"{_SECOND}(?:\.[0-9]{{3}})?Z")
+# Many of them with milliseconds, a line feed between two.
+_COMMON_TIMESTAMP_LINES: Final = re.compile(rf"{_SECOND}\.[0-9]{{3}}Z(?:\n{_SECOND}\.[0-9]{{3}}Z)*+")
+_TIMESTAMP: Final = re.compile(
+    r"([0-9]{4}-[0-9]{2}-[0-9]{2})"
+    r"(?:[Tt ]([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
+    r"(?:\.([0-9]{1,9}))?(?:[Zz]|([+-])([01][0-9]|2[0-3]):([0-5][0-9])))?"
+)
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_EPOCH_DAY: Final = _EPOCH.toordinal()
+_DAYS_400_YEARS: Final = 146_097
+_BOOLS: Final = {"true": True, "false": False}
+
+
+def field_values(record: object, field: Field, version: int) -> list[Value]:
+    """The values of a field in a record, promoted to `version`. A record that is no object has none."""
+    pointer = field.pointer_at(version)
+    if pointer is None:
+        return []
+    tokens = parse_pointer(pointer)
+    assert tokens is not None, "pointers are checked when a registry is installed"
+    return extract_values(record, tokens, converter_for(field))
+
+
+def extract_values(record: object, tokens: tuple[str, ...], convert: Convert) -> list[Value]:
+    """The same where the pointer of a field was parsed and its converter chosen: for many records."""
+    if not isinstance(record, dict):
+        return []
+    found = resolve_pointer(cast("object", record), tokens)
+    if not isinstance(found, list):
+        value = None if found is ABSENT else convert(found)
+        return [] if value is None else [value]
+    values = (convert(leaf) for leaf in flatten_leaves(cast("object", found)))
+    return [value for value in values if value is not None]
+
+
+def flatten_leaves(value: object) -> list[object]:
+    """Arrays flattened to whatever depth; a pointer that finds nothing has no leaves."""
+    if value is ABSENT:
+        return []
+    if not isinstance(value, list):
+        return [value]
+    found: list[object] = []
+    waiting: list[object] = [cast("object", value)]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(reversed(cast("list[object]", item)))
+        else:
+            found.append(item)
+    return found
+
+
+def converter_for(field: Field) -> Convert:
+    """A leaf into the field's canonical value, or None if it has none. Text stays as it is: see `analyze`."""
+    if field.kind == "keyword" and field.normalizer == "lowercase_v1":
+        return to_lowercase
+    return _CONVERTERS[field.kind]
+
+
+def to_string(leaf: object) -> str | None:
+    if not isinstance(leaf, str):
+        return None
+    # Half a surrogate pair cannot be stored anywhere; it counts as the replacement character.
+    return leaf if leaf.isascii() else _SURROGATES.sub("�", leaf)
+
+
+def to_lowercase(leaf: object) -> str | None:
+    text = to_string(leaf)
+    return None if text is None else text.lower()
+
+
+def to_integer(leaf: object) -> int | None:
+    """Signed 64 bits. A float counts if it is whole; at the very edge it may have been rounded: no value."""
+    if isinstance(leaf, bool):
+        return None
+    if isinstance(leaf, int):
+        return _int64(leaf)
+    if isinstance(leaf, float):
+        return int(leaf) if abs(leaf) < 2.0**63 and leaf.is_integer() else None
+    if isinstance(leaf, str):
+        return _integer_in(leaf)
+    return None
+
+
+def to_float(leaf: object) -> float | None:
+    """A finite double; zero has no sign."""
+    if isinstance(leaf, bool):
+        return None
+    if isinstance(leaf, int | float):
+        try:
+            number = float(leaf)
+        except OverflowError:
+            return None
+    elif isinstance(leaf, str) and _DECIMAL.fullmatch(leaf):
+        number = float(leaf)
+    else:
+        return None
+    return number + 0.0 if math.isfinite(number) else None
+
+
+def to_date(leaf: object) -> int | None:
+    """Unix milliseconds, cut off towards zero; instants and days of the calendar; integers as text."""
+    if isinstance(leaf, str):
+        instant_ms = _instant_ms(leaf)
+        return _integer_in(leaf) if instant_ms is None else instant_ms
+    if isinstance(leaf, bool):
+        return None
+    if isinstance(leaf, int):
+        return _int64(leaf)
+    if isinstance(leaf, float):
+        return int(leaf) if abs(leaf) < 2.0**63 else None
+    return None
+
+
+def parse_dates(distinct: Collection[object]) -> dict[object, Value | None]:
+    """`to_date` of many leaves. Times as nearly every program writes them share their minutes."""
+    texts = [leaf for leaf in distinct if type(leaf) is str]
+    found: dict[object, Value | None] = {}
+    if texts and _COMMON_TIMESTAMP_LINES.fullmatch("\n".join(texts)):
+        minutes = {minute: _instant_ms(f"{minute}:00.000Z") for minute in {text[:16] for text in texts}}
+        for text in texts:
+            minute_ms = minutes[text[:16]]
+            found[text] = None if minute_ms is None else minute_ms + int(text[17:19] + text[20:23])
+        if len(texts) == len(distinct):
+            return found
+    return found | {leaf: to_date(leaf) for leaf in distinct if leaf not in found}
+
+
+def timestamp_bounds(found: Sequence[object]) -> tuple[int, int] | None:
+    """The bounds of times that are written as nearly every program does: such texts sort as their times do.
+
+    None if that is not so of all of them.
+    """
+    if set(map(type, found)) != {str}:
+        return None
+    texts = cast("Sequence[str]", found)
+    if not _COMMON_TIMESTAMP_LINES.fullmatch("\n".join(texts)):
+        return None
+    earliest, latest = _instant_ms(min(texts)), _instant_ms(max(texts))
+    return None if earliest is None or latest is None else (earliest, latest)
+
+
+def to_bool(leaf: object) -> bool | None:
+    if isinstance(leaf, bool):
+        return leaf
+    if isinstance(leaf, str) and len(leaf) <= 5:
+        return _BOOLS.get(leaf.lower())
+    return None
+
+
+def _int64(number: int) -> int | None:
+    return number if -INT64_MAX - 1 <= number <= INT64_MAX else None
+
+
+def _integer_in(text: str) -> int | None:
+    # 19 digits and a sign are the most that fit.
+    return _int64(int(text)) if len(text) <= 20 and _INTEGER.fullmatch(text) else None
+
+
+def _instant_ms(text: str) -> int | None:
+    if _COMMON_TIMESTAMP.fullmatch(text):
+        try:
+            since = datetime.fromisoformat(text) - _EPOCH
+        except ValueError:
+            pass  # no such day, or the year 0
+        else:
+            return (since.days * 86_400 + since.seconds) * 1000 + since.microseconds // 1000
+    match = _TIMESTAMP.fullmatch(text)
+    if match is None:
+        return None
+    day_ms = _day_ms(match[1])
+    hour, minute, second, fraction, sign, ahead_hours, ahead_minutes = match.groups()[1:]
+    if day_ms is None or hour is None:
+        return day_ms
+    seconds = int(hour) * 3600 + int(minute) * 60 + int(second)
+    if sign:
+        ahead = int(ahead_hours) * 3600 + int(ahead_minutes) * 60
+        seconds -= ahead if sign == "+" else -ahead
+    return day_ms + seconds * 1000 + (int((fraction + "00")[:3]) if fraction else 0)
+
+
+@lru_cache(1024)
+def _day_ms(text: str) -> int | None:
+    """Midnight of a day; records of one time share their days."""
+    year = int(text[:4])
+    try:
+        # Python's calendar begins with year 1; it repeats every 400 years.
+        days = date(year or 400, int(text[5:7]), int(text[8:])).toordinal() - _EPOCH_DAY
+    except ValueError:
+        return None
+    return (days if year else days - _DAYS_400_YEARS) * 86_400_000
+
+
+_CONVERTERS: Final[dict[str, Convert]] = {
+    "keyword": to_string,
+    "text": to_string,
+    "integer": to_integer,
+    "float": to_float,
+    "date": to_date,
+    "bool": to_bool,
+}
+
+
+def excludes_bounds(comparison: str, bound: Any, bounds: tuple[Any, Any]) -> bool:
+    """Whether nothing from the least to the most of some values, all of one kind, stands so to a bound."""
+    least, most = bounds
+    match comparison:
+        case ">":
+            return most <= bound
+        case ">=":
+            return most < bound
+        case "<":
+            return least >= bound
+        case "<=":
+            return least > bound
+        case _:
+            return not least <= bound <= most
+
+
+PointerTokens = tuple[str, ...]
+Getter = Callable[[Any], object]  # from the members of a record to what a pointer finds
+
+# What a member may be where an object is expected. An array may be gone into by its places.
+_NON_OBJECT = str | int | float | bool | list[Any] | None
+
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class MemberReader:
+    """The wanted members of records, by pointers with one token at least."""
+
+    __slots__ = ("_names", "_shape", "decode", "none")
+
+    def __init__(self, pointers: Iterable[PointerTokens]) -> None:
+        wanted = _Node()
+        for tokens in pointers:
+            wanted.add(tokens)
+        self._names = tuple(wanted.inner)
+        self._shape = wanted.shape()
+        decoder = msgspec.json.Decoder(cast("type[object]", self._shape))
+        self.decode: Callable[[bytes | memoryview], Any] = decoder.decode  # raises one of `UNDECODED`
+        self.none: Any = self._shape()  # of a record that is no object
+
+    def of_record(self, record: object) -> Any:
+        """The members of a decoded record."""
+        if not isinstance(record, dict):
+            return self.none
+        return self._shape(*map(cast("dict[str, object]", record).get, self._names))
+
+    def getter(self, tokens: PointerTokens) -> Getter:
+        """What lies at one of the pointers, `ABSENT` or None where nothing does."""
+        return (
+            attrgetter(f"m{self._names.index(tokens[0])}") if len(tokens) == 1 else _Path(self._shape, tokens)
+        )
+
+
+def raw_column(members: Sequence[Any], get: Getter) -> list[object]:
+    """What a getter finds in each record; None where nothing is."""
+    if isinstance(get, _Path):
+        try:
+            return list(map(get.straight, members))
+        except AttributeError:
+            pass  # something else than an object is on the way
+    found = list(map(get, members))
+    return [None if item is ABSENT else item for item in found] if ABSENT in found else found
+
+
+class _Path:
+    """The way to a member that lies deeper."""
+
+    __slots__ = ("_tokens", "straight")
+
+    def __init__(self, shape: Any, tokens: PointerTokens) -> None:
+        self._tokens = tokens
+        attributes: list[str] = []
+        for token in tokens:
+            if shape is None:
+                break  # behind a member that is wanted whole
+            attribute, shape = shape.inner[token]
+            attributes.append(attribute)
+        # Leads to the end where there are objects all the way. A way that is cut short leads nowhere.
+        whole = len(attributes) == len(tokens)
+        self.straight = attrgetter(".".join(attributes) if whole else "no_straight_way")
+
+    def __call__(self, members: Any) -> object:
+        found, at = members, 0
+        while at < len(self._tokens) and isinstance(found, _Shape):
+            attribute, _ = cast("Any", type(found)).inner[self._tokens[at]]
+            found = getattr(found, attribute)
+            at += 1
+        return resolve_pointer(found, self._tokens[at:])
+
+
+class _Node:
+    """One object of the wanted shape."""
+
+    def __init__(self) -> None:
+        self.inner: dict[str, _Node] = {}
+        self.whole = False  # some pointer ends here
+
+    def add(self, tokens: PointerTokens) -> None:
+        if not tokens:
+            self.whole = True
+            return
+        self.inner.setdefault(tokens[0], _Node()).add(tokens[1:])
+
+    def shape(self) -> Callable[..., object]:
+        fields: list[tuple[str, Any, Any]] = []
+        inner: dict[str, tuple[str, Any]] = {}
+        for index, (name, node) in enumerate(self.inner.items()):
+            shape: Any = None if node.whole or not node.inner else node.shape()
+            # An object that is missing is as good as an empty one, and leads on.
+            fields.append(
+                (f"m{index}", Any, None) if shape is None else (f"m{index}", shape | _NON_OBJECT, shape())
+            )
+            inner[name] = f"m{index}", shape
+        names = {attribute: name for name, (attribute, _) in inner.items()}
+        made: Any = msgspec.defstruct("Members", fields, bases=(_Shape,), rename=names, frozen=True, gc=False)
+        made.inner = inner
+        return made
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """What all shapes are. In `inner` each has its attributes, and the shapes there, by names of members."""
+
+
+NO_VALUES: tuple[Value, ...] = ()
+
+Row = list[Sequence[Value]]  # the values of one record, by the order of the fields
+
+
+class RecordView:
+    """One registry with search configured. Entries count from 1, the registry's sequence numbers from 0."""
+
+    def __init__(self, registry: Registry) -> None:
+        assert registry.search is not None
+        self.registry = registry
+        self.config: SearchConfig = registry.search
+        self.version = registry.version
+        self._promoter = Promoter(registry)
+        self.primary = self.config.primary_timestamp_field
+        self.indexed: RecordView = (
+            self  # what indexes are made of; one query may ask for more fields than that
+        )
+
+    def is_current(self, entry: int) -> bool:
+        """Whether the stored payload is what readers see."""
+        return self.registry.version_at(entry - 1) in (0, self.version)
+
+    def first_current(self) -> int:
+        """From this entry on nothing needs promotion."""
+        boundaries = self.registry.boundaries
+        return boundaries[-1].offset + 1 if len(boundaries) > 1 else 0
+
+    def record(self, entry: int, payload: bytes | memoryview) -> object:
+        """The promoted record; None if it cannot be had, which is to say: no values."""
+        try:
+            record = decode_payload(payload)
+            version = self.registry.version_at(entry - 1)
+            return record if version in (0, self.version) else self._promoter.promote(record, version)
+        except (UnreadableRecordError, LensFailureError):
+            return None
+
+    def same_values(self, other: RecordView) -> bool:
+        """Whether every record has the same values under both registries."""
+        mine, its = self.registry, other.registry
+        return mine is its or (
+            mine.version == its.version
+            and self.config.fields == other.config.fields
+            and mine.lenses == its.lenses
+            and mine.boundaries == its.boundaries
+        )
+
+
+class FieldExtractor:
+    """The values of some fields, taken from payloads without decoding what nobody asks for."""
+
+    def __init__(self, view: RecordView, names: Sequence[str]) -> None:
+        self._decoder = RecordDecoder(view, names)
+        fields = view.config.fields
+        self._gets = [
+            _nothing if get is None else _values(get, converter_for(fields[name]))
+            for name, get in self._decoder.gets.items()
+        ]
+
+    def row(self, entry: int, payload: bytes | memoryview) -> Row:
+        """The values of one stored entry."""
+        members = self._decoder.members(entry, payload)
+        return [get(members) for get in self._gets]
+
+
+class RecordDecoder:
+    """The parts of stored payloads that some fields are made of, at the version of a view."""
+
+    def __init__(self, view: RecordView, names: Sequence[str]) -> None:
+        self._view = view
+        self._first_current = view.first_current()
+        pointers: dict[str, PointerTokens] = {}
+        for name in names:
+            pointer = view.config.fields[name].pointer_at(view.version)
+            # No binding yet, or the whole record, which is an object and so no value: nothing is there.
+            tokens = parse_pointer(pointer) if pointer else None
+            if tokens:
+                pointers[name] = tokens
+        self._members = MemberReader(pointers.values())
+        self.gets: dict[str, Getter | None] = {
+            name: self._members.getter(pointers[name]) if name in pointers else None for name in names
+        }
+
+    def members(self, entry: int, payload: bytes | memoryview) -> Any:
+        if entry >= self._first_current:
+            try:
+                return self._members.decode(payload)
+            except DECODE_ERRORS:
+                pass
+        return self._members.of_record(self._view.record(entry, payload))
+
+    def all_members(self, entries: Sequence[int], payloads: Sequence[bytes | memoryview]) -> list[Any]:
+        """As `members`, of many. Entries ascend."""
+        if entries and entries[0] >= self._first_current:
+            decode = self._members.decode
+            try:
+                return [decode(payload) for payload in payloads]
+            except DECODE_ERRORS:
+                pass
+        return list(map(self.members, entries, payloads))
+
+
+def _nothing(_members: object) -> Sequence[Value]:
+    return NO_VALUES
+
+
+def _values(get: Getter, convert: Convert) -> Callable[[Any], Sequence[Value]]:
+    def values(members: Any) -> Sequence[Value]:
+        found = get(members)
+        if found is None or found is ABSENT:
+            return NO_VALUES
+        if type(found) is list:
+            listed = (convert(leaf) for leaf in flatten_leaves(cast("object", found)))
+            return tuple(value for value in listed if value is not None)
+        value = convert(found)
+        return NO_VALUES if value is None else (value,)
+
+    return values
