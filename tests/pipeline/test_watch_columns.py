@@ -13,13 +13,13 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from support.watch_language import Maker
-from tailrace.api.watch.collection import control_entry
 from tailrace.common.errors import TailraceError
 from tailrace.pipeline.watch.cells import path_to
 from tailrace.pipeline.watch.columns import Lowered, lowered
 from tailrace.pipeline.watch.native import image_of, matching
 from tailrace.watch.cel import Program, compile_text
 from tailrace.watch.change import ChangeEntry, Images, Prev, decode, encode
+from tailrace.watch.collection import control_entry
 from tailrace.watch.lower import NotLoweredError
 from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.query import read_query

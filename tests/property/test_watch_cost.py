@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.watch_changes import change_of
 from tailrace.common.errors import TailraceError
 from tailrace.watch.cel import compile_text
-from tailrace.watch.cost import CostError, Turn
+from tailrace.watch.evaluation_cost import CostError, Turn
 from tailrace.watch.matcher import Interest, Matcher
 from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.rules import Rule

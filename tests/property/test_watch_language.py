@@ -15,9 +15,9 @@ from support.watch_language import NAMES, TEXTS, Maker, quoted
 from tailrace.common.errors import TailraceError
 from tailrace.watch.cel import compile_text, environments
 from tailrace.watch.change import Change
-from tailrace.watch.cost import CostError
+from tailrace.watch.evaluation_cost import CostError
 from tailrace.watch.index import Index, Probed
-from tailrace.watch.intervals import Intervals
+from tailrace.watch.interval_index import Intervals
 from tailrace.watch.lower import value
 from tailrace.watch.matcher import BATCH_MIN, Found, Interest, Matcher
 from tailrace.watch.predicate import EITHER, Part, Predicate

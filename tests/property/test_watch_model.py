@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from support.watch_room import DATABASE, Heard, PacedWire, Room
-from tailrace.api.watch.messages import Refused
-from tailrace.api.watch.resume import resume
-from tailrace.api.watch.session import Session
-from tailrace.api.watch.subscribing import acknowledge, subscribe
 from tailrace.auth import Identity
 from tailrace.watch.cel import Program, compile_text
+from tailrace.watch.realtime.messages import Refused
+from tailrace.watch.realtime.resume import resume
+from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.subscribing import acknowledge, subscribe
 
 WHERES = ("true", "doc.n > 5", "doc.n <= 5 && doc.tag == 'b'", "has(doc.extra)", "doc.tag != 'a'")
 RULES = (None, "doc.org == request.auth.claims.org", "doc.n < 9")

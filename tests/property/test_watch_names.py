@@ -7,9 +7,9 @@ from contextlib import suppress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.api.watch.messages import Refused, read_positions
 from tailrace.common.errors import TailraceError
 from tailrace.watch import names
+from tailrace.watch.realtime.messages import Refused, read_positions
 
 SEGMENTS = st.sampled_from(
     [

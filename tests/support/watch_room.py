@@ -10,26 +10,26 @@ from typing import Any, NamedTuple, cast
 
 from support.log_harness import LogHarness
 from tailrace.api.context import Context
-from tailrace.api.watch.access import Access
-from tailrace.api.watch.book import Book
-from tailrace.api.watch.collection import Collection
-from tailrace.api.watch.collections import CollectionRoutes
-from tailrace.api.watch.documents import Writer
-from tailrace.api.watch.frames import Frame
-from tailrace.api.watch.gateway import Gateway
-from tailrace.api.watch.removal import begin_anew
-from tailrace.api.watch.session import Session
-from tailrace.api.watch.tally import Tallies
-from tailrace.api.watch.writes import Result, Write
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
+from tailrace.watch.access import Access
 from tailrace.watch.befores import Bounds
+from tailrace.watch.book import Book
 from tailrace.watch.change import Change
+from tailrace.watch.collection import Collection
+from tailrace.watch.collections import CollectionRoutes
+from tailrace.watch.documents import Writer
 from tailrace.watch.names import PartitionPatterns, split_document
+from tailrace.watch.realtime.envelopes import Frame
+from tailrace.watch.realtime.gateway import Gateway
+from tailrace.watch.realtime.session import Session
+from tailrace.watch.removal import begin_anew
+from tailrace.watch.tally import Tallies
+from tailrace.watch.writes import Result, Write
 
 DATABASE = "default"
 PATIENCE_S = 30.0

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
-from tailrace.watch.checkpoint import Checkpoint, Walk, read_checkpoint, shown
 from tailrace.watch.document import RESERVED
-from tailrace.watch.push import PushRow, Verdict, check_deleted_field, decide, read_rows, same
 from tailrace.watch.rules import Rule
+from tailrace.watch.rxdb.checkpoint import Checkpoint, Walk, read_checkpoint, shown
+from tailrace.watch.rxdb.push import PushRow, Verdict, check_deleted_field, decide, read_rows, same
 from tailrace.watch.tokens import KeyRing, Signer
 
 OLD, NEW, OTHER = {"n": 1}, {"n": 2}, {"n": 3}

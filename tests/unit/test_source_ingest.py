@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from support.watch_room import DATABASE, PacedWire, Room
-from tailrace.api.watch.collection import Collection
-from tailrace.api.watch.session import Session
-from tailrace.api.watch.source_ingest import Ingest, SupersededError
-from tailrace.api.watch.source_progress import Mark
-from tailrace.api.watch.source_states import SourceStates
-from tailrace.api.watch.subscribing import subscribe
 from tailrace.watch.change import decode
+from tailrace.watch.collection import Collection
 from tailrace.watch.names import partition_of
+from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.subscribing import subscribe
 from tailrace.watch.sources.config import read_config
 from tailrace.watch.sources.model import SourceChange
+from tailrace.watch.sources.source_ingest import Ingest, SupersededError
+from tailrace.watch.sources.source_progress import Mark
+from tailrace.watch.sources.source_states import SourceStates
 
 CONFIG = read_config(
     DATABASE,

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tailrace.api.watch.source_status import SourceStatus
 from tailrace.cli import source
 from tailrace.cli.session import Session
 from tailrace.common.clock import SystemClock
+from tailrace.watch.sources.source_status import SourceStatus
 
 UNKNOWN = ("lagBytes", "lagChanges", "lagSeconds", "loaded", "retainedBytes", "walStatus", "lastChangeAt")
 

@@ -10,11 +10,11 @@ import pytest
 from msgspec import Raw
 
 from support.watch_room import DATABASE, Room
-from tailrace.api.watch.resume import resume
-from tailrace.api.watch.subscribing import subscribe
 from tailrace.log.log import append_to_streams
 from tailrace.watch.befores import ENTRY_BYTES, Befores, Bounds
 from tailrace.watch.change import NULL, BeforeUnknownError, ChangeEntry, Images, Prev, decode, encode
+from tailrace.watch.realtime.resume import resume
+from tailrace.watch.realtime.subscribing import subscribe
 
 
 def filled(bounds: Bounds) -> Befores:

@@ -9,15 +9,15 @@ from typing import cast
 import pytest
 
 from support.watch_room import DATABASE, Room
-from tailrace.api.watch import metrics
-from tailrace.api.watch.care import Care
-from tailrace.api.watch.collection import Collection
-from tailrace.api.watch.session import Session
-from tailrace.api.watch.source_status import SourceStatus
-from tailrace.api.watch.subscribing import subscribe
-from tailrace.api.watch.tally import OTHERS, STAGES, Labels
 from tailrace.common.metrics import LabeledValues
+from tailrace.watch import metrics
 from tailrace.watch.change import Change
+from tailrace.watch.collection import Collection
+from tailrace.watch.maintenance import Care
+from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.subscribing import subscribe
+from tailrace.watch.sources.source_status import SourceStatus
+from tailrace.watch.tally import OTHERS, STAGES, Labels
 
 
 def connected(directory: Path, *, partitions: bool = False, **limits: int) -> Room:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from support.watch_room import PacedWire, Room
-from tailrace.api.watch.resume import resume
-from tailrace.api.watch.session import Session
-from tailrace.api.watch.subscribing import subscribe
+from tailrace.watch.realtime.resume import resume
+from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.subscribing import subscribe
 
 STREAMS = ("__changes__/default/c/0", "__changes__/default/c/1")
 

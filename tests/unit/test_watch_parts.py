@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tailrace.api.watch.objectives import BUCKET_S, MINUTES, Window
 from tailrace.common.errors import TailraceError
 from tailrace.watch import view_files
 from tailrace.watch.cel import compile_text
@@ -16,6 +15,7 @@ from tailrace.watch.index import Index, Probed
 from tailrace.watch.names import PartitionPatterns, partition_of
 from tailrace.watch.predicate import EITHER, UNDECIDED, Part, Predicate, conditions_of
 from tailrace.watch.query import read_query
+from tailrace.watch.realtime.objectives import BUCKET_S, MINUTES, Window
 from tailrace.watch.sample import Sample
 from tailrace.watch.syntax import shape
 from tailrace.watch.view import Purged, Row, View, reading

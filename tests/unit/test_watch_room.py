@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from support.watch_room import DATABASE, PacedWire, Room
-from tailrace.api.watch.resume import resume
-from tailrace.api.watch.session import Session
-from tailrace.api.watch.subscribing import subscribe
-from tailrace.api.watch.summaries import Summaries
 from tailrace.auth import ANONYMOUS
 from tailrace.log.records import Trim
 from tailrace.watch.change import decode
+from tailrace.watch.realtime.resume import resume
+from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.subscribing import subscribe
+from tailrace.watch.summaries import Summaries
 
 
 def ask(room: Room, session: Session, name: str, **given: Any) -> None:

@@ -31,7 +31,6 @@ from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.api.touch import TouchRoutes
 from tailrace.api.vouched import Vouching
 from tailrace.api.waiting_appends import WaitingAppends
-from tailrace.api.watch.service import WatchService
 from tailrace.auth import ANONYMOUS, GrantStore, Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
 from tailrace.http.cors import AllowedOrigins, CommonHeaders
@@ -41,6 +40,7 @@ from tailrace.schema.adoption import Adoptions
 from tailrace.schema.append_validation import AppendValidator
 from tailrace.schema.routes import ProfileRoutes, SchemaRoutes
 from tailrace.search.routes import AggregateRoutes, SearchRoutes
+from tailrace.watch.service import WatchService
 
 logger = logging.getLogger("tailrace.api")
 

@@ -39,7 +39,6 @@ from tailrace.api.seal import SealRoute
 from tailrace.api.stream_metrics.sources import series_book
 from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.api.subscriptions import SubscriptionRoutes
-from tailrace.api.watch.service import WatchService
 from tailrace.auth import GrantStore, Identity, TokenVerifier
 from tailrace.common import file_descriptors, private_files, process
 from tailrace.common.clock import SYSTEM_CLOCK
@@ -60,6 +59,7 @@ from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.subscriptions.service import SubscriptionService
+from tailrace.watch.service import WatchService
 
 if TYPE_CHECKING:
     from tailrace.api.tracing.service import Tracing

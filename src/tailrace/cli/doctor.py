@@ -284,9 +284,9 @@ def _sources(settings: Settings) -> Finding:
     """What is followed outside: PostgreSQL keeps its log until it is read, MongoDB for some time only."""
     import apsw
 
-    from tailrace.api.watch.source_progress import read_facts
     from tailrace.log.journal import JournalCorruptError
     from tailrace.log.records import UNREADABLE_ERRORS
+    from tailrace.watch.sources.source_progress import read_facts
 
     if not (settings.data_dir / "journal").is_dir():
         return Finding("sources", "ok", "none")

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, KeysView, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from tailrace.watch.intervals import Intervals
+from tailrace.watch.interval_index import Intervals
 from tailrace.watch.lower import MISSING, getter
 from tailrace.watch.predicate import TABLES, Condition, Path, Range, class_of
 from tailrace.watch.sample import Sample, elements

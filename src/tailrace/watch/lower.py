@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, Final, cast
 
 from tailrace.watch import values
-from tailrace.watch.cost import TEXT_SHIFT, charge, search_steps
+from tailrace.watch.evaluation_cost import TEXT_SHIFT, charge, search_steps
 from tailrace.watch.syntax import (
     DOC,
     FLIPPED,

@@ -9,8 +9,8 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 from tailrace import __version__
 from tailrace.watch.batch import NO_ROW, Rows, has_arrays
 from tailrace.watch.change import Change
-from tailrace.watch.cost import CostError, PostponedError, Turn
 from tailrace.watch.document import Document
+from tailrace.watch.evaluation_cost import CostError, PostponedError, Turn
 from tailrace.watch.index import Index, Probed
 from tailrace.watch.predicate import EITHER, SEMANTICS, UNDECIDED, Condition, Predicate
 from tailrace.watch.sample import DOCUMENT_BYTES_MAX

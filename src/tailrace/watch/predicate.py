@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 from tailrace.watch.cel import Program
-from tailrace.watch.cost import METER, CostError, LibraryCost
+from tailrace.watch.evaluation_cost import METER, CostError, LibraryCost
 from tailrace.watch.lower import MISSING, NotLoweredError, Truth, conjunction, getter, is_metered, truth
 from tailrace.watch.syntax import Call, Const, Node, Select, constant, flatten, path_of, text
 

@@ -8,8 +8,8 @@ from typing import Any, Final, cast
 import orjson
 
 from tailrace.watch.cel import compile_text
-from tailrace.watch.cost import CostError
 from tailrace.watch.document import Document
+from tailrace.watch.evaluation_cost import CostError
 from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.syntax import (
     REQUEST,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final, cast
 
-from tailrace.watch.cost import TEXT_SHIFT, charge
+from tailrace.watch.evaluation_cost import TEXT_SHIFT, charge
 
 INT_MIN: Final = -(2**63)
 INT_MAX: Final = 2**63 - 1

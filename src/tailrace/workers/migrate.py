@@ -19,7 +19,6 @@ from typing import Final, NamedTuple, cast
 import apsw
 import msgspec
 
-from tailrace.api.watch.service import FILE as VIEW
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.log import segment_catalogue
@@ -30,6 +29,7 @@ from tailrace.storage.checkpointer import checkpoint_file, write_fork_rows
 from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
 from tailrace.storage.hot_store.database import Execute, HotDatabase
 from tailrace.storage.hot_store.tables import MetaTables
+from tailrace.watch.service import FILE as VIEW
 from tailrace.workers.delivery import ARRIVING, NAMES
 from tailrace.workers.delivery import FACT as DELIVERED
 from tailrace.workers.homes import NOTE

@@ -12,12 +12,12 @@ from typing import Final
 import msgspec
 
 from tailrace.api import answers
-from tailrace.api.watch.source_origin import Entry, Origin, OwnOrigin, found_source
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
 from tailrace.protocol import offsets
 from tailrace.watch.sources.model import SourceError
+from tailrace.watch.sources.source_origin import Entry, Origin, OwnOrigin, found_source
 from tailrace.workers.circle import Circle
 from tailrace.workers.homes import Homes
 from tailrace.workers.later import Later

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tailrace.pipeline.watch.cells import Cell, Cells, any_of, either, truth_cell
-from tailrace.watch.cost import STEPS_MAX
+from tailrace.watch.evaluation_cost import STEPS_MAX
 from tailrace.watch.lower import NotLoweredError
 from tailrace.watch.syntax import (
     DOC,

@@ -1,3 +1,1 @@
-"""Sources of changes outside the server: what they are told to follow, and what they say, as changes."""
-
-from __future__ import annotations
+"""Sources of changes: PostgreSQL, MongoDB and streams, followed into collections."""

@@ -1,0 +1,133 @@
+"""`__audit__`: who began to watch what, which rules changed, what could not be resumed.
+
+Predicates are written down by their hash and their shape; values that somebody compares with are nobody's
+business. Events are gathered for a moment and appended together; when they come faster than they can be
+written, the oldest are kept and the number of the others is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from tailrace.api.context import Context
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.log.log import append_to_streams
+from tailrace.log.model import Lifetime
+from tailrace.log.system_streams import AUDIT_STREAM
+from tailrace.log.transaction import Transaction
+from tailrace.watch.collection import Collection
+from tailrace.watch.syntax import shape
+
+if TYPE_CHECKING:
+    from tailrace.watch.realtime.session import Session
+    from tailrace.watch.realtime.subscription import Subscription
+
+logger = logging.getLogger("tailrace.watch")
+
+GATHER_S: Final = 0.1
+EVENTS_MAX: Final = 20_000  # that wait to be written
+ENTRIES_MAX: Final = 1000  # in one record
+SHAPE_CHARS_MAX: Final = 500
+
+Json = dict[str, Any]
+
+
+class Audit:
+    """Owned by the loop thread."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._log = context.log
+        self._retention_ms = context.limits.watch_audit_retention_ms
+        self._waiting: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.dropped = 0
+
+    @property
+    def enabled(self) -> bool:
+        return self._retention_ms > 0
+
+    def event(self, event: str, collection: Collection | None, details: Json, principal: str = "") -> None:
+        """Something about a collection, or about none."""
+        database = None if collection is None else collection.database
+        name = None if collection is None else collection.name
+        self._add(event, principal, database, name, None, details)
+
+    def subscription(self, event: str, subscription: Subscription) -> None:
+        if not self.enabled:
+            return
+        watched, identity = subscription.watched, subscription.session.identity
+        details: Json = {"connection": subscription.session.id}
+        if event == "subscription.created":
+            shapes = sorted(shape(part.node) for part in subscription.query.parts)
+            details["predicate"] = subscription.interest.whole.hash.hex()
+            details["shape"] = " && ".join(shapes)[:SHAPE_CHARS_MAX]
+        principal = "" if identity is None else identity.sub
+        self._add(event, principal, watched.database, watched.name, subscription.id, details)
+
+    def resume_failed(self, session: Session, sub_id: str, reason: str, collection: str | None) -> None:
+        principal = "" if session.identity is None else session.identity.sub
+        self._add("resume.failed", principal, session.database, collection, sub_id, {"reason": reason})
+
+    def _add(
+        self,
+        event: str,
+        principal: str,
+        database: str | None,
+        collection: str | None,
+        sub_id: str | None,
+        details: Json,
+    ) -> None:
+        if not self.enabled:
+            return
+        if len(self._waiting) >= EVENTS_MAX:
+            self.dropped += 1
+            return
+        message: Json = {
+            "ts": format_rfc3339(self._context.clock.now_ns()),
+            "event": event,
+            "principal": principal,
+            "database": database,
+            "collection": collection,
+            "subId": sub_id,
+            "details": details,
+        }
+        self._waiting.append(orjson.dumps(message))
+        if self._timer is None:
+            self._timer = self._context.loop.call_later(GATHER_S, self.flush)
+
+    def flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        entries, self._waiting = self._waiting[:ENTRIES_MAX], self._waiting[ENTRIES_MAX:]
+        if not entries:
+            return
+        try:
+            append_to_streams(
+                self._log, [(AUDIT_STREAM, entries)], self._context.clock.now_ns(), self._written, None
+            )
+        except TailraceError as refusal:
+            self._lost(len(entries), refusal)
+            return
+        stream = self._log.find(AUDIT_STREAM)
+        wanted = Lifetime(retention_s=-(-self._retention_ms // 1000))
+        if stream is not None and stream.lifetime != wanted:
+            # How much of it is kept is a setting, which may be another one after a restart.
+            stream.lifetime = wanted
+        if self._waiting:
+            self._timer = self._context.loop.call_later(GATHER_S, self.flush)
+
+    def _written(self, _: Transaction, error: TailraceError | None) -> None:
+        if error is not None:
+            self._lost(ENTRIES_MAX, error)
+
+    def _lost(self, count: int, refusal: TailraceError) -> None:
+        if not self.dropped:
+            logger.warning("audit events cannot be written: %s", refusal.message)
+        self.dropped += count

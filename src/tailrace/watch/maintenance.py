@@ -1,0 +1,141 @@
+"""What watch does on its own: forgets tombstones, publishes views, lets changes go, renews keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import apsw
+
+from tailrace.api.context import Context
+from tailrace.common.errors import TailraceError
+from tailrace.log.model import Lifetime
+from tailrace.storage.object_store.interface import ObjectStoreError
+from tailrace.storage.retention_service import RetentionBound
+from tailrace.watch.book import Book
+from tailrace.watch.collection import Collection
+from tailrace.watch.published_views import PublishedViews
+from tailrace.watch.token_keys import TokenKeys
+
+if TYPE_CHECKING:
+    from tailrace.storage.sealing import SealingService
+
+logger = logging.getLogger("tailrace.watch")
+
+PURGE_ROWS: Final = 500  # in one transaction, before others have their turn
+WRITE_ID_MS: Final = 10 * 60 * 1000
+
+
+class Care:
+    """Owned by the loop thread. One round at a time; what cannot be done is tried again in the next."""
+
+    def __init__(self, context: Context, book: Book, keys: TokenKeys) -> None:
+        self._context = context
+        self._limits = context.limits
+        self._book = book
+        self._keys = keys
+        self.views = PublishedViews(context, book)
+        self._sealing: SealingService | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._removed: list[Collection] = []
+        self.other_bounds: Callable[[], list[RetentionBound]] = list  # of streams that are no collections
+        self.purged = 0
+
+    def connect(self, sealing: SealingService) -> None:
+        """The tier tells what may go, and is told what must not."""
+        self._sealing = sealing
+        sealing.trims.bounds = self._bounds
+        self.views.seal_soon = sealing.seal_soon
+
+    def start(self) -> None:
+        self._task = self._context.loop.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.views.close()
+
+    def removed(self, collection: Collection) -> None:
+        """Its views are of no use any more."""
+        self._removed.append(collection)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.watch_care_ms / 1000)
+            try:
+                await self._round()
+            except Exception:
+                logger.exception("a round of care for collections failed")
+
+    async def _round(self) -> None:
+        self._keys.look()
+        now_ms = self._context.clock.now_ns() // 1_000_000
+        try:
+            self._book.view.forget_writes(now_ms - WRITE_ID_MS)
+        except apsw.Error as error:
+            logger.warning("old writes cannot be forgotten: %s", error)
+        for collection in tuple(self._book.collections()):
+            if collection.durable:
+                await self._purge(collection, now_ms)
+                await self._publish(collection, now_ms)
+        while self._removed:
+            await self.views.remove(self._removed.pop())
+
+    # -- tombstones ------------------------------------------------------------------------------------
+
+    async def _purge(self, collection: Collection, now_ms: int) -> None:
+        kept_s = collection.config.tombstone_s(self._limits)
+        if kept_s is None or collection.lagging:
+            return
+        view, before_ms = self._book.view, now_ms - kept_s * 1000
+        try:
+            while (count := view.purge(collection.number, before_ms, PURGE_ROWS)) > 0:
+                self.purged += count
+                found = view.now.purged(collection.number, collection.config.partitions)
+                collection.purged = [one.version for one in found]
+                if count < PURGE_ROWS:
+                    break
+                await asyncio.sleep(0)
+        except apsw.Error as error:
+            logger.warning("tombstones of %s cannot be given up: %s", collection.name, error)
+
+    # -- views and retention ---------------------------------------------------------------------------
+
+    async def _publish(self, collection: Collection, now_ms: int) -> None:
+        """A view is worth publishing when changes are to go, and there are some that the last one lacks."""
+        retention_s = collection.config.retention_s(self._limits)
+        if retention_s is None or collection.state != "live":
+            return
+        if collection.base is None and not self._is_old(collection, now_ms - retention_s * 1000):
+            return  # nothing can go yet
+        try:
+            await self.views.look(collection)
+            due = now_ms - collection.published_ms >= self._limits.watch_view_ms
+            if not due or collection.lagging or collection.base == collection.applied:
+                return
+            if any(collection.applied) and await self.views.publish(collection) and self._sealing is not None:
+                self._sealing.trims.look_again()
+        except (ObjectStoreError, OSError, TailraceError) as error:
+            logger.warning("the view of %s cannot be published: %s", collection.name, error)
+
+    def _is_old(self, collection: Collection, before_ms: int) -> bool:
+        """Whether some of its changes may be from before; a stream is as old as its first entry."""
+        streams = map(self._book.log.find, collection.streams())
+        return any(stream is not None and stream.created_ns // 1_000_000 < before_ms for stream in streams)
+
+    def _bounds(self) -> list[RetentionBound]:
+        """Changes that may go by their age, if a published view has them."""
+        found = self.other_bounds()
+        for collection in self._book.collections():
+            retention_s = collection.config.retention_s(self._limits)
+            if retention_s is None or collection.base is None or collection.state != "live":
+                continue
+            lifetime = Lifetime(retention_s=retention_s)
+            for partition, upto in enumerate(collection.base):
+                stream = self._book.log.find(collection.stream(partition)) if upto else None
+                if stream is not None and stream.earliest < upto:
+                    found.append(RetentionBound(stream.number, lifetime, upto))
+        return found

@@ -1,0 +1,155 @@
+"""Numbers of documents and live queries: read where they are counted, when somebody asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from tailrace.common.server_metrics import ServerMetrics
+from tailrace.watch.collection import NATIVE, Collection
+from tailrace.watch.maintenance import Care
+from tailrace.watch.realtime.gateway import Gateway
+from tailrace.watch.sources.source_ingest import OPS
+from tailrace.watch.tally import Labels
+
+STATES: Final = ("live", "loading", "lagging", "stale")
+
+
+Row = tuple[list[str], float]
+
+
+def connect(telemetry: ServerMetrics, gateway: Gateway, care: Care, *, partitions: bool) -> None:
+    _Collections(gateway, partitions).connect(telemetry)
+    _connect_matching(telemetry, gateway)
+    _connect_gateway(telemetry, gateway)
+    telemetry.watch_purged_tombstones.read = lambda: care.purged
+    telemetry.watch_published_views.read = lambda: care.views.published
+
+
+class _Collections:
+    """What is counted for each collection, or for all those together that have no labels of their own."""
+
+    def __init__(self, gateway: Gateway, partitions: bool) -> None:
+        self._gateway = gateway
+        self._book = gateway.book
+        self._tallies = gateway.book.tallies
+        self._partitions = partitions  # whether those that can be have a label
+
+    def connect(self, telemetry: ServerMetrics) -> None:
+        telemetry.watch_changes.each = self._changes
+        telemetry.watch_match_lag_changes.each = self._lags
+        telemetry.watch_partition_state.each = self._states
+        telemetry.watch_generation.each = lambda: self._highest(self._book.generation)
+        telemetry.watch_dedup_dropped.each = lambda: [
+            ([*tally.labels, stage], count)
+            for tally in self._tallies.all()
+            for stage, count in tally.dropped.items()
+        ]
+        telemetry.watch_bloom_fp_ratio.each = lambda: self._highest(lambda one: one.bloom_ratio)
+        telemetry.watch_bloom_rebuilds.each = lambda: [
+            ([*tally.labels], tally.bloom_rebuilds) for tally in self._tallies.all()
+        ]
+        objectives = self._gateway.objectives
+        telemetry.watch_source_lag_seconds.each = lambda: self._highest(
+            lambda one: None if one.config.source == NATIVE else objectives.lag_ms(one) / 1000
+        )
+        telemetry.watch_source_lag_changes.each = lambda: self._highest(
+            lambda one: None if one.config.source == NATIVE else objectives.lag_changes(one)
+        )
+
+    def _highest(self, measured: Callable[[Collection], float | None]) -> list[Row]:
+        """Of each that can be measured; of those that share labels, the highest."""
+        found: dict[Labels, float] = {}
+        for collection in self._book.collections():
+            if (value := measured(collection)) is not None:
+                labels = self._tallies.of(collection).labels
+                found[labels] = max(value, found.get(labels, 0))
+        return [([*labels], value) for labels, value in found.items()]
+
+    def _changes(self) -> Iterator[Row]:
+        for tally in self._tallies.all():
+            counts = {(op, 0): 0 for op in OPS} | tally.changes
+            if not self._partitions:
+                for op in OPS:
+                    yield [*tally.labels, op], sum(n for (held, _), n in counts.items() if held == op)
+                continue
+            for (op, partition), count in sorted(counts.items()):
+                yield [*tally.labels, op, str(partition)], count
+
+    def _lags(self) -> Iterator[Row]:
+        found: Counter[tuple[str, ...]] = Counter()
+        for collection in self._book.collections():
+            labels = self._tallies.of(collection).labels
+            for partition, lag in enumerate(self._book.lags(collection)):
+                found[(*labels, str(partition)) if self._partitions else labels] += lag
+        return (([*key], count) for key, count in found.items())
+
+    def _states(self) -> Iterator[Row]:
+        found: Counter[tuple[str, ...]] = Counter()
+        for collection in self._book.collections():
+            labels, state = self._tallies.of(collection).labels, collection.shown_state
+            places = [(str(n),) for n in range(collection.config.partitions)] if self._partitions else [()]
+            for known in STATES:
+                for place in places:
+                    found[*labels, known, *place] += known == state
+        return (([*key], count) for key, count in found.items())
+
+
+def _connect_matching(telemetry: ServerMetrics, gateway: Gateway) -> None:
+    def each(measured: Callable[[tuple[int, int, int]], float]) -> Callable[[], list[Row]]:
+        return lambda: [([*labels], measured(counts)) for labels, counts in gateway.matched().items()]
+
+    telemetry.watch_match_candidates.each = each(lambda counts: counts[0])
+    telemetry.watch_match_hits.each = each(lambda counts: counts[1])
+    telemetry.watch_match_fallback.each = each(lambda counts: counts[2])
+    telemetry.watch_match_hit_ratio.each = each(lambda counts: counts[1] / counts[0] if counts[0] else 0.0)
+    telemetry.watch_match_latency_seconds.each = lambda: [
+        ([*tally.labels], tally.latency) for tally in gateway.book.tallies.all()
+    ]
+    telemetry.watch_match_slow.read = lambda: gateway.samples.slow
+    telemetry.watch_index_predicates.each = lambda: _kinds(gateway)
+    telemetry.watch_scan_list_predicates.each = lambda: _scanned(gateway)
+
+
+def _connect_gateway(telemetry: ServerMetrics, gateway: Gateway) -> None:
+    telemetry.watch_connections.each = lambda: _transports(gateway)
+    telemetry.watch_subscriptions.each = gateway.states
+    telemetry.watch_deliveries.each = lambda: [([op], count) for op, count in gateway.deliveries.items()]
+    telemetry.watch_outbound_bytes.read = lambda: gateway.outbound_bytes
+    telemetry.watch_watermark_level.read = lambda: gateway.level
+    telemetry.watch_demotions.read = lambda: gateway.demotions
+    delivered = gateway.delivered
+    telemetry.watch_delivered_batches.each = lambda: [
+        ([why], count) for why, count in delivered.batches.items()
+    ]
+    telemetry.watch_delivered_skipped.read = lambda: delivered.skipped
+    telemetry.watch_resync_required.each = lambda: [([why], count) for why, count in gateway.resyncs.items()]
+    telemetry.watch_resume.each = lambda: [([*key], count) for key, count in gateway.resumes.items()]
+    telemetry.watch_snapshots.read = lambda: gateway.replays.snapshots
+    telemetry.watch_snapshot_documents.read = lambda: gateway.replays.snapshot_documents
+    telemetry.watch_auth_failures.each = lambda: [
+        ([code], count) for code, count in gateway.auth_failures.items()
+    ]
+    telemetry.watch_slo_burn.each = gateway.objectives.worst
+    telemetry.watch_audit_dropped.read = lambda: gateway.audit.dropped
+
+
+def _kinds(gateway: Gateway) -> list[Row]:
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for watched in gateway.all_watched():
+        for kind, count in watched.matcher.index.kinds.items():
+            counts[*watched.tally.labels, kind] += count
+    return [([*key], count) for key, count in sorted(counts.items())]
+
+
+def _scanned(gateway: Gateway) -> list[Row]:
+    counts: Counter[Labels] = Counter()
+    for watched in gateway.all_watched():
+        counts[watched.tally.labels] += len(watched.matcher.index.scan)
+    return [([*labels], count) for labels, count in counts.items()]
+
+
+def _transports(gateway: Gateway) -> list[tuple[list[str], float]]:
+    counts = Counter(session.wire.name for session in gateway.sessions)
+    return [([name], counts[name]) for name in ("ws", "sse")]

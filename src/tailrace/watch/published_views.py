@@ -1,0 +1,242 @@
+"""Views of collections on the object store: published now and then, and begun from when the log is too short.
+
+Retention may take a change only when a published view has it. A view is published in this order: its parts,
+then the seal of all changes that it holds, then the head that names it. So whoever restores from the object
+store finds the changes behind a view, and never a view that is ahead of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from tailrace.api.context import Context
+from tailrace.storage.object_store.interface import (
+    ObjectConflictError,
+    ObjectMissingError,
+    ObjectStore,
+    ObjectStoreError,
+    open_object_store,
+)
+from tailrace.watch import view_files
+from tailrace.watch.book import Book
+from tailrace.watch.collection import Collection
+from tailrace.watch.view import Purged, reading
+from tailrace.watch.view_files import BadViewError, Head
+
+logger = logging.getLogger("tailrace.watch")
+
+SEAL_S_MAX: Final = 600.0  # after that the view is given up, and made again when its time has come
+SEAL_LOOK_S: Final = 0.5
+
+
+class PublishedViews:
+    """Owned by the loop thread; reading, packing and unpacking happen on others."""
+
+    def __init__(self, context: Context, book: Book) -> None:
+        self._context = context
+        self._book = book
+        self._objects: ObjectStore | None = None
+        # Asks for the changes of a stream to be sealed before their time.
+        self.seal_soon: Callable[[int], None] | None = None
+        self.published = 0
+
+    async def close(self) -> None:
+        if self._objects is not None:
+            await self._objects.close()
+
+    def _store(self) -> ObjectStore:
+        if self._objects is None:
+            settings = self._context.settings
+            self._objects = open_object_store(settings.object_store_url, limits=settings.limits)
+        return self._objects
+
+    def _folder(self, collection: Collection) -> str:
+        return view_files.folder_of(collection.database, collection.name, collection.config.generation)
+
+    # -- publishing ------------------------------------------------------------------------------------
+
+    async def look(self, collection: Collection) -> None:
+        """Learns what is published, by whomever."""
+        if collection.base is None:
+            found = await self._head(collection)
+            if found is not None:
+                self._know(collection, found[0])
+
+    async def publish(self, collection: Collection) -> bool:
+        """Writes the view as it is now; True if it is there. Nothing is left of one that is not completed."""
+        folder, store = self._folder(collection), self._store()
+        found = await self._head(collection)
+        if found is not None and self._is_fresh(found[0], collection):
+            self._know(collection, found[0])  # a pipeline was here
+            return True
+        number = 1 if found is None else found[0].number + 1
+        head = await self._write_parts(collection, folder, number)
+        try:
+            if not await self._sealed(collection, head.positions):
+                await self._drop(folder, head.parts)
+                return False
+            await store.replace(
+                view_files.head_key(folder), view_files.encode_head(head), None if found is None else found[1]
+            )
+        except ObjectConflictError:
+            await self._drop(folder, head.parts)
+            return False
+        self._know(collection, head)
+        self.published += 1
+        if found is not None:
+            await self._drop(folder, found[0].parts)
+        return True
+
+    def _is_fresh(self, head: Head, collection: Collection) -> bool:
+        now_ms = self._context.clock.now_ns() // 1_000_000
+        young = now_ms - head.at_ms < self._context.limits.watch_view_ms
+        return (young and head.at_ms > collection.published_ms) or head.positions == collection.applied
+
+    def _know(self, collection: Collection, head: Head) -> None:
+        if len(head.positions) == collection.config.partitions:
+            collection.base, collection.published_ms = list(head.positions), head.at_ms
+
+    async def _write_parts(self, collection: Collection, folder: str, number: int) -> Head:
+        """One part at a time: packed on a thread, uploaded, let go."""
+        store, loop = self._store(), self._context.loop
+        at_ms = self._context.clock.now_ns() // 1_000_000
+        packed: asyncio.Queue[bytes | None] = asyncio.Queue(1)
+        partitions, view_number = collection.config.partitions, collection.number
+        path = self._book.path
+
+        def hand_over(part: bytes | None) -> None:
+            asyncio.run_coroutine_threadsafe(packed.put(part), loop).result()
+
+        def pack() -> tuple[list[int], list[Purged], int]:
+            rows = 0
+            try:
+                with reading(path) as moment:
+                    for part in view_files.parts_of(moment, view_number):
+                        rows += len(part)
+                        hand_over(view_files.encode_part(part))
+                    return (
+                        moment.positions(view_number, partitions),
+                        moment.purged(view_number, partitions),
+                        rows,
+                    )
+            finally:
+                hand_over(None)
+
+        work = loop.run_in_executor(None, pack)
+        parts: list[str] = []
+        try:
+            while (part := await packed.get()) is not None:
+                name = view_files.part_name(number, len(parts))
+                parts.append(name)
+                await self._create(store, folder + name, part)
+        except BaseException:
+            while await packed.get() is not None:
+                pass  # the thread has to come to its end
+            await asyncio.gather(work, return_exceptions=True)
+            await self._drop(folder, parts)
+            raise
+        positions, purged, rows = await work
+        return Head(
+            database=collection.database,
+            collection=collection.name,
+            generation=collection.config.generation,
+            number=number,
+            at_ms=at_ms,
+            positions=positions,
+            purged=purged,
+            parts=parts,
+            rows=rows,
+        )
+
+    async def _create(self, store: ObjectStore, key: str, part: bytes) -> None:
+        """A part of this name may be left from a try that was cut short: nobody names it."""
+        await store.delete([key])
+        await store.create(key, part)
+
+    async def _sealed(self, collection: Collection, positions: list[int]) -> bool:
+        """Waits until every change that the view holds is on the object store."""
+        loop = self._context.loop
+        until = loop.time() + SEAL_S_MAX
+        while loop.time() < until:
+            waiting = False
+            for partition, seq in enumerate(positions):
+                stream = self._book.log.find(collection.stream(partition)) if seq else None
+                if stream is not None and stream.sealed < seq:
+                    waiting = True
+                    if self.seal_soon is not None:
+                        self.seal_soon(stream.number)
+            if not waiting:
+                return True
+            await asyncio.sleep(SEAL_LOOK_S)
+        return False
+
+    async def _drop(self, folder: str, parts: list[str]) -> None:
+        try:
+            await self._store().delete([folder + name for name in parts])
+        except ObjectStoreError as error:
+            logger.warning("parts of a view are left on the object store: %s", error)
+
+    async def remove(self, collection: Collection) -> None:
+        """The collection was deleted."""
+        folder = self._folder(collection)
+        try:
+            found = await self._head(collection)
+            if found is not None:
+                await self._store().delete([view_files.head_key(folder)])
+                await self._drop(folder, found[0].parts)
+        except ObjectStoreError as error:
+            logger.warning("the view of %s is left on the object store: %s", collection.name, error)
+
+    async def _head(self, collection: Collection) -> tuple[Head, str] | None:
+        try:
+            raw, etag = await self._store().get(view_files.head_key(self._folder(collection)))
+            return view_files.decode_head(raw), etag
+        except ObjectMissingError:
+            return None
+        except BadViewError as error:
+            logger.error("the published view of %s is not used: %s", collection.name, error)
+            return None
+
+    # -- beginning from one ----------------------------------------------------------------------------
+
+    async def restore(self, collection: Collection) -> bool:
+        """Puts the published view in place of the collection's own, if the log goes on behind it."""
+        try:
+            found = await self._head(collection)
+            if found is None or not self._fits(collection, found[0]):
+                return False
+            head = found[0]
+            self._book.empty(collection)
+            view, number = self._book.view, collection.number
+            for name in head.parts:
+                raw, _ = await self._store().get(self._folder(collection) + name)
+                rows = await self._context.loop.run_in_executor(None, view_files.decode_part, raw)
+                with view.writing():
+                    view.apply(number, rows, (), {})
+            with view.writing():
+                view.apply(number, (), (), dict(enumerate(head.positions)))
+                for partition, purged in enumerate(head.purged):
+                    if purged.version:
+                        view.note_purged(number, partition, purged)
+        except (ObjectStoreError, BadViewError) as error:
+            logger.error("the published view of %s cannot be used: %s", collection.name, error)
+            self._book.empty(collection)
+            return False
+        collection.applied = list(head.positions)
+        collection.purged = [purged.version for purged in head.purged]
+        self._know(collection, head)
+        return True
+
+    def _fits(self, collection: Collection, head: Head) -> bool:
+        if len(head.positions) != collection.config.partitions:
+            return False
+        book = self._book
+        streams = [book.log.find(name) for name in collection.streams()]
+        tails = [0 if stream is None else max(0, stream.visible) for stream in streams]
+        earliest = book.earliest(collection)
+        return all(
+            first <= seq <= tail for first, seq, tail in zip(earliest, head.positions, tails, strict=True)
+        )

@@ -1,0 +1,205 @@
+"""One-shot queries: what matches now, page by page, as of one moment."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import heapq
+import time
+from typing import Any, Final, NamedTuple, cast
+
+import orjson
+
+from tailrace.auth import Identity
+from tailrace.common.errors import TailraceError
+from tailrace.watch import document
+from tailrace.watch.access import Access
+from tailrace.watch.book import Book
+from tailrace.watch.change import shown
+from tailrace.watch.collection import Collection
+from tailrace.watch.evaluation_cost import CostError
+from tailrace.watch.predicate import Predicate
+from tailrace.watch.query import Query, read_query, sort_key, sort_values
+from tailrace.watch.view import Moment, Row
+
+SCAN_ROWS: Final = 200
+SLICE_S: Final = 0.005
+PAGE_BYTES: Final = 8 * 1024 * 1024
+
+
+class TimeSlice:
+    """How long a scan holds the event loop before it lets others have it."""
+
+    __slots__ = ("_until",)
+
+    def __init__(self) -> None:
+        self._until = time.perf_counter() + SLICE_S
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self._until
+
+    async def give_way(self) -> None:
+        await asyncio.sleep(0)
+        self._until = time.perf_counter() + SLICE_S
+
+
+class Found(NamedTuple):
+    """A matching document, and its place in the order."""
+
+    row: Row
+    values: list[Any]
+    key: tuple[Any, ...]
+
+
+class Queries:
+    def __init__(self, book: Book, access: Access) -> None:
+        self._book = book
+        self._access = access
+
+    def prepare(self, identity: Identity, database: str, given: object) -> Asked:
+        """Checked; nothing has been looked at."""
+        query = read_query(given, live=False)
+        collection = self._book.find(database, query.collection)
+        rule = self._access.read_part(identity, collection)
+        parts = query.parts if rule is None else (*query.parts, rule)
+        return Asked(self._book, collection, query, Predicate(parts, query.documents))
+
+
+class Asked:
+    """A query that can be run."""
+
+    def __init__(self, book: Book, collection: Collection | None, query: Query, predicate: Predicate) -> None:
+        self._book = book
+        self._collection = collection
+        self._query = query
+        self._matches = predicate.matches
+        self._after = _read_cursor(query)
+        self._time_slice = TimeSlice()
+
+    async def run(self) -> dict[str, Any]:
+        collection, query = self._collection, self._query
+        if collection is None:
+            return {"documents": [], "cursor": None, "positions": []}
+        self._book.check_applied(collection)
+        with self._book.view.moment() as moment:
+            positions = list(collection.applied)
+            if query.order:
+                found, fits = await self._ordered(moment, collection)
+            else:
+                found, fits = await self._by_id(moment, collection)
+        page = found[:fits]
+        return {
+            "documents": [_shown(collection, one.row) for one in page],
+            "cursor": _cursor(page[-1]) if len(found) > fits else None,
+            "positions": positions,
+        }
+
+    async def _by_id(self, moment: Moment, collection: Collection) -> tuple[list[Found], int]:
+        """What was found, and how much of it fits into the page; one more says that there are more."""
+        found: list[Found] = []
+        after = "" if self._after is None else self._after[-1]
+        size = 0
+        while rows := self._rows(moment, collection, after):
+            after = rows[-1].id
+            for row in rows:
+                one = self._match(collection, row)
+                if one is not None:
+                    found.append(one)
+                    size += len(row.data)
+                    if len(found) > self._query.limit or (size > PAGE_BYTES and len(found) > 1):
+                        return found, len(found) - 1
+                if self._time_slice.is_over:
+                    await self._time_slice.give_way()
+        return found, len(found)
+
+    async def _ordered(self, moment: Moment, collection: Collection) -> tuple[list[Found], int]:
+        """The first of the order behind the cursor; only as many are held as the page has.
+
+        Their content is read when the page is known: many large documents do not fit into memory.
+        """
+        wanted = self._query.limit + 1
+        best: list[Found] = []
+        after = ""
+        while rows := self._rows(moment, collection, after):
+            after = rows[-1].id
+            for row in rows:
+                one = self._match(collection, row)
+                if one is not None and (self._after is None or one.key > self._after):
+                    best.append(one._replace(row=row._replace(data=b"")))
+                if self._time_slice.is_over:
+                    await self._time_slice.give_way()
+            best = heapq.nsmallest(wanted, best, key=lambda one: one.key)
+        return best, await self._load(moment, collection, best)
+
+    async def _load(self, moment: Moment, collection: Collection, best: list[Found]) -> int:
+        """Reads the documents of the page again, as many as fit; tells how many."""
+        size = 0
+        for place, one in enumerate(best[: self._query.limit]):
+            (row,) = moment.documents_named(collection.number, [one.row.id])
+            size += len(row.data)
+            if place and size > PAGE_BYTES:
+                return place
+            best[place] = one._replace(row=row)
+            if self._time_slice.is_over:
+                await self._time_slice.give_way()
+        return min(len(best), self._query.limit)
+
+    def _rows(self, moment: Moment, collection: Collection, after: str) -> list[Row]:
+        documents = self._query.documents
+        if documents is None:
+            return moment.documents_after(collection.number, after, SCAN_ROWS)
+        rest = [name for name in sorted(documents) if name > after]
+        for name in rest:  # one at a time: each may be large
+            if found := moment.documents_named(collection.number, [name]):
+                return found
+        return []
+
+    def _match(self, collection: Collection, row: Row) -> Found | None:
+        flat = flat_of(collection, row)
+        try:
+            if not self._matches(flat):
+                return None
+        except CostError:
+            raise TailraceError(
+                "query_too_complex", "the expression took too many steps on a document"
+            ) from None
+        order = self._query.order
+        values = sort_values(flat, order)
+        return Found(row, values, sort_key(values, row.id, order))
+
+
+def flat_of(collection: Collection, row: Row) -> dict[str, Any]:
+    data = orjson.loads(row.data)
+    return document.flat(data, row.id, collection.name, row.version, row.created_ms, row.updated_ms)
+
+
+def _shown(collection: Collection, row: Row) -> dict[str, Any]:
+    data = orjson.Fragment(row.data)
+    return shown(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
+
+
+def _cursor(last: Found) -> str:
+    raw = orjson.dumps([last.values, last.row.id])
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+def _read_cursor(query: Query) -> tuple[Any, ...] | None:
+    if query.cursor is None:
+        return None
+    try:
+        raw = base64.urlsafe_b64decode(query.cursor + "=" * (-len(query.cursor) % 4))
+        values, document_id = orjson.loads(raw)
+        if not isinstance(document_id, str) or not all(_is_ranked(value) for value in values):
+            raise ValueError(document_id)
+        return sort_key(values, document_id, query.order)
+    except (ValueError, TypeError, KeyError):
+        raise TailraceError("invalid_query", "cursor is what an answer to the same query gave") from None
+
+
+def _is_ranked(value: Any) -> bool:
+    kinds = {1: (bool,), 2: (int, float), 3: (str,)}
+    if not isinstance(value, list) or len(cast("list[Any]", value)) != 2:
+        return False
+    rank, item = cast("list[Any]", value)
+    return type(item) in kinds.get(rank, (int,))

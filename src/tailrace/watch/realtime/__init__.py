@@ -1,0 +1,1 @@
+"""Live queries: the gateway, its sessions and subscriptions over WebSocket and SSE."""

@@ -1,0 +1,426 @@
+"""The gateway: every realtime connection, what they watch, and who is told of a change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+import orjson
+
+from tailrace.api.context import Context
+from tailrace.auth import GrantStore, Identity, TokenVerifier
+from tailrace.watch.access import Access
+from tailrace.watch.audit import Audit
+from tailrace.watch.book import Book
+from tailrace.watch.change import Change
+from tailrace.watch.collection import Collection
+from tailrace.watch.evaluation_cost import Turn
+from tailrace.watch.matcher import BATCH_MIN, Found
+from tailrace.watch.realtime import envelopes
+from tailrace.watch.realtime.delivered import Delivered
+from tailrace.watch.realtime.messages import Refused
+from tailrace.watch.realtime.objectives import Objectives
+from tailrace.watch.realtime.replay import Replays
+from tailrace.watch.realtime.samples import Samples
+from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.subscription import PRIORITIES, Subscription
+from tailrace.watch.realtime.watched import Watched
+from tailrace.watch.tally import Labels
+from tailrace.watch.token_keys import TokenKeys
+from tailrace.watch.tokens import Position, Signer
+
+__all__ = ["Gateway", "Watched"]
+
+logger = logging.getLogger("tailrace.watch")
+
+TICK_S: Final = 1.0
+SOFT, HARD, RECOVER = 0.7, 0.9, 0.6
+RECENT_QUERIES: Final = 10_000
+RECENT_S: Final = 180.0
+REFILED_EACH: Final = 200  # predicates of a collection that are looked at in one tick
+STATES: Final = ("live", "behind", "snapshot", "paused")
+
+
+class Gateway:
+    """Owned by the loop thread."""
+
+    def __init__(self, context: Context, book: Book, access: Access, verifier: TokenVerifier | None) -> None:
+        self.context = context
+        self.limits = context.limits
+        self.book = book
+        self.access = access
+        self.verifier = verifier
+        self.grants: GrantStore | None = None
+        self.keys = TokenKeys(book.log, context.clock, context.limits)
+        self.audit = Audit(context)
+        self.samples = Samples(context.loop)
+        self.objectives = Objectives(context, self)
+        self.sessions: set[Session] = set()
+        self._watched: dict[tuple[str, str], Watched] = {}
+        self._principals: Counter[str] = Counter()
+        self.delivered = Delivered(context, self)
+        self.replays = Replays(self)
+        self._timer: asyncio.TimerHandle | None = None
+        self.outbound_bytes = 0  # of all connections, at the last tick
+        self.level = 0.0  # of what may be unsent
+        self.shedding = False
+        self.deliveries = {"insert": 0, "update": 0, "delete": 0}
+        self.demotions = 0
+        self.resyncs: Counter[str] = Counter()
+        self.resumes: Counter[tuple[str, str]] = Counter()  # by result, and by where it is read from
+        self.auth_failures: Counter[str] = Counter()
+        self._recent: dict[bytes, tuple[float, bytes]] = {}
+        self._found: dict[Change, Found[Subscription]] = {}  # for changes that are about to be shown
+        self._found_each_s = 0.0
+        self._renewing = False
+        self._turn = Turn(context.limits.watch_match_steps)
+        # Begins a stream of replication on a connection.
+        self.on_stream: Callable[[Session, str | None, dict[str, Any]], None] | None = None
+
+    # -- beginning and end -----------------------------------------------------------------------------
+
+    @property
+    def signer(self) -> Signer | None:
+        return self.keys.signer
+
+    def start(self) -> None:
+        self.keys.start()
+
+    def end_all(self) -> None:
+        """Shutdown: everybody gets their last tokens and comes back."""
+        for session in tuple(self.sessions):
+            session.send_tokens()
+            session.refuse(None, "going_away", "the server is stopping", retry_after_ms=1000)
+            session.close(1001, "the server is stopping")
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.audit.flush()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Sends away whoever has lost their right, and counts them."""
+        lost = [one for one in self.sessions if one.identity is not None and not stands(one.identity)]
+        for session in lost:
+            self.auth_failed("invalid_auth")
+            session.refuse(None, "invalid_auth", "the token was revoked")
+            session.close(4401, "the token was revoked")
+        return len(lost)
+
+    def opened(self, session: Session) -> None:
+        self.sessions.add(session)
+        if self._timer is None:
+            self._timer = self.context.loop.call_later(TICK_S, self._tick)
+
+    def closed(self, session: Session) -> None:
+        self.sessions.discard(session)
+
+    def now_s(self) -> float:
+        return self.context.clock.now_ns() / 1e9
+
+    def _tick(self) -> None:
+        self._timer = None
+        sizes = {session: session.wire.unsent_bytes for session in self.sessions}
+        self.outbound_bytes = sum(sizes.values())
+        self.level = self.outbound_bytes / self.limits.watch_outbound_total_bytes
+        if self.level < RECOVER:
+            self.shedding = False
+        if self.level >= SOFT:
+            self.shedding = True
+            self._shed(sizes)
+        now = self.context.loop.time()
+        for session in tuple(self.sessions):
+            if sizes[session] or now >= session.due_at:
+                session.on_tick(now)
+        self.objectives.on_tick()
+        for watched in self._watched.values():
+            watched.matcher.index.refile(REFILED_EACH)
+        if self.sessions:
+            self._timer = self.context.loop.call_later(TICK_S, self._tick)
+
+    def _shed(self, sizes: dict[Session, int]) -> None:
+        """Optional load first, then those that have the most unsent, high priority last.
+
+        Nobody loses anything: they go on from the log.
+        """
+        for priority in PRIORITIES:
+            if priority != "low" and self.level < HARD:
+                return
+            for session in sorted(sizes, key=sizes.__getitem__, reverse=True):
+                if priority == "low" or sizes[session]:
+                    self._demote_all(session, priority)
+
+    def _demote_all(self, session: Session, priority: str) -> None:
+        for subscription in tuple(session.subscriptions.values()):
+            if subscription.state == "live" and subscription.options.priority == priority:
+                self.demote(subscription)
+
+    def shed_low(self, watched: Watched) -> None:
+        """Those of one collection that can wait."""
+        for subscription in tuple(watched.subscriptions):
+            if subscription.state == "live" and subscription.options.priority == "low":
+                self.demote(subscription)
+
+    # -- subscriptions ---------------------------------------------------------------------------------
+
+    def watched(self, database: str, name: str) -> Watched:
+        key = (database, name)
+        found = self._watched.get(key)
+        if found is None:
+            found = Watched(self.book, database, name, self.limits.watch_scan_predicates, self._turn)
+            self._watched[key] = found
+        return found
+
+    def watched_named(self, database: str, name: str) -> Watched | None:
+        """Only if somebody watches it."""
+        return self._watched.get((database, name))
+
+    def watched_if_any(self, collection: Collection) -> Watched | None:
+        return self.watched_named(collection.database, collection.name)
+
+    def check_room(self, subscription: Subscription) -> None:
+        if not subscription.watched.matcher.has_room(subscription.interest.whole):
+            raise Refused(
+                "limit_exceeded",
+                f"{self.limits.watch_scan_predicates} predicates of the collection are tried on every change",
+                limit="scanPredicates",
+            )
+
+    def count_of(self, identity: Identity | None) -> int:
+        """Subscriptions that somebody has on all connections. Nobody in particular has no bound."""
+        return 0 if identity is None or identity.anonymous else self._principals[identity.sub]
+
+    def kept(self, subscription: Subscription) -> None:
+        session = subscription.session
+        identity = session.identity
+        if identity is not None and not identity.anonymous:
+            subscription.principal = identity.sub
+            self._principals[identity.sub] += 1
+        self.audit.subscription("subscription.created", subscription)
+        self.samples.subscribed(subscription)
+
+    def release(self, subscription: Subscription) -> None:
+        """Nothing more comes of it."""
+        watched = subscription.watched
+        if subscription.state == "live":
+            watched.matcher.discard(subscription.interest, subscription)
+        subscription.state = "invalid"
+        if subscription in watched.subscriptions:
+            watched.subscriptions.discard(subscription)
+            self.audit.subscription("subscription.destroyed", subscription)
+        if subscription.principal is not None:
+            self._principals[subscription.principal] -= 1
+            if self._principals[subscription.principal] <= 0:
+                del self._principals[subscription.principal]
+            subscription.principal = None
+        if subscription.task is not None and subscription.task is not asyncio.current_task():
+            subscription.task.cancel()
+        key = (watched.database, watched.name)
+        if not watched.subscriptions and self._watched.get(key) is watched:
+            del self._watched[key]
+            watched.tally.add_matched(watched.matcher.counts())
+
+    def all_watched(self) -> list[Watched]:
+        return list(self._watched.values())
+
+    def matched(self) -> dict[Labels, tuple[int, int, int]]:
+        """Candidates, hits and library evaluations of all that is or was watched, by collection."""
+        found = {tally.labels: tally.matched for tally in self.book.tallies.all()}
+        for watched in self._watched.values():
+            labels, more = watched.tally.labels, watched.matcher.counts()
+            candidates, hits, fallbacks = found.get(labels, (0, 0, 0))
+            found[labels] = (candidates + more[0], hits + more[1], fallbacks + more[2])
+        return found
+
+    def states(self) -> list[tuple[list[str], float]]:
+        """How many subscriptions there are, by state and priority."""
+        counts: dict[tuple[str, str], float] = {
+            (state, priority): 0 for state in STATES for priority in PRIORITIES
+        }
+        for watched in self._watched.values():
+            for subscription in watched.subscriptions:
+                counts[subscription.state, subscription.options.priority] += 1
+        return [([*key], count) for key, count in counts.items()]
+
+    def go_live(self, subscription: Subscription) -> None:
+        """From here on it is told of changes as they happen: it has all of those before."""
+        assert subscription.own == subscription.watched.applied
+        subscription.watched.matcher.add(subscription.interest, subscription)
+        subscription.state = "live"
+        subscription.own = []
+        subscription.newer = None
+
+    def demote(self, subscription: Subscription, *, paused: bool = False) -> None:
+        """What it is not sent now it reads from the log, as soon as its client takes it."""
+        assert subscription.state == "live"
+        subscription.own = list(subscription.watched.applied)
+        subscription.watched.matcher.discard(subscription.interest, subscription)
+        subscription.state = "paused" if paused else "behind"
+        if not paused:
+            self.demotions += 1
+            self.replays.follow(subscription)
+
+    def position(self, subscription: Subscription, seqs: list[int] | None = None) -> str:
+        """A token that covers exactly what was written for the subscription so far."""
+        signer = self.signer
+        assert signer is not None
+        watched = subscription.watched
+        found = subscription.positions if seqs is None else seqs
+        position = Position(
+            watched.database,
+            watched.name,
+            watched.generation,
+            subscription.query_hash,
+            list(found),
+            subscription.id,
+        )
+        return signer.position(position)
+
+    def remember(self, query_hash: bytes, query: object) -> None:
+        """So that a client that comes back soon need not say again what it watched."""
+        self._recent.pop(query_hash, None)
+        self._recent[query_hash] = (self.context.loop.time(), orjson.dumps(query))
+        while len(self._recent) > RECENT_QUERIES:
+            del self._recent[next(iter(self._recent))]
+
+    def recent_query(self, query_hash: bytes) -> bytes | None:
+        found = self._recent.get(query_hash)
+        if found is None or self.context.loop.time() - found[0] > RECENT_S + self._recent_grace_s():
+            return None
+        return found[1]
+
+    def _recent_grace_s(self) -> float:
+        """A client is noticed to be gone when its connection is, which takes that long."""
+        return self.limits.ws_dead_ms / 1000
+
+    # -- what is counted and written down --------------------------------------------------------------
+
+    def auth_failed(self, code: str) -> None:
+        self.auth_failures[code] += 1
+
+    def resynced(self, reason: str) -> None:
+        self.resyncs[reason] += 1
+
+    def resumed(self, subscription: Subscription) -> None:
+        self.resumes["ok", self._path_of(subscription)] += 1
+        self.objectives.resumed(subscription.watched)
+        self.samples.replayed(subscription)
+
+    def resume_failed(self, session: Session, sub_id: str, reason: str, collection: str | None) -> None:
+        self.resumes["resync-required", "none"] += 1
+        # A query that was changed or a token of somebody else is nothing that we could do better.
+        self.objectives.resume_failed(session.database or "", collection or "", reason)
+        self.audit.resume_failed(session, sub_id, reason, collection)
+
+    def _path_of(self, subscription: Subscription) -> str:
+        """Where a resume reads: memory, the disk of this machine, or the object store."""
+        collection = subscription.watched.collection
+        found = "window"
+        if collection is None:
+            return found
+        for partition, seq in enumerate(subscription.own):
+            stream = self.book.log.find(collection.stream(partition))
+            if stream is None or seq >= stream.visible:
+                continue
+            if seq < stream.sealed:
+                return "cold"
+            if seq < stream.stored:
+                found = "hot"
+        return found
+
+    def on_rules(self, collection: Collection) -> None:
+        """Another rule: what everybody has seen may be something else now."""
+        self.audit.event("rule.changed", collection, {"ruleVersion": collection.config.rule_version})
+        self.invalidate_all(collection, "rule-changed")
+
+    def invalidate_all(self, collection: Collection, reason: str) -> None:
+        found = self.watched_if_any(collection)
+        for subscription in tuple(found.subscriptions) if found is not None else ():
+            subscription.session.invalidate(subscription, reason)
+
+    def on_doubt(self, collection: Collection) -> None:
+        """What its documents were before some changes is not known: who left a result cannot be told."""
+        logger.error("the view of %s does not go with its changes", collection.name)
+        self.invalidate_all(collection, "gap")
+
+    def on_state(self, collection: Collection, reason: str = "") -> None:
+        """The collection has become stale, loads, or is live again.
+
+        Whoever watches one that loads is told nothing until it is live; then they read it all from the log.
+        """
+        if collection.state in ("stale", "live"):
+            details = {"reason": reason} if reason else {}
+            self.audit.event(f"partition.{collection.state}", collection, details)
+        if collection.state == "stale":
+            self.invalidate_all(collection, "stale")
+        elif collection.state == "loading" and (watched := self.watched_if_any(collection)) is not None:
+            for subscription in tuple(watched.subscriptions):
+                if subscription.state == "live":
+                    self.demote(subscription)
+
+    # -- changes ---------------------------------------------------------------------------------------
+
+    def on_page(self, collection: Collection, changes: list[Change]) -> None:
+        """Changes are about to be shown: whom they concern is found for all of them together."""
+        watched = self.watched_if_any(collection)
+        self._found, self._found_each_s = {}, 0.0
+        if watched is not None and len(watched.matcher) and len(changes) > BATCH_MIN:
+            begun = time.perf_counter()
+            self._found = dict(zip(changes, watched.matcher.matches_of(changes), strict=True))
+            self._renew_later()
+            self._found_each_s = (time.perf_counter() - begun) / len(changes)
+
+    def on_applied(self, collection: Collection, change: Change) -> None:
+        """A change is durable. The collection's position is still the one before it."""
+        watched = self.watched_if_any(collection)
+        if watched is None or not len(watched.matcher):
+            return
+        begun = time.perf_counter()
+        found = self._found.pop(change, None)
+        if found is None:
+            found = watched.matcher.found(change)
+            self._renew_later()
+        groups: dict[tuple[Session, str, str, bool], list[Subscription]] = {}
+        for subscribers, op, reason in found.matches:
+            for subscription in subscribers:
+                key = (subscription.session, op, reason, subscription.options.include_data)
+                groups.setdefault(key, []).append(subscription)
+        match_s = time.perf_counter() - begun + self._found_each_s
+        watched.tally.latency.observe(match_s)
+        self.samples.matched(watched, change, match_s)
+        if groups:
+            lsn = self.lsn(collection, change)
+            deltas: dict[tuple[str, str, bool], bytes] = {}
+            shared: dict[tuple[str, ...], envelopes.Frame] = {}
+            for (session, op, reason, include), subscriptions in groups.items():
+                content = deltas.get((op, reason, include))
+                if content is None:
+                    content = deltas[op, reason, include] = envelopes.delta(change, op, reason, include)
+                session.deliver(change, lsn, op, content, (reason, str(include)), subscriptions, shared)
+            self.objectives.delivered(watched, change.updated_ms)
+        for subscription in found.too_costly:
+            subscription.session.invalidate(subscription, "cost-exceeded")
+        for subscription in found.postponed:
+            if subscription.state == "live":
+                self.demote(subscription)
+
+    def _renew_later(self) -> None:
+        """Whatever else the loop has to do comes before more steps are spent on matching."""
+        if self._turn.is_used and not self._renewing:
+            self._renewing = True
+            self.context.loop.call_soon(self._renew)
+
+    def _renew(self) -> None:
+        self._renewing = False
+        self._turn.renew()
+
+    def lsn(self, collection: Collection, change: Change) -> str:
+        """At the source; of a native change it is the offset of its entry."""
+        if change.lsn is not None:
+            return change.lsn
+        stream = self.book.log.find(collection.stream(change.partition))
+        assert stream is not None
+        return stream.offset(change.seq)

@@ -1,0 +1,458 @@
+"""`/realtime/ws` and `/realtime/sse`: the gateway on its two wires."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Final, cast
+from urllib.parse import parse_qs
+
+import orjson
+
+from tailrace.api import answers
+from tailrace.auth import Action, Identity, authorise
+from tailrace.common.errors import TailraceError
+from tailrace.http.cors import AllowedOrigins
+from tailrace.http.exchange import Exchange, ResponseStream
+from tailrace.http.websocket import WebSocketConnection
+from tailrace.watch.query import read_query
+from tailrace.watch.realtime.envelopes import Frame
+from tailrace.watch.realtime.gateway import Gateway
+from tailrace.watch.realtime.identity import authenticate
+from tailrace.watch.realtime.messages import Refused, only_database
+from tailrace.watch.realtime.resume import resume
+from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.subscribing import acknowledge, subscribe, unsubscribe
+from tailrace.watch.rxdb.rxdb_realtime import stop
+from tailrace.watch.tokens import Ticket
+
+WS_PATH: Final = b"/realtime/ws"
+SSE_PATH: Final = b"/realtime/sse"
+SUBPROTOCOL: Final = b"tailrace.v1"
+MESSAGES_PER_S: Final = 50
+MESSAGES_BURST: Final = 200
+BAD_IN_A_ROW: Final = 3
+LIMITED_IN_A_ROW: Final = 20
+SSE_SUBSCRIPTIONS_MAX: Final = 20
+BEAT: Final = b": heartbeat\n\n"
+TICKET_S_MAX: Final = 3600
+_SECRETS: Final = frozenset({"token", "access_token", "authorization", "jwt"})
+
+
+class WsWire:
+    name = "ws"
+    each_token = False
+
+    def __init__(self) -> None:
+        self.connection: WebSocketConnection | None = None
+
+    def send(self, frame: Frame, token: str | None) -> int:
+        assert self.connection is not None
+        encoded = frame.websocket
+        self.connection.send_encoded(encoded)
+        return len(encoded)
+
+    def keep_alive(self) -> int:
+        return 0  # the connection sends pings itself
+
+    def close(self, code: int, reason: str) -> None:
+        if self.connection is not None:
+            self.connection.close(code, reason)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return 0 if self.connection is None else self.connection.unsent_bytes
+
+
+class SseWire:
+    name = "sse"
+    each_token = True
+
+    def __init__(self, outlet: ResponseStream) -> None:
+        self._outlet = outlet
+
+    def send(self, frame: Frame, token: str | None) -> int:
+        """An empty token clears the one that the browser has kept."""
+        head = b"" if token is None else b"id: %b\n" % token.encode()
+        data = b"%bdata: %b\n\n" % (head, frame.body)
+        self._outlet.write(data)
+        return len(data)
+
+    def keep_alive(self) -> int:
+        self._outlet.write(BEAT)
+        return len(BEAT)
+
+    def close(self, code: int, reason: str) -> None:
+        self._outlet.end()
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._outlet.unsent_bytes
+
+
+class WsClient:
+    """What the WebSocket layer calls: messages in, one by one."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.session: Session | None = None
+        self._bad = 0
+        self._limited = 0
+        self._allowance = float(MESSAGES_BURST)
+        self._refilled_at = gateway.context.loop.time()
+
+    def on_message(self, data: bytes, is_text: bool) -> None:
+        session = self.session
+        assert session is not None
+        if session.ended or not self._within_rate(session):
+            return
+        message_id: str | None = None
+        try:
+            message = self._read(data, is_text)
+            message_id = cast("str | None", message.get("id"))
+            self._handle(session, message_id, message)
+            self._bad = 0
+        except Refused as refused:
+            more = dict(refused.more)
+            close = more.pop("close", None)
+            session.refuse(message_id, refused.code, refused.message, **more)
+            if refused.code == "bad_message":
+                self._bad += 1
+                close = 4400 if self._bad >= BAD_IN_A_ROW else close
+            if close is not None:
+                session.close(close, refused.code)
+        except TailraceError as refusal:
+            retry = None if refusal.retry_after_s is None else refusal.retry_after_s * 1000
+            session.refuse(message_id, refusal.code, refusal.message, retry_after_ms=retry)
+
+    def _within_rate(self, session: Session) -> bool:
+        now = self._gateway.context.loop.time()
+        self._allowance = min(MESSAGES_BURST, self._allowance + (now - self._refilled_at) * MESSAGES_PER_S)
+        self._refilled_at = now
+        if self._allowance >= 1:
+            self._allowance -= 1
+            self._limited = 0
+            return True
+        self._limited += 1
+        if self._limited >= LIMITED_IN_A_ROW:
+            session.close(4429, "rate_limited")
+        elif self._limited == 1:
+            session.refuse(None, "rate_limited", "too many messages", retry_after_ms=1000)
+        return False
+
+    def _read(self, data: bytes, is_text: bool) -> dict[str, Any]:
+        try:
+            message: Any = orjson.loads(data) if is_text else None
+        except orjson.JSONDecodeError:
+            message = None
+        if not isinstance(message, dict):
+            raise Refused("bad_message", "a message is a JSON object in a text frame")
+        found = cast("dict[str, Any]", message)
+        if found.get("version", 1) != 1:
+            raise Refused("unsupported_version", "this server speaks version 1", close=4400)
+        message_id = found.get("id")
+        if message_id is not None and (not isinstance(message_id, str) or len(message_id) > 256):
+            found["id"] = None
+            raise Refused("bad_message", "the id of a message is a text")
+        return found
+
+    def _handle(self, session: Session, message_id: str | None, message: dict[str, Any]) -> None:
+        kind, payload = message.get("type"), message.get("payload", {})
+        if kind == "resume" and "payload" not in message:
+            payload = {key: value for key, value in message.items() if key not in ("id", "type", "version")}
+        if not isinstance(payload, dict):
+            raise Refused("bad_message", "a payload is an object")
+        given = cast("dict[str, Any]", payload)
+        if kind == "auth":
+            authenticate(session, message_id, given)
+            return
+        if kind not in ("subscribe", "unsubscribe", "resume", "ack", "heartbeat", "stream"):
+            raise Refused("bad_message", f"there are no messages of type {str(kind)[:40]!r}")
+        if session.identity is None:
+            raise Refused("unauthorized", "say who you are first: auth", close=4401)
+        if session.database is None:
+            raise Refused("invalid_auth", "auth names the database", close=4401)
+        if kind == "subscribe":
+            subscribe(session, message_id, given)
+        elif kind == "unsubscribe":
+            if not stop(session, message_id, given):
+                unsubscribe(session, message_id, given)
+        elif kind == "stream" and self._gateway.on_stream is not None:
+            self._gateway.on_stream(session, message_id, given)
+        elif kind == "resume":
+            resume(session, message_id, given, flat_form="payload" not in message)
+        elif kind == "ack":
+            acknowledge(session, given)
+        else:
+            session.send_tokens()
+
+    def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
+        assert self.session is not None
+        bytes_max = self._gateway.limits.watch_message_bytes
+        self.session.refuse(None, "message_too_large", f"a message has at most {bytes_max} bytes")
+        self.session.close(1009, "message_too_large")
+
+    def on_drain(self) -> None:
+        if self.session is not None:
+            self.session.on_drain()
+
+    def on_silence(self) -> None:
+        """The close says it all."""
+
+    def on_close(self, code: int, reason: str) -> None:
+        if self.session is not None:
+            self.session.gone()
+
+
+class RealtimeRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._origins = AllowedOrigins(gateway.context.settings)
+
+    def websocket(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+        """A connection may say who it is with the upgrade, or in its first message."""
+        if method not in (b"GET", b"HEAD"):
+            raise answers.not_allowed("GET, HEAD, OPTIONS")
+        query = self._query(exchange)
+        if not exchange.wants_websocket():
+            raise TailraceError(
+                "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
+            )
+        self._origins.check(exchange)
+        self._check_room()
+        identity: Identity | None = None
+        if self._gateway.verifier is None or b"authorization" in exchange.headers:
+            identity = self._identified(exchange, identify)
+        database = query.get("database")
+        if identity is not None:
+            database = database or only_database(identity)
+            if database is not None:
+                authorise(identity, Action.WATCH, db=database)
+                self._gateway.book.database(database)
+        client, wire = WsClient(self._gateway), WsWire()
+        offered = exchange.headers.get(b"sec-websocket-protocol", b"").split(b",")
+        chosen = SUBPROTOCOL if SUBPROTOCOL in [one.strip() for one in offered] else None
+        wire.connection = exchange.upgrade_websocket(
+            client, subprotocol=chosen, message_bytes=self._gateway.limits.watch_message_bytes
+        )
+        client.session = Session(self._gateway, wire, identity, database)
+
+    def _identified(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
+        try:
+            return identify(exchange)
+        except TailraceError as refusal:
+            self._gateway.auth_failed(refusal.code)
+            raise
+
+    def events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+        """An EventSource that comes back to what is not there any more, or not for it, is told to stop."""
+        try:
+            self._events(exchange, method, identify)
+        except TailraceError as refusal:
+            comes_back = method == b"GET" and b"last-event-id" in exchange.headers
+            if not comes_back or refusal.code not in ("forbidden", "not_found"):
+                raise
+            exchange.respond(204, answers.NO_STORE)
+
+    def _events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+        if method in (b"GET", b"HEAD"):
+            query = self._query(exchange)
+            if "ticket" in query:
+                identity, request = self._redeemed(query["ticket"])
+            else:
+                identity = self._identified(exchange, identify)
+                _check_scope(identity)
+                request = _request_of(query)
+        elif method == b"POST":
+            identity = self._identified(exchange, identify)
+            _check_scope(identity)
+            request = self._posted(exchange)
+        else:
+            raise answers.not_allowed("GET, POST, HEAD, OPTIONS")
+        database = request.get("database") or only_database(identity)
+        if not isinstance(database, str):
+            authorise(identity, Action.WATCH, db="")
+            raise TailraceError("invalid_request", "the request names the database")
+        authorise(identity, Action.WATCH, db=database)
+        self._gateway.book.database(database)
+        listed = _subscriptions(request)
+        for one in listed:
+            read_query(one.get("query"), live=True)  # what is wrong is said while there is a status to say it
+        accepts = exchange.headers.get(b"accept", b"")
+        if method == b"POST" and b"application/json" in accepts and b"text/event-stream" not in accepts:
+            self._give_ticket(exchange, identity, {**request, "database": database})
+            return
+        self._check_room()
+        cursor = exchange.headers.get(b"last-event-id", b"").decode("latin-1") or request.get("cursor")
+        self._stream(exchange, identity, database, listed, cursor)
+
+    def _stream(
+        self, exchange: Exchange, identity: Identity, database: str, listed: list[dict[str, Any]], cursor: Any
+    ) -> None:
+        head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+        outlet = exchange.open_stream(200, head)
+        if exchange.is_head:
+            outlet.end()
+            return
+        session = Session(self._gateway, SseWire(outlet), identity, database)
+        outlet.on_gone = session.gone
+        outlet.on_drain = session.on_drain
+        outlet.write(b": connected\nretry: %d\n\n" % random.randint(1000, 3000))  # noqa: S311 - spreads load
+        tokens = _cursor_tokens(cursor)
+        for one in listed:
+            if session.ended:
+                return
+            sub_id = one["id"]
+            try:
+                if cursor:
+                    # Without a token of its own a subscription cannot go on: it is told so.
+                    resume(session, sub_id, {**one, "subId": sub_id, "token": tokens.get(sub_id, "")})
+                else:
+                    subscribe(session, sub_id, one)
+            except Refused as refused:
+                more = {key: value for key, value in refused.more.items() if key != "close"}
+                session.refuse(sub_id, refused.code, refused.message, **more)
+                session.close(1000, refused.code)
+            except TailraceError as refusal:
+                session.refuse(sub_id, refusal.code, refusal.message, sub_id=sub_id)
+                session.close(1000, refusal.code)
+        if cursor and not any(one.state != "invalid" for one in session.subscriptions.values()):
+            session.close(1000, "nothing could be resumed")
+
+    def _posted(self, exchange: Exchange) -> dict[str, Any]:
+        if len(exchange.body) > self._gateway.limits.watch_message_bytes:
+            raise TailraceError("payload_too_large", "the request is too large")
+        try:
+            given = orjson.loads(exchange.body)
+        except orjson.JSONDecodeError:
+            raise TailraceError("invalid_json", "the request is a JSON object") from None
+        if not isinstance(given, dict):
+            raise TailraceError("invalid_request", "the request is a JSON object")
+        return cast("dict[str, Any]", given)
+
+    def _give_ticket(self, exchange: Exchange, identity: Identity, request: dict[str, Any]) -> None:
+        """For browsers, whose EventSource cannot set headers."""
+        signer = self._gateway.signer
+        if signer is None:
+            raise TailraceError("unavailable", "the server cannot sign tickets yet")
+        expires_s = self._gateway.now_s() + TICKET_S_MAX
+        if identity.expires_at is not None:
+            expires_s = min(expires_s, identity.expires_at)
+        ticket = Ticket(
+            expires_s,
+            identity.sub,
+            sorted(identity.scopes),
+            None if identity.dbs is None else list(identity.dbs),
+            identity.anonymous,
+            identity.claims,
+            identity.expires_at,
+            orjson.dumps(request),
+            identity.token_id,
+            identity.issued_at,
+            identity.vouched_by,
+            identity.origin_id,
+        )
+        body = {"ticket": signer.ticket(ticket), "expiresAt": int(expires_s * 1000)}
+        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+
+    def _redeemed(self, text: str) -> tuple[Identity, dict[str, Any]]:
+        signer = self._gateway.signer
+        ticket = None if signer is None else signer.read_ticket(text)
+        verifier = self._gateway.verifier
+        # What was given while nobody needed a token is worth nothing where everybody does.
+        unvouched = ticket is not None and verifier is not None and not ticket.vouched_by
+        if ticket is None or unvouched or ticket.expires_s <= self._gateway.now_s():
+            raise TailraceError(
+                "unauthorized",
+                "the ticket is not good, or not any more",
+                headers=(("WWW-Authenticate", 'Bearer realm="tailrace"'),),
+            )
+        identity = Identity(
+            sub=ticket.sub,
+            scopes=frozenset(ticket.scopes),
+            dbs=None if ticket.dbs is None else tuple(ticket.dbs),
+            expires_at=ticket.token_expires_s,
+            anonymous=ticket.anonymous,
+            claims=ticket.claims,
+            token_id=ticket.token_id,
+            issued_at=ticket.issued_at,
+            vouched_by=ticket.vouched_by,
+            origin_id=ticket.origin_id,
+        )
+        if verifier is not None:
+            verifier.check_stands(identity)
+        return identity, orjson.loads(ticket.request)
+
+    def _query(self, exchange: Exchange) -> dict[str, str]:
+        """The parameters; a secret among them would be in every log on the way."""
+        try:
+            given = parse_qs(exchange.query.decode(), keep_blank_values=True, max_num_fields=32)
+        except ValueError:
+            raise TailraceError("invalid_request", "the query string cannot be read") from None
+        if _SECRETS & {name.lower() for name in given}:
+            raise TailraceError("invalid_request", "a token goes into a header or a message, not into a URL")
+        return {name: values[-1] for name, values in given.items()}
+
+    def _check_room(self) -> None:
+        if len(self._gateway.sessions) >= self._gateway.limits.watch_connections:
+            raise TailraceError("overloaded", "there are too many realtime connections")
+
+
+def _check_scope(identity: Identity) -> None:
+    """Before anything is read: whoever may watch nothing learns nothing."""
+    if identity.public or not identity.scopes & Action.WATCH.scopes:
+        authorise(identity, Action.WATCH, db="")
+
+
+def _request_of(query: dict[str, str]) -> dict[str, Any]:
+    """One subscription, said in a URL."""
+    known = {"database", "collection", "filters", "where", "snapshot", "includeData", "autoResync", "cursor"}
+    if unknown := sorted(set(query) - known):
+        raise TailraceError("invalid_request", f"unknown parameter {unknown[0]!r}")
+    asked: dict[str, Any] = {"collection": query.get("collection")}
+    if "where" in query:
+        asked["where"] = query["where"]
+    if "filters" in query:
+        try:
+            asked["filters"] = orjson.loads(query["filters"])
+        except orjson.JSONDecodeError:
+            raise TailraceError("invalid_query", "filters is a JSON array") from None
+    one = {
+        "id": "default",
+        "query": asked,
+        "sendSnapshot": _flag(query, "snapshot", "0"),
+        "includeData": _flag(query, "includeData", "1"),
+        "autoResync": _flag(query, "autoResync", "0"),
+    }
+    return {"database": query.get("database"), "cursor": query.get("cursor"), "subscriptions": [one]}
+
+
+def _flag(query: dict[str, str], name: str, default: str) -> bool:
+    given = query.get(name, default)
+    if given not in ("0", "1", "true", "false"):
+        raise TailraceError("invalid_request", f"{name} is 0 or 1")
+    return given in ("1", "true")
+
+
+def _subscriptions(request: dict[str, Any]) -> list[dict[str, Any]]:
+    listed = request.get("subscriptions")
+    if not isinstance(listed, list) or not 1 <= len(cast("list[Any]", listed)) <= SSE_SUBSCRIPTIONS_MAX:
+        raise TailraceError(
+            "invalid_request", f"subscriptions is a list of 1 to {SSE_SUBSCRIPTIONS_MAX} objects"
+        )
+    found: list[dict[str, Any]] = []
+    for item in cast("list[Any]", listed):
+        one = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
+        if not isinstance(one.get("id"), str):
+            raise TailraceError("invalid_request", "a subscription has an id and a query")
+        found.append(one)
+    return found
+
+
+def _cursor_tokens(cursor: Any) -> dict[str, str]:
+    """What `connection_token` made: a token for each subscription."""
+    try:
+        found: Any = orjson.loads(bytes.fromhex(cursor))
+    except (ValueError, TypeError):
+        return {}
+    return cast("dict[str, str]", found) if isinstance(found, dict) else {}

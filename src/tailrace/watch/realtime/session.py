@@ -1,0 +1,327 @@
+"""A realtime connection: what it watches, what it is told, and how much of that is still unsent."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import orjson
+
+from tailrace.auth import Identity
+from tailrace.watch.change import Change
+from tailrace.watch.realtime import envelopes
+from tailrace.watch.realtime.envelopes import Frame
+from tailrace.watch.realtime.subscribing import keep, made
+from tailrace.watch.realtime.subscription import Subscription
+
+if TYPE_CHECKING:
+    from tailrace.watch.realtime.gateway import Gateway
+
+SOFT, HARD, RECOVER = 0.7, 0.9, 0.6
+LOOK_S_MAX: Final = 5.0  # between two looks at a connection to which nothing is unsent
+_ONCE_MORE: Final = frozenset(
+    ("gap", "generation", "retention", "too-far-behind", "rule-changed", "overflow", "token-invalid")
+) | frozenset(("query-changed", "auth-changed", "stale", "truncate"))
+
+
+class Wire(Protocol):
+    """How envelopes reach the client."""
+
+    name: str  # as metrics have it
+    each_token: bool  # every envelope goes with a token for the whole connection
+
+    def send(self, frame: Frame, token: str | None) -> int: ...
+    def keep_alive(self) -> int:
+        """Called when nothing was sent for a while: bytes that say that the connection lives, if any."""
+        ...
+
+    def close(self, code: int, reason: str) -> None: ...
+    @property
+    def unsent_bytes(self) -> int: ...
+
+
+class Session:
+    """Who is at the other end, and what they watch."""
+
+    def __init__(self, gateway: Gateway, wire: Wire, identity: Identity | None, database: str | None) -> None:
+        self.gateway = gateway
+        self.wire = wire
+        self.identity = identity  # None until they said who they are
+        self.database = database
+        self.id = f"c_{secrets.token_hex(6)}"
+        self.subscriptions: dict[str, Subscription] = {}
+        self.snapshot_sizes: dict[str, tuple[int, int]] = {}
+        self.streams: dict[str, asyncio.Task[None]] = {}  # of replication
+        self.drained = asyncio.Event()
+        self.tokens_each = False
+        self.checksum = False
+        self.ended = False
+        now = gateway.context.loop.time()
+        self.opened_at = now
+        self._sent_bytes = 0
+        self._taken_before = 0
+        self._progress_at = now
+        self._beat_at = now
+        self._sent_before: int = 0
+        self._quiet_since = now
+        self._told_expiry = False
+        self._was_idle = True
+        self.due_at = 0.0  # when it is to be looked at again; earlier if something is unsent
+        gateway.opened(self)
+
+    def known_as(self, identity: Identity, database: str) -> None:
+        self.identity, self.database, self._told_expiry = identity, database, False
+        self.due_at = 0.0
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    @property
+    def taken_bytes(self) -> int:
+        return self._sent_bytes - self.wire.unsent_bytes
+
+    @property
+    def has_room(self) -> bool:
+        return self.wire.unsent_bytes <= RECOVER * self.gateway.limits.watch_outbound_bytes
+
+    def send(self, frame: Frame, token: str | None = None) -> None:
+        if not self.ended:
+            self._sent_bytes += self.wire.send(frame, token)
+
+    def refuse(self, message_id: str | None, code: str, message: str, **more: Any) -> None:
+        self.send(envelopes.error(message_id, code, message, **more))
+
+    def close(self, code: int, reason: str) -> None:
+        if not self.ended:
+            self.wire.close(code, reason)
+            self.gone()
+
+    def gone(self) -> None:
+        """The client left, or was sent away."""
+        if self.ended:
+            return
+        self.ended = True
+        for subscription in self.subscriptions.values():
+            if subscription.state != "invalid":
+                self.gateway.release(subscription)
+        for task in self.streams.values():
+            task.cancel()
+        self.streams.clear()
+        self.subscriptions.clear()
+        self.gateway.closed(self)
+
+    def forget_invalid(self) -> None:
+        living = {key: one for key, one in self.subscriptions.items() if one.state != "invalid"}
+        self.subscriptions = living
+
+    def on_drain(self) -> None:
+        self.drained.set()
+
+    def wire_token(self, after: tuple[Subscription, Change] | None = None) -> str | None:
+        """For wires that know one token for everything: that of each subscription that has one."""
+        if not self.wire.each_token:
+            return None
+        found: dict[str, str] = {}
+        for subscription in self.subscriptions.values():
+            if subscription.state == "snapshot":
+                return None  # cut off here, the snapshot has to begin again
+            if subscription.state == "invalid":
+                continue
+            seqs: list[int] | None = None
+            if after is not None and after[0] is subscription and len(self.subscriptions) == 1:
+                seqs = list(subscription.positions)
+                seqs[after[1].partition] = after[1].seq
+            found[subscription.id] = self.gateway.position(subscription, seqs)
+        return orjson.dumps(found).hex() if found else None
+
+    # -- events ----------------------------------------------------------------------------------------
+
+    def deliver(
+        self,
+        change: Change,
+        lsn: str,
+        op: str,
+        content: bytes,
+        variant: tuple[str, str],
+        subscriptions: Sequence[Subscription],
+        shared: dict[tuple[str, ...], Frame],
+    ) -> None:
+        """A change to those of the connection's subscriptions that it concerns in the same way."""
+        ready: list[Subscription] = []
+        for subscription in subscriptions:
+            if subscription.state != "live":
+                continue
+            if self._takes(subscription):
+                ready.append(subscription)
+            else:
+                self.gateway.demote(subscription)
+        if not ready:
+            return
+        self.gateway.deliveries[op] += len(ready)
+        if self.tokens_each or self.wire.each_token:
+            for subscription in ready:
+                self._send_event(subscription, change, lsn, content)
+        else:
+            ids = tuple(subscription.id for subscription in ready)
+            key = (op, *variant, str(self.checksum), *ids)
+            frame = shared.get(key)
+            if frame is None:
+                frame = shared[key] = envelopes.event(change, lsn, ids, content, None, self.checksum)
+            self.send(frame)
+        for subscription in ready:
+            if subscription.options.max_unacked:
+                self._count_unacked(subscription, change)
+
+    def _count_unacked(self, subscription: Subscription, change: Change) -> None:
+        subscription.unacked.append((change.partition, change.seq))
+        if subscription.full and subscription.state == "live":
+            self.gateway.demote(subscription, paused=True)
+            subscription.own[change.partition] = change.seq  # which it has been sent
+
+    def _takes(self, subscription: Subscription) -> bool:
+        unsent = self.wire.unsent_bytes
+        if not unsent:
+            return True
+        level = unsent / self.gateway.limits.watch_outbound_bytes
+        return level < (SOFT if subscription.options.priority == "low" else HARD)
+
+    def _send_event(self, subscription: Subscription, change: Change, lsn: str, content: bytes) -> None:
+        token: str | None = None
+        if self.tokens_each:
+            seqs = list(subscription.positions)
+            seqs[change.partition] = change.seq
+            token = self.gateway.position(subscription, seqs)
+        frame = envelopes.event(change, lsn, (subscription.id,), content, token, self.checksum)
+        self.send(frame, self.wire_token((subscription, change)))
+
+    def replayed(self, subscription: Subscription, change: Change, lsn: str, op: str, content: bytes) -> None:
+        """An event that was read from the log; `own` still is the position before it."""
+        self.gateway.deliveries[op] += 1
+        if subscription.state == "snapshot":
+            frame = envelopes.event(change, lsn, (subscription.id,), content, None, self.checksum)
+            self.send(frame)
+            return
+        self._send_event(subscription, change, lsn, content)
+        if subscription.options.max_unacked:
+            subscription.unacked.append((change.partition, change.seq))
+
+    def send_snapshot(self, subscription: Subscription, page: int, rows: list[bytes]) -> None:
+        assert self.database is not None
+        payload = {
+            "subId": subscription.id,
+            "page": page,
+            "documents": [orjson.Fragment(row) for row in rows],
+        }
+        self.send(envelopes.about("snapshot", self.database, [subscription.id], payload))
+
+    def end_snapshot(self, subscription: Subscription) -> None:
+        assert self.database is not None
+        pages, count = self.snapshot_sizes.pop(subscription.id, (0, 0))
+        payload = {
+            "subId": subscription.id,
+            "pages": pages,
+            "count": count,
+            "positions": subscription.positions,
+            "token": self.fresh_token(subscription),
+        }
+        self.send(
+            envelopes.about("snapshot-end", self.database, [subscription.id], payload), self.wire_token()
+        )
+
+    def fresh_token(self, subscription: Subscription) -> str:
+        subscription.told = sum(subscription.positions)
+        return self.gateway.position(subscription)
+
+    def invalidate(self, subscription: Subscription, reason: str, *, retry_after_ms: int = 0) -> None:
+        """What the client has may be wrong from here on: it is told so, and nothing else follows."""
+        if subscription.state == "invalid" or self.ended:
+            return
+        assert self.database is not None
+        gateway = self.gateway
+        gateway.release(subscription)
+        gateway.resynced(reason)
+        again = subscription.options.auto_resync and reason in _ONCE_MORE
+        payload = {
+            "subId": subscription.id,
+            "reason": reason,
+            "generation": subscription.watched.generation,
+            "retryAfterMs": retry_after_ms,
+            "autoResync": again,
+        }
+        self.send(envelopes.about("resync-required", self.database, [subscription.id], payload), "")
+        if reason == "cost-exceeded":
+            self.refuse(None, "cost_exceeded", "the query took too many steps", sub_id=subscription.id)
+        if again:
+            fresh = made(self, subscription.id, subscription.query, subscription.options)
+            keep(fresh)
+            gateway.replays.snapshot(fresh)
+        elif self.wire.each_token:
+            self.close(1000, "the subscription has to be made again")
+
+    def fail(self, subscription: Subscription, code: str, message: str) -> None:
+        """A snapshot that cannot be completed gets no end."""
+        if subscription.state != "invalid":
+            self.gateway.release(subscription)
+            self.refuse(subscription.id, code, message, sub_id=subscription.id)
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    def on_tick(self, now: float) -> None:
+        limits = self.gateway.limits
+        unsent = self.wire.unsent_bytes
+        taken = self._sent_bytes - unsent
+        was_idle, self._was_idle = self._was_idle, not unsent
+        if taken > self._taken_before or was_idle or not unsent:
+            self._taken_before, self._progress_at = taken, now
+            self.drained.set()
+        elif now - self._progress_at >= limits.watch_stall_ms / 1000:
+            self.close(1013, "the connection takes nothing")
+            return
+        if self.identity is None:
+            if now - self.opened_at >= limits.watch_auth_ms / 1000:
+                self.gateway.auth_failed("unauthorized")
+                self.refuse(None, "unauthorized", "nobody said who they are")
+                self.close(4401, "nobody said who they are")
+            return
+        if self._is_over(self.identity):
+            self.close(4401, "the token has expired")
+            return
+        if now - self._beat_at >= limits.watch_heartbeat_ms / 1000:
+            self._beat_at = now
+            self.send_tokens()
+        if self._sent_bytes != self._sent_before:
+            self._sent_before, self._quiet_since = self._sent_bytes, now
+        elif now - self._quiet_since >= limits.sse_keep_alive_ms / 1000:
+            self._sent_bytes += self.wire.keep_alive()
+        self.due_at = self._next_look(self.identity, now)
+
+    def _next_look(self, identity: Identity, now: float) -> float:
+        """Most connections wait, and there are many of them: nobody looks at each all the time."""
+        if self.wire.each_token:
+            return now  # it counts how long nothing was sent
+        due = min(now + LOOK_S_MAX, self._beat_at + self.gateway.limits.watch_heartbeat_ms / 1000)
+        if identity.expires_at is not None:
+            due = min(due, now + identity.expires_at - self.gateway.now_s())
+        return due
+
+    def _is_over(self, identity: Identity) -> bool:
+        """Whether the identity has ended, and the time after that in which a new token can be given."""
+        expires, wall = identity.expires_at, self.gateway.now_s()
+        if expires is None or wall < expires:
+            return False
+        if not self._told_expiry:
+            self._told_expiry = True
+            self.gateway.auth_failed("token_expired")
+            self.refuse(None, "token_expired", "the token has expired", retry_after_ms=0)
+        return wall >= (identity.until_s or expires) or self.wire.each_token
+
+    def send_tokens(self) -> None:
+        """A heartbeat, with a token for each subscription that has moved since its last one."""
+        tokens: dict[str, str] = {}
+        for subscription in self.subscriptions.values():
+            moved = subscription.state in ("live", "behind", "paused")
+            if moved and sum(subscription.positions) != subscription.told:
+                tokens[subscription.id] = self.fresh_token(subscription)
+        now_ms = self.gateway.context.clock.now_ns() // 1_000_000
+        self.send(envelopes.reply("heartbeat", None, {"ts": now_ms, "tokens": tokens}), self.wire_token())

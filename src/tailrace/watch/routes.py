@@ -1,0 +1,281 @@
+"""`/v1/databases/...`: collections, documents, batches and one-shot queries over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final, cast
+
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.auth import Action, Identity, authorise
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.protocol import stream_names
+from tailrace.protocol.http_headers import header_line, if_none_match
+from tailrace.watch import document, names
+from tailrace.watch.change import shown
+from tailrace.watch.collections import CollectionRoutes
+from tailrace.watch.document import Document
+from tailrace.watch.documents import Writer
+from tailrace.watch.listing import DatabaseListing
+from tailrace.watch.query_execution import Queries
+from tailrace.watch.realtime.gateway import Gateway
+from tailrace.watch.status import StatusRoute
+from tailrace.watch.writes import Result, Write
+
+LISTING: Final = b"/v1/databases"
+PREFIX: Final = LISTING + b"/"
+DOCUMENT_METHODS: Final = "GET, PUT, PATCH, DELETE, HEAD, OPTIONS"
+BATCH_BYTES: Final = 5 * 1024 * 1024
+WRITE_ID_BYTES: Final = 128
+
+
+class DatabaseRoutes:
+    """Everything below `/v1/databases/`."""
+
+    def __init__(self, context: Context, gateway: Gateway, writer: Writer) -> None:
+        book, access = gateway.book, gateway.access
+        self._context = context
+        self._book = book
+        self._writer = writer
+        self._access = access
+        self._bytes_max = context.limits.watch_document_bytes
+        self._writes_max = context.limits.watch_batch_writes
+        self.collections = CollectionRoutes(context, book, access)
+        self.listing = DatabaseListing(context, book)
+        self._queries = Queries(book, access)
+        self._status = StatusRoute(book, gateway)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
+        """`raw` is what follows the prefix, percent-encoded."""
+        path = stream_names.decode_name(raw)
+        if path is None:
+            raise TailraceError("invalid_path", "a path is UTF-8")
+        database, _, rest = path.partition("/")
+        kind, _, name = rest.partition("/")
+        if kind == "docs":
+            self._document(exchange, identity, method, database, name)
+        elif rest == "collections":
+            self.listing.collections(exchange, identity, method, database)
+        elif kind == "collections":
+            self.collections.serve(exchange, identity, method, database, name)
+        elif rest == "":
+            self.collections.serve_database(exchange, identity, method, database)
+        elif rest == "status":
+            self._status.serve(exchange, identity, method, database)
+        elif rest == "batch":
+            self._batch(exchange, identity, method, database)
+        elif rest == "query":
+            self._query(exchange, identity, method, database)
+        else:
+            raise TailraceError("not_found", "there is nothing at this path")
+
+    # -- one document ----------------------------------------------------------------------------------
+
+    def _document(
+        self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str
+    ) -> None:
+        if method in (b"GET", b"HEAD"):
+            authorise(identity, Action.READ_DATABASE, db=database)
+            self._read(exchange, identity, database, name)
+            return
+        if method not in (b"PUT", b"PATCH", b"DELETE"):
+            raise answers.not_allowed(DOCUMENT_METHODS)
+        authorise(identity, Action.WRITE_DATABASE, db=database)
+        path = names.split_document(name)
+        data: Document | None = None
+        if method != b"DELETE":
+            _check_type(exchange, patch=method == b"PATCH")
+            data = document.load(exchange.body, self._bytes_max)
+        if_version, if_present = _if_match(exchange)
+        write = Write(
+            "put" if method == b"PUT" else "patch" if method == b"PATCH" else "delete",
+            path,
+            data,
+            if_version,
+            if_present,
+            _if_none_match(exchange),
+        )
+
+        def answer(results: list[Result], error: TailraceError | None) -> None:
+            refusal = error or results[0].error
+            if refusal is not None:
+                answers.refuse(exchange, refusal)
+            else:
+                _answer_write(exchange, results[0])
+
+        self._writer.write(
+            database, [write], self._access.writing(identity), answer, write_id=_write_id(exchange)
+        )
+
+    def _read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
+        path = self._book.split(database, name)
+        absent = TailraceError("not_found", f"there is no document {name!r}")
+        collection = self._book.find(database, path.collection)
+        if collection is None:
+            raise absent
+        self._book.check_applied(collection)
+        row = self._book.view.find(collection.number, path.id)
+        if row is None or row.deleted:
+            raise absent
+        data = orjson.loads(row.data)
+        flat = document.flat(data, row.id, collection.name, row.version, row.created_ms, row.updated_ms)
+        if not self._access.readable(identity, collection, flat):
+            raise absent
+        tag = f'"{row.version}"'
+        head = answers.NO_STORE + header_line("ETag", tag)
+        known = exchange.headers.get(b"if-none-match")
+        if known is not None and if_none_match(known.decode("latin-1"), tag):
+            exchange.respond(304, head)
+            return
+        body = shown(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
+        exchange.respond(200, answers.JSON_TYPE + head, orjson.dumps(body))
+
+    # -- several documents -----------------------------------------------------------------------------
+
+    def _batch(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
+        if method != b"POST":
+            raise answers.not_allowed("POST, OPTIONS")
+        authorise(identity, Action.WRITE_DATABASE, db=database)
+        _check_type(exchange)
+        given = read_object(exchange.body, BATCH_BYTES, {"atomic", "writes"})
+        atomic, listed = given.get("atomic", False), given.get("writes")
+        if not isinstance(atomic, bool) or not isinstance(listed, list) or not listed:
+            raise TailraceError("invalid_request", 'a batch is {"atomic": true or false, "writes": [...]}')
+        items = cast("list[Any]", listed)
+        if len(items) > self._writes_max:
+            raise TailraceError("payload_too_large", f"a batch has at most {self._writes_max} writes")
+        writes = [self._batch_write(item, place) for place, item in enumerate(items)]
+        paths = {write.path.collection for write in writes}
+        write_id = _write_id(exchange)
+        if len(paths) > 1 and (atomic or write_id is not None):
+            raise TailraceError(
+                "batch_not_atomic", "an atomic batch, or one with an Idempotency-Key, is about one collection"
+            )
+
+        def answer(results: list[Result], error: TailraceError | None) -> None:
+            if error is not None:
+                answers.refuse(exchange, error)
+                return
+            body: dict[str, Any] = {"results": [result.shown() for result in results]}
+            if atomic and any(result.error is not None for result in results):
+                failed = TailraceError("batch_failed", "no write of the batch was made", **body)
+                answers.refuse(exchange, failed)
+            else:
+                exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+
+        self._writer.write(
+            database, writes, self._access.writing(identity), answer, atomic=atomic, write_id=write_id
+        )
+
+    def _batch_write(self, item: Any, place: int) -> Write:
+        known = {"op", "path", "data", "ifVersion", "ifAbsent"}
+        if not isinstance(item, dict) or not set(cast("Document", item)) <= known:
+            raise TailraceError(
+                "invalid_request", f"write {place}: it has op, path, data, ifVersion, ifAbsent"
+            )
+        given = cast("Document", item)
+        op, path, version = given.get("op"), given.get("path"), given.get("ifVersion")
+        absent = given.get("ifAbsent", False)
+        if op not in ("put", "patch", "delete") or not isinstance(path, str):
+            raise TailraceError("invalid_request", f"write {place}: op is put, patch or delete, path a text")
+        if (version is not None and type(version) is not int) or type(absent) is not bool:
+            raise TailraceError(
+                "invalid_request", f"write {place}: ifVersion is a number, ifAbsent true or false"
+            )
+        data: Document | None = None
+        if op != "delete":
+            data = document.check(given.get("data"))
+        elif "data" in given:
+            raise TailraceError("invalid_request", f"write {place}: a delete has no data")
+        return Write(op, names.split_document(path), data, version, if_absent=absent)
+
+    def _query(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
+        if method != b"POST":
+            raise answers.not_allowed("POST, OPTIONS")
+        authorise(identity, Action.READ_DATABASE, db=database)
+        _check_type(exchange)
+        given = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
+        asked = self._queries.prepare(identity, database, given)
+
+        async def run() -> None:
+            try:
+                async with asyncio.timeout(self._context.limits.request_ms / 1000):
+                    body = await asked.run()
+            except TimeoutError:
+                answers.refuse(exchange, TailraceError("request_timeout", "the query took too long"))
+            except TailraceError as refusal:
+                answers.refuse(exchange, refusal)
+            else:
+                exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+
+        task = self._context.loop.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def read_object(body: bytes, bytes_max: int, known: set[str] | None) -> Document:
+    """A JSON object that says what is wanted; unknown members are refused."""
+    if len(body) > bytes_max:
+        raise TailraceError("payload_too_large", f"the body has at most {bytes_max} bytes")
+    try:
+        value = document.load(body or b"{}", bytes_max)
+    except TailraceError as refusal:
+        if refusal.code != "invalid_request":
+            raise
+        raise TailraceError("invalid_request", "the body is a JSON object") from None
+    if known is not None and (unknown := sorted(set(value) - known)):
+        raise TailraceError("invalid_request", f"unknown member {unknown[0]!r}")
+    return value
+
+
+def _answer_write(exchange: Exchange, result: Result) -> None:
+    head = answers.NO_STORE + header_line("ETag", f'"{result.version}"')
+    if result.status == 204:
+        exchange.respond(204, head)
+        return
+    body = {"path": result.path, "version": result.version, "updatedAt": result.updated_ms}
+    exchange.respond(result.status, head + answers.JSON_TYPE, orjson.dumps(body))
+
+
+def _check_type(exchange: Exchange, *, patch: bool = False) -> None:
+    given = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    wanted = (b"application/merge-patch+json", b"application/json") if patch else (b"application/json",)
+    if given not in wanted:
+        raise TailraceError("unsupported_media_type", f"the body is {wanted[0].decode()}")
+
+
+def _if_match(exchange: Exchange) -> tuple[int | None, bool]:
+    raw = exchange.headers.get(b"if-match")
+    if raw is None:
+        return None, False
+    if raw == b"*":
+        return None, True
+    text = raw.removeprefix(b"W/").strip(b'"')
+    if not text.isdigit() or len(text) > 18:
+        # No document has such a version; that is what the header asks.
+        return -1, False
+    return int(text), False
+
+
+def _if_none_match(exchange: Exchange) -> bool:
+    raw = exchange.headers.get(b"if-none-match")
+    if raw is None:
+        return False
+    if raw != b"*":
+        raise TailraceError("invalid_header", "a write takes If-None-Match: * only", header="if-none-match")
+    return True
+
+
+def _write_id(exchange: Exchange) -> str | None:
+    raw = exchange.headers.get(b"idempotency-key")
+    if raw is None:
+        return None
+    if not 1 <= len(raw) <= WRITE_ID_BYTES:
+        raise TailraceError(
+            "invalid_header", f"Idempotency-Key has 1 to {WRITE_ID_BYTES} bytes", header="idempotency-key"
+        )
+    return raw.decode("latin-1")

@@ -1,0 +1,1 @@
+"""Replication with RxDB clients: pull, push and live feeds."""

@@ -1,0 +1,139 @@
+"""The parts of watch put together: the book of collections, who writes, who asks, who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from tailrace.api.context import Context
+from tailrace.auth import Identity, TokenVerifier
+from tailrace.http.exchange import Exchange
+from tailrace.watch import metrics
+from tailrace.watch.access import Access
+from tailrace.watch.befores import Bounds
+from tailrace.watch.book import Book
+from tailrace.watch.change import Change
+from tailrace.watch.collection import Collection
+from tailrace.watch.documents import Writer
+from tailrace.watch.jobs import JobRoutes
+from tailrace.watch.maintenance import Care
+from tailrace.watch.names import PartitionPatterns
+from tailrace.watch.realtime.gateway import Gateway
+from tailrace.watch.realtime.routes import SSE_PATH, WS_PATH, RealtimeRoutes
+from tailrace.watch.removal import begin_anew
+from tailrace.watch.routes import LISTING, PREFIX, DatabaseRoutes
+from tailrace.watch.rxdb_service import ReplicationService
+from tailrace.watch.sources.manager import Sources
+from tailrace.watch.sources.routes import SourceRoutes
+from tailrace.watch.summaries import Summaries
+from tailrace.watch.tally import Tallies
+
+FILE: Final = "watch.db"
+
+
+class WatchService:
+    """Documents and live queries of one server."""
+
+    def __init__(self, context: Context, directory: Path, verifier: TokenVerifier | None) -> None:
+        limits = context.limits
+        patterns = PartitionPatterns(context.settings.watch_partition_patterns, limits.watch_partitions)
+        remembered = Bounds(limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms)
+        tallies = Tallies(limits.watch_metrics_collections)
+        self.book = Book(context.log, directory / FILE, patterns, remembered, tallies)
+        self._writer = Writer(self.book, document_bytes=limits.watch_document_bytes)
+        access = Access()
+        self.gateway = Gateway(context, self.book, access, verifier)
+        self.care = Care(context, self.book, self.gateway.keys)
+        self.book.restore = self.care.views.restore
+        self.book.lost = self._lost
+        self.book.on_doubt = self.gateway.on_doubt
+        self._databases = DatabaseRoutes(context, self.gateway, self._writer)
+        self._databases.collections.on_rules = self._ruled
+        self._databases.collections.on_removed = self._removed
+        self._realtime = RealtimeRoutes(self.gateway)
+        self._replication = ReplicationService(context, self.gateway, self._writer)
+        self._summaries = Summaries(context, self.gateway)
+        self.care.other_bounds = self._summaries.bounds
+        self._jobs = JobRoutes(context, self.book, self._writer, self._summaries)
+        self.sources = Sources(context, self.book, self.gateway)
+        self.sources.connect(context.telemetry)
+        self.sources.on_changed = self._replication.on_changed
+        self._source_routes = SourceRoutes(context, self.sources)
+        self.book.on_applied = self._applied
+        self.book.on_page = self.gateway.on_page
+
+        metrics.connect(
+            context.telemetry, self.gateway, self.care, partitions=context.settings.watch_metrics_partitions
+        )
+
+    async def start(self) -> None:
+        await self.book.start()
+        self._replication.start()
+        self.gateway.start()
+        # Whoever comes first is to get a token, or a checkpoint, whose key was written before.
+        await self.gateway.keys.settled()
+        self.care.start()
+        self._summaries.start()
+        await self.sources.start()
+
+    async def stop(self) -> None:
+        await self.care.stop()
+        self.sources.stop()
+        self._summaries.stop()
+        self.gateway.delivered.stop()
+        self.book.close()
+
+    def end_live(self) -> None:
+        """Shutdown: nobody is kept waiting."""
+        self.gateway.end_all()
+        self._replication.end_all()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Sends away whoever has lost their right, and counts them."""
+        return self.gateway.recheck(stands) + self._replication.recheck(stands)
+
+    def handles(self, path: bytes) -> bool:
+        ours = path.startswith(PREFIX) or path in (LISTING, WS_PATH, SSE_PATH)
+        return ours or self._replication.handles(path)
+
+    def serve(
+        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
+    ) -> None:
+        if path == WS_PATH:
+            self._realtime.websocket(exchange, method, identify)
+        elif path == SSE_PATH:
+            self._realtime.events(exchange, method, identify)
+        elif path == LISTING:
+            self._databases.listing.databases(exchange, identify(exchange), method)
+        elif self._replication.handles(path):
+            self._replication.serve(exchange, method, path, identify)
+        elif (asked := self._jobs.kind_of(path[len(PREFIX) :])) is not None:
+            self._jobs.serve(exchange, identify(exchange), method, *asked)
+        elif (source := self._source_routes.asked(path[len(PREFIX) :])) is not None:
+            self._source_routes.serve(exchange, identify(exchange), method, *source)
+        else:
+            self._databases.serve(exchange, identify(exchange), method, path[len(PREFIX) :])
+
+    def _ruled(self, collection: Collection) -> None:
+        """Other rules: what everybody has seen may be something else now."""
+        self.gateway.on_rules(collection)
+        self._replication.on_changed(collection)
+
+    async def _lost(self, collection: Collection) -> None:
+        self.gateway.audit.event("partition.stale", collection, {"reason": "view-lost"})
+        await begin_anew(self.book, collection)
+        self.gateway.audit.event("partition.live", collection, {"reason": "view-lost"})
+
+    def _removed(self, collection: Collection) -> None:
+        """A collection is gone: whoever watches it has to begin again, with nothing."""
+        self._writer.forget(collection)
+        self.care.removed(collection)
+        self.gateway.objectives.forget(collection)
+        self.gateway.invalidate_all(collection, "generation")
+        self._replication.on_changed(collection)
+
+    def _applied(self, collection: Collection, change: Change) -> None:
+        self._writer.on_applied(collection, change)
+        self.gateway.on_applied(collection, change)
+        self._replication.on_changed(collection)

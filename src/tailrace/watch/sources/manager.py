@@ -1,0 +1,433 @@
+"""The sources of a server: which there are, and the one at work for each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Final
+
+import orjson
+
+from tailrace.api.context import Context
+from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import ServerMetrics
+from tailrace.common.settings import split_list
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.log.listing import list_streams
+from tailrace.log.log import append_to_streams
+from tailrace.log.model import Stream
+from tailrace.log.transaction import Transaction
+from tailrace.watch import names
+from tailrace.watch.book import Book
+from tailrace.watch.collection import NATIVE, Collection, config_entry
+from tailrace.watch.realtime.gateway import Gateway
+from tailrace.watch.sources import mongo, postgres
+from tailrace.watch.sources.config import SourceConfig, read_config
+from tailrace.watch.sources.model import SourceError
+from tailrace.watch.sources.secrets import SecretRules
+from tailrace.watch.sources.source_follower import Followed
+from tailrace.watch.sources.source_ingest import OPS
+from tailrace.watch.sources.source_mongo import MongoConnector
+from tailrace.watch.sources.source_origin import Elsewhere
+from tailrace.watch.sources.source_postgres import PostgresConnector
+from tailrace.watch.sources.source_progress import fact_of
+from tailrace.watch.sources.source_states import SourceStates
+from tailrace.watch.sources.source_status import SourceStatus
+from tailrace.watch.sources.source_stream import StreamConnector
+from tailrace.watch.sources.source_thread import SourceThread
+
+logger = logging.getLogger("tailrace.watch")
+
+PAGE_BYTES: Final = 4 * 1024 * 1024
+PAGE_ENTRIES: Final = 2000
+DROP_S_MAX: Final = 15.0
+HALT_S_MAX: Final = 5.0
+STATES: Final = ("new", "loading", "live", "stale")
+
+Json = dict[str, Any]
+
+
+class Source:
+    """One source, and whoever works for it."""
+
+    def __init__(
+        self, database: str, config: SourceConfig, states: SourceStates, status: SourceStatus
+    ) -> None:
+        self.database = database
+        self.config = config
+        self.states = states
+        self.status = status
+        self.task: asyncio.Task[None] | None = None
+
+    async def halt(self) -> None:
+        task, self.task = self.task, None
+        if task is not None:
+            task.cancel()
+            # A database that does not answer must not keep us: its thread ends when the connection does.
+            await asyncio.wait([task], timeout=HALT_S_MAX)
+
+    def shown(self) -> Json:
+        progress = self.states.progress
+        state = {
+            "phase": progress.phase,
+            "reason": progress.reason,
+            "epoch": progress.epoch,
+            "token": progress.position.token,
+            **({"tokens": progress.tokens} if progress.marks else {}),
+            **self.status.shown(),
+            "changes": sum(self.states.counts.values()),
+        }
+        return {"database": self.database, **self.config.value(), "status": state}
+
+
+class Sources:
+    """Owned by the loop thread."""
+
+    def __init__(self, context: Context, book: Book, gateway: Gateway) -> None:
+        self._context = context
+        self._book = book
+        self._gateway = gateway
+        self._log = context.log
+        self._limits = context.limits
+        settings = context.settings
+        self._secrets = SecretRules(
+            split_list(settings.source_variables), split_list(settings.source_directories)
+        )
+        self._found: dict[tuple[str, str], Source] = {}
+        self._lock = asyncio.Lock()  # one thing at a time is changed about sources
+        # Told when the state of a collection is another one.
+        self.on_changed: Callable[[Collection], None] = lambda _: None
+        self._past: Counter[str] = Counter()  # of those that are no more
+        self.elsewhere: Elsewhere | None = None  # where there are other workers
+        book.follows = lambda collection: self._owner(collection) is not None
+        gateway.objectives.lag_ms = self._lag_ms
+        gateway.objectives.lag_changes = self._lag_changes
+
+    # -- beginning and end -----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """After the book: the collections are known."""
+        for stream in self._streams():
+            database = stream.name.removeprefix(names.COLLECTIONS)
+            for config in (await self._load(stream)).values():
+                await self._restore(database, config)
+        # A source that was removed has left collections behind that nobody keeps true any more.
+        for collection in self._book.collections():
+            if collection.config.source != NATIVE and self._owner(collection) is None:
+                collection.state = "stale"
+
+    def stop(self) -> None:
+        for source in self._found.values():
+            if source.task is not None:
+                source.task.cancel()
+
+    def connect(self, telemetry: ServerMetrics) -> None:
+        """Metrics are read where they are counted, when somebody asks."""
+        telemetry.watch_sources.each = self._by_phase
+        telemetry.watch_source_changes.each = self._by_op
+        telemetry.watch_source_repeats.read = lambda: self._sum("repeats")
+        telemetry.watch_source_restarts.read = lambda: self._sum("restarts")
+        telemetry.watch_source_gaps.read = lambda: self._sum("gaps")
+        telemetry.watch_source_retained_bytes.read = lambda: max(
+            (one.status.retained_bytes or 0 for one in self._found.values()), default=0
+        )
+
+    def _lag_ms(self, collection: Collection) -> float:
+        owner = self._owner(collection)
+        return 0.0 if owner is None else owner.status.lag_s * 1000
+
+    def _lag_changes(self, collection: Collection) -> int:
+        owner = self._owner(collection)
+        return 0 if owner is None else owner.status.lag_changes
+
+    def _by_phase(self) -> list[tuple[list[str], float]]:
+        counts: Counter[str] = Counter(one.states.progress.phase for one in self._found.values())
+        return [([phase], counts[phase]) for phase in STATES]
+
+    def _by_op(self) -> list[tuple[list[str], float]]:
+        counts = Counter(self._past)
+        for one in self._found.values():
+            counts.update(one.states.counts)
+        return [([op], counts[op]) for op in OPS]
+
+    def _sum(self, what: str) -> int:
+        found = self._past[what]
+        for one in self._found.values():
+            found += one.states.repeats if what == "repeats" else getattr(one.status, what)
+        return found
+
+    # -- finding ---------------------------------------------------------------------------------------
+
+    def listed(self, database: str) -> list[Source]:
+        self._book.database(database)
+        return [one for (owner, _), one in sorted(self._found.items()) if owner == database]
+
+    def find(self, database: str, name: str) -> Source:
+        self._book.database(database)
+        found = self._found.get((database, name))
+        if found is None:
+            raise TailraceError("not_found", f"there is no source {name!r}")
+        return found
+
+    def _owner(self, collection: Collection) -> Source | None:
+        source = self._found.get((collection.database, collection.config.source))
+        return source if source is not None and collection.name in source.states.collections else None
+
+    # -- changing --------------------------------------------------------------------------------------
+
+    async def put(self, database: str, name: str, given: Json) -> tuple[Source, bool]:
+        """Makes a source, or changes what can be changed about it; True if it is new."""
+        config = read_config(database, name, given)
+        self._secrets.check(config.dsn)
+        _check_driver(config.kind)
+        async with self._lock:
+            self._book.database(database)
+            known = self._found.get((database, name))
+            if known is not None:
+                return await self._change(known, config), False
+            if len(self._found) >= self._limits.watch_sources:
+                raise TailraceError(
+                    "overloaded", f"a server has at most {self._limits.watch_sources} sources"
+                )
+            collections = self._planned(database, config)
+            now_ns = self._context.clock.now_ns()
+            entries = [source_entry(config, "insert", now_ns)]
+            fresh = [one for one in collections.values() if not one.durable]
+            entries += [config_entry(one.name, one.config, "insert", now_ns) for one in fresh]
+            settled = self._submit(database, entries, now_ns, [(fact_of(database, name), None)])
+            for collection in fresh:
+                self._book.add(collection)  # from here on nobody else can make it
+            try:
+                await settled
+            except TailraceError:
+                self._book.drop_unmade()
+                raise
+            for collection in fresh:
+                collection.durable = True
+            source = self._made(database, config, collections)
+            source.states.apply()
+            for collection in collections.values():
+                self._gateway.on_state(collection)
+            self._begin(source)
+            self._gateway.audit.event("source.created", None, {"source": name, "kind": config.kind})
+            return source, True
+
+    async def _change(self, source: Source, config: SourceConfig) -> Source:
+        if config.identity() != source.config.identity():
+            raise TailraceError(
+                "conflict",
+                "kind, place, collections and numeric of a source cannot change: remove it first",
+            )
+        if config == source.config:
+            return source
+        now_ns = self._context.clock.now_ns()
+        await self._submit(source.database, [source_entry(config, "update", now_ns)], now_ns)
+        await source.halt()
+        changed = self._made(source.database, config, dict(source.states.collections))
+        self._count_past(source)
+        self._begin(changed)
+        return changed
+
+    async def remove(self, database: str, name: str, *, keep_slot: bool) -> Json:
+        """Ends it, and gives back what the database keeps for it. Its documents stay, not to be written."""
+        async with self._lock:
+            source = self.find(database, name)
+            await source.halt()
+            has_slot = source.config.kind == "postgres" and not keep_slot
+            try:
+                await source.states.settled()
+                await source.states.lose("the source was removed", rescan=False)
+                now_ns = self._context.clock.now_ns()
+                entry = source_entry(source.config, "delete", now_ns)
+                await self._submit(database, [entry], now_ns, [(fact_of(database, name), None)])
+            except TailraceError:
+                self._begin(source)  # it is still there
+                raise
+            dropped, reason = await self._drop_slot(source) if has_slot else (False, None)
+            self._count_past(source)
+            del self._found[database, name]
+            slot = source.config.slot if has_slot else None
+            return {"removed": name, "slot": slot, "slotDropped": dropped, "reason": reason}
+
+    async def resync(self, database: str, name: str) -> Source:
+        """Has everything copied again, whatever there was."""
+        async with self._lock:
+            source = self.find(database, name)
+            await source.halt()
+            await source.states.settled()
+            try:
+                if source.states.progress.phase != "new":
+                    await source.states.lose("an operator asked for it", rescan=True)
+            finally:
+                self._begin(source)
+            return source
+
+    async def _drop_slot(self, source: Source) -> tuple[bool, str | None]:
+        thread, adapter = SourceThread(source.config.name), postgres.Postgres(source.config)
+
+        def drop() -> None:
+            self._secrets.check(source.config.dsn)
+            adapter.open()
+            adapter.drop_slot()
+
+        try:
+            async with asyncio.timeout(DROP_S_MAX):
+                await thread.call(drop)
+        except Exception as error:  # noqa: BLE001 - told to whoever asked
+            return False, " ".join(str(error).split())[:500] or "the database does not answer"
+        finally:
+            thread.finish(adapter.close)
+        return True, None
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _planned(self, database: str, config: SourceConfig) -> dict[str, Collection]:
+        """The collections, those that do not exist yet included; nobody else may write to them."""
+        found: dict[str, Collection] = {}
+        for mapped in config.tables:
+            known = self._book.writable(database, mapped.collection)
+            if known is None:
+                wanted = mapped.partitions or self._book.partitions_for(mapped.collection)
+                known = self._book.planned(database, mapped.collection, wanted)
+                known.config = known.config.replaced(source=config.name)
+            elif known.config.source != config.name:
+                raise TailraceError(
+                    "collection_exists", f"the collection {mapped.collection!r} belongs to somebody else"
+                )
+            elif mapped.partitions not in (None, known.config.partitions):
+                raise TailraceError(
+                    "collection_exists", "the number of partitions of a collection cannot change"
+                )
+            found[mapped.collection] = known
+        return found
+
+    def _made(self, database: str, config: SourceConfig, collections: dict[str, Collection]) -> Source:
+        states = SourceStates(
+            self._book,
+            self._gateway,
+            database,
+            config,
+            collections,
+            self._limits.watch_document_bytes,
+            self._changed,
+        )
+        source = Source(database, config, states, SourceStatus(clock=self._context.clock))
+        self._found[database, config.name] = source
+        return source
+
+    def _changed(self, collection: Collection) -> None:
+        self.on_changed(collection)
+
+    def _begin(self, source: Source, lost: str | None = None) -> None:
+        async def work() -> None:
+            try:
+                self._secrets.check(source.config.dsn)  # it may be from a time of other settings
+            except TailraceError as refusal:
+                source.status.error = refusal.message
+                logger.error("the source %s does not begin: %s", source.config.name, refusal.message)
+                return
+            with suppress(TailraceError):
+                await source.states.settled()
+                await source.states.raise_epoch()
+                if lost is not None and source.states.progress.phase != "new":
+                    await source.states.lose(lost, rescan=source.config.on_gap == "rescan")
+            limits, audit = self._limits, self._gateway.audit
+            followed = Followed(self._book, source.states, source.config, source.status, limits, audit)
+            if source.config.kind == "postgres":
+                await PostgresConnector(followed).run()
+            elif source.config.kind == "mongo":
+                await MongoConnector(followed).run()
+            else:
+                await StreamConnector(followed, self.elsewhere).run()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                source.status.error = f"a defect: {type(error).__name__}"
+                logger.error("the source %s has ended", source.config.name, exc_info=error)
+
+        source.task = self._context.loop.create_task(work())
+        source.task.add_done_callback(ended)
+
+    async def _restore(self, database: str, config: SourceConfig) -> None:
+        found = self._book.database(database)
+        collections = {
+            one.collection: found[one.collection] for one in config.tables if one.collection in found
+        }
+        if len(collections) < len(config.tables):
+            logger.error("the source %s has lost a collection and does not start", config.name)
+            return
+        broken = any(one.state == "stale" for one in collections.values())  # as the book has found out
+        source = self._made(database, config, collections)
+        source.states.apply()
+        self._begin(source, "the view of a collection cannot be rebuilt" if broken else None)
+
+    def _count_past(self, source: Source) -> None:
+        self._past.update(source.states.counts)
+        self._past["repeats"] += source.states.repeats
+        self._past["restarts"] += source.status.restarts
+        self._past["gaps"] += source.status.gaps
+
+    def _streams(self) -> Iterator[Stream]:
+        after = ""
+        while page := list_streams(self._log, after, names.COLLECTIONS, 1000, system=True):
+            yield from page
+            after = page[-1].name
+
+    async def _load(self, stream: Stream) -> dict[str, SourceConfig]:
+        """The sources of a database, the last word on each."""
+        database = stream.name.removeprefix(names.COLLECTIONS)
+        found: dict[str, SourceConfig] = {}
+        position = stream.earliest
+        while position < stream.visible:
+            page = await self._log.reader.read_labelled(stream, position, PAGE_BYTES, PAGE_ENTRIES)
+            position = page.next_entry
+            for raw in page.parts:
+                message = orjson.loads(raw)
+                if message["type"] != "source":
+                    continue
+                name = message["key"]
+                if message["headers"]["operation"] == "delete":
+                    found.pop(name, None)
+                else:
+                    found[name] = read_config(database, name, message["value"])
+        return found
+
+    def _submit(
+        self,
+        database: str,
+        entries: list[bytes],
+        now_ns: int,
+        facts: list[tuple[str, bytes | None]] | None = None,
+    ) -> asyncio.Future[None]:
+        settled: asyncio.Future[None] = self._context.loop.create_future()
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if settled.done():
+                return
+            if error is None:
+                settled.set_result(None)
+            else:
+                settled.set_exception(error)
+
+        parts = [(names.collections_of(database), entries)]
+        append_to_streams(self._log, parts, now_ns, reply, None, facts or ())
+        return settled
+
+
+def source_entry(config: SourceConfig, operation: str, now_ns: int) -> bytes:
+    """A state message of `__collections__/<database>`."""
+    headers = {"operation": operation, "timestamp": format_rfc3339(now_ns)}
+    return orjson.dumps({"type": "source", "key": config.name, "value": config.value(), "headers": headers})
+
+
+def _check_driver(kind: str) -> None:
+    try:
+        if kind == "postgres":
+            postgres.import_driver()
+        elif kind == "mongo":
+            mongo.import_driver()
+    except SourceError as error:
+        raise TailraceError("not_installed", str(error)) from None

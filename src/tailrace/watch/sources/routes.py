@@ -1,0 +1,96 @@
+"""`/v1/databases/{db}/sources`: what is followed outside, and how it is doing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final
+
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.auth import Action, Identity, authorise
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.protocol import stream_names
+from tailrace.protocol.query_params import parse_query
+from tailrace.watch import document, names
+from tailrace.watch.sources.config import check_name
+from tailrace.watch.sources.manager import Sources
+
+BODY_BYTES: Final = 64 * 1024
+_HEAD: Final = answers.JSON_TYPE + answers.NO_STORE
+
+Json = dict[str, Any]
+
+
+class SourceRoutes:
+    """Below `/v1/databases/{db}/`, for whoever may manage the database."""
+
+    def __init__(self, context: Context, sources: Sources) -> None:
+        self._context = context
+        self._sources = sources
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def asked(self, raw: bytes) -> tuple[str, str] | None:
+        """Database and what follows `sources`, if the path behind the prefix is one of ours."""
+        path = stream_names.decode_name(raw)
+        database, _, rest = ("", "", "") if path is None else path.partition("/")
+        kind, _, name = rest.partition("/")
+        return (database, name) if kind == "sources" else None
+
+    def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, rest: str) -> None:
+        authorise(identity, Action.MANAGE_DATABASE, db=database)
+        names.check_database(database)
+        reading = method in (b"GET", b"HEAD")
+        name, _, verb = rest.partition("/")
+        if not rest:
+            if not reading:
+                raise answers.not_allowed("GET, HEAD, OPTIONS")
+            listed = [one.shown() for one in self._sources.listed(database)]
+            exchange.respond(200, _HEAD, orjson.dumps({"sources": listed}))
+            return
+        if verb == "resync":
+            if method != b"POST":
+                raise answers.not_allowed("POST, OPTIONS")
+            self._spawn(exchange, self._resync(database, check_name(name)))
+        elif verb:
+            raise TailraceError("not_found", "there is nothing at this path")
+        elif reading:
+            found = self._sources.find(database, check_name(name))
+            exchange.respond(200, _HEAD, orjson.dumps(found.shown()))
+        elif method == b"PUT":
+            given = document.load(exchange.body, BODY_BYTES)
+            if isinstance(stream := given.get("stream"), str):
+                authorise(identity, Action.READ_STREAM, stream=stream)
+            self._spawn(exchange, self._put(database, check_name(name), given))
+        elif method == b"DELETE":
+            keep = parse_query(exchange.query).get("keepSlot") == "1"
+            self._spawn(exchange, self._remove(database, check_name(name), keep))
+        else:
+            raise answers.not_allowed("GET, PUT, DELETE, HEAD, OPTIONS")
+
+    async def _put(self, database: str, name: str, given: Json) -> tuple[int, Json]:
+        source, is_new = await self._sources.put(database, name, given)
+        return 201 if is_new else 200, source.shown()
+
+    async def _remove(self, database: str, name: str, keep: bool) -> tuple[int, Json]:
+        return 200, await self._sources.remove(database, name, keep_slot=keep)
+
+    async def _resync(self, database: str, name: str) -> tuple[int, Json]:
+        return 202, (await self._sources.resync(database, name)).shown()
+
+    def _spawn(self, exchange: Exchange, work: Coroutine[None, None, tuple[int, Json]]) -> None:
+        async def run() -> None:
+            # Not cut off by the clock: what is half done about a source would have to be undone.
+            try:
+                status, body = await work
+            except TailraceError as refusal:
+                answers.refuse(exchange, refusal)
+            else:
+                exchange.respond(status, _HEAD, orjson.dumps(body))
+
+        task = self._context.loop.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,372 @@
+"""Changes of a source become entries of change streams: one commit for a batch, the position in it.
+
+What the source gave before is known by its position and is left out, so that nothing is there twice however
+often it is read again. The source is the only one that writes to its collections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import orjson
+
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.log.log import append_to_streams
+from tailrace.log.transaction import Transaction
+from tailrace.watch import names
+from tailrace.watch.book import Book
+from tailrace.watch.change import MISSING, NULL, ChangeEntry, Images, Op, Prev, Source, Txn, encode
+from tailrace.watch.collection import Collection
+from tailrace.watch.document import Document
+from tailrace.watch.sources.config import SourceConfig
+from tailrace.watch.sources.model import Position, SourceChange, SourceError, lsn_text
+from tailrace.watch.sources.source_progress import Progress, fact_of, read_progress
+from tailrace.watch.view import Row
+from tailrace.watch.writes import State
+
+CLEAR_DOCUMENTS = 500
+TURN_CHANGES = 64  # between two looks at what else the loop has to do
+LOAD = "load"
+OPS = ("insert", "update", "replace", "delete")
+
+
+class SupersededError(TailraceError):
+    """Another connector has taken the source over: this one has to stop."""
+
+    def __init__(self) -> None:
+        super().__init__("stale_epoch", "another connector follows the source")
+
+
+class _Plan:
+    """A batch as far as it is decided."""
+
+    def __init__(self, now_ns: int, position: Position, marked: str = "", token: str = "") -> None:
+        self.now_ns = now_ns
+        self.time = format_rfc3339(now_ns)
+        self.position = position
+        self.marked = marked  # the collection, if it has a log of its own that the position belongs to
+        self.token = token  # and up to where that has been read
+        self.states: dict[tuple[Collection, str], State] = {}
+        self.looked_up: dict[tuple[Collection, str], Row | None] = {}  # what the view has
+        self.entries: dict[str, list[bytes]] = {}
+
+    def next_index(self, lsn: int) -> int:
+        return self.position.change + 1 if lsn == self.position.lsn else 0
+
+
+class Ingest:
+    """One source's way into the log. `progress` is what is durable."""
+
+    def __init__(
+        self,
+        book: Book,
+        database: str,
+        config: SourceConfig,
+        collections: Mapping[str, Collection],
+        progress: Progress,
+        document_bytes: int,
+    ) -> None:
+        self._book = book
+        self._log = book.log
+        self._fact = fact_of(database, config.name)
+        self._source = (config.kind, config.name)
+        self._collections = collections
+        self._bytes_max = document_bytes
+        self.progress = progress
+        self.counts: dict[str, int] = dict.fromkeys(OPS, 0)
+        self.repeats = 0  # changes that were known already
+        # The place of the last change, and which documents it was about.
+        self._here: tuple[tuple[int, int], set[tuple[str, str]]] = ((0, -1), set())
+        self.offset: Callable[[int], str] | None = None  # of a stream: what its positions are called
+
+    # -- following -------------------------------------------------------------------------------------
+
+    async def follow(self, changes: Sequence[SourceChange], safe: int = 0) -> None:
+        """Returns when they are durable, and with them that the source may be moved to `safe`."""
+        await self._commit(await self._taken(self._plan(), changes), safe)
+
+    async def follow_one(self, collection: str, changes: Sequence[SourceChange], token: str) -> None:
+        """The changes of one collection, whose log has been read up to the token."""
+        plan = await self._taken(self._plan(collection), changes)
+        plan.token = token
+        await self._commit(plan)
+
+    async def _taken(self, plan: _Plan, changes: Sequence[SourceChange]) -> _Plan:
+        """The plan with the changes, or with those behind the last that is a commit of its own."""
+        for name, keys in _keys_of(changes).items():
+            self._look_up(plan, self._collections[name], list(keys))
+        for number, change in enumerate(changes):
+            if self._was_taken(plan.position.place, change):
+                self.repeats += 1
+                self._book.tallies.of(self._collections[change.collection]).dropped["source"] += 1
+                continue
+            if change.op == "clear":
+                await self._commit(plan)
+                await self._clear(change)
+                plan = self._plan()
+                continue
+            collection = self._collections[change.collection]
+            if change.image == MISSING:
+                self._note_missing(plan, collection, change)
+                continue
+            data = None if change.op == "delete" else self._filled(plan, collection, change)
+            self._decide(plan, collection, change.key, data, change)
+            if number % TURN_CHANGES == TURN_CHANGES - 1:
+                await asyncio.sleep(0)
+        return plan
+
+    def _was_taken(self, position: tuple[int, int], change: SourceChange) -> bool:
+        """Whether the source gives it once more: it lies behind what was read, or is the last over again.
+
+        A message can be several changes, each of another document, so the place alone does not tell.
+        """
+        place, key = (change.lsn, change.ordinal), (change.collection, change.key)
+        if place > position:
+            self._here = (place, {key})
+            return False
+        here, keys = self._here
+        if place != here or place != position or key in keys:
+            return True
+        keys.add(key)
+        return False
+
+    def _filled(self, plan: _Plan, collection: Collection, change: SourceChange) -> bytes:
+        """The whole document; large values that did not change are taken from the one there was."""
+        if not change.unchanged:
+            return change.data
+        state = self._state(plan, collection, change.was or change.key)
+        before: Document = {} if state is None else orjson.loads(state.data)
+        row = orjson.loads(change.data)
+        for name in change.unchanged:
+            if name in before:
+                row[name] = before[name]
+            else:
+                del row[name]  # it was never seen: the source was not copied
+        return orjson.dumps(row)
+
+    async def _clear(self, change: SourceChange) -> None:
+        """Deletes all documents, some at a time; cut off, the rest follows when the message is read again."""
+        collection = self._collections[change.collection]
+        view, after = self._book.view.now, ""
+        begun = change._replace(ordinal=change.ordinal - 1)
+        while True:
+            self._book.check_applied(collection)
+            rows = view.documents_after(collection.number, after, CLEAR_DOCUMENTS)
+            plan = self._plan()
+            for row in rows:
+                self._decide(plan, collection, row.id, None, begun)
+            if not rows:
+                plan.position = Position(change.lsn, change.ordinal, self._index_in(plan, change.lsn))
+                await self._commit(plan)
+                return
+            after = rows[-1].id
+            await self._commit(plan)
+
+    def _index_in(self, plan: _Plan, lsn: int) -> int:
+        return plan.position.change if plan.position.lsn == lsn else -1
+
+    # -- loading ---------------------------------------------------------------------------------------
+
+    async def load(self, collection: Collection, rows: Sequence[tuple[str, bytes]]) -> int:
+        """Rows as they are at the source: those that differ become changes. Tells how many."""
+        plan = self._plan(collection.name)
+        differing = 0
+        self._look_up(plan, collection, [key for key, _ in rows])
+        for number, (key, data) in enumerate(rows):
+            state = self._state(plan, collection, key)
+            if state is None or state.deleted or state.data != data:
+                differing += 1
+                self._decide(plan, collection, key, data, self._loaded(plan, collection))
+            if number % TURN_CHANGES == TURN_CHANGES - 1:
+                await asyncio.sleep(0)
+        await self._commit(plan)
+        return differing
+
+    async def remove(self, collection: Collection, keys: Sequence[str]) -> None:
+        """Documents that the source does not have."""
+        plan = self._plan(collection.name)
+        for key in keys:
+            self._decide(plan, collection, key, None, self._loaded(plan, collection))
+        await self._commit(plan)
+
+    def _loaded(self, plan: _Plan, collection: Collection) -> SourceChange:
+        """A copied row happened nowhere in the log: it stands where the source was when copying began."""
+        at = plan.position
+        return SourceChange(at.lsn, at.ordinal, LOAD, plan.time, "put", collection.name, token=plan.token)
+
+    def move_to(self, lsn: int) -> None:
+        """What is removed next is removed there."""
+        if lsn > self.progress.lsn:
+            self.progress = self.progress.at(Position(lsn, 0, -1))
+
+    # -- deciding --------------------------------------------------------------------------------------
+
+    def _plan(self, collection: str = "") -> _Plan:
+        now_ns, mark = self._log.clock.now_ns(), self.progress.marks.get(collection)
+        if mark is None:
+            return _Plan(now_ns, self.progress.position)
+        return _Plan(now_ns, mark.position, collection, mark.token)
+
+    def _look_up(self, plan: _Plan, collection: Collection, keys: Sequence[str]) -> None:
+        """The documents that a batch is about, all at once: nobody else writes to them."""
+        self._book.check_applied(collection)
+        found = self._book.view.find_many(collection.number, keys)
+        plan.looked_up.update({(collection, key): found.get(key) for key in keys})
+
+    def _state(self, plan: _Plan, collection: Collection, key: str) -> State | None:
+        planned = plan.states.get((collection, key))
+        if planned is not None:
+            return planned
+        if (collection, key) in plan.looked_up:
+            row = plan.looked_up[collection, key]
+        else:
+            self._book.check_applied(collection)
+            row = self._book.view.find(collection.number, key)
+        if row is None:
+            return None
+        return State(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
+
+    def _decide(
+        self, plan: _Plan, collection: Collection, key: str, data: bytes | None, change: SourceChange
+    ) -> None:
+        state = self._state(plan, collection, key)
+        lives = state is not None and not state.deleted
+        index = plan.next_index(change.lsn)
+        if data is None and not lives:
+            # It was never seen here, or is gone already: nothing changes, but it was read.
+            plan.position = Position(change.lsn, change.ordinal, index - 1)
+            return
+        if data is not None and len(data) > self._bytes_max:
+            raise SourceError(
+                f"the document {collection.name}/{key} has {len(data)} bytes;"
+                f" TAILRACE_WATCH_DOCUMENT_BYTES allows {self._bytes_max}"
+            )
+        partition = names.partition_of(key, collection.config.partitions)
+        stream = collection.stream(partition)
+        found = self._log.find(stream)
+        updated_ms = max(0 if found is None else found.last_ns, plan.now_ns) // 1_000_000
+        after = State(
+            (collection.purged[partition] if state is None else state.version) + 1,
+            state.created_ms if state is not None and lives else updated_ms,
+            updated_ms,
+            data is None,
+            data if data is not None else state.data if state is not None else b"{}",
+        )
+        position = Position(change.lsn, change.ordinal, index)
+        changed: Op = "replace" if change.replaces else "update"
+        op: Op = "delete" if data is None else changed if lives else "insert"
+        entry = self._entry(collection, key, op, state if lives else None, after, change, position)
+        plan.entries.setdefault(stream, []).append(encode(entry))
+        plan.states[collection, key] = after
+        plan.position = position
+        self.counts[op] += 1
+
+    def _note_missing(self, plan: _Plan, collection: Collection, change: SourceChange) -> None:
+        """Nobody knows what the document was then. That something happened is kept; the document stays."""
+        state = self._state(plan, collection, change.key)
+        index = plan.next_index(change.lsn)
+        if state is None or state.deleted:
+            plan.position = Position(change.lsn, change.ordinal, index - 1)
+            return
+        position = Position(change.lsn, change.ordinal, index)
+        entry = self._entry(collection, change.key, "update", state, state, change, position)
+        partition = names.partition_of(change.key, collection.config.partitions)
+        plan.entries.setdefault(collection.stream(partition), []).append(encode(entry))
+        plan.position = position
+
+    def _entry(
+        self,
+        collection: Collection,
+        key: str,
+        op: Op,
+        before: State | None,
+        after: State,
+        change: SourceChange,
+        position: Position,
+    ) -> ChangeEntry:
+        kind, name = self._source
+        stored = after.deleted or collection.decided.store_before
+        # What was told of a document is what the view has. The source may say otherwise: what was looked up
+        # was newer than its change.
+        confirmed = before is not None and stored and change.before == before.data
+        image = "none" if after.deleted else change.image
+        if self.offset is None:
+            lsn, token = lsn_text(position.lsn), change.token or position.token
+        else:
+            lsn = token = self.offset(position.lsn)
+        return ChangeEntry(
+            database=collection.database,
+            collection=collection.name,
+            documentKey=key,
+            op=op,
+            before=msgspec.Raw(before.data) if before is not None and stored else NULL,
+            after=NULL if image in ("none", MISSING) else msgspec.Raw(after.data),
+            images=Images("none" if before is None else "full" if confirmed else "view", image),
+            version=after.version,
+            createdAt=after.created_ms,
+            prev=None if before is None else Prev(before.version, before.updated_ms),
+            txn=Txn(change.txn, position.change),
+            commitTime=change.time,
+            source=Source(kind, name, token),
+            lsn=lsn,
+        )
+
+    # -- committing ------------------------------------------------------------------------------------
+
+    async def _commit(self, plan: _Plan, safe: int = 0) -> None:
+        progress = self.progress
+        if plan.marked:
+            progress = progress.marked(plan.marked, plan.position, plan.token, ended=False)
+            progress = progress.at(max(progress.position, plan.position))
+        else:
+            progress = progress.at(plan.position)
+        if safe > progress.safe:
+            progress = progress.replaced(safe=safe)
+        if plan.entries or progress.safe != self.progress.safe:
+            await self.commit(list(plan.entries.items()), progress, plan.now_ns)
+        else:
+            # Read, and nothing came of it; should that be forgotten, it is read again.
+            self.progress = progress
+
+    async def note(self, progress: Progress) -> None:
+        """Nothing but how far it is."""
+        await self.commit([], progress, self._log.clock.now_ns())
+
+    async def commit(
+        self, parts: Sequence[tuple[str, Sequence[bytes]]], progress: Progress, now_ns: int
+    ) -> None:
+        """Entries and the progress they make, in one record; returns when it is durable.
+
+        Only the connector that was begun last may do this.
+        """
+        if read_progress(self._log.streams.meta.get(self._fact)).epoch > self.progress.epoch:
+            raise SupersededError
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if settled.done():
+                return
+            if error is None:
+                settled.set_result(None)
+            else:
+                settled.set_exception(error)
+
+        facts = [(self._fact, progress.encode())]
+        append_to_streams(self._log, parts, now_ns, reply, None, facts)
+        await settled
+        self.progress = progress
+
+
+def _keys_of(changes: Sequence[SourceChange]) -> dict[str, dict[str, None]]:
+    """The documents of a batch, by collection, each once."""
+    found: dict[str, dict[str, None]] = {}
+    for change in changes:
+        if change.op != "clear":
+            keys = found.setdefault(change.collection, {})
+            keys[change.key] = None
+            if change.was is not None:
+                keys[change.was] = None
+    return found

@@ -1,0 +1,156 @@
+"""A stream of this server as a source: its `state-protocol` records become documents.
+
+The stream keeps its own history, so copying it is reading it from its first entry. Documents that are not
+mentioned between the beginning and the end of a copy, or of a snapshot that the stream itself announces, are
+gone.
+"""
+
+from __future__ import annotations
+
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.watch.sources.model import GapError, Position, SourceChange, SourceError
+from tailrace.watch.sources.source_follower import Followed, Follower
+from tailrace.watch.sources.source_ingest import Ingest
+from tailrace.watch.sources.source_origin import Elsewhere, Origin, OwnOrigin, found_source
+from tailrace.watch.sources.source_seen import SeenKeys
+from tailrace.watch.sources.state import StateRecord, read_record
+
+
+class StreamConnector(Follower):
+    """Runs one source of the kind `stream`."""
+
+    def __init__(self, followed: Followed, elsewhere: Elsewhere | None = None) -> None:
+        super().__init__(followed)
+        self._log = self._book.log
+        self._types = {one.table: one.collection for one in self._config.tables}
+        self._elsewhere = elsewhere
+        self._mentioned: dict[str, SeenKeys] | None = None
+
+    # -- a session -------------------------------------------------------------------------------------
+
+    async def _session(self) -> None:
+        origin = await self._open()
+        try:
+            await self._follow(origin)
+        finally:
+            origin.close()
+            self._forget_mentioned()
+
+    async def _open(self) -> Origin:
+        name = self._config.stream
+        if self._elsewhere is not None and self._log.find(name) is None:
+            return await self._elsewhere(name)
+        return OwnOrigin(self._log, found_source(self._log, name))
+
+    async def _follow(self, origin: Origin) -> None:
+        ingest = self._states.ingest()
+        ingest.offset = origin.offset
+        progress, incarnation = ingest.progress, origin.incarnation
+        if progress.phase in ("live", "loading") and progress.system != incarnation:
+            raise GapError("it is another stream")
+        if progress.phase == "stale" and not progress.rescan:
+            await self._hold(progress.reason)
+        goal: int | None = None
+        if progress.phase in ("new", "stale"):
+            position = Position(origin.earliest, 0, -1)
+            known = progress.at(position).replaced(
+                system=incarnation, reason=None, rescan=False, again=origin.earliest + 1
+            )
+            await self._states.begin_load(ingest, known)
+        if ingest.progress.phase == "loading":
+            goal = origin.visible
+        self._status.connected, self._status.error = True, None
+        at = ingest.progress.lsn
+        if ingest.progress.again:
+            self._remember_mentioned()
+            at = min(at, ingest.progress.again - 1)
+        while True:
+            if goal is not None and at >= goal:
+                await self._remove_others(ingest, at)
+                await self._states.end_load(ingest)
+                goal = None
+            if at < origin.visible:
+                self._status.lag_changes = origin.visible - at
+                at = await self._page(origin, ingest, at, goal)
+                continue
+            self._worked()
+            self._status.caught_up(True)
+            if origin.gone:
+                raise SourceError(f"the stream {self._config.stream!r} was deleted")
+            await origin.news()
+
+    async def _page(self, origin: Origin, ingest: Ingest, at: int, goal: int | None) -> int:
+        if origin.earliest > at:
+            raise GapError("the stream does not reach back to where it was read")
+        config = self._config
+        changes: list[SourceChange] = []
+        for seq, raw, time_ns in await origin.page(at, config.batch_bytes, config.batch_changes):
+            if goal is not None and seq > goal:
+                break  # the copy ends before it
+            at = seq
+            record = read_record(raw)
+            if record is None:
+                continue
+            if record.control is None:
+                if (change := self._change(seq, record, time_ns)) is not None:
+                    changes.append(change)
+                continue
+            await ingest.follow(changes)
+            changes = []
+            await self._control(
+                ingest, record.control, seq, format_rfc3339(time_ns), loading=goal is not None
+            )
+        await ingest.follow(changes)
+        self._status.behind = at < origin.visible
+        return at
+
+    def _change(self, seq: int, record: StateRecord, time_ns: int) -> SourceChange | None:
+        collection = self._types.get(record.type)
+        if collection is None:
+            return None
+        if self._mentioned is not None and record.data is not None:
+            self._mentioned[collection].add([record.key])
+        time = record.time or format_rfc3339(time_ns)
+        self._status.changed(time)
+        op = "delete" if record.data is None else "put"
+        return SourceChange(seq, 0, record.txn, time, op, collection, record.key, record.data or b"")
+
+    async def _control(self, ingest: Ingest, control: str, seq: int, time: str, *, loading: bool) -> None:
+        unfinished = control == "snapshot-end" and ingest.progress.again
+        if seq <= ingest.progress.lsn and not unfinished:
+            return  # done before; it is read again for the keys behind it
+        if control == "reset":
+            if not loading:
+                await self._states.reset(ingest)
+            clears = [
+                SourceChange(seq, n, None, time, "clear", one) for n, one in enumerate(self._types.values())
+            ]
+            await ingest.follow(clears)
+            if not loading:
+                await self._states.end_load(ingest)
+        elif loading:
+            return  # the copy is one snapshot itself
+        elif control == "snapshot-start":
+            self._remember_mentioned()
+            await ingest.note(ingest.progress.replaced(lsn=seq, ordinal=0, index=-1, again=seq))
+        elif control == "snapshot-end" and self._mentioned is not None:
+            await self._remove_others(ingest, seq)
+
+    # -- what was mentioned ----------------------------------------------------------------------------
+
+    def _remember_mentioned(self) -> None:
+        self._forget_mentioned()
+        self._mentioned = {collection: SeenKeys() for collection in self._types.values()}
+
+    def _forget_mentioned(self) -> None:
+        for seen in (self._mentioned or {}).values():
+            seen.close()
+        self._mentioned = None
+
+    async def _remove_others(self, ingest: Ingest, seq: int) -> None:
+        if self._mentioned is not None:
+            ingest.move_to(seq)
+            for collection, seen in self._mentioned.items():
+                await self._remove_unseen(ingest, self._states.collections[collection], seen)
+        self._forget_mentioned()
+        await ingest.note(ingest.progress.replaced(again=0))
