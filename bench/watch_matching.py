@@ -13,11 +13,11 @@ import time
 import tracemalloc
 from typing import Any, NamedTuple
 
-from tailrace.watch.bloom import Bloom, key_of
-from tailrace.watch.change import NULL, Change, ChangeEntry, Images, Prev
-from tailrace.watch.document import flat
+from tailrace.watch.bloom import BloomFilter, bloom_key
+from tailrace.watch.change import RAW_NULL, Change, ChangeEntry, ChangeImages, PreviousVersion
+from tailrace.watch.document import flatten_document
 from tailrace.watch.matcher import Interest, Matcher
-from tailrace.watch.predicate import Part, Predicate, class_of
+from tailrace.watch.predicate import Predicate, PredicatePart, equality_class
 from tailrace.watch.query import read_query
 from tailrace.watch.syntax import Call
 
@@ -58,7 +58,7 @@ def filters(chance: random.Random, users: int) -> list[dict[str, Any]]:
     return [_one("amount", ">=", low), _one("amount", "<=", low + 1)]
 
 
-def parts(chance: random.Random, users: int) -> list[Part]:
+def parts(chance: random.Random, users: int) -> list[PredicatePart]:
     """A query; prefixes and ORs are no filters, so their trees are put together here."""
     kind = chance.random()
     listed = filters(chance, users)
@@ -67,12 +67,12 @@ def parts(chance: random.Random, users: int) -> list[Part]:
         (part,) = read_query({"collection": "c", "filters": asked}, live=True).parts
         node = part.node
         assert isinstance(node, Call)
-        return [Part(Call("startsWith", node.args))]
+        return [PredicatePart(Call("startsWith", node.args))]
     if kind < 0.11:
         user, sku = f"u{chance.randrange(users)}", f"k{chance.randrange(50_000)}"
         asked = [_one("user", "==", user), _one("sku", "==", sku)]
         one, other = read_query({"collection": "c", "filters": asked}, live=True).parts
-        return [Part(Call("_||_", (one.node, other.node)))]
+        return [PredicatePart(Call("_||_", (one.node, other.node)))]
     return list(read_query({"collection": "c", "filters": listed}, live=True).parts)
 
 
@@ -99,18 +99,18 @@ class Prepared(Change):
             collection="c",
             documentKey="k",
             op="replace",
-            before=NULL,
-            after=NULL,
-            images=Images("full", "full"),
+            before=RAW_NULL,
+            after=RAW_NULL,
+            images=ChangeImages("full", "full"),
             version=2,
             createdAt=0,
-            prev=Prev(1, 0),
+            prev=PreviousVersion(1, 0),
             txn=None,
             commitTime="",
         )
         super().__init__(entry, 0, seq, 0)
-        self._before = flat(before, "k", "c", 1, 0, 0)
-        self._after = flat(after, "k", "c", 2, 0, 0)
+        self._before = flatten_document(before, "k", "c", 1, 0, 0)
+        self._after = flatten_document(after, "k", "c", 2, 0, 0)
 
 
 def changes(chance: random.Random, users: int, count: int) -> list[Prepared]:
@@ -262,16 +262,16 @@ def bloom(keys: int, asked: int) -> None:
     """What a filter in front of the exact lookup would save in one process."""
     chance = random.Random(3)
     exact: dict[tuple[tuple[str, ...], Any], int] = {}
-    filtered = Bloom(0.0)
+    filtered = BloomFilter(0.0)
     for number in range(keys):
-        exact[("user",), class_of(f"u{number}")] = number
-        filtered.add(key_of(("user",), f"u{number}"))
+        exact[("user",), equality_class(f"u{number}")] = number
+        filtered.add(bloom_key(("user",), f"u{number}"))
     probes = [f"u{chance.randrange(20 * keys)}" for _ in range(asked)]
     begun = time.process_time()
-    hits = sum((("user",), class_of(value)) in exact for value in probes)
+    hits = sum((("user",), equality_class(value)) in exact for value in probes)
     exact_s = time.process_time() - begun
     begun = time.process_time()
-    found = sum(key_of(("user",), value) in filtered for value in probes)
+    found = sum(bloom_key(("user",), value) in filtered for value in probes)
     bloom_s = time.process_time() - begun
     wrong = (found - hits) / max(1, asked - hits)
     print(

@@ -27,8 +27,8 @@ from support.server import ServerProcess
 from support.sources import QUICK, changes, wait_phase
 from support.watch_client import Follower, Live
 from support.watch_jobs import examine
-from tailrace.watch.cel import Program, compile_text
-from tailrace.watch.change import decode
+from tailrace.watch.cel import CelProgram, compile_cel
+from tailrace.watch.change import decode_change
 from tailrace.watch.document import Document
 
 BASE = "/v1/databases/default"
@@ -230,11 +230,11 @@ class Ordeal:
 
 
 @cache
-def program_of(where: str) -> Program:
-    return compile_text(where)[1]
+def program_of(where: str) -> CelProgram:
+    return compile_cel(where)[1]
 
 
-def holds(program: Program, document: Document) -> bool:
+def holds(program: CelProgram, document: Document) -> bool:
     flat = {**document["data"], **{name: document[name] for name in ("id", "version", "collection")}}
     return program.holds(doc=flat)
 
@@ -245,7 +245,7 @@ def concerning(call: Caller, collection: str, partitions: int, where: str) -> li
     for partition, entries in enumerate(changes(call, collection, partitions)):
         concerned: set[int] = set()
         for seq, entry in enumerate(entries, 1):
-            change = decode(json.dumps(entry).encode(), partition, seq, 0)
+            change = decode_change(json.dumps(entry).encode(), partition, seq, 0)
             images = () if change is None else (change.before, change.after)
             if any(image is not None and program.holds(doc=image) for image in images):
                 concerned.add(seq)

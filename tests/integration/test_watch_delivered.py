@@ -14,7 +14,7 @@ from support.server import ServerProcess
 from support.watch_client import Live
 from support.watch_jobs import BASE, Held, Tuple, change, metric, watch
 from tailrace.protocol import offsets
-from tailrace.watch.deliveries import Batch, Item, Told
+from tailrace.watch.deliveries import DeliveredChange, DeliveredMatch, DeliveryBatch
 
 PARTITIONS = 2
 QUERIES: dict[str, dict[str, Any]] = {
@@ -47,21 +47,21 @@ class Scene:
         self.positions: list[int] = info["positions"]
         self.generation: int = info["generation"]
 
-    def batches(self, chance: random.Random) -> list[Batch]:
+    def batches(self, chance: random.Random) -> list[DeliveryBatch]:
         """What a job would deliver, cut anywhere."""
-        found: list[Batch] = []
+        found: list[DeliveryBatch] = []
         for partition, upto in enumerate(self.positions):
             cuts = sorted(chance.sample(range(1, upto), 5))
             for first, last in zip([0, *cuts], [*cuts, upto], strict=True):
                 found.append(self.batch(partition, first + 1, last))
         return found
 
-    def batch(self, partition: int, first: int, last: int) -> Batch:
-        items: dict[int, list[Told]] = {}
+    def batch(self, partition: int, first: int, last: int) -> DeliveryBatch:
+        items: dict[int, list[DeliveredMatch]] = {}
         for place, seq, key, op, reason in self.expected:
             if place == partition and first <= seq <= last:
-                items.setdefault(seq, []).append(Told(key, op, reason))
-        return Batch(
+                items.setdefault(seq, []).append(DeliveredMatch(key, op, reason))
+        return DeliveryBatch(
             database="default",
             collection=self._collection,
             partition=partition,
@@ -70,10 +70,10 @@ class Scene:
             asOf=offsets.parse_offset(self.announced["offset"])[1],
             first=first,
             last=last,
-            items=[Item(seq, "", "replace", told, {}) for seq, told in sorted(items.items())],
+            items=[DeliveredChange(seq, "", "replace", told, {}) for seq, told in sorted(items.items())],
         )
 
-    def deliver(self, batches: list[Batch]) -> None:
+    def deliver(self, batches: list[DeliveryBatch]) -> None:
         """Returns when the gateway has read them."""
         before = metric(self.call, "tailrace_watch_delivered_batches_total")
         for batch in batches:
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_not_believed(server: ServerProcess) -> None:
     """A change that does not concern somebody is not sent to them, whoever says so."""
     scene = Scene(server, "wrong")
     good = scene.batch(0, 1, scene.positions[0])
-    lie = Told(f"{scene.held.connection}/never", "insert", "entered")
+    lie = DeliveredMatch(f"{scene.held.connection}/never", "insert", "entered")
     first, *rest = good.items
     items = [msgspec.structs.replace(first, subs=[*first.subs, lie]), *rest]
     others = [

@@ -17,11 +17,11 @@ from tailrace.common.errors import TailraceError
 from tailrace.pipeline.watch.cells import path_to
 from tailrace.pipeline.watch.columns import Lowered, lowered
 from tailrace.pipeline.watch.native import image_of, matching
-from tailrace.watch.cel import Program, compile_text
-from tailrace.watch.change import ChangeEntry, Images, Prev, decode, encode
-from tailrace.watch.collection import control_entry
-from tailrace.watch.lower import NotLoweredError
-from tailrace.watch.predicate import Part, Predicate
+from tailrace.watch.cel import CelProgram, compile_cel
+from tailrace.watch.change import ChangeEntry, ChangeImages, PreviousVersion, decode_change, encode_change
+from tailrace.watch.collection import encode_control_entry
+from tailrace.watch.lower import NotCompilableError
+from tailrace.watch.predicate import Predicate, PredicatePart
 from tailrace.watch.query import read_query
 from tailrace.watch.syntax import Node
 
@@ -31,7 +31,7 @@ TOGETHER = 6  # predicates in one query: each becomes a few hundred lines of Jav
 class Case(NamedTuple):
     source: str
     node: Node
-    program: Program
+    program: CelProgram
     column: Lowered
 
 
@@ -42,9 +42,9 @@ def field(name: str) -> Column:
 def case_of(source: str) -> Case | None:
     """None if it is no expression, or not one for columns."""
     try:
-        node, program = compile_text(source)
+        node, program = compile_cel(source)
         return Case(source, node, program, lowered(node, field))
-    except (TailraceError, NotLoweredError):
+    except (TailraceError, NotCompilableError):
         return None
 
 
@@ -65,7 +65,7 @@ def compared(spark: SparkSession, cases: list[Case], documents: list[dict[str, A
             for place, case in enumerate(some):
                 expected = case.program.holds(doc=document)
                 assert row[f"c{place}"] is expected, (case.source, document)
-                assert Predicate([Part(case.node, case.program)]).matches(document) is expected
+                assert Predicate([PredicatePart(case.node, case.program)]).matches(document) is expected
                 pairs += 1
     return pairs
 
@@ -139,8 +139,8 @@ def test_w14_what_subscriptions_are_made_of_is_lowered(spark: SparkSession) -> N
     ],
 )
 def test_what_cannot_be_said_exactly_is_left_to_the_matcher(source: str) -> None:
-    node, _ = compile_text(source)
-    with pytest.raises(NotLoweredError):
+    node, _ = compile_cel(source)
+    with pytest.raises(NotCompilableError):
         lowered(node, field)
 
 
@@ -155,7 +155,7 @@ def test_what_takes_too_many_steps_is_not_decided(spark: SparkSession) -> None:
 
 
 def entry_of(version: int, before: dict[str, Any] | None, after: dict[str, Any] | None) -> bytes:
-    return encode(
+    return encode_change(
         ChangeEntry(
             database="d",
             collection="c",
@@ -163,10 +163,10 @@ def entry_of(version: int, before: dict[str, Any] | None, after: dict[str, Any] 
             op="insert" if before is None else "delete" if after is None else "replace",
             before=msgspec.Raw(orjson.dumps(before)),
             after=msgspec.Raw(orjson.dumps(after)),
-            images=Images("full", "full"),
+            images=ChangeImages("full", "full"),
             version=version,
             createdAt=5,
-            prev=None if before is None else Prev(version - 1, 6),
+            prev=None if before is None else PreviousVersion(version - 1, 6),
             txn=None,
             commitTime="",
         )
@@ -193,15 +193,15 @@ def test_w17_both_images_of_a_change_are_the_documents_that_predicates_see(spark
     frame = spark.createDataFrame(list(enumerate(map(bytearray, entries))), "number int, value binary")
     entry, updated_ms = f.parse_json(f.col("value").cast("string")), f.lit(time_ns // 1_000_000)
     for which in ("before", "after"):
-        nodes = [compile_text(source) for source in sources]
+        nodes = [compile_cel(source) for source in sources]
         columns = [lowered(node, image_of(entry, updated_ms, which)).holds for node, _ in nodes]
         named = [column.alias(f"c{place}") for place, column in enumerate(columns)]
         for row in frame.select("number", *named).collect():
-            change = decode(entries[row["number"]], 0, 1, time_ns)
+            change = decode_change(entries[row["number"]], 0, 1, time_ns)
             assert change is not None
             image = change.before if which == "before" else change.after
             for place, (node, program) in enumerate(nodes):
-                expected = image is not None and Predicate([Part(node, program)]).matches(image)
+                expected = image is not None and Predicate([PredicatePart(node, program)]).matches(image)
                 assert row[f"c{place}"] is expected, (which, sources[place], image)
 
 
@@ -209,7 +209,7 @@ def test_w17_changes_are_chosen_by_the_query_of_a_subscription(spark: SparkSessi
     maker = Maker(21)
     images = [(maker.document(), maker.document()) for _ in range(120)]
     entries = [entry_of(number + 2, *pair) for number, pair in enumerate(images)]
-    entries += [control_entry("live", 1), entry_of(200, {"a": 1}, None)]
+    entries += [encode_control_entry("live", 1), entry_of(200, {"a": 1}, None)]
     rows = [(seq, seq * 10**9, bytearray(raw)) for seq, raw in enumerate(entries)]
     frame = spark.createDataFrame(rows, "entry bigint, timestamp_ns bigint, value binary")
     queries: list[dict[str, Any]] = [
@@ -223,10 +223,10 @@ def test_w17_changes_are_chosen_by_the_query_of_a_subscription(spark: SparkSessi
         for which in ("before", "after"):
             expected: list[int] = []
             for seq, raw in enumerate(entries):
-                change = decode(raw, 0, seq, seq * 10**9)
+                change = decode_change(raw, 0, seq, seq * 10**9)
                 image = None if change is None else change.before if which == "before" else change.after
                 expected += [seq] if image is not None and predicate.matches(image) else []
             chosen = matching(frame, {"collection": "c", **query}, which)
             assert sorted(row["entry"] for row in chosen.collect()) == expected, (query, which)
-    with pytest.raises(NotLoweredError):
+    with pytest.raises(NotCompilableError):
         matching(frame, {"collection": "c", "where": "doc.a == doc.b"})

@@ -43,7 +43,7 @@ from tailrace.pipeline.watch.rescan import RescanOptions, run_rescan
 from tailrace.pipeline.watch.shadow import ShadowOptions, run_shadow
 from tailrace.pipeline.watch.stats import StatsOptions, run_stats
 from tailrace.spark.server import SERVERS
-from tailrace.watch.deliveries import Batch
+from tailrace.watch.deliveries import DeliveryBatch
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -112,12 +112,12 @@ def test_w37_p14_spark_finds_what_the_server_found(told: Told, spark: SparkSessi
     assert _own(told, report) == batches
 
 
-def _own(told: Told, report: MatchReport) -> list[Batch]:
+def _own(told: Told, report: MatchReport) -> list[DeliveryBatch]:
     """What one run has delivered."""
     return [one for one in deliveries(told.call, report.deliveries) if one.owner == report.owner]
 
 
-def _check_ranges(batches: list[Batch], changes: int) -> None:
+def _check_ranges(batches: list[DeliveryBatch], changes: int) -> None:
     """Ranges of a partition follow each other, in the order of the log."""
     reached: dict[int, int] = {}
     for batch in batches:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.watch.cel import compile_text
-from tailrace.watch.lower import NotLoweredError, value
-from tailrace.watch.predicate import Part, Predicate
+from tailrace.watch.cel import compile_cel
+from tailrace.watch.lower import NotCompilableError, compile_value
+from tailrace.watch.predicate import Predicate, PredicatePart
 from tailrace.watch.values import EvaluationError
 
 CASES = Path(__file__).parent.parent / "conformance" / "cel" / "cases.jsonl"
@@ -91,7 +91,7 @@ def reason_of(refused: TailraceError) -> str:
 
 def library_says(text: str) -> tuple[bool | None, Any, Any]:
     try:
-        node, program = compile_text(text)
+        node, program = compile_cel(text)
     except TailraceError as refused:
         raise OutsideError(reason_of(refused)) from None
     kind, found = program.value(doc={})
@@ -116,14 +116,14 @@ def test_w15_public_cases_hold_for_the_library_and_for_closures(suite: str) -> N
         if library is not expected:
             wrong.append((case.name, text, library))
         try:
-            closure: object = value(node)({}, None)
-        except NotLoweredError:
+            closure: object = compile_value(node)({}, None)
+        except NotCompilableError:
             closure = expected
         except EvaluationError:
             closure = None
         if (closure if type(closure) is bool else None) is not expected:
             wrong.append((case.name, text, closure))
-        if Predicate([Part(node, program)]).matches({}) is not (expected is True):
+        if Predicate([PredicatePart(node, program)]).matches({}) is not (expected is True):
             wrong.append((case.name, text, "the predicate says otherwise"))
     assert wrong == []
     assert (suite, inside, dict(outside)) == (suite, *INSIDE[suite])

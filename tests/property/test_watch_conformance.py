@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tailrace.watch.cel import compile_text
-from tailrace.watch.lower import NotLoweredError, value
-from tailrace.watch.predicate import Part, Predicate
+from tailrace.watch.cel import compile_cel
+from tailrace.watch.lower import NotCompilableError, compile_value
+from tailrace.watch.predicate import Predicate, PredicatePart
 from tailrace.watch.values import EvaluationError
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "cel"
@@ -40,14 +40,14 @@ def test_w15_conformance_cases_hold_for_the_library_and_for_closures(suite: str)
     for case in cases():
         if case.suite != suite:
             continue
-        node, program = compile_text(case.expression)
+        node, program = compile_cel(case.expression)
         kind, found = program.value(doc=case.document)
         library = found if kind == "BOOL" else "error"
         if library != case.value:
             wrong.append((case.name, "library", library, case.value))
         try:
-            evaluate = value(node)
-        except NotLoweredError:
+            evaluate = compile_value(node)
+        except NotCompilableError:
             closure: object = library
         else:
             lowered += 1
@@ -57,7 +57,7 @@ def test_w15_conformance_cases_hold_for_the_library_and_for_closures(suite: str)
                 closure = "error"
         if closure != case.value:
             wrong.append((case.name, "closure", closure, case.value))
-        if Predicate([Part(node, program)]).matches(case.document) is not (case.value is True):
+        if Predicate([PredicatePart(node, program)]).matches(case.document) is not (case.value is True):
             wrong.append((case.name, "predicate", "differs", case.value))
     assert wrong == []
     assert lowered > 0

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from support.watch_changes import change_of
 from tailrace.common.errors import TailraceError
-from tailrace.watch.cel import compile_text
-from tailrace.watch.evaluation_cost import CostError, Turn
+from tailrace.watch.cel import compile_cel
+from tailrace.watch.evaluation_cost import CostExceededError, StepBudget
 from tailrace.watch.matcher import Interest, Matcher
-from tailrace.watch.predicate import Part, Predicate
-from tailrace.watch.rules import Rule
+from tailrace.watch.predicate import Predicate, PredicatePart
+from tailrace.watch.rules import AccessRule
 
 # The budget is meant to be used up in about 5 ms. Machines differ, and so do patterns to search for.
 CPU_S_MAX = 0.1
@@ -79,20 +79,20 @@ def decide(predicate: Predicate, document: dict[str, Any]) -> bool | None:
     """None: it cannot be afforded."""
     try:
         return predicate.matches(document)
-    except CostError:
+    except CostExceededError:
         return None
 
 
 @pytest.mark.parametrize("source", [*HOSTILE, f"size({balanced('doc.s', 120)}) > 0"])
 def test_an_expression_is_cut_off_at_its_budget(source: str) -> None:
-    predicate = Predicate([Part(*compile_text(source))])
+    predicate = Predicate([PredicatePart(*compile_cel(source))])
     decide(predicate, {"id": "d0"})  # the library plans a program at its first evaluation
     assert cpu_s(lambda: decide(predicate, LARGE)) < CPU_S_MAX
 
 
 @pytest.mark.parametrize("source", [*HOSTILE, f"size({balanced('doc.s', 120)}) > 0"])
 def test_an_expression_takes_bounded_memory(source: str) -> None:
-    predicate = Predicate([Part(*compile_text(source))])
+    predicate = Predicate([PredicatePart(*compile_cel(source))])
     tracemalloc.start()
     try:
         decide(predicate, LARGE)
@@ -102,15 +102,17 @@ def test_an_expression_takes_bounded_memory(source: str) -> None:
 
 
 def test_the_budget_is_for_all_parts_of_a_predicate_together() -> None:
-    once = Predicate([Part(*compile_text("!(-1 in doc.m)"))])
-    twice = Predicate([Part(*compile_text("!(-1 in doc.m)")), Part(*compile_text("!(-2 in doc.m)"))])
+    once = Predicate([PredicatePart(*compile_cel("!(-1 in doc.m)"))])
+    twice = Predicate(
+        [PredicatePart(*compile_cel("!(-1 in doc.m)")), PredicatePart(*compile_cel("!(-2 in doc.m)"))]
+    )
     assert decide(once, LARGE) is True
     assert decide(twice, LARGE) is None, "9,000 steps, twice"
     assert decide(once, LARGE) is True, "the next evaluation has its own budget"
 
 
 def test_a_rule_that_cannot_be_afforded_denies_and_leaves_the_query_its_budget() -> None:
-    rule = Rule("doc.l.all(x, !(-1 in doc.m))", "readRule")
+    rule = AccessRule("doc.l.all(x, !(-1 in doc.m))", "readRule")
     assert not rule.allows({}, "read", LARGE)
     assert rule.allows({}, "read", {**LARGE, "l": [1]})
     assert decide(Predicate([rule.part_for({}, "read")]), LARGE) is False
@@ -140,7 +142,7 @@ def test_ordinary_expressions_on_large_documents_are_decided(source: str) -> Non
         "unused": [{"n": number} for number in range(20_000)],
         "n": 5,
     }
-    assert decide(Predicate([Part(*compile_text(source))]), document) is True
+    assert decide(Predicate([PredicatePart(*compile_cel(source))]), document) is True
 
 
 class Maker:
@@ -215,7 +217,7 @@ def costs_no_more_than_allowed(seed: int) -> bool:
     maker = Maker(seed)
     source = maker.truth(4)
     try:
-        predicate = Predicate([Part(*compile_text(source))])
+        predicate = Predicate([PredicatePart(*compile_cel(source))])
     except TailraceError:
         return False
     decide(predicate, {"id": "d0"})
@@ -245,13 +247,13 @@ def test_no_generated_expression_exceeds_its_budget_of_many() -> None:
 
 def test_one_change_against_a_thousand_costly_subscriptions_is_bounded() -> None:
     """Those that need more than is left are postponed; the cheap ones are decided all the same."""
-    turn = Turn(40_000)
+    turn = StepBudget(40_000)
     matcher: Matcher[str] = Matcher(10_000, turn)
     for number in range(1_000):
-        costly = Predicate([Part(*compile_text(f"!doc.l.exists(x, x == {-1 - number})"))])
+        costly = Predicate([PredicatePart(*compile_cel(f"!doc.l.exists(x, x == {-1 - number})"))])
         matcher.add(Interest(costly, None), f"costly-{number}")
     for number in range(50):
-        cheap = Predicate([Part(*compile_text(f"doc.n + {number} == {5 + number}"))])
+        cheap = Predicate([PredicatePart(*compile_cel(f"doc.n + {number} == {5 + number}"))])
         matcher.add(Interest(cheap, None), f"cheap-{number}")
     change = change_of(1, None, LARGE)
     found = matcher.found(change)
@@ -267,18 +269,20 @@ def test_one_change_against_a_thousand_costly_subscriptions_is_bounded() -> None
 
 
 def test_an_expression_that_never_fits_is_too_costly_and_not_postponed() -> None:
-    turn = Turn(40_000)
+    turn = StepBudget(40_000)
     matcher: Matcher[str] = Matcher(10_000, turn)
-    matcher.add(Interest(Predicate([Part(*compile_text("doc.l.all(x, !(-1 in doc.m))"))]), None), "one")
+    matcher.add(
+        Interest(Predicate([PredicatePart(*compile_cel("doc.l.all(x, !(-1 in doc.m))"))]), None), "one"
+    )
     found = matcher.found(change_of(1, None, LARGE))
     assert (found.too_costly, found.postponed) == ({"one"}, set())
 
 
 def test_a_read_rule_is_not_taken_for_a_refusal_when_it_is_postponed() -> None:
     """A rule that cannot be afforded denies; one that is postponed has not been decided."""
-    turn = Turn(10)
+    turn = StepBudget(10)
     matcher: Matcher[str] = Matcher(10_000, turn)
-    rule = Rule("!doc.l.exists(x, x == -1)", "readRule").part_for({}, "read")
+    rule = AccessRule("!doc.l.exists(x, x == -1)", "readRule").part_for({}, "read")
     matcher.add(Interest(Predicate([rule]), Predicate([rule])), "one")
     found = matcher.found(change_of(1, None, LARGE))
     assert (found.matches, found.postponed) == ([], {"one"})
@@ -287,10 +291,10 @@ def test_a_read_rule_is_not_taken_for_a_refusal_when_it_is_postponed() -> None:
 @pytest.mark.parametrize("elements", [list(range(140_000)), [5] * 140_000])
 def test_looking_for_elements_of_long_lists_is_bounded(elements: list[int]) -> None:
     """Lists are gone through once, however many buckets of the index ask for their elements."""
-    matcher: Matcher[int] = Matcher(10_000, Turn(40_000))
+    matcher: Matcher[int] = Matcher(10_000, StepBudget(40_000))
     for number in range(1_000):
         where = f"{number // 10} in doc.l && {number % 10} in doc.m"
-        matcher.add(Interest(Predicate([Part(*compile_text(where))]), None), number)
+        matcher.add(Interest(Predicate([PredicatePart(*compile_cel(where))]), None), number)
     change = change_of(1, None, {"l": elements, "m": elements})
     assert change.after is not None, "it is parsed before"
     assert cpu_s(lambda: matcher.found(change)) < 3 * CPU_S_MAX
@@ -298,7 +302,7 @@ def test_looking_for_elements_of_long_lists_is_bounded(elements: list[int]) -> N
 
 def test_the_sample_of_an_index_keeps_no_large_documents() -> None:
     matcher: Matcher[int] = Matcher(10_000)
-    matcher.add(Interest(Predicate([Part(*compile_text("doc.n == 5"))]), None), 1)
+    matcher.add(Interest(Predicate([PredicatePart(*compile_cel("doc.n == 5"))]), None), 1)
     for document in ({"n": 5}, {"n": 5, "s": "x" * 20_000}, {"n": 5, "l": list(range(100))}):
         matcher.found(change_of(1, None, document))
     assert len(matcher.index.sample) == 2

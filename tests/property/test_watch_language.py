@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from support.watch_changes import change_of
 from support.watch_language import NAMES, TEXTS, Maker, quoted
 from tailrace.common.errors import TailraceError
-from tailrace.watch.cel import compile_text, environments
+from tailrace.watch.cel import cel_environments, compile_cel
 from tailrace.watch.change import Change
-from tailrace.watch.evaluation_cost import CostError
-from tailrace.watch.index import Index, Probed
-from tailrace.watch.interval_index import Intervals
-from tailrace.watch.lower import value
-from tailrace.watch.matcher import BATCH_MIN, Found, Interest, Matcher
-from tailrace.watch.predicate import EITHER, Part, Predicate
+from tailrace.watch.evaluation_cost import CostExceededError
+from tailrace.watch.index import PredicateIndex, ProbeResult
+from tailrace.watch.interval_index import IntervalIndex
+from tailrace.watch.lower import compile_value
+from tailrace.watch.matcher import BATCH_MIN, Interest, Matcher, MatchResult
+from tailrace.watch.predicate import EITHER, Predicate, PredicatePart
 from tailrace.watch.query import read_query
-from tailrace.watch.rules import Rule
+from tailrace.watch.rules import AccessRule
 from tailrace.watch.values import EvaluationError
 
 OPERATORS = ("==", "!=", "<", "<=", ">", ">=")
@@ -35,10 +35,10 @@ def compared(seeds: range, documents: int) -> int:
         maker = Maker(seed)
         source = maker.truth()
         try:
-            node, program = compile_text(source)
+            node, program = compile_cel(source)
         except TailraceError:
             continue  # it does not pass the checker
-        predicate, evaluate = Predicate([Part(node, program)]), value(node)
+        predicate, evaluate = Predicate([PredicatePart(node, program)]), compile_value(node)
         for _ in range(documents):
             document = maker.document()
             kind, expected = program.value(doc=document)
@@ -81,8 +81,8 @@ def test_w14_closures_equal_the_library_on_many() -> None:
     ],
 )
 def test_what_is_not_lowered_is_left_to_the_library(source: str) -> None:
-    node, program = compile_text(source)
-    predicate = Predicate([Part(node, program)])
+    node, program = compile_cel(source)
+    predicate = Predicate([PredicatePart(node, program)])
     maker = Maker(7)
     for _ in range(100):
         document = maker.document()
@@ -101,7 +101,7 @@ def test_w17_filters_are_the_expressions_they_stand_for(seed: int) -> None:
     literal = literal.lower() if isinstance(wanted, bool) else literal
     field = f"doc[{quoted(name)}]"
     sources = {"in": f"{field} in [{literal}]", "contains": f"{literal} in {field}"}
-    program = compile_text(sources.get(op, f"{field} {op} {literal}"))[1]
+    program = compile_cel(sources.get(op, f"{field} {op} {literal}"))[1]
     filters = [{"fieldPath": [name], "op": op, "value": [wanted] if op == "in" else wanted}]
     predicate = Predicate(read_query({"collection": "c", "filters": filters}, live=True).parts)
     for _ in range(20):
@@ -127,7 +127,7 @@ def test_w16_hostile_names_and_values_stay_what_they_are() -> None:
 def test_w16_any_text_is_a_predicate_or_is_refused(raw: bytes) -> None:
     code = None
     try:
-        compile_text(raw.decode("latin-1"))
+        compile_cel(raw.decode("latin-1"))
     except TailraceError as refusal:
         code = refusal.code
     assert code in (None, "invalid_query", "query_too_complex")
@@ -186,12 +186,12 @@ def test_w48_what_takes_too_many_steps_is_not_decided() -> None:
     large = {"l": list(range(10_001)), "id": "d"}
     fits = {"l": list(range(10_000)), "id": "d"}
     for where in ("-1 in doc.l", "doc.l == doc.l", "doc.l.exists(x, x < 0)", "doc.l.exists(x, x == 90000u)"):
-        predicate = Predicate([Part(*compile_text(where))])
-        with pytest.raises(CostError):
+        predicate = Predicate([PredicatePart(*compile_cel(where))])
+        with pytest.raises(CostExceededError):
             predicate.matches(large)
-    assert not Predicate([Part(*compile_text("-1 in doc.l"))]).matches(fits)
-    assert Predicate([Part(*compile_text("doc.l == doc.l"))]).matches(fits)
-    denied = Rule("!(-1 in doc.l)", "readRule")
+    assert not Predicate([PredicatePart(*compile_cel("-1 in doc.l"))]).matches(fits)
+    assert Predicate([PredicatePart(*compile_cel("doc.l == doc.l"))]).matches(fits)
+    denied = AccessRule("!(-1 in doc.l)", "readRule")
     assert denied.allows({}, "read", fits)
     assert not denied.allows({}, "read", large), "a rule that cannot be decided denies"
     assert not Predicate([denied.part_for({}, "read")]).matches(large)
@@ -200,7 +200,7 @@ def test_w48_what_takes_too_many_steps_is_not_decided() -> None:
 def test_without_the_library_only_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra may not be installed: filters work, expressions are answered with 501."""
     monkeypatch.setitem(sys.modules, "cel_expr_python", None)
-    environments.cache_clear()
+    cel_environments.cache_clear()
     try:
         filters = [{"field": "n", "op": ">", "value": 1}]
         predicate = Predicate(read_query({"collection": "c", "filters": filters}, live=True).parts)
@@ -209,7 +209,7 @@ def test_without_the_library_only_text_is_refused(monkeypatch: pytest.MonkeyPatc
             read_query({"collection": "c", "where": "doc.n > 1"}, live=True)
         assert (refused.value.code, refused.value.status) == ("not_installed", 501)
     finally:
-        environments.cache_clear()
+        cel_environments.cache_clear()
 
 
 def indexable(maker: Maker) -> str:
@@ -240,14 +240,14 @@ def indexable(maker: Maker) -> str:
 @given(st.integers(0, 2**32))
 def test_w21_the_index_finds_what_evaluating_everything_finds(seed: int) -> None:
     maker = Maker(seed)
-    index: Index[Predicate] = Index(10_000)
+    index: PredicateIndex[Predicate] = PredicateIndex(10_000)
     predicates: dict[bytes, Predicate] = {}
     for _ in range(120):
         if predicates and maker.random.random() < 0.2:
             index.discard(predicates.pop(maker.random.choice(list(predicates))))
         else:
             try:
-                predicate = Predicate([Part(*compile_text(indexable(maker)))])
+                predicate = Predicate([PredicatePart(*compile_cel(indexable(maker)))])
             except TailraceError:
                 continue
             if predicate.hash not in predicates:
@@ -255,7 +255,7 @@ def test_w21_the_index_finds_what_evaluating_everything_finds(seed: int) -> None
                 index.add(predicate)
         document = maker.document()
         index.sample.add(document)
-        found: Probed[Predicate] = Probed()
+        found: ProbeResult[Predicate] = ProbeResult()
         index.probe(document, found)
         candidates = found.sure | found.maybe
         assert candidates <= set(predicates.values()), "nothing that was taken out comes back"
@@ -273,7 +273,7 @@ def test_w21_many_changes_together_are_what_they_are_one_by_one(seed: int) -> No
     subscribed: dict[int, Interest] = {}
     for number in range(100):
         try:
-            interest = Interest(Predicate([Part(*compile_text(indexable(maker)))]), None)
+            interest = Interest(Predicate([PredicatePart(*compile_cel(indexable(maker)))]), None)
         except TailraceError:
             continue
         subscribed[number] = interest
@@ -296,7 +296,7 @@ def test_w21_many_changes_together_are_what_they_are_one_by_one(seed: int) -> No
             matcher.discard(subscribed.pop(number), number)
 
 
-def told(found: Found[int]) -> dict[int, tuple[str, str]]:
+def told(found: MatchResult[int]) -> dict[int, tuple[str, str]]:
     pairs = [(who, (one.op, one.reason)) for one in found.matches for who in one.subscribers]
     assert len(pairs) == len(dict(pairs)), "everybody is told once"
     return dict(pairs)
@@ -304,7 +304,7 @@ def told(found: Found[int]) -> dict[int, tuple[str, str]]:
 
 def test_intervals_find_exactly_those_that_hold_the_point() -> None:
     chance = random.Random(5)
-    intervals: Intervals[int] = Intervals()
+    intervals: IntervalIndex[int] = IntervalIndex()
     known: dict[int, tuple[float, float]] = {}
     points = [0.0, -0.0, 1.0, -1.0, 5e-324, 1e308, float("inf"), float("-inf")]
     points += [chance.uniform(-9, 9) for _ in range(40)]

@@ -17,10 +17,10 @@ import pytest
 
 from support.watch_room import DATABASE, Heard, PacedWire, Room
 from tailrace.auth import Identity
-from tailrace.watch.cel import Program, compile_text
-from tailrace.watch.realtime.messages import Refused
+from tailrace.watch.cel import CelProgram, compile_cel
+from tailrace.watch.realtime.messages import MessageRefusedError
 from tailrace.watch.realtime.resume import resume
-from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.realtime.subscribing import acknowledge, subscribe
 
 WHERES = ("true", "doc.n > 5", "doc.n <= 5 && doc.tag == 'b'", "has(doc.extra)", "doc.tag != 'a'")
@@ -35,15 +35,15 @@ def identity(org: str) -> Identity:
 
 
 @cache
-def _rule(source: str) -> Program:
-    return compile_text(source, rule=True)[1]
+def _rule(source: str) -> CelProgram:
+    return compile_cel(source, rule=True)[1]
 
 
 class Judge:
     """What the language says of a document, for somebody."""
 
     def __init__(self, where: str, org: str) -> None:
-        self._program = compile_text(where)[1]
+        self._program = compile_cel(where)[1]
         self._auth = {
             "auth": {"userId": org, "claims": {"org": org}, "roles": []},
             "method": "read",
@@ -81,7 +81,7 @@ class Client:
         self.query = {"collection": NAME, "where": where}
         self.priority = priority
         self._identity = identity(org)
-        self.session: Session | None = None
+        self.session: RealtimeSession | None = None
         self.wire = PacedWire()
         self.held: dict[str, int] = {}
         self.positions: list[int] = []
@@ -136,7 +136,7 @@ class Client:
     def _ask(self, request: Callable[[], None]) -> None:
         try:
             self._room.harness.call(request)
-        except Refused as refused:
+        except MessageRefusedError as refused:
             if refused.code != "overloaded":
                 raise
             self.cut()  # and comes back later

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
 from tailrace.watch import names
-from tailrace.watch.realtime.messages import Refused, read_positions
+from tailrace.watch.realtime.messages import MessageRefusedError, read_positions
 
 SEGMENTS = st.sampled_from(
     [
@@ -44,9 +44,9 @@ def stream_of(database: str, collection: str, key: str, partitions: int) -> str 
         names.check_collection(collection)
     except TailraceError:
         return None
-    partition = names.partition_of(key, partitions)
+    partition = names.partition_for_key(key, partitions)
     assert 0 <= partition < partitions
-    return names.stream_of(database, collection, partition)
+    return names.change_stream_name(database, collection, partition)
 
 
 @given(DATABASES, PATHS, KEYS, st.integers(1, names.PARTITIONS_MAX))
@@ -54,8 +54,8 @@ def test_w5_a_stream_says_whose_it_is(database: str, collection: str, key: str, 
     stream = stream_of(database, collection, key, partitions)
     if stream is None:
         return
-    assert stream.startswith(names.CHANGES)
-    owner, _, rest = stream.removeprefix(names.CHANGES).partition("/")
+    assert stream.startswith(names.CHANGES_PREFIX)
+    owner, _, rest = stream.removeprefix(names.CHANGES_PREFIX).partition("/")
     path, _, partition = rest.rpartition("/")
     assert (owner, path) == (database, collection)
     assert 0 <= int(partition) < partitions
@@ -76,6 +76,6 @@ def test_w5_two_collections_share_no_stream(one: str, other: str, key: str, othe
 )
 def test_w5_positions_are_of_partitions_that_there_are(given_: dict[str, object], partitions: int) -> None:
     found: dict[int, int] = {}
-    with suppress(Refused):
+    with suppress(MessageRefusedError):
         found = read_positions(given_, partitions)
     assert all(0 <= partition < partitions for partition in found)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from support.watch_language import NAMES, Maker
 from tailrace.common.errors import TailraceError
-from tailrace.watch.cel import compile_text
-from tailrace.watch.predicate import Part, Predicate
-from tailrace.watch.rules import NOBODY, Auth, Rule
+from tailrace.watch.cel import compile_cel
+from tailrace.watch.predicate import Predicate, PredicatePart
+from tailrace.watch.rules import NO_AUTH, AccessRule, RuleAuth
 
 PATHS = (
     "request.auth.userId",
@@ -42,10 +42,10 @@ def rule_of(maker: Maker) -> str:
     return f" {pick(('&&', '||'))} ".join(f"({part})" for part in chosen)
 
 
-def auth_of(maker: Maker) -> Auth:
+def auth_of(maker: Maker) -> RuleAuth:
     pick = maker.random.choice
     if maker.random.random() < 0.1:
-        return NOBODY
+        return NO_AUTH
     claims: dict[str, Any] = {"org": maker.value(1), "x-y": maker.value(1), "list": [maker.value(0), "a", 1]}
     if maker.random.random() < 0.3:
         del claims["org"]
@@ -57,10 +57,10 @@ def test_w47_a_rule_worked_in_is_the_rule(seed: int) -> None:
     maker = Maker(seed)
     source, where = rule_of(maker), maker.truth(2)
     try:
-        rule, query = Rule(source, "readRule"), Part(*compile_text(where))
+        rule, query = AccessRule(source, "readRule"), PredicatePart(*compile_cel(where))
     except TailraceError:
         return  # it does not pass the checker
-    alone = compile_text(source, rule=True)[1]
+    alone = compile_cel(source, rule=True)[1]
     assert query.program is not None
     for _ in range(4):
         auth = auth_of(maker)
@@ -73,10 +73,10 @@ def test_w47_a_rule_worked_in_is_the_rule(seed: int) -> None:
             expected = allowed and query.program.holds(doc=document)
             assert whole.matches(document) is expected, (source, where, auth, document)
             if expected and whole.branches:
-                from tailrace.watch.index import Index, Probed
+                from tailrace.watch.index import PredicateIndex, ProbeResult
 
-                index: Index[Predicate] = Index(1)
-                found: Probed[Predicate] = Probed()
+                index: PredicateIndex[Predicate] = PredicateIndex(1)
+                found: ProbeResult[Predicate] = ProbeResult()
                 index.add(whole)
                 index.probe(document, found)
                 assert found.sure | found.maybe == {whole}
@@ -85,10 +85,10 @@ def test_w47_a_rule_worked_in_is_the_rule(seed: int) -> None:
 @given(st.integers(0, 2**32))
 def test_w28_a_renewed_token_means_the_same_and_another_claim_does_not(seed: int) -> None:
     maker = Maker(seed)
-    rule = Rule("doc.org == request.auth.claims.org", "readRule")
+    rule = AccessRule("doc.org == request.auth.claims.org", "readRule")
     claims = {"org": maker.random.choice(("a", "b", 1, None)), "exp": 1}
-    auth: Auth = {"userId": "u", "claims": claims, "roles": []}
-    renewed: Auth = {**auth, "claims": {**claims, "exp": 2, "iat": 7}}
-    other: Auth = {**auth, "claims": {**claims, "org": "c"}}
+    auth: RuleAuth = {"userId": "u", "claims": claims, "roles": []}
+    renewed: RuleAuth = {**auth, "claims": {**claims, "exp": 2, "iat": 7}}
+    other: RuleAuth = {**auth, "claims": {**claims, "org": "c"}}
     assert rule.meaning(auth) == rule.meaning(renewed)
     assert rule.meaning(auth) != rule.meaning(other)

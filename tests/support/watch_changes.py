@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import orjson
 
-from tailrace.watch.change import Change, ChangeEntry, Images, Op, Prev
+from tailrace.watch.change import Change, ChangeEntry, ChangeImages, ChangeOp, PreviousVersion
 
 
 def change_of(seq: int, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Change:
-    op: Op = "insert" if before is None else "delete" if after is None else "replace"
+    op: ChangeOp = "insert" if before is None else "delete" if after is None else "replace"
     entry = ChangeEntry(
         database="d",
         collection="c",
@@ -19,10 +19,10 @@ def change_of(seq: int, before: dict[str, Any] | None, after: dict[str, Any] | N
         op=op,
         before=msgspec.Raw(orjson.dumps(before)),
         after=msgspec.Raw(orjson.dumps(after)),
-        images=Images("full", "full"),
+        images=ChangeImages("full", "full"),
         version=2,
         createdAt=0,
-        prev=None if before is None else Prev(1, 0),
+        prev=None if before is None else PreviousVersion(1, 0),
         txn=None,
         commitTime="",
     )

@@ -18,9 +18,8 @@ from tailrace.pipeline.watch.compiled import Compiled, SubscriptionSet, told_of
 from tailrace.pipeline.watch.place import Place
 from tailrace.pipeline.watch.subscriptions import fold
 from tailrace.protocol import offsets
-from tailrace.watch.change import Change
-from tailrace.watch.change import decode as decode_change
-from tailrace.watch.deliveries import Batch, Item, Told, decode
+from tailrace.watch.change import Change, decode_change
+from tailrace.watch.deliveries import DeliveredChange, DeliveredMatch, DeliveryBatch, decode_delivery
 
 BASE = "/v1/databases/default"
 LAST = "zz-last"
@@ -115,13 +114,13 @@ def place_of(server: ServerProcess) -> Place:
     return Place({"endpoint": server.base_url})
 
 
-def deliveries(call: Caller, stream: str) -> list[Batch]:
+def deliveries(call: Caller, stream: str) -> list[DeliveryBatch]:
     """Everything that was delivered, in the order of the log."""
-    batches = [decode(json.dumps(entry).encode()) for entry in _entries(call, stream)]
+    batches = [decode_delivery(json.dumps(entry).encode()) for entry in _entries(call, stream)]
     return [batch for batch in batches if batch is not None]
 
 
-def tuples(batches: list[Batch]) -> list[Tuple]:
+def tuples(batches: list[DeliveryBatch]) -> list[Tuple]:
     return [
         (batch.partition, item.seq, told.key, told.op, told.reason)
         for batch in batches
@@ -181,7 +180,7 @@ class Held:
         self.live.send("ack", subId=name, positions={str(partition): seq})
 
 
-def examine(call: Caller, collection: str) -> tuple[dict[str, Any], list[Batch]]:
+def examine(call: Caller, collection: str) -> tuple[dict[str, Any], list[DeliveryBatch]]:
     """What a job would deliver of a collection, by the same matcher without Spark; and what it was told."""
     answer = call("POST", f"{BASE}/summaries", {"seconds": 60})
     assert answer.status == 200, answer.raw
@@ -190,9 +189,9 @@ def examine(call: Caller, collection: str) -> tuple[dict[str, Any], list[Batch]]
     summaries = fold(json.dumps(one).encode() for one in _entries(call, announced["stream"])[:upto])
     subs = {key: one for key, one in summaries.items() if one.collection == collection}
     matcher = Compiled(SubscriptionSet(subs)).matchers.get(collection)
-    found: list[Batch] = []
+    found: list[DeliveryBatch] = []
     for partition, entries in enumerate(changes(call, collection, info["partitions"])):
-        told: dict[int, tuple[Change, list[Told]]] = {}
+        told: dict[int, tuple[Change, list[DeliveredMatch]]] = {}
         for seq, entry in enumerate(entries, 1):
             change = decode_change(json.dumps(entry).encode(), partition, seq, 0)
             if change is not None and (subs_told := told_of(matcher, change)):
@@ -201,7 +200,7 @@ def examine(call: Caller, collection: str) -> tuple[dict[str, Any], list[Batch]]
             last = min(len(entries), first + EXAMINED_EACH - 1)
             items = [item_of(*told[seq]) for seq in range(first, last + 1) if seq in told]
             found.append(
-                Batch(
+                DeliveryBatch(
                     database="default",
                     collection=collection,
                     partition=partition,
@@ -216,8 +215,10 @@ def examine(call: Caller, collection: str) -> tuple[dict[str, Any], list[Batch]]
     return announced, found
 
 
-def item_of(change: Change, told: list[Told]) -> Item:
-    return Item(change.seq, change.lsn or "", change.entry.op, told, {"id": change.entry.documentKey})
+def item_of(change: Change, told: list[DeliveredMatch]) -> DeliveredChange:
+    return DeliveredChange(
+        change.seq, change.lsn or "", change.entry.op, told, {"id": change.entry.documentKey}
+    )
 
 
 def _entries(call: Caller, stream: str) -> list[Any]:

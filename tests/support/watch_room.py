@@ -16,20 +16,20 @@ from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
-from tailrace.watch.access import Access
-from tailrace.watch.befores import Bounds
-from tailrace.watch.book import Book
+from tailrace.watch.access import AccessRules
+from tailrace.watch.befores import BeforeImageLimits
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.change import Change
 from tailrace.watch.collection import Collection
 from tailrace.watch.collections import CollectionRoutes
-from tailrace.watch.documents import Writer
-from tailrace.watch.names import PartitionPatterns, split_document
-from tailrace.watch.realtime.envelopes import Frame
+from tailrace.watch.documents import DocumentWriter
+from tailrace.watch.names import PartitionPatterns, split_document_path
+from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.gateway import Gateway
-from tailrace.watch.realtime.session import Session
-from tailrace.watch.removal import begin_anew
-from tailrace.watch.tally import Tallies
-from tailrace.watch.writes import Result, Write
+from tailrace.watch.realtime.session import RealtimeSession
+from tailrace.watch.removal import reset_after_view_loss
+from tailrace.watch.tally import CounterRegistry
+from tailrace.watch.writes import DocumentWrite, WriteResult
 
 DATABASE = "default"
 PATIENCE_S = 30.0
@@ -42,11 +42,11 @@ class PacedWire:
     each_token = False
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.frames: list[Envelope] = []
         self.unsent_bytes = 0
         self.closed: int | None = None
 
-    def send(self, frame: Frame, token: str | None) -> int:
+    def send(self, frame: Envelope, token: str | None) -> int:
         self.frames.append(frame)
         self.unsent_bytes += len(frame.body)
         return len(frame.body)
@@ -100,21 +100,21 @@ class Room:
         settings = Settings(limits=limits)
         self.telemetry = ServerMetrics()
         self.context = Context(settings, harness.log, harness.clock, harness.loop, self.telemetry, "test")
-        self.book = Book(
+        self.book = CollectionRegistry(
             harness.log,
             harness.directory / "watch.db",
             PartitionPatterns("", limits.watch_partitions),
-            Bounds(limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms),
-            Tallies(limits.watch_metrics_collections),
+            BeforeImageLimits(limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms),
+            CounterRegistry(limits.watch_metrics_collections),
         )
-        self.writer = Writer(self.book, document_bytes=limits.watch_document_bytes)
-        self.access = Access()
+        self.writer = DocumentWriter(self.book, document_bytes=limits.watch_document_bytes)
+        self.access = AccessRules()
 
         async def started(gateway: Gateway) -> None:
             self.book.on_applied = self._applied
             self.book.on_page = gateway.on_page
             self.book.on_doubt = gateway.on_doubt
-            self.book.lost = lambda collection: begin_anew(self.book, collection)
+            self.book.lost = lambda collection: reset_after_view_loss(self.book, collection)
             await self.book.start()
             gateway.start()
             await harness.log.committer.drain()
@@ -141,16 +141,16 @@ class Room:
 
     # -- what happens ----------------------------------------------------------------------------------
 
-    def write(self, *writes: tuple[str, str, Any], atomic: bool = False) -> list[Result]:
+    def write(self, *writes: tuple[str, str, Any], atomic: bool = False) -> list[WriteResult]:
         """Operations, paths and data; all in one request."""
-        answers: list[list[Result]] = []
+        answers: list[list[WriteResult]] = []
 
-        def answer(results: list[Result], error: TailraceError | None) -> None:
+        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             assert error is None
             answers.append(results)
 
         listed = [
-            Write(cast("Any", op), split_document(path), data if op != "delete" else None)
+            DocumentWrite(cast("Any", op), split_document_path(path), data if op != "delete" else None)
             for op, path, data in writes
         ]
         self.harness.call(lambda: self.writer.write(DATABASE, listed, lambda *_: None, answer, atomic=atomic))
@@ -174,9 +174,9 @@ class Room:
         self.harness.settle()
         return asked.status
 
-    def connect(self, identity: Identity = ANONYMOUS) -> tuple[Session, PacedWire]:
+    def connect(self, identity: Identity = ANONYMOUS) -> tuple[RealtimeSession, PacedWire]:
         wire = PacedWire()
-        session = self.harness.call(lambda: Session(self.gateway, wire, identity, DATABASE))
+        session = self.harness.call(lambda: RealtimeSession(self.gateway, wire, identity, DATABASE))
         return session, wire
 
     def turn(self, times: int = 1) -> None:

@@ -9,14 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
-from tailrace.watch.document import RESERVED
-from tailrace.watch.rules import Rule
-from tailrace.watch.rxdb.checkpoint import Checkpoint, Walk, read_checkpoint, shown
-from tailrace.watch.rxdb.push import PushRow, Verdict, check_deleted_field, decide, read_rows, same
-from tailrace.watch.tokens import KeyRing, Signer
+from tailrace.watch.document import RESERVED_FIELDS
+from tailrace.watch.rules import AccessRule
+from tailrace.watch.rxdb.checkpoint import Checkpoint, PullCursor, encode_checkpoint, read_checkpoint
+from tailrace.watch.rxdb.push import (
+    PushRow,
+    PushVerdict,
+    check_deleted_field,
+    decide_push,
+    json_equal,
+    read_push_rows,
+)
+from tailrace.watch.tokens import KeyRing, TokenSigner
 
 OLD, NEW, OTHER = {"n": 1}, {"n": 2}, {"n": 3}
-SIGNER = Signer(KeyRing.first(0), 1000, lambda: 0)
+SIGNER = TokenSigner(KeyRing.first(0), 1000, lambda: 0)
 
 
 def row(new: Any, assumed: Any, *, deleted: bool = False, assumed_deleted: bool = False) -> PushRow:
@@ -50,18 +57,18 @@ def row(new: Any, assumed: Any, *, deleted: bool = False, assumed_deleted: bool 
         (NEW, False, row(NEW, None), "same"),
     ],
 )
-def test_decisions(current: Any, is_deleted: bool, pushed: PushRow, verdict: Verdict) -> None:
-    assert decide(current, is_deleted, pushed) == verdict
+def test_decisions(current: Any, is_deleted: bool, pushed: PushRow, verdict: PushVerdict) -> None:
+    assert decide_push(current, is_deleted, pushed) == verdict
 
 
 def test_numbers_are_compared_as_clients_have_them() -> None:
-    assert same({"n": 1, "list": [2, {"x": 0.0}]}, {"list": [2.0, {"x": 0}], "n": 1.0})
-    assert same(2**53 + 1, 2**53), "a script cannot tell them apart"
-    assert not same(1, True)
-    assert not same(None, 0)
-    assert not same("1", 1)
-    assert not same([1], [1, 1])
-    assert not same({"a": 1}, {"a": 1, "b": None})
+    assert json_equal({"n": 1, "list": [2, {"x": 0.0}]}, {"list": [2.0, {"x": 0}], "n": 1.0})
+    assert json_equal(2**53 + 1, 2**53), "a script cannot tell them apart"
+    assert not json_equal(1, True)
+    assert not json_equal(None, 0)
+    assert not json_equal("1", 1)
+    assert not json_equal([1], [1, 1])
+    assert not json_equal({"a": 1}, {"a": 1, "b": None})
 
 
 _json = st.recursive(
@@ -77,7 +84,7 @@ _json = st.recursive(
 
 @given(_json)
 def test_what_is_equal_to_itself(value: Any) -> None:
-    assert same(value, value)
+    assert json_equal(value, value)
 
 
 @given(st.dictionaries(st.sampled_from(["id", "version", "_rev", "_meta", "updatedAt", "n", "m"]), _json))
@@ -85,9 +92,9 @@ def test_stamps_of_the_server_do_not_count(state: dict[str, Any]) -> None:
     """Whatever the client has of them: the decision is about its own fields."""
     wanted = {**state, "id": "a"}
     bare = {name: value for name, value in wanted.items() if name in ("n", "m")}
-    (found,) = read_rows([{"newDocumentState": wanted, "assumedMasterState": wanted}], 500, "_deleted")
+    (found,) = read_push_rows([{"newDocumentState": wanted, "assumedMasterState": wanted}], 500, "_deleted")
     assert (found.content, found.assumed) == (bare, bare)
-    assert decide(bare, False, found) == "same"
+    assert decide_push(bare, False, found) == "same"
 
 
 def test_rows_that_cannot_be_read() -> None:
@@ -103,17 +110,17 @@ def test_rows_that_cannot_be_read() -> None:
         [{"newDocumentState": {"id": "a", "_deleted": 1}}],
     ):
         with pytest.raises(TailraceError) as refused:
-            read_rows(wrong, 500, "_deleted")
+            read_push_rows(wrong, 500, "_deleted")
         assert refused.value.code == "invalid_request"
     rows = [{"newDocumentState": {"id": "a"}}] * 3
-    assert len(read_rows(rows, 3, "_deleted")) == 3
+    assert len(read_push_rows(rows, 3, "_deleted")) == 3
     with pytest.raises(TailraceError, match="at most 2"):
-        read_rows(rows, 2, "_deleted")
+        read_push_rows(rows, 2, "_deleted")
 
 
 def test_fields_that_mark_deleted_documents() -> None:
     assert check_deleted_field("deleted") == "deleted"
-    for wrong in (*(RESERVED - {"deleted"}), "", "a b", "a.b", 7, None):
+    for wrong in (*(RESERVED_FIELDS - {"deleted"}), "", "a b", "a.b", 7, None):
         with pytest.raises(TailraceError):
             check_deleted_field(wrong)
 
@@ -121,13 +128,13 @@ def test_fields_that_mark_deleted_documents() -> None:
 # -- checkpoints ---------------------------------------------------------------------------------------
 
 
-def walk(seqs: list[int], began: list[int] | None = None, held: list[int] | None = None) -> Walk:
-    return Walk("app", "orders", 1, b"", seqs, began or [], held or [])
+def walk(seqs: list[int], began: list[int] | None = None, held: list[int] | None = None) -> PullCursor:
+    return PullCursor("app", "orders", 1, b"", seqs, began or [], held or [])
 
 
 def test_a_checkpoint_comes_back_as_it_was() -> None:
     given = walk([3, 0], [5, 5])
-    made = shown(given, 17, "a", SIGNER)
+    made = encode_checkpoint(given, 17, "a", SIGNER)
     assert set(made) == {"updatedAt", "id", "pos"}
     assert read_checkpoint(made, SIGNER) == Checkpoint(17, "a", given)
     assert read_checkpoint({"updatedAt": 17, "id": "a"}, SIGNER) == Checkpoint(17, "a", None)
@@ -135,8 +142,8 @@ def test_a_checkpoint_comes_back_as_it_was() -> None:
 
 
 def test_checkpoints_that_cannot_be_read() -> None:
-    good = shown(walk([1]), 17, "a", SIGNER)
-    foreign = Signer(KeyRing.first(0), 1000, lambda: 0)
+    good = encode_checkpoint(walk([1]), 17, "a", SIGNER)
+    foreign = TokenSigner(KeyRing.first(0), 1000, lambda: 0)
     for wrong in (
         7,
         [],
@@ -151,7 +158,7 @@ def test_checkpoints_that_cannot_be_read() -> None:
         {**good, "pos": 3},
         {**good, "pos": ""},
         {**good, "more": 1},
-        shown(walk([1]), 17, "a", foreign),
+        encode_checkpoint(walk([1]), 17, "a", foreign),
         {**good, "pos": SIGNER.sign(b"position:", walk([1]))},
     ):
         with pytest.raises(TailraceError) as refused:
@@ -187,12 +194,12 @@ def test_another_rule_begins_again_and_remembers_what_the_client_has() -> None:
 
 
 def test_a_renewed_token_means_the_same() -> None:
-    rule = Rule("doc.org == request.auth.claims.org", "readRule")
+    rule = AccessRule("doc.org == request.auth.claims.org", "readRule")
     asker: dict[str, Any] = {"userId": "u", "claims": {"org": "x", "exp": 1, "iat": 1}, "roles": []}
     renewed = {**asker, "claims": {"org": "x", "exp": 2, "iat": 2}}
     other = {**asker, "claims": {"org": "y", "exp": 1, "iat": 1}}
     assert rule.meaning(asker) == rule.meaning(renewed) != rule.meaning(other)
-    opaque = Rule("doc.owner in request.auth.claims.teams", "readRule")
+    opaque = AccessRule("doc.owner in request.auth.claims.teams", "readRule")
     assert opaque.meaning({**asker, "claims": {"teams": ["a"], "exp": 1}}) == opaque.meaning(
         {**asker, "claims": {"teams": ["a"], "exp": 2}}
     )

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from support.watch_room import DATABASE, PacedWire, Room
-from tailrace.watch.change import decode
+from tailrace.watch.change import decode_change
 from tailrace.watch.collection import Collection
-from tailrace.watch.names import partition_of
-from tailrace.watch.realtime.session import Session
+from tailrace.watch.names import partition_for_key
+from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.realtime.subscribing import subscribe
-from tailrace.watch.sources.config import read_config
+from tailrace.watch.sources.config import read_source_config
 from tailrace.watch.sources.model import SourceChange
-from tailrace.watch.sources.source_ingest import Ingest, SupersededError
-from tailrace.watch.sources.source_progress import Mark
-from tailrace.watch.sources.source_states import SourceStates
+from tailrace.watch.sources.source_ingest import SourceIngest, SupersededError
+from tailrace.watch.sources.source_progress import CollectionProgress
+from tailrace.watch.sources.source_states import SourceLifecycle
 
-CONFIG = read_config(
+CONFIG = read_source_config(
     DATABASE,
     "src",
     {"kind": "postgres", "dsn": {"env": "PG"}, "collections": {"public.c": {"collection": "c"}}},
@@ -71,18 +71,20 @@ class Place:
         assert found is not None
         return found
 
-    def states(self) -> SourceStates:
+    def states(self) -> SourceLifecycle:
         """Somebody who takes the source for theirs."""
         room = self.room
         collections = {"c": self.collection}
-        states = SourceStates(room.book, room.gateway, DATABASE, CONFIG, collections, 1 << 20, lambda _: None)
+        states = SourceLifecycle(
+            room.book, room.gateway, DATABASE, CONFIG, collections, 1 << 20, lambda _: None
+        )
         room.harness.run(states.raise_epoch())
         return states
 
-    def follow(self, ingest: Ingest, messages: list[Message]) -> None:
+    def follow(self, ingest: SourceIngest, messages: list[Message]) -> None:
         self.room.harness.run(ingest.follow(changes_of(messages)))
 
-    def follow_and_be_cut(self, ingest: Ingest, messages: list[Message], turns: int) -> None:
+    def follow_and_be_cut(self, ingest: SourceIngest, messages: list[Message], turns: int) -> None:
         async def some() -> None:
             following = asyncio.ensure_future(ingest.follow(changes_of(messages)))
             for _ in range(turns):
@@ -103,7 +105,7 @@ class Place:
                 page = self.room.harness.run(log.reader.read_labelled(stream, 0, 1 << 24, 10_000))
                 assert page.next_entry == stream.visible
                 parts = list(page.parts)
-            changes = [change for raw in parts if (change := decode(bytes(raw), 0, 0, 0)) is not None]
+            changes = [change for raw in parts if (change := decode_change(bytes(raw), 0, 0, 0)) is not None]
             found.append(
                 [
                     (one.lsn or "", 0 if one.entry.txn is None else one.entry.txn.index, *_about(one.entry))
@@ -179,10 +181,10 @@ def test_w4_of_two_that_follow_a_source_the_older_one_stops(tmp_path: Path) -> N
     assert found == expected(tmp_path / "expected", messages)
 
 
-def marked(place: Place, *logs: str) -> Ingest:
+def marked(place: Place, *logs: str) -> SourceIngest:
     """A source whose collections have logs of their own."""
     ingest = place.states().ingest()
-    marks = {name: Mark(token=f"{name}0", lsn=5) for name in logs}
+    marks = {name: CollectionProgress(token=f"{name}0", lsn=5) for name in logs}
     place.room.harness.run(ingest.note(ingest.progress.replaced(marks=marks)))
     return ingest
 
@@ -197,8 +199,10 @@ def test_a_log_of_its_own_has_a_place_of_its_own(tmp_path: Path) -> None:
     place.room.crash(0)
     ingest = place.states().ingest()
     marks = ingest.progress.marks
-    assert marks["c"] == Mark(token="c1", lsn=9, ordinal=1, index=1)
-    assert marks["other"] == Mark(token="other0", lsn=5), "nothing came of it, so it is read again"
+    assert marks["c"] == CollectionProgress(token="c1", lsn=9, ordinal=1, index=1)
+    assert marks["other"] == CollectionProgress(token="other0", lsn=5), (
+        "nothing came of it, so it is read again"
+    )
     run(ingest.follow_one("c", [put(9, 1, "a"), put(9, 2, "b")], "c2"))
     assert ingest.repeats == 1
     assert sorted(one for partition in place.told() for one in partition) == [
@@ -233,7 +237,7 @@ def test_w13_of_what_was_not_found_nothing_is_told(tmp_path: Path) -> None:
     told = put(10, 0, "a")._replace(image="lookup", before=b'{"at": [8, 0]}', token="t10")
     newer = put(11, 0, "a")._replace(replaces=True, before=b"{}", token="t11")
     run(ingest.follow_one("c", [lost._replace(lsn=9, token="t9"), told, newer], "t11"))
-    stream = room.harness.log.find(place.collection.stream(partition_of("a", 2)))
+    stream = room.harness.log.find(place.collection.stream(partition_for_key("a", 2)))
     assert stream is not None
     page = run(room.harness.log.reader.read_labelled(stream, 0, 1 << 20, 100))
     entries = [json.loads(bytes(raw)) for raw in page.parts]
@@ -250,7 +254,7 @@ def test_w13_of_what_was_not_found_nothing_is_told(tmp_path: Path) -> None:
     place.room.close()
 
 
-def ask(place: Place, session: Session) -> None:
+def ask(place: Place, session: RealtimeSession) -> None:
     given = {"query": {"collection": "c"}, "sendSnapshot": True}
     place.room.harness.call(lambda: subscribe(session, "s", given))
 

@@ -13,11 +13,17 @@ from bson import Binary, Code, Decimal128, Int64, MaxKey, ObjectId, Regex, Times
 from bson.datetime_ms import DatetimeMS
 
 from tailrace.common.errors import TailraceError
-from tailrace.watch.sources.config import read_config
+from tailrace.watch.sources.config import read_source_config
 from tailrace.watch.sources.model import SourceChange, SourceError
-from tailrace.watch.sources.mongo import Mongo, import_driver
-from tailrace.watch.sources.mongodecode import Decoder, is_of_event, read_token, token_lsn, token_text
-from tailrace.watch.sources.mongotypes import decode, instant_ms, key_of, row_of
+from tailrace.watch.sources.mongo import MongoConnection, import_driver
+from tailrace.watch.sources.mongodecode import (
+    MongoDecoder,
+    decode_resume_token,
+    encode_resume_token,
+    is_event_token,
+    token_lsn,
+)
+from tailrace.watch.sources.mongotypes import decode_bson, document_key, document_row, format_instant_ms
 
 HEX = "65a1b2c3d4e5f60718293a4b"
 TIME = Timestamp(0x65A1B2C3, 7)
@@ -27,7 +33,7 @@ TOKEN = "8265A1B2C3000000072B022C0100296E5A100446"
 
 def document(value: Any) -> Any:
     """What a value becomes on its way over the wire."""
-    _, data = row_of(decode(bson.encode({"_id": 1, "v": value})))
+    _, data = document_row(decode_bson(bson.encode({"_id": 1, "v": value})))
     return json.loads(data)["v"]
 
 
@@ -75,7 +81,7 @@ def test_what_is_nested_too_deep_becomes_a_text() -> None:
 
 def test_a_text_that_is_none_stops_nothing() -> None:
     raw = bson.encode({"_id": 1, "v": "ab"}).replace(b"ab", b"\xffb")
-    assert json.loads(row_of(decode(raw))[1]) == {"v": "\ufffdb"}
+    assert json.loads(document_row(decode_bson(raw))[1]) == {"v": "\ufffdb"}
 
 
 @pytest.mark.parametrize(
@@ -93,15 +99,15 @@ def test_a_text_that_is_none_stops_nothing() -> None:
     ],
 )
 def test_keys(key: Any, wanted: str) -> None:
-    found, data = row_of(decode(bson.encode({"n": 1, "_id": key})))
+    found, data = document_row(decode_bson(bson.encode({"n": 1, "_id": key})))
     assert found == wanted
     assert data == b'{"n":1}', "the id is no part of the document"
 
 
 def test_a_key_that_is_too_long_is_refused() -> None:
-    assert key_of("k" * 1024) == "k" * 1024
+    assert document_key("k" * 1024) == "k" * 1024
     with pytest.raises(SourceError, match="more than 1024 bytes"):
-        key_of("ä" * 513)
+        document_key("ä" * 513)
 
 
 def event(kind: str, **more: Any) -> bytes:
@@ -116,7 +122,7 @@ def event(kind: str, **more: Any) -> bytes:
 
 
 def feed(raw: bytes) -> SourceChange:
-    change = Decoder("orders", 0, -1).feed(raw)
+    change = MongoDecoder("orders", 0, -1).feed(raw)
     assert change is not None
     return change
 
@@ -132,7 +138,7 @@ def test_an_insert_is_what_it_says() -> None:
 def test_an_update_is_what_was_looked_up_later() -> None:
     found = feed(event("update", fullDocument={"_id": "k", "n": 2}))
     assert (found.image, found.data, found.replaces) == ("lookup", b'{"n":2}', False)
-    assert found.time == instant_ms(0x65A1B2C3 * 1000), "older servers say no more than the second"
+    assert found.time == format_instant_ms(0x65A1B2C3 * 1000), "older servers say no more than the second"
     assert feed(event("update", fullDocument=None)).image == "missing"
     assert feed(event("update")).image == "missing"
 
@@ -151,7 +157,7 @@ def test_a_delete_has_a_key_and_no_document() -> None:
 
 def test_changes_of_one_time_are_counted_and_counting_goes_on() -> None:
     session = {"lsid": {"id": Binary(bytes(range(16)), 4), "uid": b""}, "txnNumber": Int64(3)}
-    decoder = Decoder("orders", LSN, 4)
+    decoder = MongoDecoder("orders", LSN, 4)
     found = [decoder.feed(event("delete", **session)) for _ in range(2)]
     later = decoder.feed(event("delete", clusterTime=Timestamp(TIME.time, 8)))
     assert [(one.lsn, one.ordinal) for one in [*found, later] if one is not None] == [
@@ -168,7 +174,7 @@ def test_the_time_is_in_the_token_as_well() -> None:
 
 
 def test_an_invalidated_stream_has_ended() -> None:
-    decoder = Decoder("orders", 0, -1)
+    decoder = MongoDecoder("orders", 0, -1)
     assert decoder.feed(event("drop", documentKey="left out")) is None
     assert decoder.end_token == ""
     assert decoder.feed(event("invalidate", documentKey="left out")) is None
@@ -178,14 +184,14 @@ def test_an_invalidated_stream_has_ended() -> None:
 def test_tokens_are_texts_and_back() -> None:
     typed = {"_data": TOKEN, "_typeBits": b"\x82\0"}
     for token in ({"_data": TOKEN}, typed):
-        assert read_token(token_text(token)) == token
-        assert token_lsn(token_text(token)) == LSN
-        assert is_of_event(token_text(token))
-    assert not is_of_event("8265A1B2C3000000072B0229296E04"), "nothing but a time"
+        assert decode_resume_token(encode_resume_token(token)) == token
+        assert token_lsn(encode_resume_token(token)) == LSN
+        assert is_event_token(encode_resume_token(token))
+    assert not is_event_token("8265A1B2C3000000072B0229296E04"), "nothing but a time"
     with pytest.raises(SourceError, match=r"MongoDB 4\.4 or newer"):
-        token_lsn(token_text({"_data": b"\x01\x02"}))
+        token_lsn(encode_resume_token({"_data": b"\x01\x02"}))
     with pytest.raises(SourceError, match="more than"):
-        token_text({"_data": "8" * 20_000})
+        encode_resume_token({"_data": "8" * 20_000})
 
 
 GIVEN: dict[str, Any] = {
@@ -196,7 +202,7 @@ GIVEN: dict[str, Any] = {
 
 
 def test_what_is_left_out_has_a_default() -> None:
-    config = read_config("app", "m", GIVEN)
+    config = read_source_config("app", "m", GIVEN)
     assert config.value() == {
         **GIVEN,
         "name": "m",
@@ -205,7 +211,7 @@ def test_what_is_left_out_has_a_default() -> None:
         "batch": {"maxChanges": 1000, "maxBytes": 4194304},
         "limits": {"eventsPerSecond": 50_000, "bytesPerSecond": 67_108_864},
     }
-    assert read_config("app", "m", config.value()) == config
+    assert read_source_config("app", "m", config.value()) == config
 
 
 @pytest.mark.parametrize(
@@ -224,7 +230,7 @@ def test_what_is_left_out_has_a_default() -> None:
 )
 def test_what_a_source_cannot_be_told(wrong: dict[str, Any]) -> None:
     with pytest.raises(TailraceError) as refused:
-        read_config("app", "m", {**GIVEN, **wrong})
+        read_source_config("app", "m", {**GIVEN, **wrong})
     assert refused.value.status == 400
     assert "secret" not in refused.value.message
 
@@ -250,6 +256,6 @@ def test_a_connection_string_that_cannot_be_read_is_not_repeated(
 ) -> None:
     monkeypatch.setenv("MONGO_DSN", dsn)
     with pytest.raises(SourceError) as refused:
-        Mongo(read_config("app", "m", GIVEN)).open()
+        MongoConnection(read_source_config("app", "m", GIVEN)).open()
     assert "sec" not in str(refused.value)
     assert refused.value.__cause__ is None

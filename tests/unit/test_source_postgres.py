@@ -11,26 +11,26 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.watch.sources import pgoutput
-from tailrace.watch.sources.config import SourceConfig, read_config
-from tailrace.watch.sources.model import GapError, Position, SourceError, read_token
-from tailrace.watch.sources.pgdecode import Decoder, Wanted, instant_us, key_of
-from tailrace.watch.sources.pgtypes import Types, dump
-from tailrace.watch.sources.postgres import Postgres, import_driver
+from tailrace.watch.sources.config import SourceConfig, read_source_config
+from tailrace.watch.sources.model import GapError, SourceError, SourcePosition, read_position_token
+from tailrace.watch.sources.pgdecode import PostgresDecoder, TableTarget, document_key, format_instant_us
+from tailrace.watch.sources.pgtypes import TypeConverters, dump_row
+from tailrace.watch.sources.postgres import PostgresConnection, import_driver
 
 INT4, TEXT, INT4S, JSONB, MOOD = 23, 25, 1007, 3802, 90001
-TYPES = Types({INT4S: INT4, 1009: TEXT}, {MOOD: INT4})
+TYPES = TypeConverters({INT4S: INT4, 1009: TEXT}, {MOOD: INT4})
 
 
 def text(value: str) -> bytes:
     return value.encode() + b"\0"
 
 
-def row(*values: str | pgoutput.Unchanged | None) -> bytes:
+def row(*values: str | pgoutput.UnchangedValue | None) -> bytes:
     found = struct.pack(">H", len(values))
     for value in values:
         if value is None:
             found += b"n"
-        elif isinstance(value, pgoutput.Unchanged):
+        elif isinstance(value, pgoutput.UnchangedValue):
             found += b"u"
         else:
             raw = value.encode()
@@ -61,12 +61,14 @@ def change(kind: str, number: int, *parts: bytes) -> bytes:
 ORDERS = relation(1, "orders", ("id", INT4, 1), ("note", TEXT, 0), ("tags", INT4S, 0))
 
 
-def decoder(**tables: tuple[str, ...]) -> Decoder:
-    wanted = {f"public.{name}": Wanted(name, key) for name, key in (tables or {"orders": ("id",)}).items()}
-    return Decoder(wanted, TYPES)
+def decoder(**tables: tuple[str, ...]) -> PostgresDecoder:
+    wanted = {
+        f"public.{name}": TableTarget(name, key) for name, key in (tables or {"orders": ("id",)}).items()
+    }
+    return PostgresDecoder(wanted, TYPES)
 
 
-def fed(reader: Decoder, *messages: bytes) -> list[Any]:
+def fed(reader: PostgresDecoder, *messages: bytes) -> list[Any]:
     return [one for message in messages for one in reader.feed(message)]
 
 
@@ -153,14 +155,14 @@ def test_a_log_without_the_key_is_a_gap() -> None:
 def test_damage_is_not_read_as_something_else() -> None:
     for raw in (b"", b"X", b"I\0\0\0\1K\0\0", b"I\0\0\0\1N\0\1t\0\0\0\5abc", b"I\0\0\0\1N\0\1z"):
         with pytest.raises(ValueError, match="pgoutput"):
-            pgoutput.decode(raw)
+            pgoutput.decode_message(raw)
 
 
 def test_keys() -> None:
-    assert key_of(["a b/ü"]) == "a b/ü"
-    assert key_of(["a,b", "ü/"]) == "a%2Cb,%C3%BC%2F"
+    assert document_key(["a b/ü"]) == "a b/ü"
+    assert document_key(["a,b", "ü/"]) == "a%2Cb,%C3%BC%2F"
     with pytest.raises(SourceError, match="1024 bytes"):
-        key_of(["x" * 1025])
+        document_key(["x" * 1025])
 
 
 @pytest.mark.parametrize(
@@ -203,21 +205,21 @@ def test_values(oid: int, given: str, expected: Any) -> None:
 
 
 def test_numeric_as_a_double() -> None:
-    converter = Types({}, {}, numeric="double").converter(1700)
+    converter = TypeConverters({}, {}, numeric="double").converter(1700)
     assert [converter("1.25"), converter("NaN")] == [1.25, None]
 
 
 def test_half_a_pair_does_not_stop_a_document() -> None:
-    assert json.loads(dump({"a": TYPES.converter(114)('["\\ud800x"]')})) == {"a": ["?x"]}
+    assert json.loads(dump_row({"a": TYPES.converter(114)('["\\ud800x"]')})) == {"a": ["?x"]}
 
 
 def test_positions() -> None:
-    position = Position(0x16B3748, 0, 4)
+    position = SourcePosition(0x16B3748, 0, 4)
     assert position.token == "00000000016b3748/0"
-    assert read_token(position.token) == (0x16B3748, 0)
-    assert read_token("00000000016b3748/-1") == (0x16B3748, -1)
-    assert read_token("16b3748/0") is None
-    assert instant_us(1_767_225_600_123_456) == "2026-01-01T00:00:00.123456Z"
+    assert read_position_token(position.token) == (0x16B3748, 0)
+    assert read_position_token("00000000016b3748/-1") == (0x16B3748, -1)
+    assert read_position_token("16b3748/0") is None
+    assert format_instant_us(1_767_225_600_123_456) == "2026-01-01T00:00:00.123456Z"
 
 
 GIVEN: dict[str, Any] = {
@@ -228,14 +230,14 @@ GIVEN: dict[str, Any] = {
 
 
 def test_what_is_left_out_has_a_default() -> None:
-    config = read_config("app", "pg-1", GIVEN)
+    config = read_source_config("app", "pg-1", GIVEN)
     assert (config.slot, config.publication, config.on_gap, config.initial) == (
         "tailrace_app_pg_1",
         "tailrace",
         "rescan",
         "load",
     )
-    assert read_config("app", "pg-1", config.value()) == config
+    assert read_source_config("app", "pg-1", config.value()) == config
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_what_is_left_out_has_a_default() -> None:
 )
 def test_what_a_source_cannot_be_told(wrong: dict[str, Any]) -> None:
     with pytest.raises(TailraceError) as refused:
-        read_config("app", "pg1", {**GIVEN, **wrong})
+        read_source_config("app", "pg1", {**GIVEN, **wrong})
     assert refused.value.status == 400
     assert "secret" not in refused.value.message
 
@@ -276,7 +278,7 @@ def dsn_of(config: SourceConfig) -> str:
 
 
 def test_secrets_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    config = read_config("app", "pg1", GIVEN)
+    config = read_source_config("app", "pg1", GIVEN)
     monkeypatch.delenv("PG_DSN", raising=False)
     with pytest.raises(SourceError, match="no PG_DSN"):
         dsn_of(config)
@@ -284,7 +286,7 @@ def test_secrets_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert dsn_of(config) == "host=here"
     place = tmp_path / "dsn"
     place.write_text("host=there\n")
-    assert dsn_of(read_config("app", "pg1", {**GIVEN, "dsn": {"file": str(place)}})) == "host=there"
+    assert dsn_of(read_source_config("app", "pg1", {**GIVEN, "dsn": {"file": str(place)}})) == "host=there"
 
 
 def test_without_the_driver_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,5 +298,5 @@ def test_without_the_driver_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_connection_string_that_cannot_be_read_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PG_DSN", "something secret")
     with pytest.raises(SourceError) as refused:
-        Postgres(read_config("app", "pg1", GIVEN)).open()
+        PostgresConnection(read_source_config("app", "pg1", GIVEN)).open()
     assert "secret" not in str(refused.value)

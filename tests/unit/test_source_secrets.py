@@ -8,15 +8,15 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings, split_list
-from tailrace.watch.sources.config import Secret
-from tailrace.watch.sources.secrets import SecretRules
+from tailrace.watch.sources.config import SecretRef
+from tailrace.watch.sources.secrets import SecretPolicy
 
 
-def rules(settings: Settings) -> SecretRules:
-    return SecretRules(split_list(settings.source_variables), split_list(settings.source_directories))
+def rules(settings: Settings) -> SecretPolicy:
+    return SecretPolicy(split_list(settings.source_variables), split_list(settings.source_directories))
 
 
-def allowed(found: SecretRules, secret: Secret) -> bool:
+def allowed(found: SecretPolicy, secret: SecretRef) -> bool:
     try:
         found.check(secret)
     except TailraceError as refusal:
@@ -26,7 +26,7 @@ def allowed(found: SecretRules, secret: Secret) -> bool:
 
 @pytest.mark.parametrize("name", ["PG_DSN", "MONGO_DSN", "SHOP_PG_DSN", "PG_DSN_OF_SHOP"])
 def test_variables_of_connection_strings_may_be_used(name: str) -> None:
-    assert allowed(rules(Settings()), Secret(env=name))
+    assert allowed(rules(Settings()), SecretRef(env=name))
 
 
 @pytest.mark.parametrize(
@@ -38,19 +38,19 @@ def test_variables_of_connection_strings_may_be_used(name: str) -> None:
     ],
 )
 def test_other_variables_are_not_for_sources(name: str) -> None:
-    assert not allowed(rules(Settings()), Secret(env=name))
+    assert not allowed(rules(Settings()), SecretRef(env=name))
 
 
 def test_an_operator_says_which_variables_may_be_used() -> None:
     found = rules(Settings(source_variables="DATABASE_URL, SHOP_*"))
-    assert allowed(found, Secret(env="DATABASE_URL"))
-    assert allowed(found, Secret(env="SHOP_X"))
-    assert not allowed(found, Secret(env="PG_DSN"))
+    assert allowed(found, SecretRef(env="DATABASE_URL"))
+    assert allowed(found, SecretRef(env="SHOP_X"))
+    assert not allowed(found, SecretRef(env="PG_DSN"))
     everything = rules(Settings(source_variables="*"))
-    assert allowed(everything, Secret(env="ANY"))
-    assert not allowed(everything, Secret(env="TAILRACE_AUTH_JWT_SECRET")), "only if it is meant"
-    assert allowed(rules(Settings(source_variables="AWS_DSN")), Secret(env="AWS_DSN"))
-    assert not allowed(rules(Settings(source_variables="")), Secret(env="PG_DSN"))
+    assert allowed(everything, SecretRef(env="ANY"))
+    assert not allowed(everything, SecretRef(env="TAILRACE_AUTH_JWT_SECRET")), "only if it is meant"
+    assert allowed(rules(Settings(source_variables="AWS_DSN")), SecretRef(env="AWS_DSN"))
+    assert not allowed(rules(Settings(source_variables="")), SecretRef(env="PG_DSN"))
 
 
 def test_files_lie_in_the_directories_that_are_named(tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_files_lie_in_the_directories_that_are_named(tmp_path: Path) -> None:
     (inside / "dsn").symlink_to(inside / "..data" / "dsn")  # as Kubernetes does it
     (inside / "out").symlink_to(outside / "key")
     found = rules(Settings(source_directories=str(inside)))
-    assert allowed(found, Secret(file=str(inside / "dsn")))
-    assert allowed(found, Secret(file=str(inside / "not-there-yet")))
+    assert allowed(found, SecretRef(file=str(inside / "dsn")))
+    assert allowed(found, SecretRef(file=str(inside / "not-there-yet")))
     for wrong in (outside / "key", inside / "out", inside / ".." / "etc" / "key", f"{inside}-more/dsn"):
-        assert not allowed(found, Secret(file=str(wrong))), wrong
-    assert allowed(rules(Settings()), Secret(file="/run/secrets/dsn"))
-    assert not allowed(rules(Settings()), Secret(file="/etc/passwd"))
-    assert not allowed(rules(Settings(source_directories="")), Secret(file="/run/secrets/dsn"))
+        assert not allowed(found, SecretRef(file=str(wrong))), wrong
+    assert allowed(rules(Settings()), SecretRef(file="/run/secrets/dsn"))
+    assert not allowed(rules(Settings()), SecretRef(file="/etc/passwd"))
+    assert not allowed(rules(Settings(source_directories="")), SecretRef(file="/run/secrets/dsn"))

@@ -11,14 +11,22 @@ from msgspec import Raw
 
 from support.watch_room import DATABASE, Room
 from tailrace.log.log import append_to_streams
-from tailrace.watch.befores import ENTRY_BYTES, Befores, Bounds
-from tailrace.watch.change import NULL, BeforeUnknownError, ChangeEntry, Images, Prev, decode, encode
+from tailrace.watch.befores import ENTRY_BYTES, BeforeImageCache, BeforeImageLimits
+from tailrace.watch.change import (
+    RAW_NULL,
+    BeforeUnknownError,
+    ChangeEntry,
+    ChangeImages,
+    PreviousVersion,
+    decode_change,
+    encode_change,
+)
 from tailrace.watch.realtime.resume import resume
 from tailrace.watch.realtime.subscribing import subscribe
 
 
-def filled(bounds: Bounds) -> Befores:
-    befores = Befores(bounds, [0, 0])
+def filled(bounds: BeforeImageLimits) -> BeforeImageCache:
+    befores = BeforeImageCache(bounds, [0, 0])
     for seq in range(1, 11):
         befores.add(seq % 2, seq, seq * 100, b"x" * 50)
     return befores
@@ -27,12 +35,12 @@ def filled(bounds: Bounds) -> Befores:
 @pytest.mark.parametrize(
     "bounds",
     [
-        Bounds(4, 1 << 20, 1 << 20),
-        Bounds(1000, 4 * (50 + ENTRY_BYTES), 1 << 20),
-        Bounds(1000, 1 << 20, 300),
+        BeforeImageLimits(4, 1 << 20, 1 << 20),
+        BeforeImageLimits(1000, 4 * (50 + ENTRY_BYTES), 1 << 20),
+        BeforeImageLimits(1000, 1 << 20, 300),
     ],
 )
-def test_the_oldest_go_first(bounds: Bounds) -> None:
+def test_the_oldest_go_first(bounds: BeforeImageLimits) -> None:
     befores = filled(bounds)
     assert len(befores) == 4
     assert befores.size_bytes == 4 * (50 + ENTRY_BYTES)
@@ -84,7 +92,7 @@ def test_a_log_without_images_is_told_from_one_that_has_them(tmp_path: Path) -> 
     page = room.harness.run(
         log.reader.read_labelled(log.existing("__changes__/default/c/0"), 0, 1 << 20, 100)
     )
-    changes = [decode(bytes(raw), 0, seq, 0) for seq, raw in enumerate(page.parts, start=1)]
+    changes = [decode_change(bytes(raw), 0, seq, 0) for seq, raw in enumerate(page.parts, start=1)]
     assert [change is not None and change.is_half for change in changes] == [False, True, False, False, False]
     assert changes[1] is not None
     with pytest.raises(BeforeUnknownError):
@@ -107,17 +115,17 @@ def test_what_cannot_be_known_is_a_gap(tmp_path: Path) -> None:
         collection="c",
         documentKey="a",
         op="replace",
-        before=NULL,
+        before=RAW_NULL,
         after=Raw(b'{"n":9}'),
-        images=Images("view", "full"),
+        images=ChangeImages("view", "full"),
         version=9,
         createdAt=0,
-        prev=Prev(8, 0),
+        prev=PreviousVersion(8, 0),
         txn=None,
         commitTime="",
     )
     room.book.on_applied = room.gateway.on_applied
-    parts = [("__changes__/default/c/0", [encode(entry)])]
+    parts = [("__changes__/default/c/0", [encode_change(entry)])]
     now_ns = room.harness.clock.now_ns()
     room.harness.call(lambda: append_to_streams(room.harness.log, parts, now_ns, lambda *_: None, None))
     room.harness.settle()

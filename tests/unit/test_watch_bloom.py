@@ -7,14 +7,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.watch.bloom import FALSE_MAX, SAMPLED_EACH, SAMPLES_MIN, Bloom, key_of
+from tailrace.watch.bloom import FALSE_POSITIVE_MAX, SAMPLE_INTERVAL, SAMPLES_MIN, BloomFilter, bloom_key
 
 
 @given(st.sets(st.binary(max_size=12), max_size=200), st.sets(st.binary(max_size=12), max_size=50))
 def test_w21_no_key_is_ever_missed_over_growth_deletions_and_rebuilds(
     keys: set[bytes], gone: set[bytes]
 ) -> None:
-    bloom = Bloom(0.0, keys_each=16)
+    bloom = BloomFilter(0.0, keys_each=16)
     for key in keys:
         bloom.add(key)
     assert all(key in bloom for key in keys)
@@ -28,17 +28,17 @@ def test_w21_no_key_is_ever_missed_over_growth_deletions_and_rebuilds(
 
 
 def test_few_others_are_found() -> None:
-    bloom = Bloom(0.0)
+    bloom = BloomFilter(0.0)
     for number in range(40_000):
-        bloom.add(key_of(("user",), f"u{number}"))
-    asked = [key_of(("user",), f"other{number}") for number in range(20_000)]
+        bloom.add(bloom_key(("user",), f"u{number}"))
+    asked = [bloom_key(("user",), f"other{number}") for number in range(20_000)]
     wrong = sum(key in bloom for key in asked)
-    assert wrong / len(asked) < FALSE_MAX
+    assert wrong / len(asked) < FALSE_POSITIVE_MAX
     assert bloom.size_bytes < 100_000
 
 
 def test_a_worn_filter_says_so() -> None:
-    bloom = Bloom(0.0)
+    bloom = BloomFilter(0.0)
     for number in range(10):
         bloom.add(b"%d" % number)
     assert not bloom.is_worn(1.0)
@@ -46,12 +46,12 @@ def test_a_worn_filter_says_so() -> None:
     for _ in range(6):
         bloom.discard()
     assert bloom.is_worn(1.0), "half of it is nobody's any more"
-    wrong = Bloom(0.0)
+    wrong = BloomFilter(0.0)
     wrong.add(b"x")
     chance = random.Random(3)
     for _ in range(SAMPLES_MIN):
         wrong.checked(chance.random() < 0.3, really=False)
     wrong.checked(found=True, really=True)
-    assert wrong.false_ratio > FALSE_MAX
+    assert wrong.false_ratio > FALSE_POSITIVE_MAX
     assert wrong.is_worn(1.0), "too many answers were wrong"
-    assert [wrong.is_sampled() for _ in range(SAMPLED_EACH)].count(True) == 1
+    assert [wrong.is_sampled() for _ in range(SAMPLE_INTERVAL)].count(True) == 1

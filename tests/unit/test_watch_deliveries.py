@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.watch.deliveries import Ahead, Batch, Examined, Item, Told, decode, encode
+from tailrace.watch.deliveries import (
+    DeliveredChange,
+    DeliveredMatch,
+    DeliveryBatch,
+    ExaminedRanges,
+    RelevantRange,
+    decode_delivery,
+    encode_delivery,
+)
 
 SUBS = ("c/1", "c/2", "c/3")
 Matches = dict[int, tuple[str, ...]]  # by number: who is concerned
@@ -13,13 +21,19 @@ Matches = dict[int, tuple[str, ...]]  # by number: who is concerned
 
 def batch_of(
     first: int, last: int, matches: Matches, *, epoch: int = 0, generation: int = 1, as_of: int = 9
-) -> Batch:
+) -> DeliveryBatch:
     items = [
-        Item(seq, str(seq), "update", [Told(key, "update", "changed") for key in keys], {"id": str(seq)})
+        DeliveredChange(
+            seq,
+            str(seq),
+            "update",
+            [DeliveredMatch(key, "update", "changed") for key in keys],
+            {"id": str(seq)},
+        )
         for seq, keys in matches.items()
         if first <= seq <= last and keys
     ]
-    return Batch(
+    return DeliveryBatch(
         database="d",
         collection="c",
         partition=0,
@@ -43,7 +57,7 @@ class Reader:
         self.sent: list[int] = []
         self.read: list[int] = []  # what it had to look at in the log
 
-    def step(self, examined: Examined, page: int = 3) -> None:
+    def step(self, examined: ExaminedRanges, page: int = 3) -> None:
         if self.at >= LENGTH:
             return
         ahead = examined.ahead(self._key, 5, 0, self.at)
@@ -75,7 +89,7 @@ def test_w40_lost_repeated_and_reordered_batches(
 ) -> None:
     ends = [*cuts, LENGTH]
     batches = [batch_of(first + 1, last, matches) for first, last in zip([0, *cuts], ends, strict=True)]
-    examined = Examined(1)
+    examined = ExaminedRanges(1)
     readers = [Reader(key, at, matches) for key, at in positions.items()]
     for number in arrivals:
         if number < len(batches):
@@ -90,7 +104,7 @@ def test_w40_lost_repeated_and_reordered_batches(
 
 @given(matching, st.lists(st.tuples(st.integers(1, LENGTH), st.integers(1, LENGTH)), max_size=12))
 def test_w40_overlapping_ranges(matches: Matches, ranges: list[tuple[int, int]]) -> None:
-    examined = Examined(1)
+    examined = ExaminedRanges(1)
     extents = [examined.take(batch_of(min(one, other), max(one, other), matches)) for one, other in ranges]
     for extent in extents[::3]:
         if extent is not None:
@@ -103,29 +117,29 @@ def test_w40_overlapping_ranges(matches: Matches, ranges: list[tuple[int, int]])
 
 
 def test_a_hole_is_found_by_the_range_that_was_examined() -> None:
-    examined = Examined(1)
+    examined = ExaminedRanges(1)
     assert examined.take(batch_of(8, 12, {9: ("c/1",), 11: ("c/2",)})) is not None
-    assert examined.ahead("c/1", 5, 0, 4) == Ahead(7, None), "nobody has looked at 5 to 7"
-    assert examined.ahead("c/1", 5, 0, 7) == Ahead(12, (9,))
-    assert examined.ahead("c/1", 5, 0, 9) == Ahead(12, ())
-    assert examined.ahead("c/3", 5, 0, 9) == Ahead(12, ()), "nothing matched, but it was looked at"
+    assert examined.ahead("c/1", 5, 0, 4) == RelevantRange(7, None), "nobody has looked at 5 to 7"
+    assert examined.ahead("c/1", 5, 0, 7) == RelevantRange(12, (9,))
+    assert examined.ahead("c/1", 5, 0, 9) == RelevantRange(12, ())
+    assert examined.ahead("c/3", 5, 0, 9) == RelevantRange(12, ()), "nothing matched, but it was looked at"
     assert examined.ahead("c/1", 5, 0, 12) is None
     assert examined.ahead("c/1", 5, 1, 7) is None, "another partition"
     assert examined.take(batch_of(8, 12, {9: ("c/1",), 11: ("c/2",)})) is None, "once is enough"
 
 
 def test_who_was_not_known_to_the_job_reads_for_itself() -> None:
-    examined = Examined(1)
+    examined = ExaminedRanges(1)
     examined.take(batch_of(1, 9, {3: ("c/1",)}, as_of=6))
-    assert examined.ahead("c/1", 6, 0, 0) == Ahead(9, (3,))
+    assert examined.ahead("c/1", 6, 0, 0) == RelevantRange(9, (3,))
     assert examined.ahead("c/1", 7, 0, 0) is None
     examined.take(batch_of(4, 9, {}, as_of=8))
-    assert examined.ahead("c/1", 7, 0, 0) == Ahead(3, None)
-    assert examined.ahead("c/1", 7, 0, 3) == Ahead(9, ())
+    assert examined.ahead("c/1", 7, 0, 0) == RelevantRange(3, None)
+    assert examined.ahead("c/1", 7, 0, 3) == RelevantRange(9, ())
 
 
 def test_who_has_lost_the_partition_is_not_heard() -> None:
-    examined = Examined(1)
+    examined = ExaminedRanges(1)
     assert examined.take(batch_of(1, 5, {}, epoch=3)) is not None
     assert examined.take(batch_of(6, 9, {7: ("c/1",)}, epoch=2)) is None
     assert examined.take(batch_of(6, 9, {7: ("c/1",)}, generation=2)) is None
@@ -135,7 +149,7 @@ def test_who_has_lost_the_partition_is_not_heard() -> None:
 
 def test_the_form_on_the_wire() -> None:
     batch = batch_of(1, 5, {3: ("c/1",)})
-    raw = encode(batch)
+    raw = encode_delivery(batch)
     assert b'"asOf":9,"from":1,"to":5' in raw
-    assert decode(raw) == batch
-    assert decode(b'{"v":1,"kind":"control","control":"begin"}') is None
+    assert decode_delivery(raw) == batch
+    assert decode_delivery(b'{"v":1,"kind":"control","control":"begin"}') is None

@@ -13,17 +13,17 @@ from tailrace.common.metrics import LabeledValues
 from tailrace.watch import metrics
 from tailrace.watch.change import Change
 from tailrace.watch.collection import Collection
-from tailrace.watch.maintenance import Care
-from tailrace.watch.realtime.session import Session
+from tailrace.watch.maintenance import Maintenance
+from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.realtime.subscribing import subscribe
 from tailrace.watch.sources.source_status import SourceStatus
-from tailrace.watch.tally import OTHERS, STAGES, Labels
+from tailrace.watch.tally import OTHER_LABELS, STAGES, MetricLabels
 
 
 def connected(directory: Path, *, partitions: bool = False, **limits: int) -> Room:
     room = Room(directory, watch_audit_retention_ms=0, **limits)
-    care = Care(room.context, room.book, room.gateway.keys)
-    metrics.connect(room.telemetry, room.gateway, care, partitions=partitions)
+    care = Maintenance(room.context, room.book, room.gateway.keys)
+    metrics.register_metrics(room.telemetry, room.gateway, care, partitions=partitions)
     return room
 
 
@@ -33,7 +33,7 @@ def existing(room: Room, name: str) -> Collection:
     return found
 
 
-def counted(numbers: LabeledValues, labels: Labels) -> dict[tuple[str, ...], float]:
+def counted(numbers: LabeledValues, labels: MetricLabels) -> dict[tuple[str, ...], float]:
     return {tuple(row[2:]): value for row, value in numbers.current() if tuple(row[:2]) == labels}
 
 
@@ -45,13 +45,13 @@ def test_w49_each_collection_is_counted_apart_up_to_a_bound(tmp_path: Path) -> N
     changes = room.telemetry.watch_changes
     assert counted(changes, (DATABASE, "a"))["insert",] == 1
     assert counted(changes, (DATABASE, "b"))["insert",] == 2
-    assert counted(changes, OTHERS)["insert",] == 3 + 4
+    assert counted(changes, OTHER_LABELS)["insert",] == 3 + 4
     states = room.telemetry.watch_partition_state
     assert counted(states, (DATABASE, "a")) == {("live",): 1, ("loading",): 0, ("lagging",): 0, ("stale",): 0}
-    assert counted(states, OTHERS)["live",] == 2
+    assert counted(states, OTHER_LABELS)["live",] == 2
     assert room.remove("a") == 204
     room.write(("put", "d/later", {}), ("put", "e/new", {}))
-    assert counted(changes, OTHERS)["insert",] == 8, "whoever is counted there stays there"
+    assert counted(changes, OTHER_LABELS)["insert",] == 8, "whoever is counted there stays there"
     assert counted(changes, (DATABASE, "e"))["insert",] == 1, "there is room again"
     assert counted(changes, (DATABASE, "a")) == {}
     assert room.telemetry.render().count(b"tailrace_watch_match_hits_total{") == 3
@@ -85,7 +85,7 @@ def test_what_is_watched_no_more_is_still_counted(tmp_path: Path) -> None:
     room.harness.call(session.gone)
     assert room.gateway.all_watched() == []
     assert counted(candidates, (DATABASE, "c")) == before
-    assert counted(candidates, OTHERS) == {(): 0}
+    assert counted(candidates, OTHER_LABELS) == {(): 0}
     room.close()
 
 
@@ -103,7 +103,7 @@ def test_a_look_for_a_sample_is_not_counted_as_matching(tmp_path: Path) -> None:
     room.close()
 
 
-def watch(session: Session) -> None:
+def watch(session: RealtimeSession) -> None:
     subscribe(session, "s", {"query": {"collection": "c", "where": "has(doc.n)"}})
 
 
@@ -135,7 +135,7 @@ def test_every_stage_that_leaves_something_out_has_a_row(tmp_path: Path) -> None
     room.writer.note_repeats(DATABASE, "c", "push", 2)
     room.writer.note_repeats(DATABASE, "nowhere", "push", 1)
     assert counted(dropped, (DATABASE, "c"))["push",] == 2
-    assert counted(dropped, OTHERS)["push",] == 1
+    assert counted(dropped, OTHER_LABELS)["push",] == 1
     room.close()
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from support.watch_room import PacedWire, Room
 from tailrace.watch.realtime.resume import resume
-from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.realtime.subscribing import subscribe
 
 STREAMS = ("__changes__/default/c/0", "__changes__/default/c/1")
 
 
-def ask(room: Room, session: Session, name: str, **given: Any) -> None:
+def ask(room: Room, session: RealtimeSession, name: str, **given: Any) -> None:
     payload = {"query": {"collection": "c"}, **given}
     room.harness.call(lambda: subscribe(session, name, payload))
 

@@ -10,15 +10,15 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.watch import view_files
-from tailrace.watch.cel import compile_text
-from tailrace.watch.index import Index, Probed
-from tailrace.watch.names import PartitionPatterns, partition_of
-from tailrace.watch.predicate import EITHER, UNDECIDED, Part, Predicate, conditions_of
+from tailrace.watch.cel import compile_cel
+from tailrace.watch.index import PredicateIndex, ProbeResult
+from tailrace.watch.names import PartitionPatterns, partition_for_key
+from tailrace.watch.predicate import EITHER, UNDECIDED, Predicate, PredicatePart, extract_conditions
 from tailrace.watch.query import read_query
-from tailrace.watch.realtime.objectives import BUCKET_S, MINUTES, Window
-from tailrace.watch.sample import Sample
-from tailrace.watch.syntax import shape
-from tailrace.watch.view import Purged, Row, View, reading
+from tailrace.watch.realtime.objectives import BUCKET_S, MINUTES, BurnWindow
+from tailrace.watch.sample import DocumentSample
+from tailrace.watch.syntax import expression_shape
+from tailrace.watch.view import DocumentRow, DocumentView, PurgedTombstones, open_snapshot
 
 
 def predicate(*filters: tuple[str, str, Any]) -> Predicate:
@@ -28,7 +28,7 @@ def predicate(*filters: tuple[str, str, Any]) -> Predicate:
 
 def test_w5_partitions_by_the_public_hash() -> None:
     known = {"m3": 10, "alice": 0, "😀": 14, "order-1": 6}
-    assert {key: partition_of(key, 16) for key in known} == known
+    assert {key: partition_for_key(key, 16) for key in known} == known
 
 
 def test_partitions_of_new_collections_by_their_path() -> None:
@@ -45,15 +45,15 @@ def test_partitions_of_new_collections_by_their_path() -> None:
 
 
 def test_shapes_hide_every_value() -> None:
-    node = compile_text("doc.a == 'secret' && doc.b in [1, 2] && doc.x.exists(e, e > 7)")[0]
-    said = shape(node)
+    node = compile_cel("doc.a == 'secret' && doc.b in [1, 2] && doc.x.exists(e, e > 7)")[0]
+    said = expression_shape(node)
     assert "secret" not in said
     assert not any(digit in said for digit in "127")
     assert said.count("?") == 4
 
 
 def test_a_sample_tells_how_many_satisfy_a_conjunct() -> None:
-    sample = Sample()
+    sample = DocumentSample()
     chance = random.Random(1)
     documents = [
         {
@@ -75,14 +75,14 @@ def test_a_sample_tells_how_many_satisfy_a_conjunct() -> None:
         "has(doc.n)",
         "has(doc.none)",
     ):
-        node, program = compile_text(where)
-        (condition,) = conditions_of(node)
+        node, program = compile_cel(where)
+        (condition,) = extract_conditions(node)
         really = sum(program.holds(doc=document) for document in documents) / len(documents)
         assert abs(sample.share(condition) - really) < 0.03, where
 
 
 def test_w21_predicates_are_moved_when_documents_are_not_what_was_guessed() -> None:
-    index: Index[Predicate] = Index(10)
+    index: PredicateIndex[Predicate] = PredicateIndex(10)
     predicates = [predicate(("kind", "==", "same"), ("n", ">", float(number))) for number in range(200)]
     for one in predicates:
         index.add(one)
@@ -91,7 +91,7 @@ def test_w21_predicates_are_moved_when_documents_are_not_what_was_guessed() -> N
         index.sample.add({"kind": "same", "n": -number})
     assert sum(index.refile(50) for _ in range(5)) == 200
     assert (index.kinds["range"], index.kinds["equal"]) == (200, 0)
-    found: Probed[Predicate] = Probed()
+    found: ProbeResult[Predicate] = ProbeResult()
     index.probe({"kind": "same", "n": 10.5}, found)
     candidates = found.sure | found.maybe
     assert {one for one in predicates if one.matches({"kind": "same", "n": 10.5})} <= candidates
@@ -100,7 +100,7 @@ def test_w21_predicates_are_moved_when_documents_are_not_what_was_guessed() -> N
     for one in predicates:
         index.discard(one)
     assert len(index) == 0
-    found = Probed()
+    found = ProbeResult()
     index.probe({"kind": "same", "n": 10.5}, found)
     assert not found.sure
     assert not found.maybe
@@ -118,11 +118,11 @@ def test_w21_an_or_of_comparisons_is_true_wherever_it_is_found_unless_it_says_mo
         "doc.a == 'x' || doc.b > 9007199254740993": UNDECIDED,
     }
     for where, lookups in said.items():
-        assert Predicate([Part(*compile_text(where))]).lookups == lookups, where
+        assert Predicate([PredicatePart(*compile_cel(where))]).lookups == lookups, where
 
 
 def test_windows_forget_what_is_old() -> None:
-    window = Window()
+    window = BurnWindow()
     for _ in range(9):
         window.add(0.0, bad=False)
     window.add(1.0, bad=True)
@@ -134,25 +134,27 @@ def test_windows_forget_what_is_old() -> None:
 
 
 def test_w8_a_published_view_is_the_view(tmp_path: Path) -> None:
-    view = View(tmp_path / "view.db")
+    view = DocumentView(tmp_path / "view.db")
     number = view.number_of("default", "orders", 1)
     chance = random.Random(2)
     rows = [
-        Row(f"d{place:04}", place % 3, place + 1, 2, 5, 7, int(chance.random() < 0.2), b'{"n":%d}' % place)
+        DocumentRow(
+            f"d{place:04}", place % 3, place + 1, 2, 5, 7, int(chance.random() < 0.2), b'{"n":%d}' % place
+        )
         for place in range(1200)
     ]
     with view.writing():
         view.apply(number, rows, (), {0: 1198, 1: 1199, 2: 1200})
-        view.note_purged(number, 1, Purged(9, 44))
-        view.note_purged(number, 1, Purged(4, 50))
-    with reading(tmp_path / "view.db") as moment:
-        parts = [view_files.encode_part(part) for part in view_files.parts_of(moment, number)]
+        view.note_purged(number, 1, PurgedTombstones(9, 44))
+        view.note_purged(number, 1, PurgedTombstones(4, 50))
+    with open_snapshot(tmp_path / "view.db") as moment:
+        parts = [view_files.encode_part(part) for part in view_files.view_parts(moment, number)]
         assert moment.positions(number, 3) == [1198, 1199, 1200]
         assert moment.purged(number, 3)[1] == (9, 50)
     back = [row for part in parts for row in view_files.decode_part(part)]
     assert back == rows
-    with pytest.raises(view_files.BadViewError):
+    with pytest.raises(view_files.InvalidViewError):
         view_files.decode_part(parts[0][:100])
-    with pytest.raises(view_files.BadViewError):
+    with pytest.raises(view_files.InvalidViewError):
         view_files.decode_head(b"{}")
     view.close()

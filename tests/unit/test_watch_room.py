@@ -12,14 +12,14 @@ import pytest
 from support.watch_room import DATABASE, PacedWire, Room
 from tailrace.auth import ANONYMOUS
 from tailrace.log.records import Trim
-from tailrace.watch.change import decode
+from tailrace.watch.change import decode_change
 from tailrace.watch.realtime.resume import resume
-from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.realtime.subscribing import subscribe
-from tailrace.watch.summaries import Summaries
+from tailrace.watch.summaries import SubscriptionSummaries
 
 
-def ask(room: Room, session: Session, name: str, **given: Any) -> None:
+def ask(room: Room, session: RealtimeSession, name: str, **given: Any) -> None:
     payload = {"query": {"collection": "c"}, **given}
     room.harness.call(lambda: subscribe(session, name, payload))
 
@@ -316,7 +316,7 @@ def test_summaries_are_written_anew_so_that_older_ones_may_go(tmp_path: Path) ->
     session, _ = room.connect()
     ask(room, session, "s")
     subscription = session.subscriptions["s"]
-    summaries = Summaries(room.context, room.gateway)
+    summaries = SubscriptionSummaries(room.context, room.gateway)
     first = room.harness.run(summaries.announce(60, ANONYMOUS))
     stream = room.harness.log.find(summaries.stream)
     assert stream is not None
@@ -348,7 +348,8 @@ def test_w6_nothing_that_is_done_to_the_log_moves_a_change(tmp_path: Path) -> No
         assert stream is not None
         page = room.harness.run(log.reader.read_labelled(stream, stream.earliest, 1 << 24, 1000))
         changes = [
-            decode(bytes(raw), partition, seq, 0) for seq, raw in zip(page.entries(), page.parts, strict=True)
+            decode_change(bytes(raw), partition, seq, 0)
+            for seq, raw in zip(page.entries(), page.parts, strict=True)
         ]
         return {one.seq: (one.entry.documentKey, one.entry.version) for one in changes if one is not None}
 

@@ -11,11 +11,16 @@ import pytest
 from tailrace.pipeline.watch.compiled import Compiled, OtherMatcherError, SubscriptionSet, decode_set
 from tailrace.pipeline.watch.mask import Masker
 from tailrace.pipeline.watch.subscriptions import fold
-from tailrace.watch.change import NULL, ChangeEntry, Images, Txn
-from tailrace.watch.predicate import Part, canonical
+from tailrace.watch.change import RAW_NULL, ChangeEntry, ChangeImages, TransactionRef
+from tailrace.watch.predicate import PredicatePart, canonical_predicate
 from tailrace.watch.query import read_query
-from tailrace.watch.rules import Rule
-from tailrace.watch.summary import Summary, form_of, interest_of, predicate_of
+from tailrace.watch.rules import AccessRule
+from tailrace.watch.summary import (
+    SubscriptionSummary,
+    build_predicate,
+    encode_predicate_part,
+    interest_from_summary,
+)
 
 DOCUMENTS: list[dict[str, Any]] = [
     {"id": "a", "n": 7, "name": "x", "tags": ["red"], "email": "ada@example.com", "org": {"id": 1}},
@@ -40,16 +45,16 @@ QUERIES: list[dict[str, Any]] = [
 ]
 
 
-def summary_of(query: dict[str, Any], rule: Part | None = None) -> Summary:
+def summary_of(query: dict[str, Any], rule: PredicatePart | None = None) -> SubscriptionSummary:
     asked = read_query({"collection": "c", **query}, live=True)
-    whole = predicate_of(asked.parts, rule, asked.documents)
-    return Summary(
+    whole = build_predicate(asked.parts, rule, asked.documents)
+    return SubscriptionSummary(
         database="d",
         collection="c",
-        predicate=canonical(asked.parts if rule is None else [*asked.parts, rule], asked.documents),
+        predicate=canonical_predicate(asked.parts if rule is None else [*asked.parts, rule], asked.documents),
         predicateHash=whole.hash.hex(),
-        parts=[form_of(part) for part in asked.parts],
-        ruleInputs=None if rule is None else form_of(rule),
+        parts=[encode_predicate_part(part) for part in asked.parts],
+        ruleInputs=None if rule is None else encode_predicate_part(rule),
         documents=None if asked.documents is None else sorted(asked.documents),
         priority="normal",
         position=[0],
@@ -57,7 +62,7 @@ def summary_of(query: dict[str, Any], rule: Part | None = None) -> Summary:
     )
 
 
-def again(summary: Summary) -> Summary:
+def again(summary: SubscriptionSummary) -> SubscriptionSummary:
     """By way of the bytes."""
     return decode_set(SubscriptionSet({"k": summary}).encode()).subs["k"]
 
@@ -65,18 +70,18 @@ def again(summary: Summary) -> Summary:
 @pytest.mark.parametrize("query", QUERIES, ids=str)
 def test_what_was_written_down_decides_the_same(query: dict[str, Any]) -> None:
     asked = read_query({"collection": "c", **query}, live=True)
-    original = predicate_of(asked.parts, None, asked.documents)
-    read = interest_of(again(summary_of(query))).whole
+    original = build_predicate(asked.parts, None, asked.documents)
+    read = interest_from_summary(again(summary_of(query))).whole
     assert read.hash == original.hash
     assert [read.matches(one) for one in DOCUMENTS] == [original.matches(one) for one in DOCUMENTS]
 
 
 def test_a_rule_is_written_down_as_what_it_comes_to() -> None:
     auth = {"userId": "u", "roles": ["r"], "claims": {"org": 1, "ssn": "never-read"}}
-    rule = Rule("doc.org.id == request.auth.claims.org", "readRule").part_for(auth, "read")
+    rule = AccessRule("doc.org.id == request.auth.claims.org", "readRule").part_for(auth, "read")
     summary = again(summary_of({"filters": [{"field": "n", "op": "==", "value": 7}]}, rule))
     assert b"never-read" not in msgspec.json.encode(summary)
-    interest = interest_of(summary)
+    interest = interest_from_summary(summary)
     assert [interest.whole.matches(one) for one in DOCUMENTS] == [True, False, False, False, False]
     assert interest.rule is not None
     assert [interest.rule.matches(one) for one in DOCUMENTS[:2]] == [True, False]
@@ -132,7 +137,7 @@ def test_masked_queries_find_the_same_masked_documents(query: dict[str, Any]) ->
     for secret in (b"ada@example.com", b'"a"', b"red", b"7"):
         text = msgspec.json.encode([masked.parts, masked.predicate, masked.documents])
         assert secret not in text or secret == b"7", text
-    plain, hidden = interest_of(summary).whole, interest_of(masked).whole
+    plain, hidden = interest_from_summary(summary).whole, interest_from_summary(masked).whole
     for one in DOCUMENTS:
         assert hidden.matches(mask.document(one, set())) == plain.matches(one), one
 
@@ -165,13 +170,13 @@ def test_a_masked_change_repeats_nothing() -> None:
         collection="c",
         documentKey="doc-1",
         op="insert",
-        before=NULL,
+        before=RAW_NULL,
         after=msgspec.Raw(json.dumps(after).encode()),
-        images=Images("none", "full"),
+        images=ChangeImages("none", "full"),
         version=1,
         createdAt=1,
         prev=None,
-        txn=Txn("t", 0),
+        txn=TransactionRef("t", 0),
         commitTime="2026-01-01T00:00:00Z",
         writeId="for ada@example.com",
         writeDigest="0123456789abcdef",

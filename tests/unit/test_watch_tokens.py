@@ -5,14 +5,22 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.watch.tokens import KEYS_MAX, KeyRing, Position, Signer, Ticket, decode_ring, encode_ring
+from tailrace.watch.tokens import (
+    KEYS_MAX,
+    KeyRing,
+    ResumePosition,
+    Ticket,
+    TokenSigner,
+    decode_key_ring,
+    encode_key_ring,
+)
 
 HOUR_MS = 3_600_000
-POSITION = Position("app", "orders", 4, b"q" * 16, [1, 0, 2**40])
+POSITION = ResumePosition("app", "orders", 4, b"q" * 16, [1, 0, 2**40])
 
 
-def signer(ring: KeyRing, now_ms: int = 0, verify_ms: int = HOUR_MS) -> Signer:
-    return Signer(ring, verify_ms, lambda: now_ms)
+def signer(ring: KeyRing, now_ms: int = 0, verify_ms: int = HOUR_MS) -> TokenSigner:
+    return TokenSigner(ring, verify_ms, lambda: now_ms)
 
 
 def test_w27_w28_a_token_outlives_the_change_of_its_key_for_a_while() -> None:
@@ -27,7 +35,7 @@ def test_w27_w28_a_token_outlives_the_change_of_its_key_for_a_while() -> None:
     fresh = signer(later).position(POSITION)
     assert fresh != token
     assert signer(ring).read_position(fresh) is None, "nobody knew that key then"
-    assert signer(decode_ring(encode_ring(later))).read_position(fresh) == POSITION
+    assert signer(decode_key_ring(encode_key_ring(later))).read_position(fresh) == POSITION
 
 
 def test_keys_are_renewed_when_it_is_time_and_forgotten_when_they_are_over() -> None:

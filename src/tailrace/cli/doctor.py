@@ -286,12 +286,12 @@ def _sources(settings: Settings) -> Finding:
 
     from tailrace.log.journal import JournalCorruptError
     from tailrace.log.records import UNREADABLE_ERRORS
-    from tailrace.watch.sources.source_progress import read_facts
+    from tailrace.watch.sources.source_progress import read_source_progress
 
     if not (settings.data_dir / "journal").is_dir():
         return Finding("sources", "ok", "none")
     try:
-        found = read_facts(settings.data_dir)
+        found = read_source_progress(settings.data_dir)
     except (apsw.Error, OSError, JournalCorruptError, *UNREADABLE_ERRORS) as error:
         return Finding("sources", "warn", f"the data directory cannot be read: {error}")
     shown = [

@@ -171,9 +171,9 @@ def token(
     text: Annotated[str, Parameter(help="A resume token of a live query.")], /, *, json: AsJson = False
 ) -> None:
     """Print what a resume token says: collection, generation and position. No signature is checked."""
-    from tailrace.watch.tokens import described
+    from tailrace.watch.tokens import describe_token
 
-    found = described(text)
+    found = describe_token(text)
     if found is None:
         raise RefusedError("this is no resume token")
     if json:

@@ -12,33 +12,33 @@ from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.watch.collection import Collection
 from tailrace.watch.document import Document
-from tailrace.watch.evaluation_cost import CostError
-from tailrace.watch.predicate import Part, Predicate
-from tailrace.watch.rules import NOBODY, Auth, Rule
+from tailrace.watch.evaluation_cost import CostExceededError
+from tailrace.watch.predicate import Predicate, PredicatePart
+from tailrace.watch.rules import NO_AUTH, AccessRule, RuleAuth
 
-RULES_KEPT: Final = 1000
+RULES_CACHED_MAX: Final = 1000
 
 
-class Access:
+class AccessRules:
     """Rules by their text, compiled once."""
 
     def __init__(self) -> None:
-        self._rules: OrderedDict[str, Rule] = OrderedDict()
+        self._rules: OrderedDict[str, AccessRule] = OrderedDict()
 
-    def rule(self, source: str, name: str) -> Rule:
+    def rule(self, source: str, name: str) -> AccessRule:
         found = self._rules.get(source)
         if found is None:
-            found = self._rules[source] = Rule(source, name)
-            if len(self._rules) > RULES_KEPT:
+            found = self._rules[source] = AccessRule(source, name)
+            if len(self._rules) > RULES_CACHED_MAX:
                 self._rules.popitem(last=False)
         return found
 
-    def read_part(self, identity: Identity, collection: Collection | None) -> Part | None:
+    def read_part(self, identity: Identity, collection: Collection | None) -> PredicatePart | None:
         """The read rule as one more condition on documents; None if there is no rule."""
         source = None if collection is None else collection.config.read_rule
         if source is None:
             return None
-        return self.rule(source, "readRule").part_for(auth_of(identity), "read")
+        return self.rule(source, "readRule").part_for(rule_auth(identity), "read")
 
     def read_digest(self, identity: Identity, collection: Collection | None) -> bytes:
         """Changes when what the identity may read could."""
@@ -46,14 +46,14 @@ class Access:
         if collection is None or source is None:
             return b""
         version = collection.config.rule_version.to_bytes(8, "big")
-        return version + self.rule(source, "readRule").meaning(auth_of(identity))
+        return version + self.rule(source, "readRule").meaning(rule_auth(identity))
 
     def read_meaning(self, identity: Identity, collection: Collection | None) -> bytes:
         """Changes when what the identity may read does; empty if there is no rule."""
         source = None if collection is None else collection.config.read_rule
         if source is None:
             return b""
-        return self.rule(source, "readRule").meaning(auth_of(identity))
+        return self.rule(source, "readRule").meaning(rule_auth(identity))
 
     def readable(self, identity: Identity, collection: Collection, flat: Document) -> bool:
         part = self.read_part(identity, collection)
@@ -61,7 +61,7 @@ class Access:
             return True
         try:
             return Predicate([part]).matches(flat)
-        except CostError:
+        except CostExceededError:
             return False
 
     def writing(
@@ -73,7 +73,7 @@ class Access:
             source = collection.decided.write_rule  # which may not be durable yet, as this write is not
             if source is None:
                 return
-            rule, auth = self.rule(source, "writeRule"), auth_of(identity)
+            rule, auth = self.rule(source, "writeRule"), rule_auth(identity)
             images = [image for image in (old, new) if image is not None]
             if not images or not all(rule.allows(auth, method, image) for image in images):
                 raise TailraceError("forbidden", "the write rule of the collection says no")
@@ -81,14 +81,18 @@ class Access:
         return check
 
 
-def auth_of(identity: Identity) -> Auth:
+def rule_auth(identity: Identity) -> RuleAuth:
     """`request.auth`; empty without authentication, so that a rule that reads it denies."""
     if identity.anonymous:
-        return NOBODY
+        return NO_AUTH
     claims: dict[str, Any] = orjson.loads(identity.claims)
     roles = claims.get("roles")
     username = claims.get("username", claims.get("preferred_username"))
-    found: Auth = {"userId": identity.sub, "claims": claims, "roles": roles if type(roles) is list else []}
+    found: RuleAuth = {
+        "userId": identity.sub,
+        "claims": claims,
+        "roles": roles if type(roles) is list else [],
+    }
     if isinstance(username, str):
         found["username"] = username
     return found

@@ -21,15 +21,15 @@ from tailrace.log.model import Lifetime
 from tailrace.log.system_streams import AUDIT_STREAM
 from tailrace.log.transaction import Transaction
 from tailrace.watch.collection import Collection
-from tailrace.watch.syntax import shape
+from tailrace.watch.syntax import expression_shape
 
 if TYPE_CHECKING:
-    from tailrace.watch.realtime.session import Session
+    from tailrace.watch.realtime.session import RealtimeSession
     from tailrace.watch.realtime.subscription import Subscription
 
 logger = logging.getLogger("tailrace.watch")
 
-GATHER_S: Final = 0.1
+FLUSH_DELAY_S: Final = 0.1
 EVENTS_MAX: Final = 20_000  # that wait to be written
 ENTRIES_MAX: Final = 1000  # in one record
 SHAPE_CHARS_MAX: Final = 500
@@ -37,7 +37,7 @@ SHAPE_CHARS_MAX: Final = 500
 Json = dict[str, Any]
 
 
-class Audit:
+class AuditLog:
     """Owned by the loop thread."""
 
     def __init__(self, context: Context) -> None:
@@ -64,13 +64,15 @@ class Audit:
         watched, identity = subscription.watched, subscription.session.identity
         details: Json = {"connection": subscription.session.id}
         if event == "subscription.created":
-            shapes = sorted(shape(part.node) for part in subscription.query.parts)
+            shapes = sorted(expression_shape(part.node) for part in subscription.query.parts)
             details["predicate"] = subscription.interest.whole.hash.hex()
             details["shape"] = " && ".join(shapes)[:SHAPE_CHARS_MAX]
         principal = "" if identity is None else identity.sub
         self._add(event, principal, watched.database, watched.name, subscription.id, details)
 
-    def resume_failed(self, session: Session, sub_id: str, reason: str, collection: str | None) -> None:
+    def resume_failed(
+        self, session: RealtimeSession, sub_id: str, reason: str, collection: str | None
+    ) -> None:
         principal = "" if session.identity is None else session.identity.sub
         self._add("resume.failed", principal, session.database, collection, sub_id, {"reason": reason})
 
@@ -99,7 +101,7 @@ class Audit:
         }
         self._waiting.append(orjson.dumps(message))
         if self._timer is None:
-            self._timer = self._context.loop.call_later(GATHER_S, self.flush)
+            self._timer = self._context.loop.call_later(FLUSH_DELAY_S, self.flush)
 
     def flush(self) -> None:
         if self._timer is not None:
@@ -121,7 +123,7 @@ class Audit:
             # How much of it is kept is a setting, which may be another one after a restart.
             stream.lifetime = wanted
         if self._waiting:
-            self._timer = self._context.loop.call_later(GATHER_S, self.flush)
+            self._timer = self._context.loop.call_later(FLUSH_DELAY_S, self.flush)
 
     def _written(self, _: Transaction, error: TailraceError | None) -> None:
         if error is not None:

@@ -13,38 +13,38 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, Final
 
-from tailrace.watch.lower import getter
-from tailrace.watch.predicate import Condition, Path
+from tailrace.watch.lower import field_getter
+from tailrace.watch.predicate import Condition, FieldPath
 
 TESTS_MAX: Final = 4  # comparisons of one predicate; with more it is decided one by one
-ROWS_FIRST: Final = 1024
+ROWS_INITIAL: Final = 1024
 NO_ROW: Final = -1
 _ALWAYS: Final = (0, -math.inf, math.inf)  # the first column holds nothing but zeros
 _PLAIN: Final = {("b", False): 0.0, ("b", True): 1.0, ("n",): 2.0}
 
-Test = tuple[int, float, float]
+ColumnTest = tuple[int, float, float]
 
 
 @cache
-def has_arrays() -> bool:
+def has_numpy() -> bool:
     """Whether numbers can be worked on in arrays here."""
     return find_spec("numpy") is not None
 
 
-class Rows:
+class ComparisonMatrix:
     """The comparisons of all predicates of a collection."""
 
     def __init__(self) -> None:
         import numpy as np
 
         self._np: Any = np
-        self._columns: dict[tuple[Path, str], int] = {}
+        self._columns: dict[tuple[FieldPath, str], int] = {}
         self._texts: dict[str, float] = {}
         self._free: list[int] = []
         self._count = 0
-        self._column: Any = np.zeros((TESTS_MAX, ROWS_FIRST), np.intp)
-        self._low: Any = np.full((TESTS_MAX, ROWS_FIRST), -math.inf)
-        self._high: Any = np.full((TESTS_MAX, ROWS_FIRST), math.inf)
+        self._column: Any = np.zeros((TESTS_MAX, ROWS_INITIAL), np.intp)
+        self._low: Any = np.full((TESTS_MAX, ROWS_INITIAL), -math.inf)
+        self._high: Any = np.full((TESTS_MAX, ROWS_INITIAL), math.inf)
 
     @property
     def texts(self) -> int:
@@ -55,7 +55,7 @@ class Rows:
         """The row of a predicate that says this and no more; `NO_ROW` if it cannot be said here."""
         if len(conditions) > TESTS_MAX:
             return NO_ROW
-        tests: list[Test] = []
+        tests: list[ColumnTest] = []
         for condition in conditions:
             test = self._test(condition)
             if test is None:
@@ -79,7 +79,7 @@ class Rows:
             self._low, self._high = self._np.pad(self._low, grow), self._np.pad(self._high, grow)
         return row
 
-    def _test(self, condition: Condition) -> Test | None:
+    def _test(self, condition: Condition) -> ColumnTest | None:
         path, wanted = condition.path, condition.value
         if not condition.exact:
             return None
@@ -95,7 +95,7 @@ class Rows:
         number = _PLAIN[wanted]
         return self._at(path, "plain"), number, number
 
-    def _at(self, path: Path, kind: str) -> int:
+    def _at(self, path: FieldPath, kind: str) -> int:
         return self._columns.setdefault((path, kind), len(self._columns) + 1)
 
     # -- deciding --------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Rows:
         found = self._np.full((len(self._columns) + 1, len(documents)), math.nan)
         found[0] = 0.0
         for (path, kind), column in self._columns.items():
-            found[column] = _column(getter(path), kind, self._texts, documents)
+            found[column] = _column(field_getter(path), kind, self._texts, documents)
         return found
 
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 ENTRY_BYTES: Final = 250  # of one that is remembered, beside its content
 
 
-class Bounds(NamedTuple):
+class BeforeImageLimits(NamedTuple):
     """How much is remembered; whichever is reached first."""
 
     changes_max: int
@@ -17,21 +17,21 @@ class Bounds(NamedTuple):
     age_ms_max: int
 
 
-class _Remembered(NamedTuple):
+class _CachedImage(NamedTuple):
     partition: int
     seq: int
     at_ms: int
 
 
-class Befores:
+class BeforeImageCache:
     """Oldest first; what goes is told by how far back each partition still reaches."""
 
     __slots__ = ("_bounds", "_bytes", "_data", "_order", "forgotten")
 
-    def __init__(self, bounds: Bounds, forgotten: Sequence[int]) -> None:
+    def __init__(self, bounds: BeforeImageLimits, forgotten: Sequence[int]) -> None:
         self._bounds = bounds
         self._data: dict[tuple[int, int], bytes] = {}
-        self._order: deque[_Remembered] = deque()
+        self._order: deque[_CachedImage] = deque()
         self._bytes = 0
         # The last change of each partition, the ones before it included, that cannot be told any more.
         self.forgotten = list(forgotten)
@@ -45,7 +45,7 @@ class Befores:
 
     def add(self, partition: int, seq: int, at_ms: int, data: bytes) -> None:
         self._data[partition, seq] = data
-        self._order.append(_Remembered(partition, seq, at_ms))
+        self._order.append(_CachedImage(partition, seq, at_ms))
         self._bytes += len(data) + ENTRY_BYTES
         self._shrink(at_ms)
 

@@ -13,16 +13,16 @@ from typing import Final
 import orjson
 import xxhash
 
-KEYS_EACH: Final = 65_536
+KEYS_PER_SEGMENT: Final = 65_536
 BITS_PER_KEY: Final = 10
 HASHES: Final = 7
-SAMPLED_EACH: Final = 256  # one answer in so many is checked
+SAMPLE_INTERVAL: Final = 256  # one answer in so many is checked
 SAMPLES_MIN: Final = 50
-FALSE_MAX: Final = 0.02
+FALSE_POSITIVE_MAX: Final = 0.02
 REBUILD_S: Final = 24 * 3600.0
 
 
-def key_of(path: tuple[str, ...], value_class: object) -> bytes:
+def bloom_key(path: tuple[str, ...], value_class: object) -> bytes:
     """A field and a value as `class_of` has it."""
     return orjson.dumps([path, value_class])
 
@@ -56,10 +56,10 @@ def _hashes(key: bytes) -> tuple[int, int]:
     return both >> 64, (both & 0xFFFF_FFFF_FFFF_FFFF) | 1
 
 
-class Bloom:
+class BloomFilter:
     """The filter of one collection."""
 
-    def __init__(self, now_s: float, keys_each: int = KEYS_EACH) -> None:
+    def __init__(self, now_s: float, keys_each: int = KEYS_PER_SEGMENT) -> None:
         self._keys_each = keys_each
         self._segments = [_Segment(keys_each)]
         self._made_s = now_s
@@ -96,7 +96,7 @@ class Bloom:
     def is_sampled(self) -> bool:
         """Whether this answer is to be checked against who really asks: `checked` is told then."""
         self._asked += 1
-        return self._asked % SAMPLED_EACH == 0
+        return self._asked % SAMPLE_INTERVAL == 0
 
     def checked(self, found: bool, really: bool) -> None:
         """Of those that nobody asks for, how many were found all the same."""
@@ -112,13 +112,13 @@ class Bloom:
         """Whether a new filter should take the place of this one."""
         if self._discarded * 2 > len(self):
             return True
-        if self._samples >= SAMPLES_MIN and self.false_ratio > FALSE_MAX:
+        if self._samples >= SAMPLES_MIN and self.false_ratio > FALSE_POSITIVE_MAX:
             return True
         return now_s - self._made_s >= REBUILD_S
 
-    def rebuilt(self, keys: Iterable[bytes], now_s: float) -> Bloom:
+    def rebuilt(self, keys: Iterable[bytes], now_s: float) -> BloomFilter:
         """A filter of the keys there are; this one goes on until it is there."""
-        fresh = Bloom(now_s, self._keys_each)
+        fresh = BloomFilter(now_s, self._keys_each)
         for key in keys:
             fresh.add(key)
         return fresh

@@ -22,26 +22,40 @@ from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.log.records import Delete, Op
 from tailrace.watch import names
-from tailrace.watch.befores import Befores, Bounds
-from tailrace.watch.change import Change, decode
-from tailrace.watch.collection import NATIVE, Collection, Config, config_entry, control_entry, database_entry
-from tailrace.watch.completing import complete
-from tailrace.watch.tally import Tallies
-from tailrace.watch.view import Row, View, WriteRow
+from tailrace.watch.befores import BeforeImageCache, BeforeImageLimits
+from tailrace.watch.change import Change, decode_change
+from tailrace.watch.collection import (
+    NATIVE,
+    Collection,
+    CollectionConfig,
+    encode_config_entry,
+    encode_control_entry,
+    encode_database_entry,
+)
+from tailrace.watch.completing import complete_before_images
+from tailrace.watch.tally import CounterRegistry
+from tailrace.watch.view import DocumentRow, DocumentView, WriteRow
 
-__all__ = ["Book", "Collection", "Config", "config_entry", "control_entry", "database_entry"]
+__all__ = [
+    "CollectionRegistry",
+    "Collection",
+    "CollectionConfig",
+    "encode_config_entry",
+    "encode_control_entry",
+    "encode_database_entry",
+]
 
 logger = logging.getLogger("tailrace.watch")
 
 PAGE_BYTES = 4 * 1024 * 1024
 PAGE_ENTRIES = 2000
-SHOWN_TOGETHER = 256  # changes, whose documents are in memory at once
+MATCH_BATCH_CHANGES = 256  # changes, whose documents are in memory at once
 RETRY_S = 1.0
 
-Key = tuple[str, str]  # database and name
+CollectionKey = tuple[str, str]  # database and name
 
 
-class Book:
+class CollectionRegistry:
     """All collections of a server. Follows the log; owned by the loop thread."""
 
     def __init__(
@@ -49,18 +63,18 @@ class Book:
         log: Log,
         path: Path,
         partitions_for: Callable[[str], int],
-        remembered: Bounds,
-        tallies: Tallies,
+        remembered: BeforeImageLimits,
+        tallies: CounterRegistry,
     ) -> None:
         self.log = log
         self.tallies = tallies  # what is counted, by collection
         self.partitions_for = partitions_for  # of a collection that does not say
         self._remembered = remembered
         self.path = path
-        self.view = View(path)
+        self.view = DocumentView(path)
         self.databases: dict[str, dict[str, Collection]] = {names.DATABASE_DEFAULT: {}}
-        self.gone: dict[Key, int] = {}  # the last generation of what was deleted
-        self.leaving: set[Key] = set()  # those whose deletion is on its way
+        self.gone: dict[CollectionKey, int] = {}  # the last generation of what was deleted
+        self.leaving: set[CollectionKey] = set()  # those whose deletion is on its way
         self._by_stream: dict[str, tuple[Collection, int]] = {}
         # Told of every change that is durable, before the view has it.
         self.on_applied: Callable[[Collection, Change], None] | None = None
@@ -74,12 +88,12 @@ class Book:
         self.follows: Callable[[Collection], bool] = lambda _: False
         # What is left of the changes is shown, and nobody may go on from before.
         self.lost: Callable[[Collection], Awaitable[None]] | None = None
-        self._unapplied: dict[Collection, tuple[list[Row], list[WriteRow]]] = {}
+        self._unapplied: dict[Collection, tuple[list[DocumentRow], list[WriteRow]]] = {}
         self._catching_up: dict[tuple[Collection, int], asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Reads what there is, and what the view lacks of it."""
-        for stream in self._streams(names.COLLECTIONS):
+        for stream in self._streams(names.COLLECTIONS_PREFIX):
             await self._load(stream)
         for collection in self.collections():
             await self._begin(collection)
@@ -126,12 +140,14 @@ class Book:
             if collection is not None and collection.config.source != NATIVE:
                 return names.DocumentPath(path[:at], path[at + 1 :])
             at = -1 if collection is not None else path.rfind("/", 0, at)
-        return names.split_document(path)
+        return names.split_document_path(path)
 
     def planned(self, database: str, name: str, partitions: int) -> Collection:
         """A collection that is about to be made; `add` makes it known."""
         generation = self.gone.get((database, name), 0) + 1
-        collection = Collection(database, name, Config(partitions=partitions, generation=generation))
+        collection = Collection(
+            database, name, CollectionConfig(partitions=partitions, generation=generation)
+        )
         self._number(collection)
         collection.durable = False
         return collection
@@ -191,14 +207,14 @@ class Book:
             self._by_stream.pop(stream.name, None)
 
     def _on_published(self, stream: Stream) -> None:
-        if not stream.name.startswith(names.CHANGES) or stream.removed:
+        if not stream.name.startswith(names.CHANGES_PREFIX) or stream.removed:
             return
         found = self._by_stream.get(stream.name) or self._place(stream.name)
         if found is not None:
             self._drain(stream, *found)
 
     def _place(self, name: str) -> tuple[Collection, int] | None:
-        database, _, rest = name.removeprefix(names.CHANGES).partition("/")
+        database, _, rest = name.removeprefix(names.CHANGES_PREFIX).partition("/")
         path, _, partition = rest.rpartition("/")
         collection = self.databases.get(database, {}).get(path)
         if collection is None:
@@ -208,7 +224,7 @@ class Book:
         return found
 
     def _drain(self, stream: Stream, collection: Collection, partition: int) -> None:
-        rows: list[Row] = []
+        rows: list[DocumentRow] = []
         writes: list[WriteRow] = []
         collection.durable = True
         if (collection, partition) in self._catching_up:
@@ -251,15 +267,20 @@ class Book:
         collection.lagging = behind or collection in self._unapplied
 
     def _take(
-        self, collection: Collection, partition: int, page: Page, rows: list[Row], writes: list[WriteRow]
+        self,
+        collection: Collection,
+        partition: int,
+        page: Page,
+        rows: list[DocumentRow],
+        writes: list[WriteRow],
     ) -> None:
         """Shows the changes of a page, one by one, and gathers what the view is to know."""
         assert page.labels is not None
         entries = list(zip(page.entries(), page.parts, page.labels.times, strict=True))
-        for begin in range(0, len(entries), SHOWN_TOGETHER):
+        for begin in range(0, len(entries), MATCH_BATCH_CHANGES):
             some = [
-                (seq, decode(bytes(raw), partition, seq, time_ns))
-                for seq, raw, time_ns in entries[begin : begin + SHOWN_TOGETHER]
+                (seq, decode_change(bytes(raw), partition, seq, time_ns))
+                for seq, raw, time_ns in entries[begin : begin + MATCH_BATCH_CHANGES]
             ]
             changes = [change for _, change in some if change is not None]
             if any(change.is_half for change in changes):
@@ -271,27 +292,33 @@ class Book:
                     self._show(collection, change, rows, writes)
                 collection.applied[partition] = seq
 
-    def _complete(self, collection: Collection, changes: list[Change], rows: list[Row]) -> None:
+    def _complete(self, collection: Collection, changes: list[Change], rows: list[DocumentRow]) -> None:
         older = self._unapplied.get(collection)
         unwritten = rows if older is None else older[0] + rows
         try:
-            whole = complete(self.view, collection, changes, unwritten, self._remembered)
+            whole = complete_before_images(self.view, collection, changes, unwritten, self._remembered)
         except apsw.Error:
             logger.exception("the view of %s cannot be read", collection.name)
             whole = False
         if not whole and self.on_doubt is not None:
             self.on_doubt(collection)
 
-    def _show(self, collection: Collection, change: Change, rows: list[Row], writes: list[WriteRow]) -> None:
+    def _show(
+        self, collection: Collection, change: Change, rows: list[DocumentRow], writes: list[WriteRow]
+    ) -> None:
         self.tallies.of(collection).changes[change.entry.op, change.partition] += 1
-        rows.append(row_of(change))
+        rows.append(view_row_from_change(change))
         if change.entry.writeId is not None:
-            writes.append(write_of(change))
+            writes.append(write_row_from_change(change))
         if self.on_applied is not None:
             self.on_applied(collection, change)
 
     def _apply(
-        self, collection: Collection, rows: list[Row], writes: list[WriteRow], positions: dict[int, int]
+        self,
+        collection: Collection,
+        rows: list[DocumentRow],
+        writes: list[WriteRow],
+        positions: dict[int, int],
     ) -> None:
         older = self._unapplied.pop(collection, None)
         if older is not None:
@@ -355,7 +382,7 @@ class Book:
         purged = self.view.now.purged(number, collection.config.partitions)
         collection.purged = [one.version for one in purged]
         if not collection.config.store_before:
-            collection.befores = Befores(self._remembered, collection.applied)
+            collection.befores = BeforeImageCache(self._remembered, collection.applied)
 
     def generation(self, collection: Collection) -> int:
         """Rises when continuity cannot be proved, as after a bootstrap that may have lost the tail."""
@@ -367,8 +394,8 @@ class Book:
 
     async def _load(self, stream: Stream) -> None:
         """A database and what is said of its collections, the last word on each."""
-        database = stream.name.removeprefix(names.COLLECTIONS)
-        configs: dict[str, Config] = {}
+        database = stream.name.removeprefix(names.COLLECTIONS_PREFIX)
+        configs: dict[str, CollectionConfig] = {}
         position = stream.earliest
         while position < stream.visible:
             page = await self.log.reader.read_labelled(stream, position, PAGE_BYTES, PAGE_ENTRIES)
@@ -377,7 +404,7 @@ class Book:
                 message = orjson.loads(raw)
                 if message["type"] != "collection":
                     continue
-                name, config = message["key"], Config.of(message["value"])
+                name, config = message["key"], CollectionConfig.of(message["value"])
                 if message["headers"]["operation"] == "delete":
                     configs.pop(name, None)
                     self.gone[database, name] = config.generation
@@ -395,17 +422,17 @@ class Book:
         applied = collection.applied
         while applied[partition] < stream.visible:
             page = await self.log.reader.read_labelled(stream, applied[partition], PAGE_BYTES, PAGE_ENTRIES)
-            rows: list[Row] = []
+            rows: list[DocumentRow] = []
             writes: list[WriteRow] = []
             self._take(collection, partition, page, rows, writes)
             self._apply(collection, rows, writes, {partition: applied[partition]})
 
 
-def row_of(change: Change) -> Row:
+def view_row_from_change(change: Change) -> DocumentRow:
     """What the view has to know of a change: a tombstone keeps the data that was there."""
     entry = change.entry
     deleted = entry.op == "delete"
-    return Row(
+    return DocumentRow(
         entry.documentKey,
         change.partition,
         change.seq,
@@ -417,7 +444,7 @@ def row_of(change: Change) -> Row:
     )
 
 
-def write_of(change: Change) -> WriteRow:
+def write_row_from_change(change: Change) -> WriteRow:
     entry = change.entry
     assert entry.writeId is not None
     place = 0 if entry.txn is None else entry.txn.index

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from tailrace.common.errors import TailraceError
-from tailrace.watch.syntax import Call, Const, Entries, Ident, Items, Node, Quantified, Select
+from tailrace.watch.syntax import Call, Const, Ident, ListLiteral, MapLiteral, Node, Quantified, Select
 
 if TYPE_CHECKING:
     from cel_expr_python import cel  # pyright: ignore[reportMissingTypeStubs]
@@ -28,22 +28,22 @@ OPERATORS: Final = frozenset(
 ) | frozenset(("@in", "_&&_", "_||_", "_?_:_", "_[_]"))
 FUNCTIONS: Final = frozenset(("size", "contains", "startsWith", "endsWith"))
 CONVERSIONS: Final = frozenset(("int", "uint", "double", "string", "timestamp", "duration", "type"))
-_TYPES: Final = frozenset(
+_TYPE_NAMES: Final = frozenset(
     ("bool", "int", "uint", "double", "string", "list", "map", "null_type", "type")
 ) | frozenset(("google.protobuf.Timestamp", "google.protobuf.Duration"))
-_PLACE: Final = re.compile(r"<input>:(\d+):(\d+): ([^\n]*)")
+_ERROR_POSITION: Final = re.compile(r"<input>:(\d+):(\d+): ([^\n]*)")
 
 
-def invalid(message: str) -> TailraceError:
+def invalid_query(message: str) -> TailraceError:
     return TailraceError("invalid_query", message)
 
 
-def too_complex(message: str) -> TailraceError:
+def query_too_complex(message: str) -> TailraceError:
     return TailraceError("query_too_complex", message)
 
 
 @cache
-def environments() -> tuple[cel.Env, cel.Env]:
+def cel_environments() -> tuple[cel.Env, cel.Env]:
     """For predicates, which know the document, and for rules, which also know who asks."""
     try:
         from cel_expr_python import cel  # pyright: ignore[reportMissingTypeStubs]
@@ -58,7 +58,7 @@ def environments() -> tuple[cel.Env, cel.Env]:
     )
 
 
-class Program:
+class CelProgram:
     """An expression as the library runs it: the reference, and the way for what is not lowered."""
 
     def __init__(self, expression: cel.Expression, source: str) -> None:
@@ -78,24 +78,24 @@ class Program:
         return kind == "BOOL" and value is True
 
 
-def compile_text(source: str, *, rule: bool = False, name: str = "where") -> tuple[Node, Program]:
+def compile_cel(source: str, *, rule: bool = False, name: str = "where") -> tuple[Node, CelProgram]:
     """The tree and the program of an expression, or why it is none."""
     if len(source.encode("utf-8", "surrogatepass")) > TEXT_BYTES_MAX:
-        raise too_complex(f"{name}: an expression has at most {TEXT_BYTES_MAX} bytes")
-    environment = environments()[rule]
+        raise query_too_complex(f"{name}: an expression has at most {TEXT_BYTES_MAX} bytes")
+    environment = cel_environments()[rule]
     if "\0" in source or not _is_unicode(source):
-        raise invalid(f"{name}: the expression is not plain text")
-    if _nesting(source) > 4 * DEPTH_MAX:
-        raise too_complex(f"{name}: an expression is at most {DEPTH_MAX} levels deep")
+        raise invalid_query(f"{name}: the expression is not plain text")
+    if _nesting_bound(source) > 4 * DEPTH_MAX:
+        raise query_too_complex(f"{name}: an expression is at most {DEPTH_MAX} levels deep")
     try:
         expression = environment.compile(source)
     except (RuntimeError, ValueError) as error:
-        raise invalid(_reason(str(error), name)) from None
+        raise invalid_query(_first_error(str(error), name)) from None
     kind = expression.return_type().name()
     if kind not in ("BOOL", "DYN"):
-        raise invalid(f"{name}:1:1: the expression is a {kind.lower()}, not a truth value")
-    node = _Walk(name).checked(expression.serialize())
-    return node, Program(expression, source)
+        raise invalid_query(f"{name}:1:1: the expression is a {kind.lower()}, not a truth value")
+    node = _TreeConverter(name).checked(expression.serialize())
+    return node, CelProgram(expression, source)
 
 
 def _is_unicode(source: str) -> bool:
@@ -106,7 +106,7 @@ def _is_unicode(source: str) -> bool:
     return True
 
 
-def _nesting(source: str) -> int:
+def _nesting_bound(source: str) -> int:
     """An upper bound of how deep the text is nested, so that no parser has to find out."""
     depth = deepest = 0
     for char in source:
@@ -118,16 +118,16 @@ def _nesting(source: str) -> int:
     return deepest
 
 
-def _reason(message: str, name: str) -> str:
+def _first_error(message: str, name: str) -> str:
     """The first complaint with line and column, without the library's drawing."""
-    found = _PLACE.search(message)
+    found = _ERROR_POSITION.search(message)
     if found is None:
         return f"{name}: the expression cannot be understood"
     line, column, what = found.groups()
     return f"{name}:{line}:{column}: {what[:300]}"
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def _protobuf_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """The fields of a protobuf message: number and value, in order."""
     place = 0
     while place < len(data):
@@ -159,20 +159,22 @@ def _varint(data: memoryview, place: int) -> tuple[int, int]:
         shift += 7
 
 
-def _message(data: memoryview) -> dict[int, Any]:
+def _protobuf_message(data: memoryview) -> dict[int, Any]:
     """The last value of each field."""
-    return dict(_fields(data))
+    return dict(_protobuf_fields(data))
 
 
-def _listed(data: memoryview, number: int) -> list[memoryview]:
-    return [value for field, value in _fields(data) if field == number and isinstance(value, memoryview)]
+def _repeated_field(data: memoryview, number: int) -> list[memoryview]:
+    return [
+        value for field, value in _protobuf_fields(data) if field == number and isinstance(value, memoryview)
+    ]
 
 
 def _string(data: memoryview | None) -> str:
     return "" if data is None else bytes(data).decode()
 
 
-class _Walk:
+class _TreeConverter:
     """From the library's checked tree to ours, refusing what the language does not have."""
 
     def __init__(self, name: str) -> None:
@@ -181,39 +183,39 @@ class _Walk:
         self._variable: str | None = None
 
     def checked(self, raw: bytes) -> Node:
-        anything = _message(memoryview(raw))
-        return self.node(_message(anything[2])[4], 1)
+        anything = _protobuf_message(memoryview(raw))
+        return self.node(_protobuf_message(anything[2])[4], 1)
 
     def node(self, data: memoryview, depth: int) -> Node:
         self._nodes += 1
         if self._nodes > NODES_MAX or depth > DEPTH_MAX:
-            raise too_complex(
+            raise query_too_complex(
                 f"{self._name}: an expression has at most {NODES_MAX} nodes, {DEPTH_MAX} levels deep"
             )
-        fields = _message(data)
+        fields = _protobuf_message(data)
         if 3 in fields:
             return self._constant(fields[3])
         if 4 in fields:
-            return self._ident(_string(_message(fields[4]).get(1)))
+            return self._ident(_string(_protobuf_message(fields[4]).get(1)))
         if 5 in fields:
-            select = _message(fields[5])
+            select = _protobuf_message(fields[5])
             return Select(self.node(select[1], depth + 1), _string(select.get(2)), bool(select.get(3, 0)))
         if 6 in fields:
             return self._call(fields[6], depth)
         if 7 in fields:
-            items = _listed(fields[7], 1)
+            items = _repeated_field(fields[7], 1)
             if len(items) > ITEMS_MAX:
-                raise too_complex(f"{self._name}: a list has at most {ITEMS_MAX} values")
+                raise query_too_complex(f"{self._name}: a list has at most {ITEMS_MAX} values")
             self._nodes -= len(items)  # a long list of values is one thing
-            return Items(tuple(self.node(item, depth + 1) for item in items))
+            return ListLiteral(tuple(self.node(item, depth + 1) for item in items))
         if 8 in fields:
             return self._map(fields[8], depth)
         if 9 in fields:
             return self._quantified(fields[9], depth)
-        raise invalid(f"{self._name}: the expression holds what the language does not have")
+        raise invalid_query(f"{self._name}: the expression holds what the language does not have")
 
     def _constant(self, data: memoryview) -> Const:
-        fields = _message(data)
+        fields = _protobuf_message(data)
         for number, value in fields.items():
             if number == 1:
                 return Const(None)
@@ -227,50 +229,50 @@ class _Walk:
                 return Const(struct.unpack("<d", value)[0])
             if number == 6:
                 if len(value) > STRING_BYTES_MAX:
-                    raise too_complex(f"{self._name}: a text has at most {STRING_BYTES_MAX} bytes")
+                    raise query_too_complex(f"{self._name}: a text has at most {STRING_BYTES_MAX} bytes")
                 return Const(_string(value))
-        raise invalid(f"{self._name}: there are no values of this kind in the language")
+        raise invalid_query(f"{self._name}: there are no values of this kind in the language")
 
     def _ident(self, name: str) -> Node:
-        if name in ("doc", "request") or name == self._variable or name in _TYPES:
+        if name in ("doc", "request") or name == self._variable or name in _TYPE_NAMES:
             return Ident(name)
-        raise invalid(f"{self._name}: there is no {name!r}")
+        raise invalid_query(f"{self._name}: there is no {name!r}")
 
     def _call(self, data: memoryview, depth: int) -> Node:
-        fields = _message(data)
+        fields = _protobuf_message(data)
         name = _string(fields.get(2))
         if name not in OPERATORS and name not in FUNCTIONS and name not in CONVERSIONS:
-            raise invalid(f"{self._name}: the language has no {name!r}")
+            raise invalid_query(f"{self._name}: the language has no {name!r}")
         args = [fields[1]] if 1 in fields else []
-        args += _listed(data, 3)
+        args += _repeated_field(data, 3)
         if name in CONVERSIONS and len(args) != 1:
-            raise invalid(f"{self._name}: {name} takes one value")
+            raise invalid_query(f"{self._name}: {name} takes one value")
         return Call(name, tuple(self.node(argument, depth + 1) for argument in args))
 
     def _map(self, data: memoryview, depth: int) -> Node:
-        if _message(data).get(1):
-            raise invalid(f"{self._name}: the language has no messages")
+        if _protobuf_message(data).get(1):
+            raise invalid_query(f"{self._name}: the language has no messages")
         entries: list[tuple[Node, Node]] = []
-        for raw in _listed(data, 2):
-            entry = _message(raw)
+        for raw in _repeated_field(data, 2):
+            entry = _protobuf_message(raw)
             if 3 not in entry or 5 in entry:
-                raise invalid(f"{self._name}: the language has no messages")
+                raise invalid_query(f"{self._name}: the language has no messages")
             entries.append((self.node(entry[3], depth + 1), self.node(entry[4], depth + 1)))
-        return Entries(tuple(entries))
+        return MapLiteral(tuple(entries))
 
     def _quantified(self, data: memoryview, depth: int) -> Node:
         """`exists`, `all` and `exists_one` by the loops that they stand for; other loops are refused."""
-        loop = _message(data)
+        loop = _protobuf_message(data)
         variable = _string(loop.get(1))
         if self._variable is not None or 8 in loop:
-            raise invalid(f"{self._name}: exists, all and exists_one cannot be nested")
-        if variable in ("doc", "request") or variable in _TYPES:
-            raise invalid(f"{self._name}: {variable!r} cannot be the name of a variable")
-        step = _message(loop[6])
-        init = _message(loop[4]).get(3)
-        call = _message(step[6]) if 6 in step else {}
+            raise invalid_query(f"{self._name}: exists, all and exists_one cannot be nested")
+        if variable in ("doc", "request") or variable in _TYPE_NAMES:
+            raise invalid_query(f"{self._name}: {variable!r} cannot be the name of a variable")
+        step = _protobuf_message(loop[6])
+        init = _protobuf_message(loop[4]).get(3)
+        call = _protobuf_message(step[6]) if 6 in step else {}
         name = _string(call.get(2))
-        args = _listed(step[6], 3) if 6 in step else []
+        args = _repeated_field(step[6], 3) if 6 in step else []
         start = None if init is None else self._constant(init).value
         over = self.node(loop[2], depth + 1)
         self._variable = variable
@@ -279,9 +281,9 @@ class _Walk:
                 return Quantified("exists", variable, over, self.node(args[1], depth + 1))
             if name == "_&&_" and start is True:
                 return Quantified("all", variable, over, self.node(args[1], depth + 1))
-            result = _message(_message(loop[7]).get(6) or memoryview(b""))
+            result = _protobuf_message(_protobuf_message(loop[7]).get(6) or memoryview(b""))
             if name == "_?_:_" and start == 0 and _string(result.get(2)) == "_==_":
                 return Quantified("exists_one", variable, over, self.node(args[0], depth + 1))
         finally:
             self._variable = None
-        raise invalid(f"{self._name}: the language has exists, all and exists_one, no other loops")
+        raise invalid_query(f"{self._name}: the language has exists, all and exists_one, no other loops")

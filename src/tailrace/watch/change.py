@@ -7,17 +7,17 @@ from typing import Any, Final, Literal
 import msgspec
 import orjson
 
-from tailrace.watch.document import Document, flat
+from tailrace.watch.document import Document, flatten_document
 
-Op = Literal["insert", "update", "replace", "delete"]
+ChangeOp = Literal["insert", "update", "replace", "delete"]
 
-NULL: Final = msgspec.Raw(b"null")
-
-
-MISSING: Final = "missing"
+RAW_NULL: Final = msgspec.Raw(b"null")
 
 
-class Images(msgspec.Struct, frozen=True):
+IMAGE_MISSING: Final = "missing"
+
+
+class ChangeImages(msgspec.Struct, frozen=True):
     """Where the images are from.
 
     before: the source (full), the view, or none. after: full; lookup, as the source had it when it was asked
@@ -28,23 +28,23 @@ class Images(msgspec.Struct, frozen=True):
     after: str
 
 
-class Prev(msgspec.Struct, frozen=True):
+class PreviousVersion(msgspec.Struct, frozen=True):
     version: int
     updatedAt: int  # noqa: N815 - the name on the wire
 
 
-class Txn(msgspec.Struct, frozen=True):
+class TransactionRef(msgspec.Struct, frozen=True):
     id: str | None
     index: int
 
 
-class Source(msgspec.Struct, frozen=True):
+class ChangeSource(msgspec.Struct, frozen=True):
     kind: str = "native"
     name: str | None = None
     token: str | None = None
 
 
-NATIVE: Final = Source()
+NATIVE_SOURCE: Final = ChangeSource()
 
 
 class ChangeEntry(msgspec.Struct, frozen=True):
@@ -53,17 +53,17 @@ class ChangeEntry(msgspec.Struct, frozen=True):
     database: str
     collection: str
     documentKey: str  # noqa: N815 - as above
-    op: Op
+    op: ChangeOp
     before: msgspec.Raw
     after: msgspec.Raw
-    images: Images
+    images: ChangeImages
     version: int
     createdAt: int  # noqa: N815 - as above
-    prev: Prev | None
-    txn: Txn | None
+    prev: PreviousVersion | None
+    txn: TransactionRef | None
     commitTime: str  # noqa: N815 - as above
     writeId: str | None = None  # noqa: N815 - as above
-    source: Source = NATIVE
+    source: ChangeSource = NATIVE_SOURCE
     # What was asked for under that key, so that something else under it is told apart from a repeat.
     writeDigest: str | msgspec.UnsetType = msgspec.UNSET  # noqa: N815 - as above
     lsn: str | msgspec.UnsetType = msgspec.UNSET  # of the source; a native change has its own offset
@@ -75,13 +75,13 @@ class BeforeUnknownError(Exception):
     """The log does not say what the document was before the change, and nobody remembers."""
 
 
-class _Kind(msgspec.Struct):
+class _EntryKind(msgspec.Struct):
     kind: str = "change"
 
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(ChangeEntry).decode
-_decode_kind = msgspec.json.Decoder(_Kind).decode
+_decode_kind = msgspec.json.Decoder(_EntryKind).decode
 
 
 class Change:
@@ -107,7 +107,7 @@ class Change:
     def is_half(self) -> bool:
         """Whether the entry leaves out what the document was before: the view knew it at that time."""
         entry = self.entry
-        return entry.images.before == "view" and entry.before == NULL
+        return entry.images.before == "view" and entry.before == RAW_NULL
 
     def complete(self, before: bytes) -> None:
         """Says what the document was."""
@@ -126,7 +126,7 @@ class Change:
                     f"{entry.collection} keeps no documents as they were before a change (storeBefore)"
                 )
             data: Document = orjson.loads(bytes(entry.before))
-            self._before = flat(
+            self._before = flatten_document(
                 data, entry.documentKey, entry.collection, prev.version, entry.createdAt, prev.updatedAt
             )
         return self._before
@@ -139,7 +139,7 @@ class Change:
             entry = self.entry
             if entry.op != "delete":
                 data: Document = orjson.loads(bytes(entry.after))
-                self._after = flat(
+                self._after = flatten_document(
                     data,
                     entry.documentKey,
                     entry.collection,
@@ -150,11 +150,11 @@ class Change:
         return self._after
 
 
-def encode(entry: ChangeEntry) -> bytes:
+def encode_change(entry: ChangeEntry) -> bytes:
     return _encode(entry)
 
 
-def decode(raw: bytes | memoryview, partition: int, seq: int, time_ns: int) -> Change | None:
+def decode_change(raw: bytes | memoryview, partition: int, seq: int, time_ns: int) -> Change | None:
     """The change of an entry; None for what readers pass over.
 
     That is entries of other kinds, and changes of which nobody can say what they made of the document: it was
@@ -166,12 +166,12 @@ def decode(raw: bytes | memoryview, partition: int, seq: int, time_ns: int) -> C
         if _decode_kind(raw).kind == "change":
             raise
         return None
-    if entry.kind != "change" or entry.images.after == MISSING:
+    if entry.kind != "change" or entry.images.after == IMAGE_MISSING:
         return None
     return Change(entry, partition, seq, time_ns // 1_000_000)
 
 
-def shown(
+def client_document(
     collection: str,
     document_id: str,
     data: Any,

@@ -16,23 +16,23 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import document, names, removal
-from tailrace.watch.access import Access
-from tailrace.watch.book import Book
+from tailrace.watch.access import AccessRules
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import (
     NATIVE,
     Collection,
-    Config,
-    Replicated,
+    CollectionConfig,
+    ReplicationConfig,
     Slo,
-    check_window,
-    config_entry,
-    database_entry,
-    shown_window,
+    check_duration,
+    encode_config_entry,
+    encode_database_entry,
+    format_duration,
 )
 
 COLLECTION_METHODS: Final = "GET, PUT, DELETE, HEAD, OPTIONS"
 CONFIG_BYTES: Final = 64 * 1024
-_SET: Final = frozenset(
+_SETTABLE_MEMBERS: Final = frozenset(
     {
         "partitions",
         "source",
@@ -51,7 +51,7 @@ _WINDOWS: Final = {"retention": "retention", "tombstoneTtl": "tombstone_ttl"}
 
 
 class CollectionRoutes:
-    def __init__(self, context: Context, book: Book, access: Access) -> None:
+    def __init__(self, context: Context, book: CollectionRegistry, access: AccessRules) -> None:
         self._context = context
         self._book = book
         self._access = access
@@ -78,7 +78,7 @@ class CollectionRoutes:
             exchange.respond(201, head, body)
 
         now_ns = self._context.clock.now_ns()
-        parts = [(names.collections_of(database), [database_entry(now_ns)])]
+        parts = [(names.collections_stream_name(database), [encode_database_entry(now_ns)])]
         append_to_streams(self._log, parts, now_ns, answer, None)
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str) -> None:
@@ -112,13 +112,13 @@ class CollectionRoutes:
                 self.on_removed(collection)
             exchange.respond(204, answers.NO_STORE)
 
-        removal.remove(self._book, collection, answer)
+        removal.remove_collection(self._book, collection, answer)
 
     # -- setting ---------------------------------------------------------------------------------------
 
     def _set(self, exchange: Exchange, database: str, name: str) -> None:
         given = document.load(exchange.body or b"{}", CONFIG_BYTES)
-        if unknown := sorted(set(given) - _SET):
+        if unknown := sorted(set(given) - _SETTABLE_MEMBERS):
             raise TailraceError("invalid_request", f"unknown member {unknown[0]!r}")
         partitions = _partitions(given)
         changed = self._changed(given)
@@ -166,14 +166,16 @@ class CollectionRoutes:
                 changed[field] = rule
         for key, field in _WINDOWS.items():
             if key in given:
-                changed[field] = check_window(given[key], key)
+                changed[field] = check_duration(given[key], key)
         if "slo" in given:
             changed["slo"] = _slo(given["slo"])
         if "replication" in given:
             changed["replication"] = _replicated(given["replication"])
         return changed
 
-    def _write(self, exchange: Exchange, collection: Collection, planned: Config, *, is_new: bool) -> None:
+    def _write(
+        self, exchange: Exchange, collection: Collection, planned: CollectionConfig, *, is_new: bool
+    ) -> None:
         """Each request is decided on what the one before it decided, and takes effect in the same order."""
 
         def answer(_: Transaction, error: TailraceError | None) -> None:
@@ -192,8 +194,8 @@ class CollectionRoutes:
             self._answer(exchange, 201 if is_new else 200, collection)
 
         now_ns = self._context.clock.now_ns()
-        entry = config_entry(collection.name, planned, "insert" if is_new else "update", now_ns)
-        parts = [(names.collections_of(collection.database), [entry])]
+        entry = encode_config_entry(collection.name, planned, "insert" if is_new else "update", now_ns)
+        parts = [(names.collections_stream_name(collection.database), [entry])]
         append_to_streams(self._log, parts, now_ns, answer, None)
         collection.pending = planned
 
@@ -225,8 +227,8 @@ class CollectionRoutes:
             "database": collection.database,
             **config.value(),
             "view": "full",
-            "retention": shown_window(config.retention_s(limits)),
-            "tombstoneTtl": shown_window(config.tombstone_s(limits)),
+            "retention": format_duration(config.retention_s(limits)),
+            "tombstoneTtl": format_duration(config.tombstone_s(limits)),
             "generation": self._book.generation(collection),
             "state": collection.state,
             "positions": collection.applied,
@@ -244,7 +246,7 @@ def _partitions(given: dict[str, Any]) -> int | None:
     return partitions
 
 
-def _replicated(given: object) -> Replicated | None:
+def _replicated(given: object) -> ReplicationConfig | None:
     if given is None:
         return None
     held = cast("dict[str, Any]", given) if isinstance(given, dict) else {"": 0}
@@ -252,7 +254,7 @@ def _replicated(given: object) -> Replicated | None:
     if set(held) != {"tombstoneFields"} or not isinstance(fields, dict):
         raise TailraceError("invalid_request", "replication has tombstoneFields, an object, or is null")
     # They are sent as fields of a document, so they have to be what one could have.
-    return Replicated(tombstone_fields=document.check_fields(cast("dict[str, Any]", fields), ""))
+    return ReplicationConfig(tombstone_fields=document.check_fields(cast("dict[str, Any]", fields), ""))
 
 
 def _slo(given: object) -> Slo | None:

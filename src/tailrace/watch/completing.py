@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tailrace.watch.befores import Befores, Bounds
+from tailrace.watch.befores import BeforeImageCache, BeforeImageLimits
 from tailrace.watch.change import Change
 from tailrace.watch.collection import Collection
-from tailrace.watch.view import Row, View
+from tailrace.watch.view import DocumentRow, DocumentView
 
 
-def complete(
-    view: View, collection: Collection, changes: Sequence[Change], rows: Iterable[Row], bounds: Bounds
+def complete_before_images(
+    view: DocumentView,
+    collection: Collection,
+    changes: Sequence[Change],
+    rows: Iterable[DocumentRow],
+    bounds: BeforeImageLimits,
 ) -> bool:
     """Whether all of them, in the order of the log, say now what was there before.
 
@@ -22,7 +26,7 @@ def complete(
     stored = view.find_many(collection.number, [one for one in wanted if one not in known])
     known |= {row.id: (row.version, row.data) for row in stored.values()}
     if collection.befores is None:
-        collection.befores = Befores(bounds, [0] * collection.config.partitions)
+        collection.befores = BeforeImageCache(bounds, [0] * collection.config.partitions)
     whole = True
     for change in changes:
         entry = change.entry
@@ -40,7 +44,7 @@ def complete(
     return whole
 
 
-def recall(collection: Collection, change: Change) -> None:
+def complete_from_cache(collection: Collection, change: Change) -> None:
     """As `complete`, for a change that is read again: as long as it is remembered."""
     if change.is_half and collection.befores is not None:
         data = collection.befores.find(change.partition, change.seq)

@@ -14,17 +14,17 @@ from tailrace.common.errors import TailraceError
 DEPTH_MAX: Final = 64
 INT_MIN: Final = -(2**63)
 INT_MAX: Final = 2**63 - 1
-RESERVED: Final = frozenset({"id", "collection", "version", "createdAt", "updatedAt", "deleted"})
+RESERVED_FIELDS: Final = frozenset({"id", "collection", "version", "createdAt", "updatedAt", "deleted"})
 
 Document = dict[str, Any]
 
 
 def load(body: bytes, bytes_max: int) -> Document:
     """A document as it was sent: one JSON object, no key twice, within the bounds."""
-    return check(parse(body, bytes_max))
+    return check(parse_json(body, bytes_max))
 
 
-def parse(body: bytes, bytes_max: int) -> object:
+def parse_json(body: bytes, bytes_max: int) -> object:
     """JSON in which no key comes twice; what documents it holds has to be checked."""
     if len(body) > bytes_max:
         raise TailraceError("payload_too_large", f"a document has at most {bytes_max} bytes")
@@ -40,13 +40,13 @@ def check(value: object) -> Document:
     """A value as a document, its numbers in the two forms there are: int64 and double."""
     if not isinstance(value, dict):
         raise TailraceError("invalid_request", "a document is a JSON object")
-    return cast("Document", _number_forms(cast("Document", value), DEPTH_MAX))
+    return cast("Document", _normalize_numbers(cast("Document", value), DEPTH_MAX))
 
 
 def check_fields(document: Document, document_id: str) -> Document:
     """User data without the names that are the server's; the id may be there if it is the right one."""
     for name in document:
-        if name in RESERVED or name.startswith("_"):
+        if name in RESERVED_FIELDS or name.startswith("_"):
             if name == "id" and document["id"] == document_id:
                 continue
             raise TailraceError("reserved_field", f"the field {name!r} is the server's")
@@ -65,7 +65,7 @@ def dump(document: Document, bytes_max: int) -> bytes:
     return raw
 
 
-def merge(target: object, patch: object) -> object:
+def merge_patch(target: object, patch: object) -> object:
     """A merge patch (RFC 7396): null removes, objects merge, all else replaces."""
     if not isinstance(patch, dict):
         return patch
@@ -74,17 +74,17 @@ def merge(target: object, patch: object) -> object:
         if value is None:
             merged.pop(name, None)
         else:
-            merged[name] = merge(merged.get(name), value)
+            merged[name] = merge_patch(merged.get(name), value)
     return merged
 
 
-def flat(
+def flatten_document(
     data: Mapping[str, Any], document_id: str, collection: str, version: int, created_ms: int, updated_ms: int
 ) -> Document:
     """The document as predicates see it. A field that has a name of the server's becomes `src_...`."""
     found: Document = {}
     for name, value in data.items():
-        found[f"src_{name}" if name in RESERVED or name.startswith("_") else name] = value
+        found[f"src_{name}" if name in RESERVED_FIELDS or name.startswith("_") else name] = value
     found["id"] = document_id
     found["collection"] = collection
     found["version"] = version
@@ -104,7 +104,7 @@ def _not_json(text: str) -> NoReturn:
     raise TailraceError("invalid_json", f"{text} is not JSON")
 
 
-def _number_forms(value: Any, depth: int) -> Any:
+def _normalize_numbers(value: Any, depth: int) -> Any:
     if type(value) is int:
         return value if INT_MIN <= value <= INT_MAX else _double(value)
     if type(value) is float and not math.isfinite(value):
@@ -113,11 +113,11 @@ def _number_forms(value: Any, depth: int) -> Any:
         if depth == 0:
             raise _too_deep()
         items = cast("Document", value).items()
-        return {name: _number_forms(item, depth - 1) for name, item in items}
+        return {name: _normalize_numbers(item, depth - 1) for name, item in items}
     if type(value) is list:
         if depth == 0:
             raise _too_deep()
-        return [_number_forms(item, depth - 1) for item in cast("list[Any]", value)]
+        return [_normalize_numbers(item, depth - 1) for item in cast("list[Any]", value)]
     return value
 
 

@@ -13,18 +13,27 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import document, names
-from tailrace.watch.book import Book
-from tailrace.watch.change import NULL, Change, ChangeEntry, Images, Op, Prev, Txn, encode
-from tailrace.watch.collection import NATIVE, Collection, config_entry
+from tailrace.watch.book import CollectionRegistry
+from tailrace.watch.change import (
+    RAW_NULL,
+    Change,
+    ChangeEntry,
+    ChangeImages,
+    ChangeOp,
+    PreviousVersion,
+    TransactionRef,
+    encode_change,
+)
+from tailrace.watch.collection import NATIVE, Collection, encode_config_entry
 from tailrace.watch.document import Document
 from tailrace.watch.names import DocumentPath
-from tailrace.watch.repeats import digest_of, first_results, same_request, used_otherwise
-from tailrace.watch.writes import Result, State, Write
+from tailrace.watch.repeats import idempotency_conflict, is_same_request, repeated_results, write_digest
+from tailrace.watch.writes import DocumentState, DocumentWrite, WriteResult
 
-WRITE_ID_MS = 10 * 60 * 1000
+WRITE_ID_RETENTION_MS = 10 * 60 * 1000
 FORGET_EVERY = 10_000
 
-Answer = Callable[[list[Result], TailraceError | None], None]
+WriteCallback = Callable[[list[WriteResult], TailraceError | None], None]
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -40,41 +49,43 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
 
 # Asked before each write, with collection, method, and the flat document before and after; raises if the
 # rules say no.
-Allowed = Callable[[Collection, str, Document | None, Document | None], None]
+WriteCheck = Callable[[Collection, str, Document | None, Document | None], None]
 
 
-class _Plan:
+class _WritePlan:
     """A request's writes as far as they are decided. Nothing outside knows of it until it is submitted."""
 
     def __init__(self, now_ns: int, txn_id: str, write_id: str | None) -> None:
         self.now_ns = now_ns
         self.txn_id = txn_id
         self.write_id = write_id
-        self.states: dict[tuple[Collection, str], State] = {}
+        self.states: dict[tuple[Collection, str], DocumentState] = {}
         self.entries: dict[str, list[bytes]] = {}
         self.made: dict[tuple[str, str], Collection] = {}
         self.index = 0
 
 
-class _Submitted(msgspec.Struct, eq=False):
+class _SubmittedWrites(msgspec.Struct, eq=False):
     """Who is told when the record is durable."""
 
-    writes: Sequence[Write]
-    results: list[Result]
-    answer: Answer
+    writes: Sequence[DocumentWrite]
+    results: list[WriteResult]
+    answer: WriteCallback
     remembered: tuple[Collection, str] | None = None
-    repeats: list[Answer] = msgspec.field(default_factory=list[Answer])  # those that came meanwhile
+    repeats: list[WriteCallback] = msgspec.field(
+        default_factory=list[WriteCallback]
+    )  # those that came meanwhile
 
 
-class Writer:
+class DocumentWriter:
     """The sequencer of all native collections. Owned by the loop thread."""
 
-    def __init__(self, book: Book, *, document_bytes: int) -> None:
+    def __init__(self, book: CollectionRegistry, *, document_bytes: int) -> None:
         self._book = book
         self._log = book.log
         self._bytes_max = document_bytes
-        self._planned: dict[tuple[Collection, str], State] = {}
-        self._under_way: dict[tuple[Collection, str], _Submitted] = {}
+        self._planned: dict[tuple[Collection, str], DocumentState] = {}
+        self._under_way: dict[tuple[Collection, str], _SubmittedWrites] = {}
         self._failures = self._log.failures
         self._count = 0
 
@@ -92,9 +103,9 @@ class Writer:
     def write(
         self,
         database: str,
-        writes: Sequence[Write],
-        allowed: Allowed,
-        answer: Answer,
+        writes: Sequence[DocumentWrite],
+        allowed: WriteCheck,
+        answer: WriteCallback,
         *,
         atomic: bool = False,
         write_id: str | None = None,
@@ -106,89 +117,89 @@ class Writer:
             return
         self._count += 1
         if self._count % FORGET_EVERY == 0:
-            self._book.view.forget_writes(self._log.clock.now_ns() // 1_000_000 - WRITE_ID_MS)
+            self._book.view.forget_writes(self._log.clock.now_ns() // 1_000_000 - WRITE_ID_RETENTION_MS)
         now_ns = self._log.clock.now_ns()
-        plan = _Plan(now_ns, f"{now_ns:x}-{self._count:x}", write_id)
+        plan = _WritePlan(now_ns, f"{now_ns:x}-{self._count:x}", write_id)
         results = [self._decided(database, write, plan, allowed) for write in writes]
         failed = any(result.error is not None for result in results)
         if not plan.entries or (atomic and failed):
             self._answer_later(results, answer)
             return
-        self._submit(database, plan, _Submitted(writes, results, answer))
+        self._submit(database, plan, _SubmittedWrites(writes, results, answer))
 
     def correct(
-        self, collection: Collection, corrections: Sequence[Correction], name: str, answer: Answer
+        self, collection: Collection, corrections: Sequence[Correction], name: str, answer: WriteCallback
     ) -> None:
         """Writes down how documents are, where the view has them otherwise; a repeat has no effect."""
         self._forget_failed()
         writes = [
-            Write("delete" if one.deleted else "put", DocumentPath(collection.name, one.id))
+            DocumentWrite("delete" if one.deleted else "put", DocumentPath(collection.name, one.id))
             for one in corrections
         ]
         if self._repeated(collection.database, writes, name, answer):
             return
         self._count += 1
         now_ns = self._log.clock.now_ns()
-        plan = _Plan(now_ns, f"{now_ns:x}-{self._count:x}", name)
+        plan = _WritePlan(now_ns, f"{now_ns:x}-{self._count:x}", name)
         results = [self._corrected(collection, one, plan) for one in corrections]
         if plan.entries:
-            self._submit(collection.database, plan, _Submitted(writes, results, answer))
+            self._submit(collection.database, plan, _SubmittedWrites(writes, results, answer))
         else:
             self._answer_later(results, answer)
 
-    def _corrected(self, collection: Collection, one: Correction, plan: _Plan) -> Result:
+    def _corrected(self, collection: Collection, one: Correction, plan: _WritePlan) -> WriteResult:
         path, key = f"{collection.name}/{one.id}", (collection, one.id)
         self._book.check_applied(collection)
         row = self._book.view.find(collection.number, one.id)
         if key in self._planned or key in plan.states or (None if row is None else row.seq) != one.seen:
             refusal = _mismatch("the document was written meanwhile", None if row is None else row.version)
-            return Result(path, refusal.status, error=refusal)
+            return WriteResult(path, refusal.status, error=refusal)
         lives = row is not None and not row.deleted
-        before: State | None = None
+        before: DocumentState | None = None
         if row is not None and lives:
-            before = State(row.version, row.created_ms, row.updated_ms, deleted=False, data=row.data)
-        partition = names.partition_of(one.id, collection.config.partitions)
+            before = DocumentState(row.version, row.created_ms, row.updated_ms, deleted=False, data=row.data)
+        partition = names.partition_for_key(one.id, collection.config.partitions)
         stream = collection.stream(partition)
         updated_ms = max(self._last_ns(stream), plan.now_ns) // 1_000_000
         # Of what the view has forgotten only the highest version is left.
         known = collection.purged[partition] if row is None else row.version
         version = max(one.version, known) + 1
         raw = document.dump(one.data, self._bytes_max)
-        after = State(version, one.created_ms, updated_ms, one.deleted, raw)
+        after = DocumentState(version, one.created_ms, updated_ms, one.deleted, raw)
         entry = self._entry(
-            collection, Write("put", DocumentPath(collection.name, one.id)), plan, before, after
+            collection, DocumentWrite("put", DocumentPath(collection.name, one.id)), plan, before, after
         )
         if one.deleted and before is None:
             # Nobody sees it go, but its content and its version are known again.
             entry = msgspec.structs.replace(entry, op="delete", before=msgspec.Raw(raw))
         plan.index += 1
-        plan.entries.setdefault(stream, []).append(encode(entry))
+        plan.entries.setdefault(stream, []).append(encode_change(entry))
         plan.states[key] = after
-        return Result(path, 200, version, updated_ms)
+        return WriteResult(path, 200, version, updated_ms)
 
     # -- deciding --------------------------------------------------------------------------------------
 
     def _decided(
         self,
         database: str,
-        write: Write,
-        plan: _Plan,
-        allowed: Allowed,
-    ) -> Result:
+        write: DocumentWrite,
+        plan: _WritePlan,
+        allowed: WriteCheck,
+    ) -> WriteResult:
         path = f"{write.path.collection}/{write.path.id}"
         try:
             return self._decide(database, write, plan, allowed, path)
         except TailraceError as refusal:
-            return Result(path, refusal.status, error=refusal)
+            return WriteResult(path, refusal.status, error=refusal)
 
     def _decide(
         self,
         database: str,
-        write: Write,
-        plan: _Plan,
-        allowed: Allowed,
+        write: DocumentWrite,
+        plan: _WritePlan,
+        allowed: WriteCheck,
         path: str,
-    ) -> Result:
+    ) -> WriteResult:
         collection = self._collection(database, write.path.collection, plan)
         key = (collection, write.path.id)
         state = plan.states.get(key) or self._state(collection, write.path.id)
@@ -210,15 +221,15 @@ class Writer:
         _check_conditions(write, state, lives)
         if not lives and write.op != "put" and buried is None:
             if write.op == "delete" and state is not None:
-                return Result(path, 204, state.version, state.updated_ms)
+                return WriteResult(path, 204, state.version, state.updated_ms)
             raise TailraceError("not_found", f"there is no document {path!r}")
-        partition = names.partition_of(write.path.id, collection.config.partitions)
+        partition = names.partition_for_key(write.path.id, collection.config.partitions)
         stream = collection.stream(partition)
         last_ns = self._last_ns(stream)
         updated_ms = max(last_ns, plan.now_ns) // 1_000_000
         kept = buried if new is None else new
         raw = b"" if kept is None else document.dump(kept, self._bytes_max)
-        next_state = State(
+        next_state = DocumentState(
             1 + (collection.purged[partition] if state is None else state.version),
             state.created_ms if state is not None and lives else updated_ms,
             updated_ms,
@@ -230,32 +241,37 @@ class Writer:
             # Nobody sees it go, but those who replicate learn that it is not there.
             entry = msgspec.structs.replace(entry, op="delete", before=msgspec.Raw(raw))
         plan.index += 1
-        plan.entries.setdefault(stream, []).append(encode(entry))
+        plan.entries.setdefault(stream, []).append(encode_change(entry))
         plan.states[key] = next_state
         status = 204 if write.op == "delete" else 200 if lives else 201
-        return Result(path, status, next_state.version, updated_ms)
+        return WriteResult(path, status, next_state.version, updated_ms)
 
-    def _new_data(self, write: Write, old: Document | None) -> Document | None:
+    def _new_data(self, write: DocumentWrite, old: Document | None) -> Document | None:
         if write.op == "delete":
             return None
         assert write.data is not None
         if write.op == "put":
             return document.check_fields(write.data, write.path.id)
-        merged = document.merge(old or {}, write.data)
+        merged = document.merge_patch(old or {}, write.data)
         return document.check_fields(document.check(merged), write.path.id)
 
     def _flat(
-        self, collection: Collection, document_id: str, data: Document, state: State | None
+        self, collection: Collection, document_id: str, data: Document, state: DocumentState | None
     ) -> Document:
-        known = state or State(0, 0, 0, deleted=True, data=b"")
-        return document.flat(
+        known = state or DocumentState(0, 0, 0, deleted=True, data=b"")
+        return document.flatten_document(
             data, document_id, collection.name, known.version, known.created_ms, known.updated_ms
         )
 
     def _entry(
-        self, collection: Collection, write: Write, plan: _Plan, before: State | None, after: State
+        self,
+        collection: Collection,
+        write: DocumentWrite,
+        plan: _WritePlan,
+        before: DocumentState | None,
+        after: DocumentState,
     ) -> ChangeEntry:
-        op: Op = "insert" if before is None else "delete" if after.deleted else "replace"
+        op: ChangeOp = "insert" if before is None else "delete" if after.deleted else "replace"
         if write.op == "patch":
             op = "update"
         # A tombstone keeps the last content, which nothing else in its entry says.
@@ -266,19 +282,19 @@ class Writer:
             collection=write.path.collection,
             documentKey=write.path.id,
             op=op,
-            before=msgspec.Raw(before.data) if before is not None and stored else NULL,
-            after=NULL if after.deleted else msgspec.Raw(after.data),
-            images=Images(image, "none" if after.deleted else "full"),
+            before=msgspec.Raw(before.data) if before is not None and stored else RAW_NULL,
+            after=RAW_NULL if after.deleted else msgspec.Raw(after.data),
+            images=ChangeImages(image, "none" if after.deleted else "full"),
             version=after.version,
             createdAt=after.created_ms,
-            prev=None if before is None else Prev(before.version, before.updated_ms),
-            txn=Txn(plan.txn_id, plan.index),
+            prev=None if before is None else PreviousVersion(before.version, before.updated_ms),
+            txn=TransactionRef(plan.txn_id, plan.index),
             commitTime=format_rfc3339(plan.now_ns),
             writeId=plan.write_id,
-            writeDigest=UNSET if plan.write_id is None else digest_of(write) or UNSET,
+            writeDigest=UNSET if plan.write_id is None else write_digest(write) or UNSET,
         )
 
-    def _collection(self, database: str, name: str, plan: _Plan) -> Collection:
+    def _collection(self, database: str, name: str, plan: _WritePlan) -> Collection:
         found = self._book.writable(database, name) or plan.made.get((database, name))
         if found is None:
             wanted = self._book.partitions_for(name)
@@ -291,7 +307,7 @@ class Writer:
             )
         return found
 
-    def _state(self, collection: Collection, document_id: str) -> State | None:
+    def _state(self, collection: Collection, document_id: str) -> DocumentState | None:
         planned = self._planned.get((collection, document_id))
         if planned is not None:
             return planned
@@ -299,7 +315,7 @@ class Writer:
         row = self._book.view.find(collection.number, document_id)
         if row is None:
             return None
-        return State(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
+        return DocumentState(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
 
     def _last_ns(self, name: str) -> int:
         stream = self._log.find(name)
@@ -307,13 +323,13 @@ class Writer:
 
     # -- committing ------------------------------------------------------------------------------------
 
-    def _submit(self, database: str, plan: _Plan, submitted: _Submitted) -> None:
+    def _submit(self, database: str, plan: _WritePlan, submitted: _SubmittedWrites) -> None:
         configs: dict[str, list[bytes]] = {}
         used = {collection.name for collection, _ in plan.states}
         for (owner, name), collection in plan.made.items():
             if name in used:
-                entry = config_entry(name, collection.config, "insert", plan.now_ns)
-                configs.setdefault(names.collections_of(owner), []).append(entry)
+                entry = encode_config_entry(name, collection.config, "insert", plan.now_ns)
+                configs.setdefault(names.collections_stream_name(owner), []).append(entry)
         parts = [*configs.items(), *plan.entries.items()]
         append_to_streams(self._log, parts, plan.now_ns, self._settled, submitted)
         for (_, name), collection in plan.made.items():
@@ -327,13 +343,13 @@ class Writer:
 
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         submitted = transaction.context
-        assert isinstance(submitted, _Submitted)
+        assert isinstance(submitted, _SubmittedWrites)
         if submitted.remembered is not None:
             self._under_way.pop(submitted.remembered, None)
         for tell in (submitted.answer, *submitted.repeats):
             tell(submitted.results, error)
 
-    def _answer_later(self, results: list[Result], answer: Answer) -> None:
+    def _answer_later(self, results: list[WriteResult], answer: WriteCallback) -> None:
         """A refusal may rest on what is not durable yet: it waits for that."""
         newest = self._log.committer.newest
         if newest is None or not self._planned:
@@ -341,24 +357,26 @@ class Writer:
         else:
             newest.waiting.append(lambda error: answer(results, error))
 
-    def _repeated(self, database: str, writes: Sequence[Write], write_id: str, answer: Answer) -> bool:
+    def _repeated(
+        self, database: str, writes: Sequence[DocumentWrite], write_id: str, answer: WriteCallback
+    ) -> bool:
         """Whether a request with this key was made before; its first answer is given again."""
         collection = self._book.find(database, writes[0].path.collection)
         if collection is None:
             return False
         first = self._under_way.get((collection, write_id))
         if first is not None:
-            if not same_request(writes, first.writes):
-                raise used_otherwise()
+            if not is_same_request(writes, first.writes):
+                raise idempotency_conflict()
             first.repeats.append(answer)
             self.note_repeats(database, collection.name, "write", 1)
             return True
         self._book.check_applied(collection)
-        since_ms = self._log.clock.now_ns() // 1_000_000 - WRITE_ID_MS
+        since_ms = self._log.clock.now_ns() // 1_000_000 - WRITE_ID_RETENTION_MS
         found = self._book.view.remembered(collection.number, write_id, since_ms)
         if not found:
             return False
-        answer(first_results(writes, found), None)
+        answer(repeated_results(writes, found), None)
         self.note_repeats(database, collection.name, "write", 1)
         return True
 
@@ -375,7 +393,7 @@ class Writer:
             self._book.drop_unmade()
 
 
-def _check_conditions(write: Write, state: State | None, lives: bool) -> None:
+def _check_conditions(write: DocumentWrite, state: DocumentState | None, lives: bool) -> None:
     current = state.version if state is not None and lives else None
     if write.if_absent and lives:
         raise _mismatch("the document exists", current)

@@ -19,14 +19,14 @@ from tailrace.watch.syntax import (
     REQUEST,
     Call,
     Const,
-    Entries,
     Ident,
-    Items,
+    ListLiteral,
+    MapLiteral,
     Node,
     Quantified,
     Select,
     children,
-    path_of,
+    field_path,
 )
 
 STEPS_MAX: Final = 10_000  # on one document; about 5 ms
@@ -42,15 +42,15 @@ _LIBRARY_SEARCH: Final = 8
 _LIBRARY_PATTERN_BYTES: Final = 16
 
 
-class CostError(Exception):
+class CostExceededError(Exception):
     """The expression takes more steps than it may; that is not the same as not matching."""
 
 
-class PostponedError(Exception):
+class EvaluationPostponedError(Exception):
     """The expression takes more steps than are left now; it may have them later."""
 
 
-class Meter(threading.local):
+class StepMeter(threading.local):
     """Steps of the evaluation that this thread is in."""
 
     allowance = STEPS_MAX  # for one evaluation
@@ -63,12 +63,12 @@ class Meter(threading.local):
     def charge(self, steps: int) -> None:
         """Before the steps are taken: what cannot be afforded is not begun."""
         if steps > self.left:
-            raise CostError if self.allowance == STEPS_MAX else PostponedError
+            raise CostExceededError if self.allowance == STEPS_MAX else EvaluationPostponedError
         self.left -= steps
         self.spent += steps
 
 
-class Turn:
+class StepBudget:
     """Steps that all evaluations between two turns of an event loop have together.
 
     Once they are used up, every expression still has its share: the cheap ones are decided whatever the
@@ -100,7 +100,7 @@ class Turn:
         self.left -= METER.spent - spent_before
 
 
-METER: Final = Meter()
+METER: Final = StepMeter()
 charge: Final = METER.charge
 
 
@@ -112,7 +112,7 @@ def search_steps(text: int, pattern: int) -> int:
     return steps
 
 
-def weight(value: Any) -> int:
+def value_weight(value: Any) -> int:
     """Steps to go through what a value holds: a scalar or a short text weighs nothing.
 
     A value that is too heavy for any budget is not walked to its end.
@@ -133,19 +133,19 @@ def weight(value: Any) -> int:
     return steps
 
 
-class _Bound(NamedTuple):
+class _NodeBound(NamedTuple):
     """Upper bounds of a node: the weight of its value, and the steps to compute it."""
 
     weight: int
     steps: int
 
 
-class LibraryCost:
+class LibraryCostBound:
     """An upper bound of what the library does to evaluate an expression on a document."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._fields = _fields(node)
+        self._fields = _document_fields(node)
 
     def charge(self, document: dict[str, Any], variables: dict[str, Any]) -> dict[str, Any]:
         """Charges the bound, and gives the part of the document that the expression can see.
@@ -155,30 +155,30 @@ class LibraryCost:
         seen = document
         if self._fields is not None:
             seen = {name: document[name] for name in self._fields if name in document}
-        converted = weight(seen)
+        converted = value_weight(seen)
         charge(converted)
-        bounds = _Bounds(seen, converted, weight(variables.get(REQUEST)))
+        bounds = _NodeBounds(seen, converted, value_weight(variables.get(REQUEST)))
         charge(bounds.of(self._node, 0).steps)
         return seen
 
 
-def _fields(node: Node) -> frozenset[str] | None:
+def _document_fields(node: Node) -> frozenset[str] | None:
     """The top-level fields that an expression names; None if it may look at all of them."""
     if isinstance(node, Ident):
         return None if node.name == DOC else frozenset()
-    path = path_of(Select(node.operand, node.field) if isinstance(node, Select) else node)
+    path = field_path(Select(node.operand, node.field) if isinstance(node, Select) else node)
     if path is not None:
         return frozenset(path[:1])
     found: set[str] = set()
     for child in children(node):
-        below = _fields(child)
+        below = _document_fields(child)
         if below is None:
             return None
         found |= below
     return frozenset(found)
 
 
-class _Bounds:
+class _NodeBounds:
     """The bounds of all nodes of an expression, on one document."""
 
     def __init__(self, document: dict[str, Any], document_weight: int, request_weight: int) -> None:
@@ -186,40 +186,42 @@ class _Bounds:
         self._document_weight = document_weight
         self._request_weight = request_weight
 
-    def of(self, node: Node, element: int) -> _Bound:
+    def of(self, node: Node, element: int) -> _NodeBound:
         """`element` is the weight of the heaviest element that the quantifier around the node looks at."""
         if isinstance(node, Const):
-            return _Bound(weight(node.value), 1)
+            return _NodeBound(value_weight(node.value), 1)
         if isinstance(node, Ident):
             known = {DOC: self._document_weight, REQUEST: self._request_weight}
-            return _Bound(known.get(node.name, element), 1)
+            return _NodeBound(known.get(node.name, element), 1)
         if isinstance(node, Select) and node.test:
-            return _Bound(0, 1 + self.of(node.operand, element).steps)
-        path = path_of(node)
+            return _NodeBound(0, 1 + self.of(node.operand, element).steps)
+        path = field_path(node)
         if path is not None:
-            return _Bound(weight(self._at(path)), len(path))
+            return _NodeBound(value_weight(self._at(path)), len(path))
         if isinstance(node, Select):
             operand = self.of(node.operand, element)
-            return _Bound(operand.weight, operand.steps + 1)
+            return _NodeBound(operand.weight, operand.steps + 1)
         if isinstance(node, Quantified):
             return self._quantified(node)
         parts = [self.of(child, element) for child in children(node)]
         heavy, steps = sum(part.weight for part in parts), 1 + sum(part.steps for part in parts)
-        if isinstance(node, Items | Entries):
-            return _Bound(len(parts) + heavy, steps + heavy)
+        if isinstance(node, ListLiteral | MapLiteral):
+            return _NodeBound(len(parts) + heavy, steps + heavy)
         if node.function == "contains" and len(parts) == 2:
-            return _Bound(0, steps + heavy + _library_search(parts[0].weight, node.args[1], parts[1].weight))
-        return _Bound(_result(node, parts, heavy), steps + heavy)
+            return _NodeBound(
+                0, steps + heavy + _library_search_steps(parts[0].weight, node.args[1], parts[1].weight)
+            )
+        return _NodeBound(_call_weight(node, parts, heavy), steps + heavy)
 
-    def _quantified(self, node: Quantified) -> _Bound:
+    def _quantified(self, node: Quantified) -> _NodeBound:
         within = self.of(node.range, 0)
-        path = path_of(node.range)
+        path = field_path(node.range)
         found = None if path is None else self._at(path)
         if type(found) is list or type(found) is dict:
-            count, element = len(found), max(map(weight, found), default=0)
+            count, element = len(found), max(map(value_weight, found), default=0)
         else:
             count = element = within.weight
-        return _Bound(0, within.steps + count * (1 + self.of(node.condition, element).steps))
+        return _NodeBound(0, within.steps + count * (1 + self.of(node.condition, element).steps))
 
     def _at(self, path: tuple[str, ...]) -> Any:
         value: Any = self._document
@@ -228,7 +230,7 @@ class _Bounds:
         return value
 
 
-def _result(node: Call, parts: list[_Bound], heavy: int) -> int:
+def _call_weight(node: Call, parts: list[_NodeBound], heavy: int) -> int:
     """How heavy the value of a call can be. Only some of them give back what they were given."""
     if node.function in ("_+_", "string"):
         return heavy
@@ -237,7 +239,7 @@ def _result(node: Call, parts: list[_Bound], heavy: int) -> int:
     return 0
 
 
-def _library_search(text: int, pattern: Node, pattern_weight: int) -> int:
+def _library_search_steps(text: int, pattern: Node, pattern_weight: int) -> int:
     known = pattern.value if isinstance(pattern, Const) else None
     length = len(known) if type(known) is str else (1 + pattern_weight) << TEXT_SHIFT
     return (1 + text) * (_LIBRARY_SEARCH + length // _LIBRARY_PATTERN_BYTES)

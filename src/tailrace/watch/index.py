@@ -15,25 +15,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, KeysView, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from tailrace.watch.interval_index import Intervals
-from tailrace.watch.lower import MISSING, getter
-from tailrace.watch.predicate import TABLES, Condition, Path, Range, class_of
-from tailrace.watch.sample import Sample, elements
+from tailrace.watch.interval_index import IntervalIndex
+from tailrace.watch.lower import MISSING, field_getter
+from tailrace.watch.predicate import LOOKUP_TABLES, Condition, FieldPath, Range, equality_class
+from tailrace.watch.sample import DocumentSample, container_elements
 
 BUCKET_MAX: Final = 8
 LIST_MAX: Final = 16  # entries of a bucket beyond which it is worth a set
 DEPTH_MAX: Final = 4
-MISJUDGED: Final = 4  # times that another conjunct has to be better for a predicate to be moved
+MISESTIMATE_FACTOR: Final = 4  # times that another conjunct has to be better for a predicate to be moved
 
 # What is filed under an interval is not divided further; a bucket is divided by the next conjunct, which
 # may be that very interval. Of a narrow one the sample cannot tell how narrow it is.
 _WEIGHTS: Final = {"range": 200}
 
-Get = Callable[[Any], Any]
-Used = tuple[tuple[str, Path], ...]  # kinds and fields that led to a bucket
+Getter = Callable[[Any], Any]
+UsedConditions = tuple[tuple[str, FieldPath], ...]  # kinds and fields that led to a bucket
 
 
-class Filed(Protocol):
+class Indexable(Protocol):
     """Something that is found by its conjuncts: a predicate, or whoever shares one."""
 
     @property
@@ -44,14 +44,14 @@ class Filed(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Filed)
+T = TypeVar("T", bound=Indexable)
 
 
-def _weight(condition: Condition, sample: Sample) -> float:
+def _condition_cost(condition: Condition, sample: DocumentSample) -> float:
     return sample.share(condition) * _WEIGHTS.get(condition.kind, 1)
 
 
-class Probed(Generic[T]):
+class ProbeResult(Generic[T]):
     """What was found for one document."""
 
     __slots__ = ("_elements", "maybe", "sure")
@@ -59,9 +59,9 @@ class Probed(Generic[T]):
     def __init__(self) -> None:
         self.sure: set[T] = set()  # they match
         self.maybe: set[T] = set()  # whether these do has to be decided
-        self._elements: dict[Path, set[Any]] | None = None
+        self._elements: dict[FieldPath, set[Any]] | None = None
 
-    def held(self, path: Path, value: Any, keys: KeysView[Any]) -> set[Any]:
+    def held(self, path: FieldPath, value: Any, keys: KeysView[Any]) -> set[Any]:
         """Which of the keys a list or map of the document holds.
 
         Every bucket on the way asks: the elements are gathered once, and the fewer of both are gone through.
@@ -70,7 +70,7 @@ class Probed(Generic[T]):
             self._elements = {}
         known = self._elements.get(path)
         if known is None:
-            known = self._elements[path] = set(elements(value))
+            known = self._elements[path] = set(container_elements(value))
         return keys & known
 
     def take(self, item: T, depth: int) -> None:
@@ -93,7 +93,7 @@ class _Bucket(Generic[T]):
 
     __slots__ = ("_used", "below", "maybe", "sure")
 
-    def __init__(self, used: Used) -> None:
+    def __init__(self, used: UsedConditions) -> None:
         self._used = used
         self.sure: Sequence[T] | set[T] = ()  # those of which every conjunct led here
         self.maybe: Sequence[T] | set[T] = ()
@@ -105,10 +105,10 @@ class _Bucket(Generic[T]):
             return ()
         used = self._used
         return tuple(
-            one for one in item.branches[0] if (TABLES.get(one.kind, one.kind), one.path) not in used
+            one for one in item.branches[0] if (LOOKUP_TABLES.get(one.kind, one.kind), one.path) not in used
         )
 
-    def add(self, item: T, sample: Sample) -> None:
+    def add(self, item: T, sample: DocumentSample) -> None:
         rest = self._rest(item)
         if self.below is not None and rest:
             self.below.add(item, rest, sample)
@@ -120,11 +120,11 @@ class _Bucket(Generic[T]):
 
     def _keep(self, item: T) -> None:
         if item.lookups == len(self._used):
-            self.sure = _with(self.sure, item)
+            self.sure = _add_item(self.sure, item)
         else:
-            self.maybe = _with(self.maybe, item)
+            self.maybe = _add_item(self.maybe, item)
 
-    def _split(self, sample: Sample) -> None:
+    def _split(self, sample: DocumentSample) -> None:
         below: _Level[T] = _Level(self._used)
         kept = (*self.sure, *self.maybe)
         self.sure, self.maybe = (), ()
@@ -137,7 +137,7 @@ class _Bucket(Generic[T]):
         self.below = below
 
     def discard(self, item: T) -> None:
-        self.sure, self.maybe = _without(self.sure, item), _without(self.maybe, item)
+        self.sure, self.maybe = _remove_item(self.sure, item), _remove_item(self.maybe, item)
         if self.below is not None:
             self.below.discard(item, self._rest(item))
             if self.below.is_empty:
@@ -147,7 +147,7 @@ class _Bucket(Generic[T]):
     def is_empty(self) -> bool:
         return not self.sure and not self.maybe and self.below is None
 
-    def collect(self, document: Any, found: Probed[T]) -> None:
+    def collect(self, document: Any, found: ProbeResult[T]) -> None:
         if self.sure:
             found.sure.update(self.sure)
         if self.maybe:
@@ -155,7 +155,9 @@ class _Bucket(Generic[T]):
         if self.below is not None:
             self.below.probe(document, found)
 
-    def collect_both(self, old: Any, new: Any, was: Probed[T], now: Probed[T], both: list[T]) -> None:
+    def collect_both(
+        self, old: Any, new: Any, was: ProbeResult[T], now: ProbeResult[T], both: list[T]
+    ) -> None:
         both += self.sure
         if self.maybe:
             was.maybe.update(self.maybe)
@@ -164,7 +166,7 @@ class _Bucket(Generic[T]):
             self.below.probe_both(old, new, was, now, both)
 
 
-def _with(items: Sequence[T] | set[T], item: T) -> Sequence[T] | set[T]:
+def _add_item(items: Sequence[T] | set[T], item: T) -> Sequence[T] | set[T]:
     """With one more, if it is not there: a list, or a set of very many."""
     if isinstance(items, set):
         items.add(item)
@@ -174,7 +176,7 @@ def _with(items: Sequence[T] | set[T], item: T) -> Sequence[T] | set[T]:
     return [*items, item] if len(items) < LIST_MAX else {*items, item}
 
 
-def _without(items: Sequence[T] | set[T], item: T) -> Sequence[T] | set[T]:
+def _remove_item(items: Sequence[T] | set[T], item: T) -> Sequence[T] | set[T]:
     if isinstance(items, set):
         items.discard(item)
         return items
@@ -186,35 +188,44 @@ class _Level(Generic[T]):
 
     __slots__ = ("_depth", "_used", "contains", "equal", "gets", "has", "prefix", "ranges")
 
-    def __init__(self, used: Used) -> None:
+    def __init__(self, used: UsedConditions) -> None:
         self._used = used
         self._depth = len(used) + 1  # conjuncts of whatever is found here
-        self.gets: dict[Path, Get] = {}
-        self.equal: dict[Path, dict[Any, T | _Bucket[T]]] = {}
-        self.contains: dict[Path, dict[Any, T | _Bucket[T]]] = {}
-        self.prefix: dict[Path, dict[int, dict[str, T | _Bucket[T]]]] = {}
-        self.ranges: dict[Path, Intervals[T]] = {}
-        self.has: dict[Path, T | _Bucket[T]] = {}
+        self.gets: dict[FieldPath, Getter] = {}
+        self.equal: dict[FieldPath, dict[Any, T | _Bucket[T]]] = {}
+        self.contains: dict[FieldPath, dict[Any, T | _Bucket[T]]] = {}
+        self.prefix: dict[FieldPath, dict[int, dict[str, T | _Bucket[T]]]] = {}
+        self.ranges: dict[FieldPath, IntervalIndex[T]] = {}
+        self.has: dict[FieldPath, T | _Bucket[T]] = {}
 
     @property
     def is_empty(self) -> bool:
         return not (self.equal or self.contains or self.prefix or self.ranges or self.has)
 
-    def add(self, item: T, conditions: Sequence[Condition], sample: Sample) -> Condition:
+    def add(self, item: T, conditions: Sequence[Condition], sample: DocumentSample) -> Condition:
         """Files the item under the best of these conjuncts, and tells which that is."""
-        best = min(conditions, key=lambda one: _weight(one, sample)) if len(conditions) > 1 else conditions[0]
+        best = (
+            min(conditions, key=lambda one: _condition_cost(one, sample))
+            if len(conditions) > 1
+            else conditions[0]
+        )
         path = best.path
         if path not in self.gets:
-            self.gets[path] = getter(path)
+            self.gets[path] = field_getter(path)
         if best.kind == "range":
-            self.ranges.setdefault(path, Intervals()).add(*_ends(best), item)
+            self.ranges.setdefault(path, IntervalIndex()).add(*_ends(best), item)
             return best
         for table, key in self._tables(best, make=True):
             self._put(table, key, item, best, sample)
         return best
 
     def _put(
-        self, table: dict[Any, T | _Bucket[T]], key: Any, item: T, condition: Condition, sample: Sample
+        self,
+        table: dict[Any, T | _Bucket[T]],
+        key: Any,
+        item: T,
+        condition: Condition,
+        sample: DocumentSample,
     ) -> None:
         known = table.get(key)
         if known is None:
@@ -222,7 +233,7 @@ class _Level(Generic[T]):
         elif isinstance(known, _Bucket):
             known.add(item, sample)
         elif known is not item:
-            kind = TABLES.get(condition.kind, condition.kind)
+            kind = LOOKUP_TABLES.get(condition.kind, condition.kind)
             bucket: _Bucket[T] = _Bucket((*self._used, (kind, condition.path)))
             bucket.add(known, sample)
             bucket.add(item, sample)
@@ -272,7 +283,7 @@ class _Level(Generic[T]):
         table = tables.setdefault(path, {}) if make else tables.get(path, {})
         return [(table, one) for one in value] if kind == "among" else [(table, value)]
 
-    def probe(self, document: Any, found: Probed[T]) -> None:
+    def probe(self, document: Any, found: ProbeResult[T]) -> None:
         gets, depth = self.gets, self._depth
         for path, table in self.equal.items():
             _collect(table.get(_key(gets[path](document))), depth, document, found)
@@ -285,7 +296,7 @@ class _Level(Generic[T]):
         if self.contains or self.has:
             self._probe_rare(document, found)
 
-    def _probe_rare(self, document: Any, found: Probed[T]) -> None:
+    def _probe_rare(self, document: Any, found: ProbeResult[T]) -> None:
         gets, depth = self.gets, self._depth
         for path, table in self.contains.items():
             for element in found.held(path, gets[path](document), table.keys()):
@@ -294,14 +305,14 @@ class _Level(Generic[T]):
             if gets[path](document) is not MISSING:
                 _collect(known, depth, document, found)
 
-    def probe_both(self, old: Any, new: Any, was: Probed[T], now: Probed[T], both: list[T]) -> None:
+    def probe_both(self, old: Any, new: Any, was: ProbeResult[T], now: ProbeResult[T], both: list[T]) -> None:
         """As `probe` of a document before and after a change: most of its fields are what they were."""
         gets, depth = self.gets, self._depth
         for path, table in self.equal.items():
             get = gets[path]
             one, other = get(old), get(new)
             if type(one) is not str or type(other) is not str:
-                one, other = class_of(one), class_of(other)
+                one, other = equality_class(one), equality_class(other)
             if one != other:
                 _collect(table.get(one), depth, old, was)
                 _collect(table.get(other), depth, new, now)
@@ -341,10 +352,10 @@ def _ends(condition: Condition) -> tuple[float, float]:
 
 def _key(value: Any) -> Any:
     """What a value is looked up by; nothing is filed under what is not there."""
-    return value if type(value) is str else class_of(value)
+    return value if type(value) is str else equality_class(value)
 
 
-def _collect(known: T | _Bucket[T] | None, depth: int, document: Any, found: Probed[T]) -> None:
+def _collect(known: T | _Bucket[T] | None, depth: int, document: Any, found: ProbeResult[T]) -> None:
     if known is not None:
         if isinstance(known, _Bucket):
             known.collect(document, found)
@@ -357,8 +368,8 @@ def _collect_both(
     depth: int,
     old: Any,
     new: Any,
-    was: Probed[T],
-    now: Probed[T],
+    was: ProbeResult[T],
+    now: ProbeResult[T],
     both: list[T],
 ) -> None:
     if isinstance(known, _Bucket):
@@ -375,21 +386,21 @@ def _collect_prefixes(
     value: Any,
     depth: int,
     document: Any,
-    found: Probed[T],
+    found: ProbeResult[T],
 ) -> None:
     if type(value) is str:
         for length, table in by_length.items():
             _collect(table.get(value[:length]), depth, document, found)
 
 
-class Index(Generic[T]):
+class PredicateIndex(Generic[T]):
     """The predicates of one collection, or whoever shares them."""
 
     def __init__(self, scan_max: int) -> None:
         self._scan_max = scan_max
         self._top: _Level[T] = _Level(())
         self.scan: set[T] = set()  # those that no conjunct leads to
-        self.sample = Sample()
+        self.sample = DocumentSample()
         self.kinds: Counter[str] = Counter()  # predicates by what finds them
         self._filed: dict[T, tuple[Condition, ...]] = {}
         self._turn: Iterator[T] = iter(())
@@ -398,7 +409,7 @@ class Index(Generic[T]):
     def __len__(self) -> int:
         return len(self._filed)
 
-    def has_room(self, item: Filed) -> bool:
+    def has_room(self, item: Indexable) -> bool:
         """Whether one more predicate may be looked at for every change, if that is what it needs."""
         return bool(item.branches) or len(self.scan) < self._scan_max
 
@@ -417,7 +428,7 @@ class Index(Generic[T]):
             self._top.discard(item, conditions)
         self.kinds.subtract(condition.kind for condition in self._filed.pop(item, ()))
 
-    def probe(self, document: dict[str, Any] | None, found: Probed[T]) -> None:
+    def probe(self, document: dict[str, Any] | None, found: ProbeResult[T]) -> None:
         """Adds all that may match the document."""
         if document is not None:
             for item in self.scan:
@@ -428,8 +439,8 @@ class Index(Generic[T]):
         self,
         old: dict[str, Any] | None,
         new: dict[str, Any] | None,
-        was: Probed[T],
-        now: Probed[T],
+        was: ProbeResult[T],
+        now: ProbeResult[T],
         both: list[T],
     ) -> None:
         """Adds all that may match what a document was, and all that may match what it is now.
@@ -469,7 +480,7 @@ class Index(Generic[T]):
     def _is_misjudged(self, item: T) -> bool:
         for conditions, filed in zip(item.branches, self._filed.get(item, ()), strict=False):
             if len(conditions) > 1:
-                best = min(_weight(one, self.sample) for one in conditions)
-                if best * MISJUDGED <= _weight(filed, self.sample):
+                best = min(_condition_cost(one, self.sample) for one in conditions)
+                if best * MISESTIMATE_FACTOR <= _condition_cost(filed, self.sample):
                     return True
         return False

@@ -14,21 +14,21 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T")
 
 # So many are looked at one by one, which is faster than any order.
-FEW_MAX: Final = 8
-CROWDED: Final = 16  # entries of a cell beyond which they are put in order
+LINEAR_MAX: Final = 8
+LARGE_CELL_MIN: Final = 16  # entries of a cell beyond which they are put in order
 _SIZE_MAX: Final = 2.0**1023
 
-Entry = tuple[float, float, T]  # the two ends, which belong to it, and what it stands for
+IntervalEntry = tuple[float, float, T]  # the two ends, which belong to it, and what it stands for
 
 
-class Intervals(Generic[T]):
+class IntervalIndex(Generic[T]):
     """A list of intervals as long as they are few, then in order."""
 
     __slots__ = ("_few", "_many")
 
     def __init__(self) -> None:
-        self._few: list[Entry[T]] = []
-        self._many: _Many[T] | None = None
+        self._few: list[IntervalEntry[T]] = []
+        self._many: _GridIndex[T] | None = None
 
     def __len__(self) -> int:
         return len(self._few) if self._many is None else self._many.count
@@ -40,8 +40,8 @@ class Intervals(Generic[T]):
             self._many.add((low, high, item))
             return
         self._few.append((low, high, item))
-        if len(self._few) > FEW_MAX:
-            self._many = _Many()
+        if len(self._few) > LINEAR_MAX:
+            self._many = _GridIndex()
             for entry in self._few:
                 self._many.add(entry)
             self._few = []
@@ -60,20 +60,20 @@ class Intervals(Generic[T]):
         return self._many.holding(number)
 
 
-class _Many(Generic[T]):
+class _GridIndex(Generic[T]):
     """Intervals by what their ends are."""
 
     __slots__ = ("_above", "_below", "_everywhere", "_points", "_sizes", "count")
 
     def __init__(self) -> None:
-        self._above: _Sorted[T] = _Sorted()  # without an upper end
-        self._below: _Sorted[T] = _Sorted()  # without a lower one
+        self._above: _SortedItems[T] = _SortedItems()  # without an upper end
+        self._below: _SortedItems[T] = _SortedItems()  # without a lower one
         self._everywhere: list[T] = []
         self._points: dict[float, list[T]] = {}
         self._sizes: dict[float, dict[float, _Cell[T]]] = {}  # cells by their size and place
         self.count = 0
 
-    def add(self, entry: Entry[T]) -> None:
+    def add(self, entry: IntervalEntry[T]) -> None:
         low, high, item = entry
         self.count += 1
         if low == high:
@@ -93,7 +93,7 @@ class _Many(Generic[T]):
                     cell = cells[place] = _Cell(size, place)
                 cell.add(entry)
 
-    def discard(self, entry: Entry[T]) -> None:
+    def discard(self, entry: IntervalEntry[T]) -> None:
         low, high, item = entry
         if low == high:
             known = low in self._points and _remove(self._points[low], item)
@@ -109,7 +109,7 @@ class _Many(Generic[T]):
             known = low < high and self._discard_from_cells(entry)
         self.count -= known
 
-    def _discard_from_cells(self, entry: Entry[T]) -> bool:
+    def _discard_from_cells(self, entry: IntervalEntry[T]) -> bool:
         size, places = _cells_of(entry[0], entry[1])
         cells, known = self._sizes.get(size, {}), False
         for place in places:
@@ -166,49 +166,49 @@ class _Cell(Generic[T]):
     def __init__(self, size: float, place: int) -> None:
         self._size = size
         self._place = place
-        self.few: list[Entry[T]] = []
-        self.crowd: _Crowd[T] | None = None
+        self.few: list[IntervalEntry[T]] = []
+        self.crowd: _LargeCell[T] | None = None
 
     @property
     def is_empty(self) -> bool:
         return not self.few and (self.crowd is None or self.crowd.is_empty)
 
-    def add(self, entry: Entry[T]) -> None:
+    def add(self, entry: IntervalEntry[T]) -> None:
         if self.crowd is None:
             self.few.append(entry)
-            if len(self.few) <= CROWDED:
+            if len(self.few) <= LARGE_CELL_MIN:
                 return
-            self.crowd, waiting, self.few = _Crowd(), self.few, []
+            self.crowd, waiting, self.few = _LargeCell(), self.few, []
         else:
             waiting = [entry]
         for one in waiting:
             self.crowd.add(one, *self._ends(one))
 
-    def discard(self, entry: Entry[T]) -> bool:
+    def discard(self, entry: IntervalEntry[T]) -> bool:
         if self.crowd is None:
             return _remove(self.few, entry)
         return self.crowd.discard(entry, *self._ends(entry))
 
-    def _ends(self, entry: Entry[T]) -> tuple[bool, bool]:
+    def _ends(self, entry: IntervalEntry[T]) -> tuple[bool, bool]:
         """Whether the interval begins here, and whether it ends here."""
         return entry[0] // self._size == self._place, entry[1] // self._size == self._place
 
 
-class _Crowd(Generic[T]):
+class _LargeCell(Generic[T]):
     """The intervals of a cell with many: some begin there, some end there, some do neither."""
 
     __slots__ = ("_beginning", "_ending", "_through")
 
     def __init__(self) -> None:
-        self._beginning: _Sorted[T] = _Sorted()
-        self._ending: _Sorted[T] = _Sorted()
+        self._beginning: _SortedItems[T] = _SortedItems()
+        self._ending: _SortedItems[T] = _SortedItems()
         self._through: list[T] = []
 
     @property
     def is_empty(self) -> bool:
         return not (self._beginning.keys or self._ending.keys or self._through)
 
-    def add(self, entry: Entry[T], begins: bool, ends: bool) -> None:
+    def add(self, entry: IntervalEntry[T], begins: bool, ends: bool) -> None:
         low, high, item = entry
         if begins:
             self._beginning.add(low, item)
@@ -217,7 +217,7 @@ class _Crowd(Generic[T]):
         else:
             self._through.append(item)
 
-    def discard(self, entry: Entry[T], begins: bool, ends: bool) -> bool:
+    def discard(self, entry: IntervalEntry[T], begins: bool, ends: bool) -> bool:
         low, high, item = entry
         if begins:
             return self._beginning.discard(low, item)
@@ -227,7 +227,7 @@ class _Crowd(Generic[T]):
         return self._beginning.upto(number) + self._through + self._ending.since(number)
 
 
-class _Sorted(Generic[T]):
+class _SortedItems(Generic[T]):
     """Items in the order of their keys."""
 
     __slots__ = ("items", "keys")

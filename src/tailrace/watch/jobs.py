@@ -17,30 +17,30 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
 from tailrace.watch import names, view_files
-from tailrace.watch.book import Book
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import NATIVE, Collection
-from tailrace.watch.documents import Correction, Writer
-from tailrace.watch.summaries import LEASE_S_MAX, Summaries
-from tailrace.watch.view import Row
-from tailrace.watch.writes import Result
+from tailrace.watch.documents import Correction, DocumentWriter
+from tailrace.watch.summaries import LEASE_S_MAX, SubscriptionSummaries
+from tailrace.watch.view import DocumentRow
+from tailrace.watch.writes import WriteResult
 
-KINDS: Final = ("summaries", "view", "corrections", "statistics")
+JOB_KINDS: Final = ("summaries", "view", "corrections", "statistics")
 BODY_BYTES_MAX: Final = 5 * 1024 * 1024
 ROWS_MAX: Final = 1000
 ROWS_BYTES: Final = 4 * 1024 * 1024
-ROWS_EACH: Final = 16  # read at once: each may be as large as a document
+ROWS_PER_READ: Final = 16  # read at once: each may be as large as a document
 CORRECTIONS_MAX: Final = 500
 
 Json = dict[str, Any]
 
 
-class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SummariesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For how long summaries are needed; a job that is done says 0."""
 
     seconds: Annotated[int, msgspec.Meta(ge=0, le=LEASE_S_MAX)] = 90
 
 
-class Corrections(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CorrectionsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Documents to be put right; `name` makes a repeat harmless."""
 
     collection: str
@@ -48,7 +48,7 @@ class Corrections(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     corrections: Annotated[list[Correction], msgspec.Meta(min_length=1, max_length=CORRECTIONS_MAX)]
 
 
-class Probed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BloomStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A Bloom filter that a job has made, and what it said to values that nobody looks for."""
 
     keys: Annotated[int, msgspec.Meta(ge=0)]
@@ -56,17 +56,23 @@ class Probed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wrong: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StatisticsReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a job has found out about a collection."""
 
     collection: str
-    bloom: Probed
+    bloom: BloomStatistics
 
 
 class JobRoutes:
     """Below `/v1/databases/{db}/`, for whoever may manage the database."""
 
-    def __init__(self, context: Context, book: Book, writer: Writer, summaries: Summaries) -> None:
+    def __init__(
+        self,
+        context: Context,
+        book: CollectionRegistry,
+        writer: DocumentWriter,
+        summaries: SubscriptionSummaries,
+    ) -> None:
         self._context = context
         self._book = book
         self._writer = writer
@@ -77,7 +83,7 @@ class JobRoutes:
         """Database and route, if the path behind the prefix is one of ours."""
         path = stream_names.decode_name(raw)
         database, _, kind = ("", "", "") if path is None else path.partition("/")
-        return (database, kind) if kind in KINDS else None
+        return (database, kind) if kind in JOB_KINDS else None
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, kind: str) -> None:
         authorise(identity, Action.MANAGE_DATABASE, db=database)
@@ -88,12 +94,12 @@ class JobRoutes:
         if reading:
             _answer(exchange, self._rows(exchange, database))
         elif kind == "summaries":
-            asked = _read(exchange, Asked)
+            asked = _read(exchange, SummariesRequest)
             self._spawn(exchange, self._summaries.announce(asked.seconds, identity))
         elif kind == "statistics":
-            self._note(exchange, database, _read(exchange, Statistics))
+            self._note(exchange, database, _read(exchange, StatisticsReport))
         else:
-            self._correct(exchange, database, _read(exchange, Corrections))
+            self._correct(exchange, database, _read(exchange, CorrectionsRequest))
 
     def _spawn(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
         async def run() -> None:
@@ -131,22 +137,22 @@ class JobRoutes:
         size, after, more = 0, query.get("after", ""), True
         now = self._book.view.now
         while more and len(rows) < ROWS_MAX and size < ROWS_BYTES:
-            found = now.rows_after(collection.number, after, ROWS_EACH)
+            found = now.rows_after(collection.number, after, ROWS_PER_READ)
             rows += map(_shown, found)
             size += sum(len(row.data) for row in found)
-            more = len(found) == ROWS_EACH
+            more = len(found) == ROWS_PER_READ
             after = found[-1].id if found else after
         purged = now.purged(collection.number, collection.config.partitions)
         return {
             "generation": self._book.generation(collection),
-            "folder": view_files.folder_of(database, collection.name, collection.config.generation),
+            "folder": view_files.view_folder(database, collection.name, collection.config.generation),
             "purged": [list(one) for one in purged],
             "positions": collection.applied,
             "rows": rows,
             "next": after if more else None,
         }
 
-    def _note(self, exchange: Exchange, database: str, found: Statistics) -> None:
+    def _note(self, exchange: Exchange, database: str, found: StatisticsReport) -> None:
         """Filters are made, and asked, by jobs: how good they are is known from what jobs say."""
         collection, bloom = self._collection(database, found.collection), found.bloom
         if bloom.wrong > bloom.absent:
@@ -155,7 +161,7 @@ class JobRoutes:
         self._book.tallies.of(collection).bloom_rebuilds += 1
         _answer(exchange, {"collection": collection.name, "bloomRatio": collection.bloom_ratio})
 
-    def _correct(self, exchange: Exchange, database: str, asked: Corrections) -> None:
+    def _correct(self, exchange: Exchange, database: str, asked: CorrectionsRequest) -> None:
         collection = self._collection(database, asked.collection)
         if collection.config.source != NATIVE:
             raise TailraceError(
@@ -164,7 +170,7 @@ class JobRoutes:
                 headers=(("Allow", "GET, HEAD, OPTIONS"),),
             )
 
-        def answer(results: list[Result], error: TailraceError | None) -> None:
+        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
                 answers.refuse(exchange, error)
             else:
@@ -173,7 +179,7 @@ class JobRoutes:
         self._writer.correct(collection, asked.corrections, asked.name, answer)
 
 
-def _shown(row: Row) -> Json:
+def _shown(row: DocumentRow) -> Json:
     return {
         "id": row.id,
         "partition": row.partition,

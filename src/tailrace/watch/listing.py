@@ -13,14 +13,14 @@ from tailrace.api.listing import next_page, page_limit
 from tailrace.auth import Action, Identity, authorise, visible_databases
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
-from tailrace.watch.book import Book
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import Collection
 
-METHODS: Final = "GET, HEAD, OPTIONS"
+LISTING_METHODS: Final = "GET, HEAD, OPTIONS"
 
 
-class DatabaseListing:
-    def __init__(self, context: Context, book: Book) -> None:
+class DatabaseListingRoutes:
+    def __init__(self, context: Context, book: CollectionRegistry) -> None:
         self._limits = context.limits
         self._book = book
 
@@ -69,4 +69,4 @@ class DatabaseListing:
 
 def _check_method(method: bytes) -> None:
     if method not in (b"GET", b"HEAD"):
-        raise answers.not_allowed(METHODS)
+        raise answers.not_allowed(LISTING_METHODS)

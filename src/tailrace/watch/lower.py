@@ -18,24 +18,24 @@ from tailrace.watch import values
 from tailrace.watch.evaluation_cost import TEXT_SHIFT, charge, search_steps
 from tailrace.watch.syntax import (
     DOC,
-    FLIPPED,
+    FLIPPED_COMPARISONS,
     Call,
     Const,
-    Entries,
     Ident,
-    Items,
+    ListLiteral,
+    MapLiteral,
     Node,
     Quantified,
     Select,
+    as_constant,
     children,
-    constant,
-    flatten,
-    path_of,
+    field_path,
+    flatten_operands,
 )
 from tailrace.watch.values import EvaluationError
 
-Value = Callable[[Any, Any], Any]
-Truth = Callable[[Any], bool]
+ValueFunction = Callable[[Any, Any], Any]
+TruthFunction = Callable[[Any], bool]
 
 _COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
     "_<_": operator.lt,
@@ -44,11 +44,11 @@ _COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
     "_>=_": operator.ge,
 }
 _ARITHMETIC: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "_+_": values.add,
-    "_-_": values.subtract,
-    "_*_": values.multiply,
-    "_/_": values.divide,
-    "_%_": values.modulo,
+    "_+_": values.cel_add,
+    "_-_": values.cel_subtract,
+    "_*_": values.cel_multiply,
+    "_/_": values.cel_divide,
+    "_%_": values.cel_modulo,
 }
 _TEXT: Final[dict[str, Callable[[str, str], bool]]] = {
     "contains": operator.contains,
@@ -59,24 +59,24 @@ _SHORT: Final = 1 << TEXT_SHIFT
 _MISSING: Final = object()
 
 
-class NotLoweredError(Exception):
+class NotCompilableError(Exception):
     """The library has to evaluate this: conversions, map literals, unsigned integers."""
 
 
-def truth(node: Node) -> Truth:
+def compile_truth(node: Node) -> TruthFunction:
     """Whether the node is true on a document, as fast as its form allows."""
     if isinstance(node, Const):
         holds = node.value is True
         return lambda _: holds
     if isinstance(node, Call):
         if node.function == "_&&_":
-            return conjunction([truth(part) for part in flatten(node, "_&&_")])
+            return compile_conjunction([compile_truth(part) for part in flatten_operands(node, "_&&_")])
         if node.function == "_||_":
-            return _any_of([truth(part) for part in flatten(node, "_||_")])
+            return _compile_disjunction([compile_truth(part) for part in flatten_operands(node, "_||_")])
         special = _comparison_truth(node)
         if special is not None:
             return special
-    evaluate = value(node)
+    evaluate = compile_value(node)
 
     def holds_on(doc: Any) -> bool:
         try:
@@ -87,7 +87,7 @@ def truth(node: Node) -> Truth:
     return holds_on
 
 
-def conjunction(parts: list[Truth]) -> Truth:
+def compile_conjunction(parts: list[TruthFunction]) -> TruthFunction:
     """All of them; written out for as many as most have, since this runs for every candidate."""
     if not parts:
         return lambda _: True
@@ -99,11 +99,11 @@ def conjunction(parts: list[Truth]) -> Truth:
     if len(parts) == 3:
         one, two, three = parts
         return lambda doc: one(doc) and two(doc) and three(doc)
-    begin, rest = conjunction(parts[:3]), conjunction(parts[3:])
+    begin, rest = compile_conjunction(parts[:3]), compile_conjunction(parts[3:])
     return lambda doc: begin(doc) and rest(doc)
 
 
-def _any_of(parts: list[Truth]) -> Truth:
+def _compile_disjunction(parts: list[TruthFunction]) -> TruthFunction:
     if len(parts) == 2:
         first, second = parts
         return lambda doc: first(doc) or second(doc)
@@ -111,7 +111,7 @@ def _any_of(parts: list[Truth]) -> Truth:
 
 
 @lru_cache(4096)
-def getter(path: tuple[str, ...]) -> Callable[[Any], Any]:
+def field_getter(path: tuple[str, ...]) -> Callable[[Any], Any]:
     """The field of a document, or `MISSING`. One for all who ask for it."""
     if len(path) == 1:
         name = path[0]
@@ -130,17 +130,17 @@ def getter(path: tuple[str, ...]) -> Callable[[Any], Any]:
 MISSING: Final = _MISSING
 
 
-def _comparison_truth(node: Call) -> Truth | None:
+def _comparison_truth(node: Call) -> TruthFunction | None:
     """`doc.field OP value`, in one step."""
     function, args = node.function, node.args
-    if function in FLIPPED and isinstance(args[0], Const):
-        function, args = FLIPPED[function], (args[1], args[0])
+    if function in FLIPPED_COMPARISONS and isinstance(args[0], Const):
+        function, args = FLIPPED_COMPARISONS[function], (args[1], args[0])
     if len(args) != 2:
         return None
-    path, literal = path_of(args[0]), constant(args[1])
+    path, literal = field_path(args[0]), as_constant(args[1])
     if path is None or literal is None or literal.kind != "json":
         return None
-    get = getter(path)
+    get = field_getter(path)
     wanted: Any = literal.value
     if function == "_==_":
         if type(wanted) is str and len(path) == 1:
@@ -149,7 +149,7 @@ def _comparison_truth(node: Call) -> Truth | None:
         return _equality(get, wanted)
     if function in _COMPARE and type(wanted) in (int, float, str):
         return _ordering(get, wanted, _COMPARE[function])
-    if function == "@in" and _is_texts(wanted):
+    if function == "@in" and _is_text_list(wanted):
         among: frozenset[str] = frozenset(wanted)
 
         def is_among(doc: Any) -> bool:
@@ -162,21 +162,21 @@ def _comparison_truth(node: Call) -> Truth | None:
     return None
 
 
-def _is_texts(value: Any) -> bool:
+def _is_text_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is str for item in cast("list[Any]", value))
 
 
-def _equality(get: Callable[[Any], Any], wanted: Any) -> Truth:
+def _equality(get: Callable[[Any], Any], wanted: Any) -> TruthFunction:
     kind: type[Any] = type(wanted)
     if kind is str:
         return lambda doc: get(doc) == wanted
     if kind is bool or wanted is None:
         return lambda doc: get(doc) is wanted
-    equal = values.equal
+    equal = values.cel_equal
     return lambda doc: (found := get(doc)) is not _MISSING and equal(found, wanted)
 
 
-def _ordering(get: Callable[[Any], Any], wanted: Any, holds: Callable[[Any, Any], bool]) -> Truth:
+def _ordering(get: Callable[[Any], Any], wanted: Any, holds: Callable[[Any, Any], bool]) -> TruthFunction:
     kind: type[Any] = type(wanted)
     if kind is str:
         return lambda doc: type(found := get(doc)) is str and holds(found, wanted)
@@ -198,37 +198,37 @@ def _ordering(get: Callable[[Any], Any], wanted: Any, holds: Callable[[Any, Any]
     return above_double
 
 
-def value(node: Node) -> Value:
+def compile_value(node: Node) -> ValueFunction:
     """The node's value on a document; raises EvaluationError where CEL has an error."""
     if isinstance(node, Const):
         if node.kind != "json":
-            raise NotLoweredError
+            raise NotCompilableError
         known = node.value
         return lambda _d, _x: known
     if isinstance(node, Ident):
         return _ident(node.name)
     if isinstance(node, Select):
         return _select(node)
-    if isinstance(node, Items):
-        items = [value(item) for item in node.items]
+    if isinstance(node, ListLiteral):
+        items = [compile_value(item) for item in node.items]
         return lambda d, x: [item(d, x) for item in items]
     if isinstance(node, Quantified):
         return _quantified(node)
-    if isinstance(node, Entries):
-        raise NotLoweredError
+    if isinstance(node, MapLiteral):
+        raise NotCompilableError
     return _call(node)
 
 
-def _ident(name: str) -> Value:
+def _ident(name: str) -> ValueFunction:
     if name == DOC:
         return lambda d, _x: d
     if "." in name or name in ("bool", "int", "uint", "double", "string", "list", "map", "null_type", "type"):
-        raise NotLoweredError
+        raise NotCompilableError
     return lambda _d, x: x
 
 
-def _select(node: Select) -> Value:
-    operand, name = value(node.operand), node.field
+def _select(node: Select) -> ValueFunction:
+    operand, name = compile_value(node.operand), node.field
     if node.test:
 
         def has(d: Any, x: Any) -> bool:
@@ -248,8 +248,8 @@ def _select(node: Select) -> Value:
     return select
 
 
-def _call(node: Call) -> Value:
-    function, args = node.function, [value(argument) for argument in node.args]
+def _call(node: Call) -> ValueFunction:
+    function, args = node.function, [compile_value(argument) for argument in node.args]
     if function in ("_&&_", "_||_"):
         return _logic(args[0], args[1], function == "_||_")
     if function == "_?_:_":
@@ -257,20 +257,20 @@ def _call(node: Call) -> Value:
     if function == "!_":
         return _not(args[0])
     if function in ("-_", "size"):
-        one, compute = args[0], values.negate if function == "-_" else values.size
+        one, compute = args[0], values.cel_negate if function == "-_" else values.cel_size
         return lambda d, x: compute(one(d, x))
     if len(args) != 2:
-        raise NotLoweredError
+        raise NotCompilableError
     first, second = args
     if function == "_==_":
-        return lambda d, x: values.equal(first(d, x), second(d, x))
+        return lambda d, x: values.cel_equal(first(d, x), second(d, x))
     if function == "_!=_":
-        return lambda d, x: not values.equal(first(d, x), second(d, x))
+        return lambda d, x: not values.cel_equal(first(d, x), second(d, x))
     if function in _COMPARE:
         holds = _COMPARE[function]
-        return lambda d, x: holds(*values.compared(first(d, x), second(d, x)))
+        return lambda d, x: holds(*values.comparable_pair(first(d, x), second(d, x)))
     if function == "@in":
-        return lambda d, x: values.contained(first(d, x), second(d, x))
+        return lambda d, x: values.cel_in(first(d, x), second(d, x))
     if function in _ARITHMETIC:
         compute_two = _ARITHMETIC[function]
         return lambda d, x: compute_two(first(d, x), second(d, x))
@@ -278,10 +278,12 @@ def _call(node: Call) -> Value:
         return _text(first, second, _TEXT[function], search=function == "contains")
     if function == "_[_]":
         return _index(first, second)
-    raise NotLoweredError
+    raise NotCompilableError
 
 
-def _text(first: Value, second: Value, holds: Callable[[str, str], bool], *, search: bool) -> Value:
+def _text(
+    first: ValueFunction, second: ValueFunction, holds: Callable[[str, str], bool], *, search: bool
+) -> ValueFunction:
     def found(d: Any, x: Any) -> bool:
         one, other = first(d, x), second(d, x)
         if type(one) is not str or type(other) is not str:
@@ -295,7 +297,7 @@ def _text(first: Value, second: Value, holds: Callable[[str, str], bool], *, sea
     return found
 
 
-def _index(first: Value, second: Value) -> Value:
+def _index(first: ValueFunction, second: ValueFunction) -> ValueFunction:
     def index(d: Any, x: Any) -> Any:
         container, key = first(d, x), second(d, x)
         if type(container) is dict:
@@ -304,14 +306,14 @@ def _index(first: Value, second: Value) -> Value:
         elif type(container) is list:
             if type(key) is float and key.is_integer():
                 key = int(key)
-            if type(key) is int and 0 <= key < values.size(container):
+            if type(key) is int and 0 <= key < values.cel_size(container):
                 return container[key]
         raise EvaluationError
 
     return index
 
 
-def _absorbed(calls: Iterable[tuple[Value, Any]], d: Any, absorbing: bool) -> bool:
+def _absorbed(calls: Iterable[tuple[ValueFunction, Any]], d: Any, absorbing: bool) -> bool:
     """AND and OR over any number of parts: the absorbing value decides even if others are errors."""
     failed = False
     for part, x in calls:
@@ -329,11 +331,11 @@ def _absorbed(calls: Iterable[tuple[Value, Any]], d: Any, absorbing: bool) -> bo
     return not absorbing
 
 
-def _logic(first: Value, second: Value, absorbing: bool) -> Value:
+def _logic(first: ValueFunction, second: ValueFunction, absorbing: bool) -> ValueFunction:
     return lambda d, x: _absorbed(((first, x), (second, x)), d, absorbing)
 
 
-def _choice(condition: Value, then: Value, otherwise: Value) -> Value:
+def _choice(condition: ValueFunction, then: ValueFunction, otherwise: ValueFunction) -> ValueFunction:
     def choose(d: Any, x: Any) -> Any:
         found = condition(d, x)
         if type(found) is not bool:
@@ -343,7 +345,7 @@ def _choice(condition: Value, then: Value, otherwise: Value) -> Value:
     return choose
 
 
-def _not(operand: Value) -> Value:
+def _not(operand: ValueFunction) -> ValueFunction:
     def negated(d: Any, x: Any) -> bool:
         found = operand(d, x)
         if type(found) is not bool:
@@ -357,15 +359,15 @@ def _count(node: Node) -> int:
     return 1 + sum(_count(child) for child in children(node))
 
 
-def _elements(node: Quantified) -> Value:
+def _elements(node: Quantified) -> ValueFunction:
     """What a quantifier goes through; looking at all of it is charged beforehand."""
-    over, steps = value(node.range), _count(node.condition)
+    over, steps = compile_value(node.range), _count(node.condition)
 
     def elements(d: Any, x: Any) -> Any:
         found = over(d, x)
         if type(found) is not list and type(found) is not dict:
             raise EvaluationError
-        charge(steps * values.size(found))
+        charge(steps * values.cel_size(found))
         return found
 
     return elements
@@ -379,14 +381,14 @@ def is_metered(node: Node) -> bool:
         if node.function in ("_&&_", "_||_"):
             return any(map(is_metered, node.args))
         found = _comparison_truth(node)
-        compared_with = constant(node.args[-1])
+        compared_with = as_constant(node.args[-1])
         is_list = compared_with is not None and type(compared_with.value) in (list, dict)
         return found is None or (node.function == "_==_" and is_list)
-    return not (isinstance(node, Select) and path_of(Select(node.operand, node.field)) is not None)
+    return not (isinstance(node, Select) and field_path(Select(node.operand, node.field)) is not None)
 
 
-def _quantified(node: Quantified) -> Value:
-    elements, condition = _elements(node), value(node.condition)
+def _quantified(node: Quantified) -> ValueFunction:
+    elements, condition = _elements(node), compile_value(node.condition)
 
     if node.quantifier == "exists_one":
 

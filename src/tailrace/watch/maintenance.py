@@ -14,7 +14,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.model import Lifetime
 from tailrace.storage.object_store.interface import ObjectStoreError
 from tailrace.storage.retention_service import RetentionBound
-from tailrace.watch.book import Book
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import Collection
 from tailrace.watch.published_views import PublishedViews
 from tailrace.watch.token_keys import TokenKeys
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tailrace.watch")
 
 PURGE_ROWS: Final = 500  # in one transaction, before others have their turn
-WRITE_ID_MS: Final = 10 * 60 * 1000
+WRITE_ID_RETENTION_MS: Final = 10 * 60 * 1000
 
 
-class Care:
+class Maintenance:
     """Owned by the loop thread. One round at a time; what cannot be done is tried again in the next."""
 
-    def __init__(self, context: Context, book: Book, keys: TokenKeys) -> None:
+    def __init__(self, context: Context, book: CollectionRegistry, keys: TokenKeys) -> None:
         self._context = context
         self._limits = context.limits
         self._book = book
@@ -74,7 +74,7 @@ class Care:
         self._keys.look()
         now_ms = self._context.clock.now_ns() // 1_000_000
         try:
-            self._book.view.forget_writes(now_ms - WRITE_ID_MS)
+            self._book.view.forget_writes(now_ms - WRITE_ID_RETENTION_MS)
         except apsw.Error as error:
             logger.warning("old writes cannot be forgotten: %s", error)
         for collection in tuple(self._book.collections()):

@@ -7,24 +7,24 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from tailrace import __version__
-from tailrace.watch.batch import NO_ROW, Rows, has_arrays
+from tailrace.watch.batch import NO_ROW, ComparisonMatrix, has_numpy
 from tailrace.watch.change import Change
 from tailrace.watch.document import Document
-from tailrace.watch.evaluation_cost import CostError, PostponedError, Turn
-from tailrace.watch.index import Index, Probed
+from tailrace.watch.evaluation_cost import CostExceededError, EvaluationPostponedError, StepBudget
+from tailrace.watch.index import PredicateIndex, ProbeResult
 from tailrace.watch.predicate import EITHER, SEMANTICS, UNDECIDED, Condition, Predicate
 from tailrace.watch.sample import DOCUMENT_BYTES_MAX
 
 S = TypeVar("S")
 
-EventOp = Literal["insert", "update", "delete"]
-Event = tuple[EventOp, str]  # and the reason
-Knowledge = tuple[bool | None, bool | None]  # whether something matched before, and after; None: not known
-FEW_MAX: Final = 8  # subscribers of one predicate that are kept in a tuple
+MatchOp = Literal["insert", "update", "delete"]
+MatchEvent = tuple[MatchOp, str]  # and the reason
+KnownTruth = tuple[bool | None, bool | None]  # whether something matched before, and after; None: not known
+SUBSCRIBER_TUPLE_MAX: Final = 8  # subscribers of one predicate that are kept in a tuple
 BATCH_MIN: Final = 32  # changes that are worth an array
 TEXTS_SPARE: Final = 10_000
 # The part behind the plus sign changes only when the meaning of expressions does.
-VERSION: Final = f"{__version__}+{hashlib.sha256(SEMANTICS.encode()).hexdigest()[:4]}"
+MATCHER_VERSION: Final = f"{__version__}+{hashlib.sha256(SEMANTICS.encode()).hexdigest()[:4]}"
 
 
 class Interest:
@@ -40,13 +40,13 @@ class Interest:
     def is_metered(self) -> bool:
         return self.whole.is_metered or (self.rule is not None and self.rule.is_metered)
 
-    def event(self, change: Change) -> Event | None:
+    def event(self, change: Change) -> MatchEvent | None:
         """What the change is to whoever watches this; raises CostError if it cannot be afforded."""
         return self.event_of(change.before, change.after, None, None)
 
     def event_of(
         self, before: Document | None, after: Document | None, was: bool | None, now: bool | None
-    ) -> Event | None:
+    ) -> MatchEvent | None:
         """As `event`, from both images; whether they match may be known already."""
         if was is None:
             was = before is not None and self.whole.matches(before)
@@ -72,11 +72,11 @@ class Match(NamedTuple, Generic[S]):
     """All to whom a change is the same."""
 
     subscribers: Collection[S]
-    op: EventOp
+    op: MatchOp
     reason: str
 
 
-class Found(NamedTuple, Generic[S]):
+class MatchResult(NamedTuple, Generic[S]):
     """Whom a change concerns, and those whose predicate took too many steps to tell."""
 
     matches: list[Match[S]]
@@ -84,7 +84,7 @@ class Found(NamedTuple, Generic[S]):
     postponed: set[S]  # more than was left of this turn; not decided
 
 
-class Shared(Generic[S]):
+class SharedPredicate(Generic[S]):
     """A predicate and all who watch it: one, most of the time."""
 
     __slots__ = ("interest", "lookups", "row", "subscribers")
@@ -105,7 +105,9 @@ class Shared(Generic[S]):
         if isinstance(known, set):
             known.add(subscriber)
         elif subscriber not in known:
-            self.subscribers = (*known, subscriber) if len(known) < FEW_MAX else {*known, subscriber}
+            self.subscribers = (
+                (*known, subscriber) if len(known) < SUBSCRIBER_TUPLE_MAX else {*known, subscriber}
+            )
 
     def discard(self, subscriber: S) -> None:
         known = self.subscribers
@@ -118,12 +120,12 @@ class Shared(Generic[S]):
 class Matcher(Generic[S]):
     """Equal predicates are decided once, whoever asked for them."""
 
-    def __init__(self, scan_max: int, turn: Turn | None = None) -> None:
+    def __init__(self, scan_max: int, turn: StepBudget | None = None) -> None:
         """`turn` bounds what matching takes at once; without it only each evaluation is bounded."""
-        self.index: Index[Shared[S]] = Index(scan_max)
+        self.index: PredicateIndex[SharedPredicate[S]] = PredicateIndex(scan_max)
         self._turn = turn
-        self._by_hash: dict[bytes, Shared[S]] = {}
-        self._rows: Rows | None = None
+        self._by_hash: dict[bytes, SharedPredicate[S]] = {}
+        self._rows: ComparisonMatrix | None = None
         self.candidates = 0
         self.hits = 0
         self.fallbacks = 0  # evaluations by the library
@@ -141,7 +143,7 @@ class Matcher(Generic[S]):
         key = interest.whole.hash
         shared = self._by_hash.get(key)
         if shared is None:
-            shared = self._by_hash[key] = Shared(interest)
+            shared = self._by_hash[key] = SharedPredicate(interest)
             self.index.add(shared)
         shared.add(subscriber)
 
@@ -157,11 +159,13 @@ class Matcher(Generic[S]):
             if self._rows is not None and shared.row is not None:
                 self._rows.discard(shared.row)
 
-    def _probed(self, change: Change) -> tuple[Probed[Shared[S]], Probed[Shared[S]], list[Shared[S]]]:
+    def _probed(
+        self, change: Change
+    ) -> tuple[ProbeResult[SharedPredicate[S]], ProbeResult[SharedPredicate[S]], list[SharedPredicate[S]]]:
         """What may match the document before the change, what the one after it, and what matches both."""
-        was: Probed[Shared[S]] = Probed()
-        now: Probed[Shared[S]] = Probed()
-        both: list[Shared[S]] = []
+        was: ProbeResult[SharedPredicate[S]] = ProbeResult()
+        now: ProbeResult[SharedPredicate[S]] = ProbeResult()
+        both: list[SharedPredicate[S]] = []
         self.index.probe_both(change.before, change.after, was, now, both)
         return was, now, both
 
@@ -170,10 +174,10 @@ class Matcher(Generic[S]):
         was, now, both = self._probed(change)
         return [shared.interest for shared in (*both, *_all(was, now))]
 
-    def found(self, change: Change) -> Found[S]:
+    def found(self, change: Change) -> MatchResult[S]:
         """Every match."""
         was, now, both = self._probed(change)
-        apart: dict[Shared[S], Knowledge] = {}
+        apart: dict[SharedPredicate[S], KnownTruth] = {}
         if was.maybe or now.maybe:
             self.candidates += len(both) + len(_all(was, now))
             for probed in (was, now):
@@ -189,15 +193,15 @@ class Matcher(Generic[S]):
     def _sorted_out(
         self,
         change: Change,
-        was: set[Shared[S]],
-        now: set[Shared[S]],
-        both: list[Shared[S]],
-        apart: Mapping[Shared[S], Knowledge],
-    ) -> Found[S]:
+        was: set[SharedPredicate[S]],
+        now: set[SharedPredicate[S]],
+        both: list[SharedPredicate[S]],
+        apart: Mapping[SharedPredicate[S], KnownTruth],
+    ) -> MatchResult[S]:
         """What a change is to those who matched before it or after it, and to those who have to be asked."""
         if change.after is not None and len(change.entry.after) <= DOCUMENT_BYTES_MAX:
             self.index.sample.add(change.after)
-        told: dict[Event, list[Shared[S]]] = {}
+        told: dict[MatchEvent, list[SharedPredicate[S]]] = {}
         too_costly: set[S] = set()
         postponed: set[S] = set()
         if apart:
@@ -214,18 +218,20 @@ class Matcher(Generic[S]):
             left = "deleted" if change.after is None else "left"
             told.setdefault(("delete", left), []).extend(was - stayed)
         self.hits += sum(map(len, told.values()))
-        return Found([Match(_subscribers(who), *what) for what, who in told.items()], too_costly, postponed)
+        return MatchResult(
+            [Match(_subscribers(who), *what) for what, who in told.items()], too_costly, postponed
+        )
 
     def _decided(
         self,
         change: Change,
-        apart: Mapping[Shared[S], Knowledge],
+        apart: Mapping[SharedPredicate[S], KnownTruth],
         too_costly: set[S],
         postponed: set[S],
-    ) -> dict[Event, list[Shared[S]]]:
+    ) -> dict[MatchEvent, list[SharedPredicate[S]]]:
         """One by one."""
         before, after = change.before, change.after
-        told: dict[Event, list[Shared[S]]] = {}
+        told: dict[MatchEvent, list[SharedPredicate[S]]] = {}
         for shared, (was, now) in apart.items():
             interest = shared.interest
             self.fallbacks += interest.whole.fallback
@@ -233,10 +239,10 @@ class Matcher(Generic[S]):
             spent = turn.allow() if turn is not None else 0
             try:
                 event = interest.event_of(before, after, was, now)
-            except CostError:
+            except CostExceededError:
                 too_costly.update(shared.subscribers)
                 continue
-            except PostponedError:
+            except EvaluationPostponedError:
                 postponed.update(shared.subscribers)
                 continue
             finally:
@@ -248,29 +254,29 @@ class Matcher(Generic[S]):
 
     # -- many at once ----------------------------------------------------------------------------------
 
-    def matches_of(self, changes: Sequence[Change]) -> list[Found[S]]:
+    def matches_of(self, changes: Sequence[Change]) -> list[MatchResult[S]]:
         """As `found`, for several changes: most of it is decided in arrays, where there are any."""
-        if len(changes) <= BATCH_MIN or not has_arrays():
+        if len(changes) <= BATCH_MIN or not has_numpy():
             return [self.found(change) for change in changes]
         if self._rows is None or self._rows.texts > 2 * len(self._by_hash) + TEXTS_SPARE:
             # Anew: texts that nobody compares with any more are forgotten.
-            self._rows = Rows()
+            self._rows = ComparisonMatrix()
             for shared in self._by_hash.values():
                 shared.row = None
         return self._together(self._rows, changes)
 
-    def _together(self, rows: Rows, changes: Sequence[Change]) -> list[Found[S]]:
+    def _together(self, rows: ComparisonMatrix, changes: Sequence[Change]) -> list[MatchResult[S]]:
         documents: list[dict[str, Any]] = []  # two for each change
-        asked: list[Shared[S]] = []  # those with a row
+        asked: list[SharedPredicate[S]] = []  # those with a row
         asked_rows: list[int] = []
         asked_on: list[int] = []  # the document to decide it on
-        hits: list[set[Shared[S]]] = []  # of each document
-        stayed: list[list[Shared[S]]] = []  # of each change: those that match both of its documents
-        apart: list[dict[Shared[S], Knowledge]] = []  # those that have no row
+        hits: list[set[SharedPredicate[S]]] = []  # of each document
+        stayed: list[list[SharedPredicate[S]]] = []  # of each change: those that match both of its documents
+        apart: list[dict[SharedPredicate[S], KnownTruth]] = []  # those that have no row
         for change in changes:
             was, now, both = self._probed(change)
             self.candidates += len(both) + len(_all(was, now))
-            alone: dict[Shared[S], Knowledge] = {}
+            alone: dict[SharedPredicate[S], KnownTruth] = {}
             for image, probed in ((change.before, was), (change.after, now)):
                 for shared in probed.maybe:
                     if shared.lookups == EITHER:
@@ -293,22 +299,24 @@ class Matcher(Generic[S]):
         return [self._sorted_out(*one) for one in sides]
 
 
-def _all(was: Probed[Shared[S]], now: Probed[Shared[S]]) -> set[Shared[S]]:
+def _all(
+    was: ProbeResult[SharedPredicate[S]], now: ProbeResult[SharedPredicate[S]]
+) -> set[SharedPredicate[S]]:
     return was.sure | was.maybe | now.sure | now.maybe
 
 
-def _known(shared: Shared[S], found: Probed[Shared[S]]) -> bool | None:
+def _known(shared: SharedPredicate[S], found: ProbeResult[SharedPredicate[S]]) -> bool | None:
     """Whether it matches, as far as looking it up tells; what was not found does not."""
     return None if shared in found.maybe else shared in found.sure
 
 
-def _subscribers(who: list[Shared[S]]) -> Collection[S]:
+def _subscribers(who: list[SharedPredicate[S]]) -> Collection[S]:
     if len(who) == 1:
         return who[0].subscribers
     return [subscriber for shared in who for subscriber in shared.subscribers]
 
 
-def _given_row(rows: Rows, shared: Shared[Any]) -> int:
+def _given_row(rows: ComparisonMatrix, shared: SharedPredicate[Any]) -> int:
     """A row can tell the reasons apart no better than looking up."""
     interest = shared.interest
     if interest.rule is not None or not interest.whole.is_plain:

@@ -8,26 +8,28 @@ from typing import Final
 
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.watch.collection import NATIVE, Collection
-from tailrace.watch.maintenance import Care
+from tailrace.watch.maintenance import Maintenance
 from tailrace.watch.realtime.gateway import Gateway
-from tailrace.watch.sources.source_ingest import OPS
-from tailrace.watch.tally import Labels
+from tailrace.watch.sources.source_ingest import CHANGE_OPS
+from tailrace.watch.tally import MetricLabels
 
 STATES: Final = ("live", "loading", "lagging", "stale")
 
 
-Row = tuple[list[str], float]
+MetricRow = tuple[list[str], float]
 
 
-def connect(telemetry: ServerMetrics, gateway: Gateway, care: Care, *, partitions: bool) -> None:
-    _Collections(gateway, partitions).connect(telemetry)
-    _connect_matching(telemetry, gateway)
-    _connect_gateway(telemetry, gateway)
+def register_metrics(
+    telemetry: ServerMetrics, gateway: Gateway, care: Maintenance, *, partitions: bool
+) -> None:
+    _CollectionMetrics(gateway, partitions).connect(telemetry)
+    _register_matching(telemetry, gateway)
+    _register_gateway(telemetry, gateway)
     telemetry.watch_purged_tombstones.read = lambda: care.purged
     telemetry.watch_published_views.read = lambda: care.views.published
 
 
-class _Collections:
+class _CollectionMetrics:
     """What is counted for each collection, or for all those together that have no labels of their own."""
 
     def __init__(self, gateway: Gateway, partitions: bool) -> None:
@@ -58,26 +60,26 @@ class _Collections:
             lambda one: None if one.config.source == NATIVE else objectives.lag_changes(one)
         )
 
-    def _highest(self, measured: Callable[[Collection], float | None]) -> list[Row]:
+    def _highest(self, measured: Callable[[Collection], float | None]) -> list[MetricRow]:
         """Of each that can be measured; of those that share labels, the highest."""
-        found: dict[Labels, float] = {}
+        found: dict[MetricLabels, float] = {}
         for collection in self._book.collections():
             if (value := measured(collection)) is not None:
                 labels = self._tallies.of(collection).labels
                 found[labels] = max(value, found.get(labels, 0))
         return [([*labels], value) for labels, value in found.items()]
 
-    def _changes(self) -> Iterator[Row]:
+    def _changes(self) -> Iterator[MetricRow]:
         for tally in self._tallies.all():
-            counts = {(op, 0): 0 for op in OPS} | tally.changes
+            counts = {(op, 0): 0 for op in CHANGE_OPS} | tally.changes
             if not self._partitions:
-                for op in OPS:
+                for op in CHANGE_OPS:
                     yield [*tally.labels, op], sum(n for (held, _), n in counts.items() if held == op)
                 continue
             for (op, partition), count in sorted(counts.items()):
                 yield [*tally.labels, op, str(partition)], count
 
-    def _lags(self) -> Iterator[Row]:
+    def _lags(self) -> Iterator[MetricRow]:
         found: Counter[tuple[str, ...]] = Counter()
         for collection in self._book.collections():
             labels = self._tallies.of(collection).labels
@@ -85,7 +87,7 @@ class _Collections:
                 found[(*labels, str(partition)) if self._partitions else labels] += lag
         return (([*key], count) for key, count in found.items())
 
-    def _states(self) -> Iterator[Row]:
+    def _states(self) -> Iterator[MetricRow]:
         found: Counter[tuple[str, ...]] = Counter()
         for collection in self._book.collections():
             labels, state = self._tallies.of(collection).labels, collection.shown_state
@@ -96,8 +98,8 @@ class _Collections:
         return (([*key], count) for key, count in found.items())
 
 
-def _connect_matching(telemetry: ServerMetrics, gateway: Gateway) -> None:
-    def each(measured: Callable[[tuple[int, int, int]], float]) -> Callable[[], list[Row]]:
+def _register_matching(telemetry: ServerMetrics, gateway: Gateway) -> None:
+    def each(measured: Callable[[tuple[int, int, int]], float]) -> Callable[[], list[MetricRow]]:
         return lambda: [([*labels], measured(counts)) for labels, counts in gateway.matched().items()]
 
     telemetry.watch_match_candidates.each = each(lambda counts: counts[0])
@@ -112,7 +114,7 @@ def _connect_matching(telemetry: ServerMetrics, gateway: Gateway) -> None:
     telemetry.watch_scan_list_predicates.each = lambda: _scanned(gateway)
 
 
-def _connect_gateway(telemetry: ServerMetrics, gateway: Gateway) -> None:
+def _register_gateway(telemetry: ServerMetrics, gateway: Gateway) -> None:
     telemetry.watch_connections.each = lambda: _transports(gateway)
     telemetry.watch_subscriptions.each = gateway.states
     telemetry.watch_deliveries.each = lambda: [([op], count) for op, count in gateway.deliveries.items()]
@@ -135,7 +137,7 @@ def _connect_gateway(telemetry: ServerMetrics, gateway: Gateway) -> None:
     telemetry.watch_audit_dropped.read = lambda: gateway.audit.dropped
 
 
-def _kinds(gateway: Gateway) -> list[Row]:
+def _kinds(gateway: Gateway) -> list[MetricRow]:
     counts: Counter[tuple[str, str, str]] = Counter()
     for watched in gateway.all_watched():
         for kind, count in watched.matcher.index.kinds.items():
@@ -143,8 +145,8 @@ def _kinds(gateway: Gateway) -> list[Row]:
     return [([*key], count) for key, count in sorted(counts.items())]
 
 
-def _scanned(gateway: Gateway) -> list[Row]:
-    counts: Counter[Labels] = Counter()
+def _scanned(gateway: Gateway) -> list[MetricRow]:
+    counts: Counter[MetricLabels] = Counter()
     for watched in gateway.all_watched():
         counts[watched.tally.labels] += len(watched.matcher.index.scan)
     return [([*labels], count) for labels, count in counts.items()]

@@ -13,8 +13,8 @@ DATABASE_DEFAULT: Final = "default"
 PATH_BYTES_MAX: Final = 1024
 SEGMENTS_MAX: Final = 16
 PARTITIONS_MAX: Final = 256
-CHANGES: Final = "__changes__/"
-COLLECTIONS: Final = "__collections__/"
+CHANGES_PREFIX: Final = "__changes__/"
+COLLECTIONS_PREFIX: Final = "__collections__/"
 
 _DATABASE: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}\Z")
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
@@ -43,7 +43,7 @@ def check_collection(path: str) -> str:
     return path
 
 
-def split_document(path: str) -> DocumentPath:
+def split_document_path(path: str) -> DocumentPath:
     """The path of a document: its collection, and its id."""
     segments = _segments(path)
     if len(segments) % 2:
@@ -68,16 +68,16 @@ def _segments(path: str) -> list[str]:
     return segments
 
 
-def partition_of(key: str, partitions: int) -> int:
+def partition_for_key(key: str, partitions: int) -> int:
     return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogatepass")) % partitions
 
 
-def stream_of(database: str, collection: str, partition: int) -> str:
-    return f"{CHANGES}{database}/{collection}/{partition}"
+def change_stream_name(database: str, collection: str, partition: int) -> str:
+    return f"{CHANGES_PREFIX}{database}/{collection}/{partition}"
 
 
-def collections_of(database: str) -> str:
-    return f"{COLLECTIONS}{database}"
+def collections_stream_name(database: str) -> str:
+    return f"{COLLECTIONS_PREFIX}{database}"
 
 
 class PartitionPatterns:

@@ -16,10 +16,27 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
-from tailrace.watch.cel import Program
-from tailrace.watch.evaluation_cost import METER, CostError, LibraryCost
-from tailrace.watch.lower import MISSING, NotLoweredError, Truth, conjunction, getter, is_metered, truth
-from tailrace.watch.syntax import Call, Const, Node, Select, constant, flatten, path_of, text
+from tailrace.watch.cel import CelProgram
+from tailrace.watch.evaluation_cost import METER, CostExceededError, LibraryCostBound
+from tailrace.watch.lower import (
+    MISSING,
+    NotCompilableError,
+    TruthFunction,
+    compile_conjunction,
+    compile_truth,
+    field_getter,
+    is_metered,
+)
+from tailrace.watch.syntax import (
+    Call,
+    Const,
+    Node,
+    Select,
+    as_constant,
+    canonical_text,
+    field_path,
+    flatten_operands,
+)
 
 # Moves when the meaning of expressions does; part of every hash of a query.
 SEMANTICS: Final = "1"
@@ -29,11 +46,11 @@ BRANCHES_MAX: Final = 8
 EXACT_BELOW: Final = 2**53
 
 ConditionKind = Literal["equal", "among", "range", "prefix", "contains", "has"]
-Path = tuple[str, ...]
+FieldPath = tuple[str, ...]
 UNDECIDED: Final = -1
 EITHER: Final = -2
 # Both are looked up in one table.
-TABLES: Final = {"among": "equal"}
+LOOKUP_TABLES: Final = {"among": "equal"}
 _BELOW: Final = float("-inf")
 _ABOVE: Final = float("inf")
 WITHOUT_LOW, WITHOUT_HIGH = 1, 2
@@ -63,12 +80,12 @@ class Condition(NamedTuple):
     """
 
     kind: ConditionKind
-    path: Path
+    path: FieldPath
     value: Any = None
     exact: bool = False
 
 
-def class_of(value: Any) -> Any:
+def equality_class(value: Any) -> Any:
     """Equal values of the language have equal classes, and can be keys of a dictionary."""
     kind: type[Any] = type(value)
     if kind is bool:
@@ -83,27 +100,27 @@ def class_of(value: Any) -> Any:
 
 
 @lru_cache(4096)
-def _shared_path(path: Path) -> Path:
+def _intern_path(path: FieldPath) -> FieldPath:
     """One for all who name the field."""
     return tuple(map(sys.intern, path))
 
 
 @lru_cache(4096)
-def _shared(condition: Condition) -> Condition:
+def _intern_condition(condition: Condition) -> Condition:
     """Many ask for the same."""
     return condition
 
 
-def conditions_of(node: Node) -> tuple[Condition, ...]:
+def extract_conditions(node: Node) -> tuple[Condition, ...]:
     """What every matching document satisfies, as far as an index understands it."""
-    return _merged(_taken(node)[0])
+    return _merge_conditions(_split_conjuncts(node)[0])
 
 
-def _taken(node: Node) -> tuple[list[Condition], list[Node]]:
+def _split_conjuncts(node: Node) -> tuple[list[Condition], list[Node]]:
     """The conditions of an expression, and those of its conjuncts that they do not decide."""
     conditions: list[Condition] = []
     rest: list[Node] = []
-    for part in flatten(node, "_&&_"):
+    for part in flatten_operands(node, "_&&_"):
         condition = _condition(part)
         if condition is not None:
             conditions.append(condition)
@@ -112,20 +129,25 @@ def _taken(node: Node) -> tuple[list[Condition], list[Node]]:
     return conditions, rest
 
 
-def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
+def _merge_conditions(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
     """Each once, and one range for each field."""
     found: dict[Condition, None] = {}
-    ranges: dict[Path, Range] = {}
+    ranges: dict[FieldPath, Range] = {}
     for condition in conditions:
         if condition.kind == "range" and condition.exact:
             known = ranges.get(condition.path)
-            ranges[condition.path] = condition.value if known is None else _both(known, condition.value)
+            ranges[condition.path] = (
+                condition.value if known is None else _intersect_ranges(known, condition.value)
+            )
         else:
-            found[_shared(condition)] = None
-    return (*found, *(_shared(Condition("range", path, value, exact=True)) for path, value in ranges.items()))
+            found[_intern_condition(condition)] = None
+    return (
+        *found,
+        *(_intern_condition(Condition("range", path, value, exact=True)) for path, value in ranges.items()),
+    )
 
 
-def _both(one: Range, other: Range) -> Range:
+def _intersect_ranges(one: Range, other: Range) -> Range:
     """What is in both of two ranges."""
     low, high = max(one.low, other.low), min(one.high, other.high)
     ends = 0
@@ -137,30 +159,30 @@ def _both(one: Range, other: Range) -> Range:
 
 def _condition(node: Node) -> Condition | None:
     if isinstance(node, Select):
-        path = path_of(Select(node.operand, node.field))
+        path = field_path(Select(node.operand, node.field))
         if path is None:
             return None
-        path = _shared_path(path)
+        path = _intern_path(path)
         if node.test:
             return Condition("has", path, exact=True)
         return Condition("equal", path, ("b", True), exact=True)
     if not isinstance(node, Call):
         return None
     if node.function == "!_":
-        path = path_of(node.args[0])
-        return None if path is None else Condition("equal", _shared_path(path), ("b", False), exact=True)
+        path = field_path(node.args[0])
+        return None if path is None else Condition("equal", _intern_path(path), ("b", False), exact=True)
     if len(node.args) != 2:
         return None
     function, (left, right) = node.function, node.args
     if function in _SWAPPED and isinstance(left, Const):
         function, left, right = _SWAPPED[function], right, left
-    path, literal = path_of(left), constant(right)
+    path, literal = field_path(left), as_constant(right)
     if path is not None and literal is not None and literal.kind == "json":
-        return _of_field(function, _shared_path(path), literal.value)
-    path, literal = path_of(right), constant(left)
+        return _field_condition(function, _intern_path(path), literal.value)
+    path, literal = field_path(right), as_constant(left)
     if function == "@in" and path is not None and literal is not None and literal.kind == "json":
-        element = class_of(literal.value)
-        return None if element is None else Condition("contains", _shared_path(path), element)
+        element = equality_class(literal.value)
+        return None if element is None else Condition("contains", _intern_path(path), element)
     return None
 
 
@@ -169,12 +191,12 @@ _UPPER: Final = frozenset(("_<_", "_<=_"))
 _ENDS: Final = {"_<_": WITHOUT_HIGH, "_<=_": 0, "_>_": WITHOUT_LOW, "_>=_": 0}
 
 
-def _of_field(function: str, path: Path, value: Any) -> Condition | None:
+def _field_condition(function: str, path: FieldPath, value: Any) -> Condition | None:
     kind: type[Any] = type(value)
     is_number = kind is int or kind is float
     exact = not is_number or abs(value) < EXACT_BELOW
     if function == "_==_":
-        wanted = class_of(value)
+        wanted = equality_class(value)
         return Condition("has", path) if wanted is None else Condition("equal", path, wanted, exact)
     if function in _ENDS:
         if not is_number:
@@ -183,7 +205,7 @@ def _of_field(function: str, path: Path, value: Any) -> Condition | None:
         between = Range(_BELOW, bound, ends) if function in _UPPER else Range(bound, _ABOVE, ends)
         return Condition("range", path, between, exact)
     if function == "@in" and kind is list:
-        classes = [class_of(item) for item in value]
+        classes = [equality_class(item) for item in value]
         if len(classes) > IN_MAX or None in classes:
             return Condition("has", path)
         texts = all(type(item) is str for item in value)
@@ -195,10 +217,10 @@ def _of_field(function: str, path: Path, value: Any) -> Condition | None:
     return None
 
 
-def holds_on(condition: Condition, doc: Any) -> bool:
+def condition_holds(condition: Condition, doc: Any) -> bool:
     """Whether an exact condition is true on a document."""
     kind, path, wanted, _ = condition
-    found = doc.get(path[0], MISSING) if len(path) == 1 else getter(path)(doc)
+    found = doc.get(path[0], MISSING) if len(path) == 1 else field_getter(path)(doc)
     is_a = type(found)
     if kind == "equal":
         if type(wanted) is str:
@@ -220,17 +242,19 @@ def holds_on(condition: Condition, doc: Any) -> bool:
     return found is not MISSING
 
 
-class Part(NamedTuple):
+class PredicatePart(NamedTuple):
     """A piece of a predicate, with the library's program if it came as text."""
 
     node: Node
-    program: Program | None = None
+    program: CelProgram | None = None
     variables: dict[str, Any] | None = None  # beside the document
 
 
-def canonical(parts: Sequence[Part], documents: frozenset[str] | None = None) -> str:
+def canonical_predicate(parts: Sequence[PredicatePart], documents: frozenset[str] | None = None) -> str:
     """Texts that are equal mean the same on every document."""
-    conjuncts = sorted({text(piece) for part in parts for piece in flatten(part.node, "_&&_")})
+    conjuncts = sorted(
+        {canonical_text(piece) for part in parts for piece in flatten_operands(part.node, "_&&_")}
+    )
     named = "" if documents is None else f"documents{sorted(documents)}"
     return f"{named}{' && '.join(conjuncts)}"
 
@@ -240,41 +264,43 @@ class Predicate:
 
     __slots__ = ("_rest", "_tests", "branches", "fallback", "hash", "is_metered", "lookups")
 
-    def __init__(self, parts: Sequence[Part], documents: frozenset[str] | None = None) -> None:
-        meaning = f"{SEMANTICS}\n{canonical(parts, documents)}"
+    def __init__(self, parts: Sequence[PredicatePart], documents: frozenset[str] | None = None) -> None:
+        meaning = f"{SEMANTICS}\n{canonical_predicate(parts, documents)}"
         self.hash = hashlib.sha256(meaning.encode("utf-8", "surrogatepass")).digest()
         self.fallback = False
         self.is_metered = False  # whether deciding it may charge anything
         conditions: list[Condition] = []
-        truths: list[Truth] = []
+        truths: list[TruthFunction] = []
         for part in parts:
-            taken, rest = _taken(part.node)
+            taken, rest = _split_conjuncts(part.node)
             conditions += taken
             truths += self._truths(part, rest)
         if documents is not None:
             conditions.append(Condition("among", ("id",), tuple(sorted(documents)), exact=True))
-        known = _merged(conditions)
+        known = _merge_conditions(conditions)
         exact = tuple(one for one in known if one.exact)
         self._tests: tuple[Condition, ...] = known if len(exact) == len(known) else exact
-        rest = conjunction(truths) if truths else None
-        self._rest: Truth | None = _metered(rest) if rest is not None and self.is_metered else rest
+        rest = compile_conjunction(truths) if truths else None
+        self._rest: TruthFunction | None = (
+            _with_step_budget(rest) if rest is not None and self.is_metered else rest
+        )
         # What the index files it under: one list of conjuncts, or one for each branch of an OR.
         self.branches: tuple[tuple[Condition, ...], ...] = (known,) if known else _branches(parts)
         # It is true where so many of its conjuncts were looked up: there is nothing else to decide.
         # One that is `EITHER` is true wherever it is found at all.
         self.lookups = _lookups(known) if self.is_plain or not parts else UNDECIDED
-        if len(self.branches) > 1 and _is_either(parts):
+        if len(self.branches) > 1 and _is_disjunction(parts):
             self.lookups = EITHER
 
-    def _truths(self, part: Part, rest: list[Node]) -> list[Truth]:
+    def _truths(self, part: PredicatePart, rest: list[Node]) -> list[TruthFunction]:
         """What is left to decide of a part, if anything is."""
         try:
-            found = [truth(node) for node in rest]
-        except NotLoweredError:
+            found = [compile_truth(node) for node in rest]
+        except NotCompilableError:
             self.fallback = self.is_metered = True
-            found = [_by_library(part)]
+            found = [_library_truth(part)]
         self.is_metered = self.is_metered or any(map(is_metered, rest))
-        return found if part.variables is None else [_denying(holds) for holds in found]
+        return found if part.variables is None else [_deny_on_cost(holds) for holds in found]
 
     @property
     def is_plain(self) -> bool:
@@ -284,7 +310,7 @@ class Predicate:
     def matches(self, doc: Any) -> bool:
         # Equalities come first, and what is decided was mostly found by one: the others say no sooner.
         for condition in reversed(self._tests):
-            if not holds_on(condition, doc):
+            if not condition_holds(condition, doc):
                 return False
         rest = self._rest
         return rest is None or rest(doc)
@@ -292,31 +318,31 @@ class Predicate:
 
 def _lookups(conditions: Sequence[Condition]) -> int:
     """How often an index looks for these, if it looks for each of them."""
-    places = {(TABLES.get(one.kind, one.kind), one.path) for one in conditions}
+    places = {(LOOKUP_TABLES.get(one.kind, one.kind), one.path) for one in conditions}
     return len(conditions) if len(places) == len(conditions) else UNDECIDED
 
 
-def _is_either(parts: Sequence[Part]) -> bool:
+def _is_disjunction(parts: Sequence[PredicatePart]) -> bool:
     """Whether it says that one of several comparisons holds, each of which a look-up decides, and no more."""
-    if len(parts) != 1 or parts[0].variables is not None or len(flatten(parts[0].node, "_&&_")) != 1:
+    if len(parts) != 1 or parts[0].variables is not None or len(flatten_operands(parts[0].node, "_&&_")) != 1:
         return False
-    for branch in flatten(parts[0].node, "_||_"):
-        taken, rest = _taken(branch)
-        if rest or len(_merged(taken)) != 1:
+    for branch in flatten_operands(parts[0].node, "_||_"):
+        taken, rest = _split_conjuncts(branch)
+        if rest or len(_merge_conditions(taken)) != 1:
             return False
     return True
 
 
-def _branches(parts: Sequence[Part]) -> tuple[tuple[Condition, ...], ...]:
+def _branches(parts: Sequence[PredicatePart]) -> tuple[tuple[Condition, ...], ...]:
     for part in parts:
-        for piece in flatten(part.node, "_&&_"):
-            branches = tuple(conditions_of(branch) for branch in flatten(piece, "_||_"))
+        for piece in flatten_operands(part.node, "_&&_"):
+            branches = tuple(extract_conditions(branch) for branch in flatten_operands(piece, "_||_"))
             if 1 < len(branches) <= BRANCHES_MAX and all(branches):
                 return branches
     return ()
 
 
-def _denying(holds: Truth) -> Truth:
+def _deny_on_cost(holds: TruthFunction) -> TruthFunction:
     """A rule that takes too many steps says no; a query that does has no result at all.
 
     A rule has a budget of its own: what may be read does not depend on what else is asked for.
@@ -327,7 +353,7 @@ def _denying(holds: Truth) -> Truth:
         METER.begin()
         try:
             return holds(doc)
-        except CostError:
+        except CostExceededError:
             return False
         finally:
             METER.left = left
@@ -335,13 +361,13 @@ def _denying(holds: Truth) -> Truth:
     return allows
 
 
-def _by_library(part: Part) -> Truth:
-    program, variables, cost = part.program, part.variables or {}, LibraryCost(part.node)
+def _library_truth(part: PredicatePart) -> TruthFunction:
+    program, variables, cost = part.program, part.variables or {}, LibraryCostBound(part.node)
     assert program is not None, "what cannot be lowered came as text"
     return lambda doc: program.holds(doc=cost.charge(doc, variables), **variables)
 
 
-def _metered(holds: Truth) -> Truth:
+def _with_step_budget(holds: TruthFunction) -> TruthFunction:
     """With a budget for this evaluation alone."""
 
     def decided(doc: Any) -> bool:

@@ -21,21 +21,21 @@ from tailrace.storage.object_store.interface import (
     open_object_store,
 )
 from tailrace.watch import view_files
-from tailrace.watch.book import Book
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import Collection
-from tailrace.watch.view import Purged, reading
-from tailrace.watch.view_files import BadViewError, Head
+from tailrace.watch.view import PurgedTombstones, open_snapshot
+from tailrace.watch.view_files import InvalidViewError, PublishedViewHead
 
 logger = logging.getLogger("tailrace.watch")
 
 SEAL_S_MAX: Final = 600.0  # after that the view is given up, and made again when its time has come
-SEAL_LOOK_S: Final = 0.5
+SEAL_POLL_S: Final = 0.5
 
 
 class PublishedViews:
     """Owned by the loop thread; reading, packing and unpacking happen on others."""
 
-    def __init__(self, context: Context, book: Book) -> None:
+    def __init__(self, context: Context, book: CollectionRegistry) -> None:
         self._context = context
         self._book = book
         self._objects: ObjectStore | None = None
@@ -54,7 +54,7 @@ class PublishedViews:
         return self._objects
 
     def _folder(self, collection: Collection) -> str:
-        return view_files.folder_of(collection.database, collection.name, collection.config.generation)
+        return view_files.view_folder(collection.database, collection.name, collection.config.generation)
 
     # -- publishing ------------------------------------------------------------------------------------
 
@@ -90,16 +90,16 @@ class PublishedViews:
             await self._drop(folder, found[0].parts)
         return True
 
-    def _is_fresh(self, head: Head, collection: Collection) -> bool:
+    def _is_fresh(self, head: PublishedViewHead, collection: Collection) -> bool:
         now_ms = self._context.clock.now_ns() // 1_000_000
         young = now_ms - head.at_ms < self._context.limits.watch_view_ms
         return (young and head.at_ms > collection.published_ms) or head.positions == collection.applied
 
-    def _know(self, collection: Collection, head: Head) -> None:
+    def _know(self, collection: Collection, head: PublishedViewHead) -> None:
         if len(head.positions) == collection.config.partitions:
             collection.base, collection.published_ms = list(head.positions), head.at_ms
 
-    async def _write_parts(self, collection: Collection, folder: str, number: int) -> Head:
+    async def _write_parts(self, collection: Collection, folder: str, number: int) -> PublishedViewHead:
         """One part at a time: packed on a thread, uploaded, let go."""
         store, loop = self._store(), self._context.loop
         at_ms = self._context.clock.now_ns() // 1_000_000
@@ -110,11 +110,11 @@ class PublishedViews:
         def hand_over(part: bytes | None) -> None:
             asyncio.run_coroutine_threadsafe(packed.put(part), loop).result()
 
-        def pack() -> tuple[list[int], list[Purged], int]:
+        def pack() -> tuple[list[int], list[PurgedTombstones], int]:
             rows = 0
             try:
-                with reading(path) as moment:
-                    for part in view_files.parts_of(moment, view_number):
+                with open_snapshot(path) as moment:
+                    for part in view_files.view_parts(moment, view_number):
                         rows += len(part)
                         hand_over(view_files.encode_part(part))
                     return (
@@ -139,7 +139,7 @@ class PublishedViews:
             await self._drop(folder, parts)
             raise
         positions, purged, rows = await work
-        return Head(
+        return PublishedViewHead(
             database=collection.database,
             collection=collection.name,
             generation=collection.config.generation,
@@ -170,7 +170,7 @@ class PublishedViews:
                         self.seal_soon(stream.number)
             if not waiting:
                 return True
-            await asyncio.sleep(SEAL_LOOK_S)
+            await asyncio.sleep(SEAL_POLL_S)
         return False
 
     async def _drop(self, folder: str, parts: list[str]) -> None:
@@ -190,13 +190,13 @@ class PublishedViews:
         except ObjectStoreError as error:
             logger.warning("the view of %s is left on the object store: %s", collection.name, error)
 
-    async def _head(self, collection: Collection) -> tuple[Head, str] | None:
+    async def _head(self, collection: Collection) -> tuple[PublishedViewHead, str] | None:
         try:
             raw, etag = await self._store().get(view_files.head_key(self._folder(collection)))
             return view_files.decode_head(raw), etag
         except ObjectMissingError:
             return None
-        except BadViewError as error:
+        except InvalidViewError as error:
             logger.error("the published view of %s is not used: %s", collection.name, error)
             return None
 
@@ -221,7 +221,7 @@ class PublishedViews:
                 for partition, purged in enumerate(head.purged):
                     if purged.version:
                         view.note_purged(number, partition, purged)
-        except (ObjectStoreError, BadViewError) as error:
+        except (ObjectStoreError, InvalidViewError) as error:
             logger.error("the published view of %s cannot be used: %s", collection.name, error)
             self._book.empty(collection)
             return False
@@ -230,7 +230,7 @@ class PublishedViews:
         self._know(collection, head)
         return True
 
-    def _fits(self, collection: Collection, head: Head) -> bool:
+    def _fits(self, collection: Collection, head: PublishedViewHead) -> bool:
         if len(head.positions) != collection.config.partitions:
             return False
         book = self._book

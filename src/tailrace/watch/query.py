@@ -7,9 +7,9 @@ from typing import Any, Final, NamedTuple, cast
 
 from tailrace.common.errors import TailraceError
 from tailrace.watch import names
-from tailrace.watch.cel import ITEMS_MAX, STRING_BYTES_MAX, compile_text, invalid, too_complex
+from tailrace.watch.cel import ITEMS_MAX, STRING_BYTES_MAX, compile_cel, invalid_query, query_too_complex
 from tailrace.watch.document import INT_MAX, INT_MIN
-from tailrace.watch.predicate import Part, Path
+from tailrace.watch.predicate import FieldPath, PredicatePart
 from tailrace.watch.syntax import Call, Const, Node, path_node
 
 FILTERS_MAX: Final = 32
@@ -32,8 +32,8 @@ _MEMBERS: Final = frozenset({"collection", "filters", "where", "documents", "ord
 _ONE_SHOT: Final = frozenset({"limit", "cursor", "startAfter"})
 
 
-class Order(NamedTuple):
-    path: Path
+class OrderBy(NamedTuple):
+    path: FieldPath
     descending: bool
 
 
@@ -41,9 +41,9 @@ class Query(NamedTuple):
     """What was asked for, checked."""
 
     collection: str
-    parts: tuple[Part, ...]
+    parts: tuple[PredicatePart, ...]
     documents: frozenset[str] | None
-    order: tuple[Order, ...]
+    order: tuple[OrderBy, ...]
     limit: int
     cursor: str | None
 
@@ -51,29 +51,29 @@ class Query(NamedTuple):
 def read_query(given: object, *, live: bool) -> Query:
     """A query object; a live one cannot be cut short, since a cut set could not be kept right."""
     if not isinstance(given, dict):
-        raise invalid("a query is an object")
+        raise invalid_query("a query is an object")
     query = cast("dict[str, Any]", given)
     for member in query:
         if member in _ONE_SHOT and (live or member == "startAfter"):
             raise TailraceError("unsupported_query", f"{member!r} is not possible here")
         if member not in _MEMBERS and member not in _ONE_SHOT:
-            raise invalid(f"unknown member {member!r}")
+            raise invalid_query(f"unknown member {member!r}")
     collection = query.get("collection")
     if not isinstance(collection, str):
-        raise invalid("a query names its collection")
-    parts = [Part(node) for node in _filters(query.get("filters"))]
+        raise invalid_query("a query names its collection")
+    parts = [PredicatePart(node) for node in _filters(query.get("filters"))]
     where = query.get("where")
     if where is not None:
         if not isinstance(where, str):
-            raise invalid("where is a text")
+            raise invalid_query("where is a text")
         if where.strip():
-            parts.append(Part(*compile_text(where)))
+            parts.append(PredicatePart(*compile_cel(where)))
     limit = query.get("limit", LIMIT_DEFAULT)
     if type(limit) is not int or not 1 <= limit <= LIMIT_MAX:
-        raise invalid(f"limit is a number from 1 to {LIMIT_MAX}")
+        raise invalid_query(f"limit is a number from 1 to {LIMIT_MAX}")
     cursor = query.get("cursor")
     if cursor is not None and not isinstance(cursor, str):
-        raise invalid("cursor is what an answer before gave")
+        raise invalid_query("cursor is what an answer before gave")
     return Query(
         names.check_collection(collection),
         tuple(parts),
@@ -88,19 +88,19 @@ def _filters(given: object) -> list[Node]:
     if given is None:
         return []
     if not isinstance(given, list):
-        raise invalid("filters is a list")
+        raise invalid_query("filters is a list")
     filters = cast("list[object]", given)
     if len(filters) > FILTERS_MAX:
-        raise too_complex(f"there are at most {FILTERS_MAX} filters")
+        raise query_too_complex(f"there are at most {FILTERS_MAX} filters")
     return [_filter(item, place) for place, item in enumerate(filters)]
 
 
 def _filter(given: object, place: int) -> Node:
     if not isinstance(given, dict):
-        raise invalid(f"filter {place}: it is an object")
+        raise invalid_query(f"filter {place}: it is an object")
     members = cast("dict[str, Any]", given)
     if not set(members) <= {"field", "fieldPath", "op", "value"} or "value" not in members:
-        raise invalid(f"filter {place}: it has field or fieldPath, op and value")
+        raise invalid_query(f"filter {place}: it has field or fieldPath, op and value")
     node = path_node(_path(members, f"filter {place}"))
     op, value = members.get("op"), members["value"]
     if op == "contains":
@@ -108,13 +108,13 @@ def _filter(given: object, place: int) -> Node:
         return Call("@in", (Const(_number(value)), node))
     function = _OPERATORS.get(op) if isinstance(op, str) else None
     if function is None:
-        raise invalid(f"filter {place}: op is one of {', '.join(_OPERATORS)}, contains")
+        raise invalid_query(f"filter {place}: op is one of {', '.join(_OPERATORS)}, contains")
     if op == "in":
         if not isinstance(value, list):
-            raise invalid(f"filter {place}: the value of in is a list")
+            raise invalid_query(f"filter {place}: the value of in is a list")
         values = cast("list[Any]", value)
         if len(values) > ITEMS_MAX:
-            raise too_complex(f"filter {place}: in takes at most {ITEMS_MAX} values")
+            raise query_too_complex(f"filter {place}: in takes at most {ITEMS_MAX} values")
         for item in values:
             _check_value(item, place)
         return Call(function, (node, Const([_number(item) for item in values])))
@@ -128,23 +128,23 @@ def _number(value: Any) -> Any:
 
 def _check_value(value: Any, place: int) -> None:
     if value is not None and type(value) not in (bool, int, float, str):
-        raise invalid(f"filter {place}: a value is null, a truth value, a number or a text")
+        raise invalid_query(f"filter {place}: a value is null, a truth value, a number or a text")
     if type(value) is float and not math.isfinite(value):
-        raise invalid(f"filter {place}: a number is out of range")
+        raise invalid_query(f"filter {place}: a number is out of range")
     if type(value) is str and len(value.encode("utf-8", "surrogatepass")) > STRING_BYTES_MAX:
-        raise too_complex(f"filter {place}: a text has at most {STRING_BYTES_MAX} bytes")
+        raise query_too_complex(f"filter {place}: a text has at most {STRING_BYTES_MAX} bytes")
 
 
-def _path(members: dict[str, Any], where: str) -> Path:
+def _path(members: dict[str, Any], where: str) -> FieldPath:
     field, listed = members.get("field"), members.get("fieldPath")
     if isinstance(field, str) and listed is None:
         path: list[Any] = list(field.split("."))
     elif isinstance(listed, list) and field is None:
         path = cast("list[Any]", listed)
     else:
-        raise invalid(f"{where}: it has a field, or a fieldPath")
+        raise invalid_query(f"{where}: it has a field, or a fieldPath")
     if not 1 <= len(path) <= PATH_NAMES_MAX or not all(isinstance(name, str) and name for name in path):
-        raise invalid(f"{where}: a field is 1 to {PATH_NAMES_MAX} names")
+        raise invalid_query(f"{where}: a field is 1 to {PATH_NAMES_MAX} names")
     return tuple(path)
 
 
@@ -152,27 +152,27 @@ def _documents(given: object) -> frozenset[str] | None:
     if given is None:
         return None
     if not isinstance(given, list):
-        raise invalid("documents is a list of ids")
+        raise invalid_query("documents is a list of ids")
     ids = cast("list[Any]", given)
     if len(ids) > DOCUMENTS_MAX:
-        raise too_complex(f"documents has at most {DOCUMENTS_MAX} ids")
+        raise query_too_complex(f"documents has at most {DOCUMENTS_MAX} ids")
     if not all(isinstance(item, str) and 1 <= len(item) <= names.PATH_BYTES_MAX for item in ids):
-        raise invalid("documents is a list of ids")
+        raise invalid_query("documents is a list of ids")
     return frozenset(ids)
 
 
-def _orders(given: object) -> tuple[Order, ...]:
+def _orders(given: object) -> tuple[OrderBy, ...]:
     if given is None:
         return ()
     if not isinstance(given, list) or len(cast("list[Any]", given)) > ORDERS_MAX:
-        raise invalid(f"orderBy is a list of at most {ORDERS_MAX} fields")
-    orders: list[Order] = []
+        raise invalid_query(f"orderBy is a list of at most {ORDERS_MAX} fields")
+    orders: list[OrderBy] = []
     for place, item in enumerate(cast("list[object]", given)):
         members = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
         direction = members.get("direction", "asc")
         if not set(members) <= {"field", "fieldPath", "direction"} or direction not in ("asc", "desc"):
-            raise invalid(f"orderBy {place}: it has field or fieldPath, and direction asc or desc")
-        orders.append(Order(_path(members, f"orderBy {place}"), direction == "desc"))
+            raise invalid_query(f"orderBy {place}: it has field or fieldPath, and direction asc or desc")
+        orders.append(OrderBy(_path(members, f"orderBy {place}"), direction == "desc"))
     return tuple(orders)
 
 
@@ -196,19 +196,19 @@ class Descending:
     __hash__ = None  # type: ignore[assignment]
 
 
-def sort_values(document: dict[str, Any], order: tuple[Order, ...]) -> list[Any]:
+def sort_values(document: dict[str, Any], order: tuple[OrderBy, ...]) -> list[Any]:
     """What a document is ordered by, each value after its rank; a missing field comes first."""
     found: list[Any] = []
     for path, _ in order:
         value: Any = document
         for name in path:
-            value = cast("dict[str, Any]", value).get(name, _NOTHING) if type(value) is dict else _NOTHING
-        rank = -1 if value is _NOTHING else _RANKS[type(value)]
+            value = cast("dict[str, Any]", value).get(name, _ABSENT) if type(value) is dict else _ABSENT
+        rank = -1 if value is _ABSENT else _RANKS[type(value)]
         found.append([rank, value if rank in (1, 2, 3) else 0])
     return found
 
 
-def sort_key(values: list[Any], document_id: str, order: tuple[Order, ...]) -> tuple[Any, ...]:
+def sort_key(values: list[Any], document_id: str, order: tuple[OrderBy, ...]) -> tuple[Any, ...]:
     """The place of a document, last by its id."""
     parts = [
         Descending(tuple(value)) if one.descending else tuple(value)
@@ -217,4 +217,4 @@ def sort_key(values: list[Any], document_id: str, order: tuple[Order, ...]) -> t
     return (*parts, document_id)
 
 
-_NOTHING: Final = object()
+_ABSENT: Final = object()

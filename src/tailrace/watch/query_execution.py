@@ -13,14 +13,14 @@ import orjson
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.watch import document
-from tailrace.watch.access import Access
-from tailrace.watch.book import Book
-from tailrace.watch.change import shown
+from tailrace.watch.access import AccessRules
+from tailrace.watch.book import CollectionRegistry
+from tailrace.watch.change import client_document
 from tailrace.watch.collection import Collection
-from tailrace.watch.evaluation_cost import CostError
+from tailrace.watch.evaluation_cost import CostExceededError
 from tailrace.watch.predicate import Predicate
 from tailrace.watch.query import Query, read_query, sort_key, sort_values
-from tailrace.watch.view import Moment, Row
+from tailrace.watch.view import DocumentRow, ViewSnapshot
 
 SCAN_ROWS: Final = 200
 SLICE_S: Final = 0.005
@@ -44,32 +44,34 @@ class TimeSlice:
         self._until = time.perf_counter() + SLICE_S
 
 
-class Found(NamedTuple):
+class QueryHit(NamedTuple):
     """A matching document, and its place in the order."""
 
-    row: Row
+    row: DocumentRow
     values: list[Any]
     key: tuple[Any, ...]
 
 
-class Queries:
-    def __init__(self, book: Book, access: Access) -> None:
+class QueryExecutor:
+    def __init__(self, book: CollectionRegistry, access: AccessRules) -> None:
         self._book = book
         self._access = access
 
-    def prepare(self, identity: Identity, database: str, given: object) -> Asked:
+    def prepare(self, identity: Identity, database: str, given: object) -> PreparedQuery:
         """Checked; nothing has been looked at."""
         query = read_query(given, live=False)
         collection = self._book.find(database, query.collection)
         rule = self._access.read_part(identity, collection)
         parts = query.parts if rule is None else (*query.parts, rule)
-        return Asked(self._book, collection, query, Predicate(parts, query.documents))
+        return PreparedQuery(self._book, collection, query, Predicate(parts, query.documents))
 
 
-class Asked:
+class PreparedQuery:
     """A query that can be run."""
 
-    def __init__(self, book: Book, collection: Collection | None, query: Query, predicate: Predicate) -> None:
+    def __init__(
+        self, book: CollectionRegistry, collection: Collection | None, query: Query, predicate: Predicate
+    ) -> None:
         self._book = book
         self._collection = collection
         self._query = query
@@ -95,9 +97,9 @@ class Asked:
             "positions": positions,
         }
 
-    async def _by_id(self, moment: Moment, collection: Collection) -> tuple[list[Found], int]:
+    async def _by_id(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
         """What was found, and how much of it fits into the page; one more says that there are more."""
-        found: list[Found] = []
+        found: list[QueryHit] = []
         after = "" if self._after is None else self._after[-1]
         size = 0
         while rows := self._rows(moment, collection, after):
@@ -113,13 +115,13 @@ class Asked:
                     await self._time_slice.give_way()
         return found, len(found)
 
-    async def _ordered(self, moment: Moment, collection: Collection) -> tuple[list[Found], int]:
+    async def _ordered(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
         """The first of the order behind the cursor; only as many are held as the page has.
 
         Their content is read when the page is known: many large documents do not fit into memory.
         """
         wanted = self._query.limit + 1
-        best: list[Found] = []
+        best: list[QueryHit] = []
         after = ""
         while rows := self._rows(moment, collection, after):
             after = rows[-1].id
@@ -132,7 +134,7 @@ class Asked:
             best = heapq.nsmallest(wanted, best, key=lambda one: one.key)
         return best, await self._load(moment, collection, best)
 
-    async def _load(self, moment: Moment, collection: Collection, best: list[Found]) -> int:
+    async def _load(self, moment: ViewSnapshot, collection: Collection, best: list[QueryHit]) -> int:
         """Reads the documents of the page again, as many as fit; tells how many."""
         size = 0
         for place, one in enumerate(best[: self._query.limit]):
@@ -145,7 +147,7 @@ class Asked:
                 await self._time_slice.give_way()
         return min(len(best), self._query.limit)
 
-    def _rows(self, moment: Moment, collection: Collection, after: str) -> list[Row]:
+    def _rows(self, moment: ViewSnapshot, collection: Collection, after: str) -> list[DocumentRow]:
         documents = self._query.documents
         if documents is None:
             return moment.documents_after(collection.number, after, SCAN_ROWS)
@@ -155,31 +157,33 @@ class Asked:
                 return found
         return []
 
-    def _match(self, collection: Collection, row: Row) -> Found | None:
-        flat = flat_of(collection, row)
+    def _match(self, collection: Collection, row: DocumentRow) -> QueryHit | None:
+        flat = flatten_row(collection, row)
         try:
             if not self._matches(flat):
                 return None
-        except CostError:
+        except CostExceededError:
             raise TailraceError(
                 "query_too_complex", "the expression took too many steps on a document"
             ) from None
         order = self._query.order
         values = sort_values(flat, order)
-        return Found(row, values, sort_key(values, row.id, order))
+        return QueryHit(row, values, sort_key(values, row.id, order))
 
 
-def flat_of(collection: Collection, row: Row) -> dict[str, Any]:
+def flatten_row(collection: Collection, row: DocumentRow) -> dict[str, Any]:
     data = orjson.loads(row.data)
-    return document.flat(data, row.id, collection.name, row.version, row.created_ms, row.updated_ms)
+    return document.flatten_document(
+        data, row.id, collection.name, row.version, row.created_ms, row.updated_ms
+    )
 
 
-def _shown(collection: Collection, row: Row) -> dict[str, Any]:
+def _shown(collection: Collection, row: DocumentRow) -> dict[str, Any]:
     data = orjson.Fragment(row.data)
-    return shown(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
+    return client_document(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
 
 
-def _cursor(last: Found) -> str:
+def _cursor(last: QueryHit) -> str:
     raw = orjson.dumps([last.values, last.row.id])
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
 

@@ -9,13 +9,13 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction, ignore_reply
 from tailrace.watch import names
-from tailrace.watch.book import Book
-from tailrace.watch.collection import Collection, config_entry, control_entry
+from tailrace.watch.book import CollectionRegistry
+from tailrace.watch.collection import Collection, encode_config_entry, encode_control_entry
 
-Answer = Callable[[TailraceError | None], None]
+DoneCallback = Callable[[TailraceError | None], None]
 
 
-def remove(book: Book, collection: Collection, answer: Answer) -> None:
+def remove_collection(book: CollectionRegistry, collection: Collection, answer: DoneCallback) -> None:
     """Deletes a collection with all its changes: one record, so that nothing of it is left behind.
 
     Its name may be used again. What comes then has a higher generation, so that no position of before is
@@ -36,13 +36,15 @@ def remove(book: Book, collection: Collection, answer: Answer) -> None:
         answer(error)
 
     now_ns = book.log.clock.now_ns()
-    entry = config_entry(collection.name, collection.config, "delete", now_ns)
-    parts = [(names.collections_of(collection.database), [entry])]
+    entry = encode_config_entry(collection.name, collection.config, "delete", now_ns)
+    parts = [(names.collections_stream_name(collection.database), [entry])]
     append_to_streams(book.log, parts, now_ns, settled, None, removed=streams)
     book.leaving.add(key)
 
 
-def raise_generation(book: Book, collection: Collection, reason: str, answer: Answer) -> None:
+def raise_generation(
+    book: CollectionRegistry, collection: Collection, reason: str, answer: DoneCallback
+) -> None:
     """Says that nobody may go on from before: first of the collection, then in each of its partitions.
 
     The documents stay as they are known. Whoever watches has to be told by the caller, when it is durable.
@@ -57,7 +59,7 @@ def raise_generation(book: Book, collection: Collection, reason: str, answer: An
             collection.config = planned
             collection.base, collection.published_ms = None, 0  # its views are those of another generation
             book.view.keep_as(collection.number, book.generation(collection))
-            control = control_entry("generation", book.generation(collection), reason=reason)
+            control = encode_control_entry("generation", book.generation(collection), reason=reason)
             streams = [name for name in collection.streams() if book.log.find(name) is not None]
             if streams:
                 append_to_streams(
@@ -70,12 +72,14 @@ def raise_generation(book: Book, collection: Collection, reason: str, answer: An
         answer(error)
 
     now_ns = book.log.clock.now_ns()
-    entry = config_entry(collection.name, planned, "update", now_ns)
-    append_to_streams(book.log, [(names.collections_of(collection.database), [entry])], now_ns, settled, None)
+    entry = encode_config_entry(collection.name, planned, "update", now_ns)
+    append_to_streams(
+        book.log, [(names.collections_stream_name(collection.database), [entry])], now_ns, settled, None
+    )
     collection.pending = planned
 
 
-async def begin_anew(book: Book, collection: Collection) -> None:
+async def reset_after_view_loss(book: CollectionRegistry, collection: Collection) -> None:
     """Some of what there was cannot be known any more: whoever has seen it has to look again."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

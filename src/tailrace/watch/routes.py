@@ -15,18 +15,18 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import header_line, if_none_match
 from tailrace.watch import document, names
-from tailrace.watch.change import shown
+from tailrace.watch.change import client_document
 from tailrace.watch.collections import CollectionRoutes
 from tailrace.watch.document import Document
-from tailrace.watch.documents import Writer
-from tailrace.watch.listing import DatabaseListing
-from tailrace.watch.query_execution import Queries
+from tailrace.watch.documents import DocumentWriter
+from tailrace.watch.listing import DatabaseListingRoutes
+from tailrace.watch.query_execution import QueryExecutor
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.status import StatusRoute
-from tailrace.watch.writes import Result, Write
+from tailrace.watch.writes import DocumentWrite, WriteResult
 
-LISTING: Final = b"/v1/databases"
-PREFIX: Final = LISTING + b"/"
+DATABASES_PATH: Final = b"/v1/databases"
+DATABASES_PREFIX: Final = DATABASES_PATH + b"/"
 DOCUMENT_METHODS: Final = "GET, PUT, PATCH, DELETE, HEAD, OPTIONS"
 BATCH_BYTES: Final = 5 * 1024 * 1024
 WRITE_ID_BYTES: Final = 128
@@ -35,7 +35,7 @@ WRITE_ID_BYTES: Final = 128
 class DatabaseRoutes:
     """Everything below `/v1/databases/`."""
 
-    def __init__(self, context: Context, gateway: Gateway, writer: Writer) -> None:
+    def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
         book, access = gateway.book, gateway.access
         self._context = context
         self._book = book
@@ -44,8 +44,8 @@ class DatabaseRoutes:
         self._bytes_max = context.limits.watch_document_bytes
         self._writes_max = context.limits.watch_batch_writes
         self.collections = CollectionRoutes(context, book, access)
-        self.listing = DatabaseListing(context, book)
-        self._queries = Queries(book, access)
+        self.listing = DatabaseListingRoutes(context, book)
+        self._queries = QueryExecutor(book, access)
         self._status = StatusRoute(book, gateway)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -85,13 +85,13 @@ class DatabaseRoutes:
         if method not in (b"PUT", b"PATCH", b"DELETE"):
             raise answers.not_allowed(DOCUMENT_METHODS)
         authorise(identity, Action.WRITE_DATABASE, db=database)
-        path = names.split_document(name)
+        path = names.split_document_path(name)
         data: Document | None = None
         if method != b"DELETE":
             _check_type(exchange, patch=method == b"PATCH")
             data = document.load(exchange.body, self._bytes_max)
         if_version, if_present = _if_match(exchange)
-        write = Write(
+        write = DocumentWrite(
             "put" if method == b"PUT" else "patch" if method == b"PATCH" else "delete",
             path,
             data,
@@ -100,7 +100,7 @@ class DatabaseRoutes:
             _if_none_match(exchange),
         )
 
-        def answer(results: list[Result], error: TailraceError | None) -> None:
+        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             refusal = error or results[0].error
             if refusal is not None:
                 answers.refuse(exchange, refusal)
@@ -122,7 +122,9 @@ class DatabaseRoutes:
         if row is None or row.deleted:
             raise absent
         data = orjson.loads(row.data)
-        flat = document.flat(data, row.id, collection.name, row.version, row.created_ms, row.updated_ms)
+        flat = document.flatten_document(
+            data, row.id, collection.name, row.version, row.created_ms, row.updated_ms
+        )
         if not self._access.readable(identity, collection, flat):
             raise absent
         tag = f'"{row.version}"'
@@ -131,7 +133,7 @@ class DatabaseRoutes:
         if known is not None and if_none_match(known.decode("latin-1"), tag):
             exchange.respond(304, head)
             return
-        body = shown(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
+        body = client_document(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
         exchange.respond(200, answers.JSON_TYPE + head, orjson.dumps(body))
 
     # -- several documents -----------------------------------------------------------------------------
@@ -156,7 +158,7 @@ class DatabaseRoutes:
                 "batch_not_atomic", "an atomic batch, or one with an Idempotency-Key, is about one collection"
             )
 
-        def answer(results: list[Result], error: TailraceError | None) -> None:
+        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
                 answers.refuse(exchange, error)
                 return
@@ -171,7 +173,7 @@ class DatabaseRoutes:
             database, writes, self._access.writing(identity), answer, atomic=atomic, write_id=write_id
         )
 
-    def _batch_write(self, item: Any, place: int) -> Write:
+    def _batch_write(self, item: Any, place: int) -> DocumentWrite:
         known = {"op", "path", "data", "ifVersion", "ifAbsent"}
         if not isinstance(item, dict) or not set(cast("Document", item)) <= known:
             raise TailraceError(
@@ -191,7 +193,7 @@ class DatabaseRoutes:
             data = document.check(given.get("data"))
         elif "data" in given:
             raise TailraceError("invalid_request", f"write {place}: a delete has no data")
-        return Write(op, names.split_document(path), data, version, if_absent=absent)
+        return DocumentWrite(op, names.split_document_path(path), data, version, if_absent=absent)
 
     def _query(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method != b"POST":
@@ -232,7 +234,7 @@ def read_object(body: bytes, bytes_max: int, known: set[str] | None) -> Document
     return value
 
 
-def _answer_write(exchange: Exchange, result: Result) -> None:
+def _answer_write(exchange: Exchange, result: WriteResult) -> None:
     head = answers.NO_STORE + header_line("ETag", f'"{result.version}"')
     if result.status == 204:
         exchange.respond(204, head)

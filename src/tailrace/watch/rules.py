@@ -7,51 +7,51 @@ from typing import Any, Final, cast
 
 import orjson
 
-from tailrace.watch.cel import compile_text
+from tailrace.watch.cel import compile_cel
 from tailrace.watch.document import Document
-from tailrace.watch.evaluation_cost import CostError
-from tailrace.watch.predicate import Part, Predicate
+from tailrace.watch.evaluation_cost import CostExceededError
+from tailrace.watch.predicate import Predicate, PredicatePart
 from tailrace.watch.syntax import (
     REQUEST,
     Call,
     Const,
-    Entries,
     Ident,
-    Items,
+    ListLiteral,
+    MapLiteral,
     Node,
     Quantified,
     Select,
     children,
 )
 
-Auth = dict[str, Any]
-NOBODY: Final[Auth] = {}
+RuleAuth = dict[str, Any]
+NO_AUTH: Final[RuleAuth] = {}
 # Claims that differ from one token to the next of the same person.
-_OF_THE_TOKEN: Final = frozenset({"exp", "iat", "nbf", "jti"})
+_TOKEN_CLAIMS: Final = frozenset({"exp", "iat", "nbf", "jti"})
 
 
-class Rule:
+class AccessRule:
     """One rule: its text, and what it comes to for somebody."""
 
     def __init__(self, source: str, name: str) -> None:
         self.source = source
-        self._node, self._program = compile_text(source, rule=True, name=name)
+        self._node, self._program = compile_cel(source, rule=True, name=name)
 
-    def part_for(self, auth: Auth, method: str) -> Part:
+    def part_for(self, auth: RuleAuth, method: str) -> PredicatePart:
         """The rule as a predicate on documents: what it says about the asker is worked out once."""
         request = {"auth": auth, "method": method}
-        return Part(_folded(self._node, request), self._program, {"request": request})
+        return PredicatePart(_fold_request(self._node, request), self._program, {"request": request})
 
-    def allows(self, auth: Auth, method: str, flat: Document) -> bool:
+    def allows(self, auth: RuleAuth, method: str, flat: Document) -> bool:
         try:
             return Predicate([self.part_for(auth, method)]).matches(flat)
-        except CostError:
+        except CostExceededError:
             return False
 
-    def meaning(self, auth: Auth) -> bytes:
+    def meaning(self, auth: RuleAuth) -> bytes:
         """What the rule comes to for a reader. A token that was only renewed comes to the same."""
         claims = cast("dict[str, Any]", auth.get("claims", {}))
-        left_out = {name for name in _OF_THE_TOKEN if name not in self.source}
+        left_out = {name for name in _TOKEN_CLAIMS if name not in self.source}
         seen = {**auth, "claims": {name: claims[name] for name in claims.keys() - left_out}}
         part = self.part_for(seen, "read")
         # What could not be worked out beforehand may look at anything.
@@ -66,25 +66,27 @@ def _mentions(node: Node, name: str) -> bool:
     return any(_mentions(child, name) for child in children(node))
 
 
-def _folded(node: Node, request: dict[str, Any]) -> Node:
+def _fold_request(node: Node, request: dict[str, Any]) -> Node:
     """The tree with every path into the request replaced by its value, where it has one."""
     found = _lookup(node, request)
     if found is not None:
         return found
     if isinstance(node, Select):
-        return Select(_folded(node.operand, request), node.field, node.test)
+        return Select(_fold_request(node.operand, request), node.field, node.test)
     if isinstance(node, Call):
-        return Call(node.function, tuple(_folded(argument, request) for argument in node.args))
-    if isinstance(node, Items):
-        return Items(tuple(_folded(item, request) for item in node.items))
-    if isinstance(node, Entries):
-        return Entries(tuple((_folded(key, request), _folded(value, request)) for key, value in node.entries))
+        return Call(node.function, tuple(_fold_request(argument, request) for argument in node.args))
+    if isinstance(node, ListLiteral):
+        return ListLiteral(tuple(_fold_request(item, request) for item in node.items))
+    if isinstance(node, MapLiteral):
+        return MapLiteral(
+            tuple((_fold_request(key, request), _fold_request(value, request)) for key, value in node.entries)
+        )
     if isinstance(node, Quantified):
         return Quantified(
             node.quantifier,
             node.variable,
-            _folded(node.range, request),
-            _folded(node.condition, request),
+            _fold_request(node.range, request),
+            _fold_request(node.condition, request),
         )
     return node
 

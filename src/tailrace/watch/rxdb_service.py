@@ -9,35 +9,35 @@ from tailrace.auth import Identity
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.exchange import Exchange
 from tailrace.watch.collection import Collection
-from tailrace.watch.documents import Writer
+from tailrace.watch.documents import DocumentWriter
 from tailrace.watch.realtime.gateway import Gateway
-from tailrace.watch.rxdb.http_routes import PREFIX, ReplicationRoutes
+from tailrace.watch.rxdb.http_routes import REPLICATION_PREFIX, ReplicationRoutes
 from tailrace.watch.rxdb.rxdb import Replication
-from tailrace.watch.rxdb.rxdb_realtime import Streams
-from tailrace.watch.rxdb.rxdb_ws import PATH, SocketRoute
+from tailrace.watch.rxdb.rxdb_realtime import RealtimeStreams
+from tailrace.watch.rxdb.rxdb_ws import REPLICATION_WS_PATH, ReplicationSocketRoute
 
 
 class ReplicationService:
-    def __init__(self, context: Context, gateway: Gateway, writer: Writer) -> None:
+    def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
         self._replication = Replication(context, gateway, writer)
         self._routes = ReplicationRoutes(self._replication)
-        self._socket = SocketRoute(self._replication)
-        gateway.on_stream = Streams(self._replication).start
+        self._socket = ReplicationSocketRoute(self._replication)
+        gateway.on_stream = RealtimeStreams(self._replication).start
         self._connect(context.telemetry)
 
     def start(self) -> None:
         self._replication.start()
 
     def handles(self, path: bytes) -> bool:
-        return path.startswith(PREFIX) or path == PATH
+        return path.startswith(REPLICATION_PREFIX) or path == REPLICATION_WS_PATH
 
     def serve(
         self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
     ) -> None:
-        if path == PATH:
+        if path == REPLICATION_WS_PATH:
             self._socket.serve(exchange, method, identify)
         else:
-            self._routes.serve(exchange, identify(exchange), method, path[len(PREFIX) :])
+            self._routes.serve(exchange, identify(exchange), method, path[len(REPLICATION_PREFIX) :])
 
     def on_changed(self, collection: Collection) -> None:
         """A change of it is durable, or its rules are others, or it is gone."""

@@ -7,8 +7,8 @@ from collections import Counter
 from itertools import islice
 from typing import Any, Final, cast
 
-from tailrace.watch.lower import MISSING, getter
-from tailrace.watch.predicate import Condition, Path, class_of
+from tailrace.watch.lower import MISSING, field_getter
+from tailrace.watch.predicate import Condition, FieldPath, equality_class
 
 SAMPLE_MAX: Final = 2000
 SAMPLE_MIN: Final = 32
@@ -18,24 +18,31 @@ COLUMNS_MAX: Final = 200
 DOCUMENT_BYTES_MAX: Final = 16 * 1024
 ELEMENTS_MAX: Final = 64
 # What share of documents a conjunct lets through, as long as nothing is known.
-GUESSES: Final = {"equal": 0.01, "among": 0.05, "prefix": 0.05, "contains": 0.1, "range": 0.3, "has": 0.9}
+DEFAULT_SELECTIVITY: Final = {
+    "equal": 0.01,
+    "among": 0.05,
+    "prefix": 0.05,
+    "contains": 0.1,
+    "range": 0.3,
+    "has": 0.9,
+}
 
 
-class Column:
+class SampleColumn:
     """The values of one field in the sample, ready to be counted without looking at each."""
 
     __slots__ = ("classes", "elements", "numbers", "present", "texts")
 
-    def __init__(self, path: Path, documents: list[dict[str, Any]]) -> None:
-        get = getter(path)
+    def __init__(self, path: FieldPath, documents: list[dict[str, Any]]) -> None:
+        get = field_getter(path)
         values = [value for document in documents if (value := get(document)) is not MISSING]
         self.present = len(values)
-        self.classes = Counter(found for value in values if (found := class_of(value)) is not None)
+        self.classes = Counter(found for value in values if (found := equality_class(value)) is not None)
         self.numbers = sorted(float(value) for value in values if type(value) in (int, float))
         self.texts = sorted(value for value in values if type(value) is str)
         self.elements: Counter[Any] = Counter()
         for value in values:
-            self.elements.update(set(elements(value, ELEMENTS_MAX)))
+            self.elements.update(set(container_elements(value, ELEMENTS_MAX)))
 
     def count(self, condition: Condition) -> int:
         kind, value = condition.kind, condition.value
@@ -53,14 +60,14 @@ class Column:
         return self.present
 
 
-class Sample:
+class DocumentSample:
     """A reservoir: every document has had the same chance to be in it, later ones a little more."""
 
     def __init__(self) -> None:
         self._documents: list[dict[str, Any]] = []
         self._seen = 0
         self._new = 0
-        self._columns: dict[Path, Column] = {}
+        self._columns: dict[FieldPath, SampleColumn] = {}
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -81,20 +88,20 @@ class Sample:
 
     def share(self, condition: Condition) -> float:
         """About how many of the documents satisfy it."""
-        guess = GUESSES[condition.kind]
+        guess = DEFAULT_SELECTIVITY[condition.kind]
         if len(self._documents) < SAMPLE_MIN:
             return guess
         column = self._columns.get(condition.path)
         if column is None:
             if len(self._columns) >= COLUMNS_MAX:
                 self._columns.clear()
-            column = self._columns[condition.path] = Column(condition.path, self._documents)
+            column = self._columns[condition.path] = SampleColumn(condition.path, self._documents)
         return (column.count(condition) + guess) / len(self._documents)
 
 
-def elements(value: Any, count_max: int | None = None) -> list[Any]:
+def container_elements(value: Any, count_max: int | None = None) -> list[Any]:
     """What `in` finds in a list, or in a map; of the first so many."""
     if type(value) is list:
         listed = cast("list[Any]", value)[:count_max]
-        return [found for item in listed if (found := class_of(item)) is not None]
+        return [found for item in listed if (found := equality_class(item)) is not None]
     return list(islice(cast("dict[str, Any]", value), count_max)) if type(value) is dict else []

@@ -10,26 +10,26 @@ from tailrace.api.context import Context
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.http.exchange import Exchange
 from tailrace.watch import metrics
-from tailrace.watch.access import Access
-from tailrace.watch.befores import Bounds
-from tailrace.watch.book import Book
+from tailrace.watch.access import AccessRules
+from tailrace.watch.befores import BeforeImageLimits
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.change import Change
 from tailrace.watch.collection import Collection
-from tailrace.watch.documents import Writer
+from tailrace.watch.documents import DocumentWriter
 from tailrace.watch.jobs import JobRoutes
-from tailrace.watch.maintenance import Care
+from tailrace.watch.maintenance import Maintenance
 from tailrace.watch.names import PartitionPatterns
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.realtime.routes import SSE_PATH, WS_PATH, RealtimeRoutes
-from tailrace.watch.removal import begin_anew
-from tailrace.watch.routes import LISTING, PREFIX, DatabaseRoutes
+from tailrace.watch.removal import reset_after_view_loss
+from tailrace.watch.routes import DATABASES_PATH, DATABASES_PREFIX, DatabaseRoutes
 from tailrace.watch.rxdb_service import ReplicationService
-from tailrace.watch.sources.manager import Sources
+from tailrace.watch.sources.manager import SourceManager
 from tailrace.watch.sources.routes import SourceRoutes
-from tailrace.watch.summaries import Summaries
-from tailrace.watch.tally import Tallies
+from tailrace.watch.summaries import SubscriptionSummaries
+from tailrace.watch.tally import CounterRegistry
 
-FILE: Final = "watch.db"
+VIEW_FILE: Final = "watch.db"
 
 
 class WatchService:
@@ -38,13 +38,15 @@ class WatchService:
     def __init__(self, context: Context, directory: Path, verifier: TokenVerifier | None) -> None:
         limits = context.limits
         patterns = PartitionPatterns(context.settings.watch_partition_patterns, limits.watch_partitions)
-        remembered = Bounds(limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms)
-        tallies = Tallies(limits.watch_metrics_collections)
-        self.book = Book(context.log, directory / FILE, patterns, remembered, tallies)
-        self._writer = Writer(self.book, document_bytes=limits.watch_document_bytes)
-        access = Access()
+        remembered = BeforeImageLimits(
+            limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms
+        )
+        tallies = CounterRegistry(limits.watch_metrics_collections)
+        self.book = CollectionRegistry(context.log, directory / VIEW_FILE, patterns, remembered, tallies)
+        self._writer = DocumentWriter(self.book, document_bytes=limits.watch_document_bytes)
+        access = AccessRules()
         self.gateway = Gateway(context, self.book, access, verifier)
-        self.care = Care(context, self.book, self.gateway.keys)
+        self.care = Maintenance(context, self.book, self.gateway.keys)
         self.book.restore = self.care.views.restore
         self.book.lost = self._lost
         self.book.on_doubt = self.gateway.on_doubt
@@ -53,17 +55,17 @@ class WatchService:
         self._databases.collections.on_removed = self._removed
         self._realtime = RealtimeRoutes(self.gateway)
         self._replication = ReplicationService(context, self.gateway, self._writer)
-        self._summaries = Summaries(context, self.gateway)
+        self._summaries = SubscriptionSummaries(context, self.gateway)
         self.care.other_bounds = self._summaries.bounds
         self._jobs = JobRoutes(context, self.book, self._writer, self._summaries)
-        self.sources = Sources(context, self.book, self.gateway)
+        self.sources = SourceManager(context, self.book, self.gateway)
         self.sources.connect(context.telemetry)
         self.sources.on_changed = self._replication.on_changed
         self._source_routes = SourceRoutes(context, self.sources)
         self.book.on_applied = self._applied
         self.book.on_page = self.gateway.on_page
 
-        metrics.connect(
+        metrics.register_metrics(
             context.telemetry, self.gateway, self.care, partitions=context.settings.watch_metrics_partitions
         )
 
@@ -94,7 +96,7 @@ class WatchService:
         return self.gateway.recheck(stands) + self._replication.recheck(stands)
 
     def handles(self, path: bytes) -> bool:
-        ours = path.startswith(PREFIX) or path in (LISTING, WS_PATH, SSE_PATH)
+        ours = path.startswith(DATABASES_PREFIX) or path in (DATABASES_PATH, WS_PATH, SSE_PATH)
         return ours or self._replication.handles(path)
 
     def serve(
@@ -104,16 +106,16 @@ class WatchService:
             self._realtime.websocket(exchange, method, identify)
         elif path == SSE_PATH:
             self._realtime.events(exchange, method, identify)
-        elif path == LISTING:
+        elif path == DATABASES_PATH:
             self._databases.listing.databases(exchange, identify(exchange), method)
         elif self._replication.handles(path):
             self._replication.serve(exchange, method, path, identify)
-        elif (asked := self._jobs.kind_of(path[len(PREFIX) :])) is not None:
+        elif (asked := self._jobs.kind_of(path[len(DATABASES_PREFIX) :])) is not None:
             self._jobs.serve(exchange, identify(exchange), method, *asked)
-        elif (source := self._source_routes.asked(path[len(PREFIX) :])) is not None:
+        elif (source := self._source_routes.asked(path[len(DATABASES_PREFIX) :])) is not None:
             self._source_routes.serve(exchange, identify(exchange), method, *source)
         else:
-            self._databases.serve(exchange, identify(exchange), method, path[len(PREFIX) :])
+            self._databases.serve(exchange, identify(exchange), method, path[len(DATABASES_PREFIX) :])
 
     def _ruled(self, collection: Collection) -> None:
         """Other rules: what everybody has seen may be something else now."""
@@ -122,7 +124,7 @@ class WatchService:
 
     async def _lost(self, collection: Collection) -> None:
         self.gateway.audit.event("partition.stale", collection, {"reason": "view-lost"})
-        await begin_anew(self.book, collection)
+        await reset_after_view_loss(self.book, collection)
         self.gateway.audit.event("partition.live", collection, {"reason": "view-lost"})
 
     def _removed(self, collection: Collection) -> None:

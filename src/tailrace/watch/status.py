@@ -9,21 +9,21 @@ import orjson
 from tailrace.api import answers
 from tailrace.auth import Action, Identity, authorise
 from tailrace.http.exchange import Exchange
-from tailrace.watch.book import Book
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import Collection
 from tailrace.watch.realtime.gateway import Gateway
 
-METHODS = "GET, HEAD, OPTIONS"
+STATUS_METHODS = "GET, HEAD, OPTIONS"
 
 
 class StatusRoute:
-    def __init__(self, book: Book, gateway: Gateway) -> None:
+    def __init__(self, book: CollectionRegistry, gateway: Gateway) -> None:
         self._book = book
         self._gateway = gateway
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method not in (b"GET", b"HEAD"):
-            raise answers.not_allowed(METHODS)
+            raise answers.not_allowed(STATUS_METHODS)
         authorise(identity, Action.READ_DATABASE, db=database)
         found = self._book.database(database)
         gateway = self._gateway

@@ -24,26 +24,31 @@ from tailrace.log.log import append_to_streams
 from tailrace.log.model import Lifetime
 from tailrace.log.transaction import Transaction
 from tailrace.storage.retention_service import NO_END, RetentionBound
-from tailrace.watch.deliveries import DELIVERIES
-from tailrace.watch.predicate import canonical
+from tailrace.watch.deliveries import DELIVERIES_PREFIX
+from tailrace.watch.predicate import canonical_predicate
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.realtime.subscription import Subscription
-from tailrace.watch.summary import SUBS, TTL_MS, Summary, form_of
+from tailrace.watch.summary import (
+    SUMMARIES_PREFIX,
+    SUMMARY_TTL_MS,
+    SubscriptionSummary,
+    encode_predicate_part,
+)
 
 logger = logging.getLogger("tailrace.watch")
 
 REFRESH_S: Final = 30.0
-ROUND_MS: Final = 3_600_000  # after which everything is written anew, so that what was before may go
+FULL_REWRITE_MS: Final = 3_600_000  # after which everything is written anew, so that what was before may go
 SUMMARIES_KEPT_S: Final = 600
 DELIVERIES_KEPT_S: Final = 86_400
 LEASE_S_MAX: Final = 3600
-PAGE_BYTES: Final = 1024 * 1024
-PAGE_ENTRIES: Final = 500
+SUMMARY_PAGE_BYTES: Final = 1024 * 1024
+SUMMARY_PAGE_ENTRIES: Final = 500
 
 Json = dict[str, Any]
 
 
-class Summaries:
+class SubscriptionSummaries:
     """Owned by the loop thread."""
 
     def __init__(self, context: Context, gateway: Gateway) -> None:
@@ -51,8 +56,8 @@ class Summaries:
         self._log = context.log
         self._gateway = gateway
         self.name = f"g_{hashlib.sha256(context.deployment.encode()).hexdigest()[:12]}"
-        self.stream = SUBS + self.name
-        self.deliveries = DELIVERIES + self.name
+        self.stream = SUMMARIES_PREFIX + self.name
+        self.deliveries = DELIVERIES_PREFIX + self.name
         self._written: dict[str, int] = {}  # by key: what was written last, as a hash
         self._begun = False
         self._begun_ms = 0
@@ -131,7 +136,7 @@ class Summaries:
             now_ms = self._now_ms()
             # A round that is broken off is followed by one that begins anew.
             begun, self._begun = self._begun, False
-            if not begun or now_ms - self._begun_ms >= ROUND_MS:
+            if not begun or now_ms - self._begun_ms >= FULL_REWRITE_MS:
                 self._begun_ms = now_ms
                 self._written.clear()
                 self._begins = self._tail()
@@ -142,10 +147,10 @@ class Summaries:
                 self._gateway.delivered.follow(self.deliveries)
             async for entry in self._changes():
                 page.append(entry)
-                if len(page) >= PAGE_ENTRIES or sum(map(len, page)) >= PAGE_BYTES:
+                if len(page) >= SUMMARY_PAGE_ENTRIES or sum(map(len, page)) >= SUMMARY_PAGE_BYTES:
                     await self._summarise(page)
                     page = []
-            page.append(self._entry("gateway", self.name, {"expires": self._now_ms() + TTL_MS}))
+            page.append(self._entry("gateway", self.name, {"expires": self._now_ms() + SUMMARY_TTL_MS}))
             await self._summarise(page)
             self._begun = True
             return self._tail()
@@ -198,17 +203,19 @@ class Summaries:
         assert identity is not None
         watched = subscription.watched
         rule = self._gateway.access.read_part(identity, watched.collection)
-        summary = Summary(
+        summary = SubscriptionSummary(
             database=watched.database,
             collection=watched.name,
-            predicate=canonical(query.parts if rule is None else [*query.parts, rule], query.documents),
+            predicate=canonical_predicate(
+                query.parts if rule is None else [*query.parts, rule], query.documents
+            ),
             predicateHash=whole.hash.hex(),
-            parts=[form_of(part) for part in query.parts],
-            ruleInputs=None if rule is None else form_of(rule),
+            parts=[encode_predicate_part(part) for part in query.parts],
+            ruleInputs=None if rule is None else encode_predicate_part(rule),
             documents=None if query.documents is None else sorted(query.documents),
             priority=subscription.options.priority,
             position=list(subscription.positions),
-            expires=self._now_ms() + TTL_MS,
+            expires=self._now_ms() + SUMMARY_TTL_MS,
         )
         return msgspec.to_builtins(summary)
 

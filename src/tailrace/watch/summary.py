@@ -12,16 +12,16 @@ from typing import Any, Final
 import msgspec
 
 from tailrace.watch import trees
-from tailrace.watch.cel import Program, compile_text
-from tailrace.watch.lower import NotLoweredError, truth
+from tailrace.watch.cel import CelProgram, compile_cel
+from tailrace.watch.lower import NotCompilableError, compile_truth
 from tailrace.watch.matcher import Interest
-from tailrace.watch.predicate import Part, Predicate
+from tailrace.watch.predicate import Predicate, PredicatePart
 
-SUBS: Final = "__subs__/"
-TTL_MS: Final = 90_000
+SUMMARIES_PREFIX: Final = "__subs__/"
+SUMMARY_TTL_MS: Final = 90_000
 
 
-class PartForm(msgspec.Struct, frozen=True, omit_defaults=True):
+class EncodedPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of a predicate. `text` is there where the library has to evaluate it."""
 
     tree: list[Any]
@@ -29,45 +29,47 @@ class PartForm(msgspec.Struct, frozen=True, omit_defaults=True):
     variables: dict[str, Any] | None = None  # of a rule: what it knows beside the document
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class SubscriptionSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One subscription."""
 
     database: str
     collection: str
     predicate: str
     predicateHash: str  # noqa: N815 - the name on the wire
-    parts: list[PartForm]
-    ruleInputs: PartForm | None  # noqa: N815 - as above
+    parts: list[EncodedPart]
+    ruleInputs: EncodedPart | None  # noqa: N815 - as above
     documents: list[str] | None
     priority: str
     position: list[int]
     expires: int
 
 
-def form_of(part: Part) -> PartForm:
+def encode_predicate_part(part: PredicatePart) -> EncodedPart:
     try:
-        truth(part.node)
-    except NotLoweredError:
+        compile_truth(part.node)
+    except NotCompilableError:
         assert part.program is not None, "what cannot be lowered came as text"
-        return PartForm(trees.dump(part.node), part.program.source, part.variables)
-    return PartForm(trees.dump(part.node))
+        return EncodedPart(trees.encode_expression(part.node), part.program.source, part.variables)
+    return EncodedPart(trees.encode_expression(part.node))
 
 
-def part_of(form: PartForm) -> Part:
-    program: Program | None = None
+def decode_predicate_part(form: EncodedPart) -> PredicatePart:
+    program: CelProgram | None = None
     if form.text is not None:
-        program = compile_text(form.text, rule=form.variables is not None)[1]
-    return Part(trees.load(form.tree), program, form.variables)
+        program = compile_cel(form.text, rule=form.variables is not None)[1]
+    return PredicatePart(trees.decode_expression(form.tree), program, form.variables)
 
 
-def predicate_of(parts: Sequence[Part], rule: Part | None, documents: frozenset[str] | None) -> Predicate:
+def build_predicate(
+    parts: Sequence[PredicatePart], rule: PredicatePart | None, documents: frozenset[str] | None
+) -> Predicate:
     """Query and rule in one, as the gateway puts them together."""
     return Predicate([*parts, rule] if rule is not None else parts, documents)
 
 
-def interest_of(summary: Summary) -> Interest:
+def interest_from_summary(summary: SubscriptionSummary) -> Interest:
     """The subscription as the matcher takes it."""
-    rule = None if summary.ruleInputs is None else part_of(summary.ruleInputs)
+    rule = None if summary.ruleInputs is None else decode_predicate_part(summary.ruleInputs)
     documents = None if summary.documents is None else frozenset(summary.documents)
-    whole = predicate_of([part_of(form) for form in summary.parts], rule, documents)
+    whole = build_predicate([decode_predicate_part(form) for form in summary.parts], rule, documents)
     return Interest(whole, None if rule is None else Predicate([rule]))

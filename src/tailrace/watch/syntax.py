@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import msgspec
 import orjson
 
-Kind = Literal["json", "uint"]
+ConstKind = Literal["json", "uint"]
 Quantifier = Literal["exists", "all", "exists_one"]
 
 DOC: Final = "doc"
@@ -19,7 +19,7 @@ class Const(msgspec.Struct, frozen=True, eq=False):
     """A value: what JSON can say, or an unsigned integer."""
 
     value: Any
-    kind: Kind = "json"
+    kind: ConstKind = "json"
 
 
 class Ident(msgspec.Struct, frozen=True, eq=False):
@@ -41,13 +41,13 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     args: tuple[Node, ...]
 
 
-class Items(msgspec.Struct, frozen=True, eq=False):
+class ListLiteral(msgspec.Struct, frozen=True, eq=False):
     """A list literal."""
 
     items: tuple[Node, ...]
 
 
-class Entries(msgspec.Struct, frozen=True, eq=False):
+class MapLiteral(msgspec.Struct, frozen=True, eq=False):
     """A map literal."""
 
     entries: tuple[tuple[Node, Node], ...]
@@ -62,11 +62,18 @@ class Quantified(msgspec.Struct, frozen=True, eq=False):
     condition: Node
 
 
-Node = Const | Ident | Select | Call | Items | Entries | Quantified
+Node = Const | Ident | Select | Call | ListLiteral | MapLiteral | Quantified
 
 FALSE: Final = Const(False)
 TRUE: Final = Const(True)
-FLIPPED: Final = {"_<_": "_>_", "_<=_": "_>=_", "_>_": "_<_", "_>=_": "_<=_", "_==_": "_==_", "_!=_": "_!=_"}
+FLIPPED_COMPARISONS: Final = {
+    "_<_": "_>_",
+    "_<=_": "_>=_",
+    "_>_": "_<_",
+    "_>=_": "_<=_",
+    "_==_": "_==_",
+    "_!=_": "_!=_",
+}
 
 
 def path_node(path: tuple[str, ...]) -> Node:
@@ -76,7 +83,7 @@ def path_node(path: tuple[str, ...]) -> Node:
     return node
 
 
-def path_of(node: Node) -> tuple[str, ...] | None:
+def field_path(node: Node) -> tuple[str, ...] | None:
     """The field of the document that a node stands for, if it is nothing else."""
     names: list[str] = []
     while True:
@@ -99,12 +106,12 @@ def _is_text(node: Node) -> bool:
     return isinstance(node, Const) and type(node.value) is str
 
 
-def constant(node: Node) -> Const | None:
+def as_constant(node: Node) -> Const | None:
     """The node as a value, list literals of values included."""
     if isinstance(node, Const):
         return node
-    if isinstance(node, Items):
-        found = [constant(item) for item in node.items]
+    if isinstance(node, ListLiteral):
+        found = [as_constant(item) for item in node.items]
         if all(item is not None and item.kind == "json" for item in found):
             return Const([item.value for item in found if item is not None])
     return None
@@ -115,23 +122,23 @@ def children(node: Node) -> tuple[Node, ...]:
         return (node.operand,)
     if isinstance(node, Call):
         return node.args
-    if isinstance(node, Items):
+    if isinstance(node, ListLiteral):
         return node.items
-    if isinstance(node, Entries):
+    if isinstance(node, MapLiteral):
         return tuple(part for entry in node.entries for part in entry)
     if isinstance(node, Quantified):
         return (node.range, node.condition)
     return ()
 
 
-def flatten(node: Node, function: str) -> list[Node]:
+def flatten_operands(node: Node, function: str) -> list[Node]:
     """The parts of a chain of one operator, from left to right."""
     if isinstance(node, Call) and node.function == function:
-        return [part for argument in node.args for part in flatten(argument, function)]
+        return [part for argument in node.args for part in flatten_operands(argument, function)]
     return [node]
 
 
-def both(nodes: list[Node]) -> Node:
+def conjoin(nodes: list[Node]) -> Node:
     """All of them."""
     if not nodes:
         return TRUE
@@ -141,21 +148,21 @@ def both(nodes: list[Node]) -> Node:
     return found
 
 
-def shape(node: Node) -> str:
+def expression_shape(node: Node) -> str:
     """The canonical form with a question mark for each value: what is asked, not for whom or for how much."""
-    return text(node, _hidden)
+    return canonical_text(node, _placeholder)
 
 
-def _said(node: Const) -> str:
+def _constant_text(node: Const) -> str:
     value = orjson.dumps(node.value, option=orjson.OPT_SORT_KEYS).decode()
     return f"{value}u" if node.kind == "uint" else value
 
 
-def _hidden(_: Const) -> str:
+def _placeholder(_: Const) -> str:
     return "?"
 
 
-def text(node: Node, said: Callable[[Const], str] = _said) -> str:
+def canonical_text(node: Node, said: Callable[[Const], str] = _constant_text) -> str:
     """A canonical form: equal texts mean equal values on every document.
 
     Operands of AND and OR are sorted and said once; a constant stands on the right of a comparison.
@@ -164,25 +171,25 @@ def text(node: Node, said: Callable[[Const], str] = _said) -> str:
         return said(node)
 
     def inner(child: Node) -> str:
-        return text(child, said)
+        return canonical_text(child, said)
 
     if isinstance(node, Ident):
         return node.name
     if isinstance(node, Select):
         name = f"({inner(node.operand)})[{orjson.dumps(node.field).decode()}]"
         return f"has{name}" if node.test else name
-    if isinstance(node, Items):
+    if isinstance(node, ListLiteral):
         return "[" + ",".join(map(inner, node.items)) + "]"
-    if isinstance(node, Entries):
+    if isinstance(node, MapLiteral):
         return "{" + ",".join(f"{inner(key)}:{inner(value)}" for key, value in node.entries) + "}"
     if isinstance(node, Quantified):
         return f"{node.quantifier}({inner(node.range)},{node.variable},{inner(node.condition)})"
     if node.function in ("_&&_", "_||_"):
-        parts = sorted({inner(part) for part in flatten(node, node.function)})
+        parts = sorted({inner(part) for part in flatten_operands(node, node.function)})
         return f"{node.function}({','.join(parts)})" if len(parts) > 1 else f"bool({parts[0]})"
     args = node.args
     if node.function == "_[_]" and _is_text(args[1]):
         return f"({inner(args[0])})[{inner(args[1])}]"  # `a["b"]` is `a.b`
-    if node.function in FLIPPED and isinstance(args[0], Const) and not isinstance(args[1], Const):
-        return f"{FLIPPED[node.function]}({inner(args[1])},{inner(args[0])})"
+    if node.function in FLIPPED_COMPARISONS and isinstance(args[0], Const) and not isinstance(args[1], Const):
+        return f"{FLIPPED_COMPARISONS[node.function]}({inner(args[1])},{inner(args[0])})"
     return f"{node.function}({','.join(map(inner, args))})"

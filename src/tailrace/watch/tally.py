@@ -15,19 +15,19 @@ from tailrace.common.server_metrics import MATCH_BUCKETS_S
 if TYPE_CHECKING:
     from tailrace.watch.collection import Collection
 
-Labels = tuple[str, str]  # database and collection
+MetricLabels = tuple[str, str]  # database and collection
 
-OTHERS: Final[Labels] = ("*", "*")  # no name has a star
+OTHER_LABELS: Final[MetricLabels] = ("*", "*")  # no name has a star
 # Where something that came twice was noticed, and left out.
 STAGES: Final = ("source", "write", "push", "snapshot")
 
 
-class Tally:
+class CollectionCounters:
     """The counters behind one pair of labels."""
 
     __slots__ = ("bloom_rebuilds", "changes", "dropped", "labels", "latency", "matched")
 
-    def __init__(self, labels: Labels) -> None:
+    def __init__(self, labels: MetricLabels) -> None:
         self.labels = labels
         self.changes: Counter[tuple[str, int]] = Counter()  # by op and partition
         self.dropped: dict[str, int] = dict.fromkeys(STAGES, 0)
@@ -41,15 +41,15 @@ class Tally:
         self.matched = (candidates + counts[0], hits + counts[1], fallbacks + counts[2])
 
 
-class Tallies:
+class CounterRegistry:
     """Owned by the loop thread."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.others = Tally(OTHERS)
-        self._own: dict[Labels, Tally] = {}
+        self.others = CollectionCounters(OTHER_LABELS)
+        self._own: dict[MetricLabels, CollectionCounters] = {}
 
-    def of(self, collection: Collection | None) -> Tally:
+    def of(self, collection: Collection | None) -> CollectionCounters:
         """Where a collection is counted; one that does not exist is one of the others."""
         if collection is None:
             return self.others
@@ -57,15 +57,15 @@ class Tallies:
             collection.tally = self._given((collection.database, collection.name))
         return collection.tally
 
-    def _given(self, labels: Labels) -> Tally:
+    def _given(self, labels: MetricLabels) -> CollectionCounters:
         if labels not in self._own and len(self._own) >= self._most:
             return self.others
-        return self._own.setdefault(labels, Tally(labels))
+        return self._own.setdefault(labels, CollectionCounters(labels))
 
     def forget(self, collection: Collection) -> None:
         """It is gone, and so are its numbers; those of the others stay."""
         if collection.tally is not None and collection.tally is not self.others:
             self._own.pop(collection.tally.labels, None)
 
-    def all(self) -> list[Tally]:
+    def all(self) -> list[CollectionCounters]:
         return [*self._own.values(), self.others]

@@ -11,11 +11,11 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log.log import Log
 from tailrace.log.transaction import Transaction
-from tailrace.watch.tokens import KeyRing, Signer, decode_ring, encode_ring
+from tailrace.watch.tokens import KeyRing, TokenSigner, decode_key_ring, encode_key_ring
 
 logger = logging.getLogger("tailrace.watch")
 
-KEY: Final = "secret/watch-token-keys"
+TOKEN_KEYS_FACT: Final = "secret/watch-token-keys"
 
 
 class TokenKeys:
@@ -26,7 +26,7 @@ class TokenKeys:
         self._clock = clock
         self._life_ms = limits.watch_key_ms
         self._verify_ms = limits.watch_key_verify_ms
-        self.signer: Signer | None = None
+        self.signer: TokenSigner | None = None
         self._writing = False
         self._settled = asyncio.Event()  # nothing is being written
 
@@ -34,9 +34,9 @@ class TokenKeys:
         return self._clock.now_ns() // 1_000_000
 
     def start(self) -> None:
-        raw = self._log.streams.meta.get(KEY)
+        raw = self._log.streams.meta.get(TOKEN_KEYS_FACT)
         if raw is not None:
-            self._use(decode_ring(raw))
+            self._use(decode_key_ring(raw))
         self.look()
 
     async def settled(self) -> None:
@@ -65,10 +65,10 @@ class TokenKeys:
                 self._use(ring)
             self._settled.set()
 
-        self._log.put_meta(KEY, encode_ring(ring), durable)
+        self._log.put_meta(TOKEN_KEYS_FACT, encode_key_ring(ring), durable)
 
     def _use(self, ring: KeyRing) -> None:
         if self.signer is None:
-            self.signer = Signer(ring, self._verify_ms, self._now_ms)
+            self.signer = TokenSigner(ring, self._verify_ms, self._now_ms)
         else:
             self.signer.ring = ring

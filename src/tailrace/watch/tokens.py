@@ -25,7 +25,7 @@ _TICKET: Final = b"ticket:"
 T = TypeVar("T")
 
 
-class Position(msgspec.Struct, frozen=True, array_like=True):
+class ResumePosition(msgspec.Struct, frozen=True, array_like=True):
     """How far a subscription has come: everything up to these numbers was written to its socket."""
 
     database: str
@@ -53,7 +53,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     origin_id: str = ""
 
 
-class Key(msgspec.Struct, frozen=True, array_like=True):
+class SigningKey(msgspec.Struct, frozen=True, array_like=True):
     """One key: from `since_ms` on it signed, until the next one did."""
 
     id: int  # 0 to 255, round and round
@@ -64,11 +64,11 @@ class Key(msgspec.Struct, frozen=True, array_like=True):
 class KeyRing(msgspec.Struct, frozen=True, array_like=True):
     """All keys that are still good, the newest last."""
 
-    keys: tuple[Key, ...]
+    keys: tuple[SigningKey, ...]
 
     @classmethod
     def first(cls, now_ms: int) -> KeyRing:
-        return cls((Key(0, secrets.token_bytes(KEY_BYTES), now_ms),))
+        return cls((SigningKey(0, secrets.token_bytes(KEY_BYTES), now_ms),))
 
     def is_due(self, now_ms: int, life_ms: int) -> bool:
         return now_ms - self.keys[-1].since_ms >= life_ms
@@ -76,13 +76,13 @@ class KeyRing(msgspec.Struct, frozen=True, array_like=True):
     def rotated(self, now_ms: int, verify_ms: int) -> KeyRing:
         """With a new key in front of those that stopped signing less than `verify_ms` ago."""
         newest = self.keys[-1]
-        fresh = Key((newest.id + 1) % 256, secrets.token_bytes(KEY_BYTES), now_ms)
+        fresh = SigningKey((newest.id + 1) % 256, secrets.token_bytes(KEY_BYTES), now_ms)
         # A key stopped to sign when the one behind it began.
         ended = [later.since_ms for later in (*self.keys[1:], fresh)]
         kept = [key for key, end_ms in zip(self.keys, ended, strict=True) if now_ms - end_ms < verify_ms]
         return KeyRing((*kept[-(KEYS_MAX - 1) :], fresh))
 
-    def good(self, key_id: int, now_ms: int, verify_ms: int) -> Key | None:
+    def good(self, key_id: int, now_ms: int, verify_ms: int) -> SigningKey | None:
         """The key of this number, unless it has stopped signing too long ago."""
         for place, key in enumerate(self.keys):
             if key.id == key_id:
@@ -91,18 +91,18 @@ class KeyRing(msgspec.Struct, frozen=True, array_like=True):
         return None
 
 
-def encode_ring(ring: KeyRing) -> bytes:
+def encode_key_ring(ring: KeyRing) -> bytes:
     return msgspec.msgpack.encode(ring)
 
 
-def decode_ring(raw: bytes) -> KeyRing:
+def decode_key_ring(raw: bytes) -> KeyRing:
     return msgspec.msgpack.decode(raw, type=KeyRing)
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Signer:
+class TokenSigner:
     """One ring of keys for everybody who signs; kind by kind, so that no token passes for a ticket."""
 
     def __init__(self, ring: KeyRing, verify_ms: int, now_ms: Callable[[], int]) -> None:
@@ -110,12 +110,12 @@ class Signer:
         self._verify_ms = verify_ms
         self._now_ms = now_ms
 
-    def position(self, position: Position) -> str:
+    def position(self, position: ResumePosition) -> str:
         return self.sign(_POSITION, position)
 
-    def read_position(self, token: object) -> Position | None:
+    def read_position(self, token: object) -> ResumePosition | None:
         """None for whatever this server did not sign."""
-        return self.read(_POSITION, token, Position)
+        return self.read(_POSITION, token, ResumePosition)
 
     def ticket(self, ticket: Ticket) -> str:
         return self.sign(_TICKET, ticket)
@@ -148,11 +148,11 @@ class Signer:
             return None
 
 
-def described(token: str) -> dict[str, object] | None:
+def describe_token(token: str) -> dict[str, object] | None:
     """What a resume token says, whoever signed it; None if it is no such thing. Nothing is checked."""
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
-        position = msgspec.msgpack.decode(raw[1:-MAC_BYTES], type=Position)
+        position = msgspec.msgpack.decode(raw[1:-MAC_BYTES], type=ResumePosition)
     except (binascii.Error, ValueError, msgspec.MsgspecError):
         return None
     return {

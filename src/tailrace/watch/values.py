@@ -17,7 +17,7 @@ class EvaluationError(Exception):
     """The expression has no value on this document, which therefore does not match."""
 
 
-def equal(one: Any, other: Any) -> bool:
+def cel_equal(one: Any, other: Any) -> bool:
     """`==`: across kinds false, numbers by value, lists and maps element by element."""
     kind: type[Any] = type(one)
     kind_other: type[Any] = type(other)
@@ -26,13 +26,13 @@ def equal(one: Any, other: Any) -> bool:
             if len(one) != len(other):
                 return False
             charge(len(one))
-            return all(map(equal, one, other))
+            return all(map(cel_equal, one, other))
         if kind is dict:
             mine, theirs = cast("dict[Any, Any]", one), cast("dict[Any, Any]", other)
             if len(mine) != len(theirs):
                 return False
             charge(len(mine))
-            return all(key in theirs and equal(value, theirs[key]) for key, value in mine.items())
+            return all(key in theirs and cel_equal(value, theirs[key]) for key, value in mine.items())
         if kind is str:
             _charge_texts(one, other)
         return one == other
@@ -50,7 +50,7 @@ def _charge_texts(one: str, other: str) -> None:
         charge(steps)
 
 
-def compared(one: Any, other: Any) -> tuple[Any, Any]:
+def comparable_pair(one: Any, other: Any) -> tuple[Any, Any]:
     """Two values that have an order, in a form that Python orders as CEL does; else an error."""
     kind: type[Any] = type(one)
     kind_other: type[Any] = type(other)
@@ -68,12 +68,12 @@ def compared(one: Any, other: Any) -> tuple[Any, Any]:
 _ORDERED: Final = frozenset({int, float, str, bool})
 
 
-def contained(value: Any, container: Any) -> bool:
+def cel_in(value: Any, container: Any) -> bool:
     """`in`: an element of a list, or a key of a map."""
     kind: type[Any] = type(container)
     if kind is list:
         charge(len(container))
-        return any(equal(value, item) for item in container)
+        return any(cel_equal(value, item) for item in container)
     if kind is dict:
         if type(value) is str:
             return value in container
@@ -85,7 +85,7 @@ def contained(value: Any, container: Any) -> bool:
 _KEYS: Final = frozenset({int, bool, float})
 
 
-def add(one: Any, other: Any) -> Any:
+def cel_add(one: Any, other: Any) -> Any:
     kind: type[Any] = type(one)
     if kind is not type(other):
         raise EvaluationError
@@ -100,17 +100,17 @@ def add(one: Any, other: Any) -> Any:
     return one + other
 
 
-def subtract(one: Any, other: Any) -> Any:
+def cel_subtract(one: Any, other: Any) -> Any:
     kind = _same_number(one, other)
     return _bounded(one - other) if kind is int else one - other
 
 
-def multiply(one: Any, other: Any) -> Any:
+def cel_multiply(one: Any, other: Any) -> Any:
     kind = _same_number(one, other)
     return _bounded(one * other) if kind is int else one * other
 
 
-def divide(one: Any, other: Any) -> Any:
+def cel_divide(one: Any, other: Any) -> Any:
     """Integers towards zero; doubles as IEEE 754 has it."""
     if _same_number(one, other) is int:
         if other == 0:
@@ -125,7 +125,7 @@ def divide(one: Any, other: Any) -> Any:
     return one / other
 
 
-def modulo(one: Any, other: Any) -> Any:
+def cel_modulo(one: Any, other: Any) -> Any:
     """The remainder has the sign of the dividend."""
     if type(one) is not int or type(other) is not int or other == 0:
         raise EvaluationError
@@ -135,7 +135,7 @@ def modulo(one: Any, other: Any) -> Any:
     return -rest if one < 0 else rest
 
 
-def negate(value: Any) -> Any:
+def cel_negate(value: Any) -> Any:
     if type(value) is int:
         return _bounded(-value)
     if type(value) is float:
@@ -143,7 +143,7 @@ def negate(value: Any) -> Any:
     raise EvaluationError
 
 
-def size(value: Any) -> int:
+def cel_size(value: Any) -> int:
     if type(value) in (str, list, dict):
         return len(value)
     raise EvaluationError

@@ -19,8 +19,8 @@ from tailrace.common import private_files
 
 logger = logging.getLogger("tailrace.watch")
 
-VERSION: Final = 3
-READERS_KEPT: Final = 8
+VIEW_VERSION: Final = 3
+READERS_MAX: Final = 8
 
 _SCHEMA: Final = """
 CREATE TABLE facts(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -47,8 +47,8 @@ CREATE INDEX writes_by_time ON writes(at_ms);
 """
 _FIND: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
 FROM documents WHERE collection=? AND id=?"""
-IDS_EACH: Final = 50  # in one statement; a list that is shorter repeats its last
-_IDS: Final = ", ".join("?" * IDS_EACH)
+IDS_PER_STATEMENT: Final = 50  # in one statement; a list that is shorter repeats its last
+_IDS: Final = ", ".join("?" * IDS_PER_STATEMENT)
 _FIND_MANY: Final = _FIND.replace("id=?", f"id IN ({_IDS})")
 _COUNT: Final = "SELECT count(*) FROM documents WHERE collection=? AND deleted=0 AND id=?"
 _LIVING: Final = _COUNT.replace("id=?", f"id IN ({_IDS})")
@@ -95,7 +95,7 @@ class ExecuteMany(Protocol):
     def __call__(self, query: str, bindings: Iterable[Sequence[object]]) -> object: ...
 
 
-class Row(NamedTuple):
+class DocumentRow(NamedTuple):
     """A document as the view has it. A tombstone keeps the data it had."""
 
     id: str
@@ -120,7 +120,7 @@ class WriteRow(NamedTuple):
     digest: str = ""  # of what was asked for; empty if nobody wrote it down
 
 
-class Purged(NamedTuple):
+class PurgedTombstones(NamedTuple):
     """The highest version and the last change among the tombstones of a partition that were given up."""
 
     version: int
@@ -128,18 +128,18 @@ class Purged(NamedTuple):
 
 
 PIECE_BYTES: Final = 1024 * 1024  # of documents that are read at once
-NOTHING_PURGED: Final = Purged(0, 0)
+NOTHING_PURGED: Final = PurgedTombstones(0, 0)
 
 
-def _row(found: tuple[object, ...]) -> Row:
-    return Row(*cast("tuple[str, int, int, int, int, int, int, bytes]", found))
+def _document_row(found: tuple[object, ...]) -> DocumentRow:
+    return DocumentRow(*cast("tuple[str, int, int, int, int, int, int, bytes]", found))
 
 
-def _pieces(ids: Sequence[str]) -> Iterator[list[str]]:
+def _id_chunks(ids: Sequence[str]) -> Iterator[list[str]]:
     """As many as a statement takes."""
-    for begin in range(0, len(ids), IDS_EACH):
-        some = list(ids[begin : begin + IDS_EACH])
-        yield some + some[-1:] * (IDS_EACH - len(some))
+    for begin in range(0, len(ids), IDS_PER_STATEMENT):
+        some = list(ids[begin : begin + IDS_PER_STATEMENT])
+        yield some + some[-1:] * (IDS_PER_STATEMENT - len(some))
 
 
 def _open(path: Path) -> tuple[apsw.Connection, Execute]:
@@ -154,7 +154,7 @@ def _open(path: Path) -> tuple[apsw.Connection, Execute]:
     return connection, execute
 
 
-class Moment:
+class ViewSnapshot:
     """The view as it was at one moment, for as long as the reader needs it."""
 
     def __init__(self, execute: Execute) -> None:
@@ -162,25 +162,25 @@ class Moment:
 
     def documents_after(
         self, collection: int, after: str, limit: int, bytes_max: int = PIECE_BYTES
-    ) -> list[Row]:
+    ) -> list[DocumentRow]:
         """Living documents in the order of their ids, at least one if there is one, and no more than fit."""
-        rows: list[Row] = []
+        rows: list[DocumentRow] = []
         size = 0
         for found in self._execute(_AFTER, (collection, after, limit)):
-            row = _row(found)
+            row = _document_row(found)
             rows.append(row)
             size += len(row.data)
             if size >= bytes_max:
                 break
         return rows
 
-    def rows_after(self, collection: int, after: str, limit: int) -> list[Row]:
+    def rows_after(self, collection: int, after: str, limit: int) -> list[DocumentRow]:
         """All there is, tombstones included, in the order of the ids."""
-        return [_row(found) for found in self._execute(_ALL, (collection, after, limit))]
+        return [_document_row(found) for found in self._execute(_ALL, (collection, after, limit))]
 
-    def documents_named(self, collection: int, ids: Iterable[str]) -> list[Row]:
+    def documents_named(self, collection: int, ids: Iterable[str]) -> list[DocumentRow]:
         found = [self._execute(_FIND, (collection, document_id)).fetchone() for document_id in ids]
-        rows = [_row(row) for row in found if row is not None]
+        rows = [_document_row(row) for row in found if row is not None]
         return [row for row in rows if not row.deleted]
 
     def changed_after(
@@ -214,17 +214,17 @@ class Moment:
             found[cast("int", partition)] = cast("int", seq)
         return found
 
-    def purged(self, number: int, partitions: int) -> list[Purged]:
+    def purged(self, number: int, partitions: int) -> list[PurgedTombstones]:
         """What is left of the tombstones that were given up, by partition."""
         found = [NOTHING_PURGED] * partitions
         for partition, version, seq in self._execute(
             "SELECT partition, version, seq FROM purged WHERE collection=?", (number,)
         ):
-            found[cast("int", partition)] = Purged(cast("int", version), cast("int", seq))
+            found[cast("int", partition)] = PurgedTombstones(cast("int", version), cast("int", seq))
         return found
 
 
-class View:
+class DocumentView:
     """All collections of a server."""
 
     def __init__(self, path: Path) -> None:
@@ -232,7 +232,7 @@ class View:
         self._free: list[tuple[apsw.Connection, Execute]] = []
         self._connection, self._execute = self._opened()
         self._execute_many = cast("ExecuteMany", self._connection.executemany)  # pyright: ignore[reportUnknownMemberType]
-        self.now = Moment(self._execute)
+        self.now = ViewSnapshot(self._execute)
 
     def close(self) -> None:
         for connection, _ in self._free:
@@ -257,11 +257,11 @@ class View:
                 for statement in _SCHEMA.split(";\n"):
                     if statement.strip():
                         execute(statement)
-                execute("INSERT INTO facts VALUES('version', ?)", (VERSION,))
+                execute("INSERT INTO facts VALUES('version', ?)", (VIEW_VERSION,))
                 execute("COMMIT")
             found = execute("SELECT value FROM facts WHERE key='version'").fetchone()
-            if found is None or found[0] != VERSION:
-                raise OSError(f"it has the form {found and found[0]}, not {VERSION}")
+            if found is None or found[0] != VIEW_VERSION:
+                raise OSError(f"it has the form {found and found[0]}, not {VIEW_VERSION}")
         except BaseException:
             connection.close()
             raise
@@ -305,15 +305,15 @@ class View:
 
     # -- documents -------------------------------------------------------------------------------------
 
-    def find(self, number: int, document_id: str) -> Row | None:
+    def find(self, number: int, document_id: str) -> DocumentRow | None:
         found = self._execute(_FIND, (number, document_id)).fetchone()
-        return None if found is None else _row(found)
+        return None if found is None else _document_row(found)
 
-    def find_many(self, number: int, ids: Sequence[str]) -> dict[str, Row]:
+    def find_many(self, number: int, ids: Sequence[str]) -> dict[str, DocumentRow]:
         """Those of the documents that there are, tombstones included."""
-        found: dict[str, Row] = {}
-        for some in _pieces(ids):
-            for row in map(_row, self._execute(_FIND_MANY, (number, *some))):
+        found: dict[str, DocumentRow] = {}
+        for some in _id_chunks(ids):
+            for row in map(_document_row, self._execute(_FIND_MANY, (number, *some))):
                 found[row.id] = row
         return found
 
@@ -338,13 +338,13 @@ class View:
             raise
 
     def apply(
-        self, number: int, rows: Iterable[Row], writes: Iterable[WriteRow], positions: dict[int, int]
+        self, number: int, rows: Iterable[DocumentRow], writes: Iterable[WriteRow], positions: dict[int, int]
     ) -> None:
         """Inside `writing`: what a stretch of the log did, and how far it goes."""
         execute, last = self._execute, {row.id: row for row in rows}  # what was in between nobody can see
         if last:
             added = sum(not row.deleted for row in last.values())
-            for ids in _pieces(list(last)):
+            for ids in _id_chunks(list(last)):
                 added -= cast("tuple[int]", execute(_LIVING, (number, *ids)).fetchone())[0]
             self._execute_many(_PUT, ((number, *row) for row in last.values()))
             execute("UPDATE collections SET documents=documents+? WHERE number=?", (added, number))
@@ -360,11 +360,11 @@ class View:
             for document_id, partition, version, seq in found:
                 execute("DELETE FROM documents WHERE collection=? AND id=?", (number, document_id))
                 self.note_purged(
-                    number, cast("int", partition), Purged(cast("int", version), cast("int", seq))
+                    number, cast("int", partition), PurgedTombstones(cast("int", version), cast("int", seq))
                 )
         return len(found)
 
-    def note_purged(self, number: int, partition: int, purged: Purged) -> None:
+    def note_purged(self, number: int, partition: int, purged: PurgedTombstones) -> None:
         """Inside `writing`."""
         self._execute(
             "INSERT INTO purged VALUES(?, ?, ?, ?) ON CONFLICT(collection, partition) DO UPDATE SET"
@@ -376,29 +376,29 @@ class View:
         self._execute("DELETE FROM writes WHERE at_ms<?", (before_ms,))
 
     @contextmanager
-    def moment(self) -> Generator[Moment]:
+    def moment(self) -> Generator[ViewSnapshot]:
         """The view as it is now, whatever is written meanwhile. Not for long: old pages are kept for it."""
         connection, execute = self._free.pop() if self._free else _open(self._path)
         try:
             execute("BEGIN")
             execute("SELECT 1 FROM collections").fetchone()  # from here on the moment stands still
-            yield Moment(execute)
+            yield ViewSnapshot(execute)
         finally:
             if connection.in_transaction:
                 execute("ROLLBACK")
-            if len(self._free) < READERS_KEPT:
+            if len(self._free) < READERS_MAX:
                 self._free.append((connection, execute))
             else:
                 connection.close()
 
 
 @contextmanager
-def reading(path: Path) -> Generator[Moment]:
+def open_snapshot(path: Path) -> Generator[ViewSnapshot]:
     """A moment of its own for a thread of its own: copies of whole collections take a while."""
     connection, execute = _open(path)
     try:
         execute("BEGIN")
         execute("SELECT 1 FROM collections").fetchone()
-        yield Moment(execute)
+        yield ViewSnapshot(execute)
     finally:
         connection.close()

@@ -16,16 +16,16 @@ from typing import Any, Final
 
 import msgspec
 
-from tailrace.watch.view import Moment, Purged, Row
+from tailrace.watch.view import DocumentRow, PurgedTombstones, ViewSnapshot
 
-FORMAT: Final = 1
+VIEW_FORMAT: Final = 1
 PART_ROWS_MAX: Final = 50_000
 PART_BYTES_MAX: Final = 32 * 1024 * 1024
 PAGE_ROWS: Final = 500
-COLUMNS: Final = ("id", "partition", "seq", "version", "created_ms", "updated_ms", "deleted", "data")
+VIEW_COLUMNS: Final = ("id", "partition", "seq", "version", "created_ms", "updated_ms", "deleted", "data")
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class PublishedViewHead(msgspec.Struct, frozen=True, kw_only=True):
     """What a published view is."""
 
     database: str
@@ -34,17 +34,17 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     number: int  # one more with each publication
     at_ms: int
     positions: list[int]
-    purged: list[Purged]  # of each partition
+    purged: list[PurgedTombstones]  # of each partition
     parts: list[str]
     rows: int
-    format: int = FORMAT
+    format: int = VIEW_FORMAT
 
 
-class BadViewError(Exception):
+class InvalidViewError(Exception):
     """What is on the object store is no published view."""
 
 
-def folder_of(database: str, collection: str, generation: int) -> str:
+def view_folder(database: str, collection: str, generation: int) -> str:
     return f"watch/views/{database}/{collection}/{generation}/"
 
 
@@ -59,23 +59,23 @@ def part_name(number: int, part: int) -> str:
 _encode = msgspec.json.Encoder().encode
 
 
-def encode_head(head: Head) -> bytes:
+def encode_head(head: PublishedViewHead) -> bytes:
     return _encode(head)
 
 
-def decode_head(raw: bytes) -> Head:
+def decode_head(raw: bytes) -> PublishedViewHead:
     try:
-        head = msgspec.json.decode(raw, type=Head)
+        head = msgspec.json.decode(raw, type=PublishedViewHead)
     except msgspec.MsgspecError as error:
-        raise BadViewError(f"the head of a view cannot be read: {error}") from None
-    if head.format != FORMAT or len(head.positions) != len(head.purged):
-        raise BadViewError(f"the head of a view has the form {head.format}, not {FORMAT}")
+        raise InvalidViewError(f"the head of a view cannot be read: {error}") from None
+    if head.format != VIEW_FORMAT or len(head.positions) != len(head.purged):
+        raise InvalidViewError(f"the head of a view has the form {head.format}, not {VIEW_FORMAT}")
     return head
 
 
-def parts_of(moment: Moment, number: int) -> Iterator[list[Row]]:
+def view_parts(moment: ViewSnapshot, number: int) -> Iterator[list[DocumentRow]]:
     """Every row of a collection, in pieces that are each one part."""
-    rows: list[Row] = []
+    rows: list[DocumentRow] = []
     size = 0
     after = ""
     while page := moment.rows_after(number, after, PAGE_ROWS):
@@ -90,26 +90,26 @@ def parts_of(moment: Moment, number: int) -> Iterator[list[Row]]:
         yield rows
 
 
-def encode_part(rows: Iterable[Row]) -> bytes:
+def encode_part(rows: Iterable[DocumentRow]) -> bytes:
     """Rows as a Parquet file. Arrow is loaded when the first view is published."""
     from tailrace.storage.segments.parquet import pa, pq
 
     columns: list[list[Any]] = [list(column) for column in zip(*rows, strict=True)]
-    columns[COLUMNS.index("deleted")] = [bool(value) for value in columns[COLUMNS.index("deleted")]]
+    columns[VIEW_COLUMNS.index("deleted")] = [bool(value) for value in columns[VIEW_COLUMNS.index("deleted")]]
     kinds = (pa.string(), pa.int32(), *[pa.int64()] * 4, pa.bool_(), pa.binary())
     arrays = [pa.array(values, kind) for values, kind in zip(columns, kinds, strict=True)]
     sink = io.BytesIO()
-    pq.write_table(pa.table(arrays, names=list(COLUMNS)), sink, compression="zstd", row_group_size=4096)
+    pq.write_table(pa.table(arrays, names=list(VIEW_COLUMNS)), sink, compression="zstd", row_group_size=4096)
     return sink.getvalue()
 
 
-def decode_part(raw: bytes) -> list[Row]:
+def decode_part(raw: bytes) -> list[DocumentRow]:
     from tailrace.storage.segments.parquet import pa, pq
 
     try:
         table = pq.read_table(io.BytesIO(raw))
-        columns: list[list[Any]] = [table.column(name).to_pylist() for name in COLUMNS]
+        columns: list[list[Any]] = [table.column(name).to_pylist() for name in VIEW_COLUMNS]
     except (pa.ArrowException, KeyError, ValueError) as error:
-        raise BadViewError(f"a part of a view cannot be read: {error}") from None
-    columns[COLUMNS.index("deleted")] = [int(value) for value in columns[COLUMNS.index("deleted")]]
-    return [Row(*values) for values in zip(*columns, strict=True)]
+        raise InvalidViewError(f"a part of a view cannot be read: {error}") from None
+    columns[VIEW_COLUMNS.index("deleted")] = [int(value) for value in columns[VIEW_COLUMNS.index("deleted")]]
+    return [DocumentRow(*values) for values in zip(*columns, strict=True)]

@@ -15,10 +15,10 @@ from tailrace.watch.names import DocumentPath
 
 # Asked when the write's turn has come, with the document as it is then: a result settles the write, None lets
 # it go on.
-Judge = Callable[[Collection, "State | None"], "Result | None"]
+WriteDecider = Callable[[Collection, "State | None"], "Result | None"]
 
 
-class Write(NamedTuple):
+class DocumentWrite(NamedTuple):
     """One write as it was asked for."""
 
     op: Literal["put", "patch", "delete"]
@@ -27,11 +27,11 @@ class Write(NamedTuple):
     if_version: int | None = None
     if_present: bool = False
     if_absent: bool = False
-    judge: Judge | None = None
+    judge: WriteDecider | None = None
     buries: bool = False  # a delete of what never was leaves a tombstone with `data`
 
 
-class Result(msgspec.Struct):
+class WriteResult(msgspec.Struct):
     """What became of one write."""
 
     path: str
@@ -49,7 +49,7 @@ class Result(msgspec.Struct):
         return found
 
 
-class State(NamedTuple):
+class DocumentState(NamedTuple):
     """A document as the next decision sees it: perhaps not durable yet."""
 
     version: int

@@ -29,7 +29,7 @@ from tailrace.storage.checkpointer import checkpoint_file, write_fork_rows
 from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
 from tailrace.storage.hot_store.database import Execute, HotDatabase
 from tailrace.storage.hot_store.tables import MetaTables
-from tailrace.watch.service import FILE as VIEW
+from tailrace.watch.service import VIEW_FILE as VIEW
 from tailrace.workers.delivery import ARRIVING, NAMES
 from tailrace.workers.delivery import FACT as DELIVERED
 from tailrace.workers.homes import NOTE

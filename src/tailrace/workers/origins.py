@@ -17,7 +17,12 @@ from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
 from tailrace.protocol import offsets
 from tailrace.watch.sources.model import SourceError
-from tailrace.watch.sources.source_origin import Entry, Origin, OwnOrigin, found_source
+from tailrace.watch.sources.source_origin import (
+    LocalOriginStream,
+    OriginEntry,
+    OriginStream,
+    find_origin_stream,
+)
 from tailrace.workers.circle import Circle
 from tailrace.workers.homes import Homes
 from tailrace.workers.later import Later
@@ -61,13 +66,13 @@ class OriginDesk:
 
     async def _answer(self, exchange: Exchange, asked: Question) -> None:
         try:
-            stream = found_source(self._log, asked.stream)
+            stream = find_origin_stream(self._log, asked.stream)
         except SourceError as error:
             exchange.respond(200, HEAD, msgspec.msgpack.encode(Answer(problem=str(error))))
             return
-        origin = OwnOrigin(self._log, stream)
+        origin = LocalOriginStream(self._log, stream)
         try:
-            entries: list[Entry] = []
+            entries: list[OriginEntry] = []
             if asked.entries_max:
                 entries = await origin.page(asked.after, asked.bytes_max, asked.entries_max)
             elif asked.known >= origin.visible and not origin.gone:
@@ -117,9 +122,9 @@ class FarOrigin:
         epoch = next((epoch for epoch, first in reversed(epochs) if entry >= first), epochs[0][0])
         return offsets.encode_offset(epoch, entry)
 
-    async def page(self, after: int, bytes_max: int, entries_max: int) -> list[Entry]:
+    async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]:
         await self.ask(Question(self._name, after, bytes_max, entries_max))
-        return [Entry(*row) for row in self._told.entries]
+        return [OriginEntry(*row) for row in self._told.entries]
 
     async def news(self) -> None:
         await self.ask(Question(self._name, known=self._told.visible))
@@ -145,10 +150,10 @@ class Origins:
         self._circle = circle
         self._homes = homes
 
-    async def find(self, name: str) -> Origin:
+    async def find(self, name: str) -> OriginStream:
         owner = await self._homes.find(name)
         if owner == self._circle.own:
-            return OwnOrigin(self._log, found_source(self._log, name))
+            return LocalOriginStream(self._log, find_origin_stream(self._log, name))
         found = FarOrigin(self._circle.peers[owner], name)
         await found.ask(Question(name))
         return found

@@ -24,7 +24,7 @@ from tailrace.pipeline.watch.subscriptions import read_set
 from tailrace.spark.sink_options import store_url
 from tailrace.storage.object_store.interface import ObjectMissingError
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa, pq
-from tailrace.watch.change import encode
+from tailrace.watch.change import encode_change
 
 HEAD: Final = "capture.json"
 SUBSCRIPTIONS: Final = "subscriptions.json"
@@ -148,7 +148,7 @@ def capture_changes(task: CaptureTask, batches: Iterator[Any]) -> Iterator[Any]:
             change = entry.change
             if change is None or not is_sampled(change.entry.documentKey, task.sample):
                 continue
-            value = encode(masker.change(change.entry))
+            value = encode_change(masker.change(change.entry))
             if rows and (size >= OBJECT_BYTES or rows[-1]["stream"] != entry.range.stream):
                 yield _put(task.out, rows)
                 rows, size = [], 0

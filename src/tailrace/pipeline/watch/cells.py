@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tailrace.watch.lower import NotLoweredError
+from tailrace.watch.lower import NotCompilableError
 from tailrace.watch.values import INT_MIN
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def either(condition: Column, then: Cell, otherwise: Cell) -> Cell:
 
 def _bounded(forms: dict[str, Form], size: int) -> Cell:
     if size > SIZE_MAX:
-        raise NotLoweredError
+        raise NotCompilableError
     return Cell(forms, size)
 
 
@@ -90,7 +90,7 @@ class Cells:
     def constant(self, value: Any) -> Cell:
         kind = _KINDS.get(value.__class__)
         if kind is None:
-            raise NotLoweredError
+            raise NotCompilableError
         lit = self._f.lit(value).cast(_TYPES[kind]) if kind in _TYPES else self._f.lit(None)
         return Cell({kind: Form(self._f.lit(True), lit)})
 
@@ -123,13 +123,13 @@ class Cells:
     def selected(self, cell: Cell, name: str) -> Cell:
         form = cell.forms.get("map")
         if form is None:
-            raise NotLoweredError
+            raise NotCompilableError
         return self.variant(self.inner(form, path_to(name)))
 
     def item(self, cell: Cell, index: int) -> Cell:
         form = cell.forms.get("list")
         if form is None:
-            raise NotLoweredError
+            raise NotCompilableError
         return self.variant(self.inner(form, f"$[{index}]"))
 
     def inner(self, form: Form, path: str) -> Column:
@@ -138,7 +138,7 @@ class Cells:
     def has(self, cell: Cell, name: str) -> Column:
         form = cell.forms.get("map")
         if form is None:
-            raise NotLoweredError
+            raise NotCompilableError
         found = self._f.try_variant_get(form.value, path_to(name), "variant")
         return self._f.when(form.when, found.isNotNull())
 
@@ -154,7 +154,7 @@ class Cells:
         """Over the values of a list, or the keys of a map."""
         many, keyed = cell.forms.get("list"), cell.forms.get("map")
         if many is None or keyed is None:
-            raise NotLoweredError
+            raise NotCompilableError
         found = self._f.when(many.when, over(self._items(many), self.variant))
         return found.when(keyed.when, over(self._keys(keyed), self.string))
 
@@ -162,7 +162,7 @@ class Cells:
         """How many values a list or a map has."""
         many, keyed = cell.forms.get("list"), cell.forms.get("map")
         if many is None or keyed is None:
-            raise NotLoweredError
+            raise NotCompilableError
         found = self._f.when(many.when, self._f.size(self._items(many)))
         return found.when(keyed.when, self._f.size(self._keys(keyed)))
 
@@ -171,7 +171,7 @@ class Cells:
     def equal(self, one: Cell, other: Cell) -> Column:
         f = self._f
         if one.forms.keys() & other.forms.keys() & LISTS:
-            raise NotLoweredError  # element by element, numbers by value
+            raise NotCompilableError  # element by element, numbers by value
         cases: list[tuple[Column, Column]] = []
         for kind, left in one.forms.items():
             for kind_other, right in other.forms.items():
@@ -220,7 +220,7 @@ class Cells:
     def contained(self, wanted: Cell, within: Cell) -> Column:
         f, many, keyed = self._f, within.forms.get("list"), within.forms.get("map")
         if many is None or keyed is None:
-            raise NotLoweredError
+            raise NotCompilableError
 
         def is_wanted(item: Column) -> Column:
             return self.equal(wanted, self.variant(item))
@@ -253,7 +253,7 @@ class Cells:
         if (keyed := cell.forms.get("map")) is not None:
             cases.append((keyed.when, f.size(self._keys(keyed))))
         if not cases:
-            raise NotLoweredError
+            raise NotCompilableError
         value = first_of(cases).cast("bigint")
         return _bounded({"int": Form(value.isNotNull(), value)}, 2 * cell.size)
 
@@ -266,7 +266,7 @@ class Cells:
         if (fraction := cell.forms.get("double")) is not None:
             forms["double"] = Form(fraction.when, -fraction.value)
         if not forms:
-            raise NotLoweredError
+            raise NotCompilableError
         return _bounded(forms, 2 * cell.size)
 
     def computed(self, function: str, one: Cell, other: Cell) -> Cell:
@@ -279,14 +279,14 @@ class Cells:
             if value is not None:
                 forms[kind] = Form(left.when & right.when & value.isNotNull(), value)
         if not forms:
-            raise NotLoweredError
+            raise NotCompilableError
         return _bounded(forms, 2 * (one.size + other.size))
 
     def _computed(self, function: str, kind: str, left: Column, right: Column) -> Column | None:
         """NULL where there is no value; None where the kind has no such operation."""
         f = self._f
         if function == "_+_" and kind == "list":
-            raise NotLoweredError
+            raise NotCompilableError
         if function == "_+_" and kind == "string":
             return f.concat(left, right)
         if kind == "double":
@@ -309,6 +309,6 @@ def path_to(*names: str) -> str:
     for name in names:
         quote = "'" if '"' in name else '"'
         if quote in name:
-            raise NotLoweredError
+            raise NotCompilableError
         steps.append(f"[{quote}{name}{quote}]")
     return "$" + "".join(steps)

@@ -13,18 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tailrace.pipeline.watch.cells import Cell, Cells, any_of, either, truth_cell
 from tailrace.watch.evaluation_cost import STEPS_MAX
-from tailrace.watch.lower import NotLoweredError
-from tailrace.watch.syntax import (
-    DOC,
-    Call,
-    Const,
-    Ident,
-    Items,
-    Node,
-    Quantified,
-    Select,
-    children,
-)
+from tailrace.watch.lower import NotCompilableError
+from tailrace.watch.syntax import DOC, Call, Const, Ident, ListLiteral, Node, Quantified, Select, children
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -120,11 +110,11 @@ class _Lowering:
         cells = self._cells
         if isinstance(node, Const):
             if node.kind != "json":
-                raise NotLoweredError
+                raise NotCompilableError
             return cells.constant(node.value)
         if isinstance(node, Ident):
             if self._variable is None or node.name != self._variable[0]:
-                raise NotLoweredError
+                raise NotCompilableError
             return self._variable[1]
         if isinstance(node, Select) and not node.test:
             return self._selected(node.operand, node.field)
@@ -132,7 +122,7 @@ class _Lowering:
             return self._call(node)
         if isinstance(node, Quantified | Select):
             return truth_cell(self.truth(node))
-        raise NotLoweredError
+        raise NotCompilableError
 
     def _selected(self, operand: Node, name: str) -> Cell:
         if isinstance(operand, Ident) and operand.name == DOC:
@@ -145,7 +135,7 @@ class _Lowering:
             return self._indexed(args[0], args[1])
         if function in _ARITHMETIC:
             if function == "_/_" and not isinstance(args[1], Const):
-                raise NotLoweredError  # the sign of a zero is not kept in a variant
+                raise NotCompilableError  # the sign of a zero is not kept in a variant
             return cells.computed(function, self.cell(args[0]), self.cell(args[1]))
         if function == "-_":
             return cells.negated(self.cell(args[0]))
@@ -155,7 +145,7 @@ class _Lowering:
             return either(self.truth(args[0]), self.cell(args[1]), self.cell(args[2]))
         found = self._call_truth(node)
         if found is None:
-            raise NotLoweredError
+            raise NotCompilableError
         return truth_cell(found)
 
     def _indexed(self, operand: Node, index: Node) -> Cell:
@@ -163,18 +153,18 @@ class _Lowering:
         if type(key) is str:
             return self._selected(operand, key)
         if isinstance(operand, Ident) and operand.name == DOC:
-            raise NotLoweredError
+            raise NotCompilableError
         if type(key) is float and key.is_integer():
             key = int(key)
         if type(key) is int and 0 <= key < 2**31:
             return self._cells.item(self.cell(operand), key)
-        raise NotLoweredError
+        raise NotCompilableError
 
     # -- several values --------------------------------------------------------------------------------
 
     def _contained(self, value: Node, container: Node) -> Column:
         cells, wanted = self._cells, self.cell(value)
-        if isinstance(container, Items):
+        if isinstance(container, ListLiteral):
             # An error is an error even if there is nothing to compare with.
             known = self._f.when(wanted.exists, self._f.lit(False))
             return any_of([known, *(cells.equal(wanted, self.cell(item)) for item in container.items)])
@@ -209,7 +199,7 @@ class _Lowering:
 
     def _bound(self, length: Column, most: int) -> None:
         if self._variable is not None:
-            raise NotLoweredError  # whether it is too long is only known inside
+            raise NotCompilableError  # whether it is too long is only known inside
         self.costly.append(length > most)
 
 

@@ -7,9 +7,9 @@ from typing import Final
 import msgspec
 
 from tailrace.watch.change import Change
-from tailrace.watch.deliveries import Told
+from tailrace.watch.deliveries import DeliveredMatch
 from tailrace.watch.matcher import Matcher
-from tailrace.watch.summary import Summary, interest_of
+from tailrace.watch.summary import SubscriptionSummary, interest_from_summary
 
 SCAN_MAX: Final = 1 << 30  # the gateway has refused what is too much for it
 
@@ -21,7 +21,7 @@ class OtherMatcherError(RuntimeError):
 class SubscriptionSet(msgspec.Struct, frozen=True):
     """Subscriptions by key: `<connection>/<subscription>`."""
 
-    subs: dict[str, Summary]
+    subs: dict[str, SubscriptionSummary]
     v: int = 1
 
     def encode(self) -> bytes:
@@ -43,7 +43,7 @@ class Compiled:
         self.subscriptions = subscriptions
         self.matchers: dict[str, Matcher[str]] = {}
         for key, summary in subscriptions.subs.items():
-            interest = interest_of(summary)
+            interest = interest_from_summary(summary)
             if strict and interest.whole.hash.hex() != summary.predicateHash:
                 raise OtherMatcherError(
                     "a subscription means something else here than on the server; "
@@ -58,11 +58,13 @@ class Compiled:
         """Nothing to let go of."""
 
 
-def told_of(matcher: Matcher[str] | None, change: Change) -> list[Told]:
+def told_of(matcher: Matcher[str] | None, change: Change) -> list[DeliveredMatch]:
     """What a change is to whom, in the order of their keys."""
     if matcher is None:
         return []
     found = matcher.found(change)
-    told = [Told(key, op, reason) for subscribers, op, reason in found.matches for key in subscribers]
-    told += [Told(key, "resync", "cost-exceeded") for key in found.too_costly]
+    told = [
+        DeliveredMatch(key, op, reason) for subscribers, op, reason in found.matches for key in subscribers
+    ]
+    told += [DeliveredMatch(key, "resync", "cost-exceeded") for key in found.too_costly]
     return sorted(told, key=lambda one: one.key)

@@ -14,8 +14,8 @@ from tailrace.pipeline.watch.place import ChangeRange
 from tailrace.pipeline.watch.subscriptions import compiled_set
 from tailrace.storage.segments.parquet import BINARY, STRING, pa
 from tailrace.watch import deliveries
-from tailrace.watch.change import Change, decode
-from tailrace.watch.deliveries import Batch, Item, Told
+from tailrace.watch.change import Change, decode_change
+from tailrace.watch.deliveries import DeliveredChange, DeliveredMatch, DeliveryBatch
 
 BATCH_BYTES: Final = 1 << 20  # of items in one delivery
 BATCH_SEQS: Final = 1000  # examined by one delivery, at numbers that are multiples of it
@@ -49,7 +49,7 @@ def entries_of(batch: Any, ranges: dict[str, ChangeRange]) -> Iterator[Entry]:
     )
     for stream, offset, seq, time_ns, value in zip(*columns, strict=True):
         one = ranges[stream]
-        yield Entry(one, seq, offset, decode(value, one.partition, seq, time_ns))
+        yield Entry(one, seq, offset, decode_change(value, one.partition, seq, time_ns))
 
 
 def match_changes(task: MatchTask, batches: Iterator[Any]) -> Iterator[Any]:
@@ -80,10 +80,10 @@ class _Deliveries:
         self.range = one
         self._after = one.after
         self._reached = one.after
-        self._items: list[Item] = []
+        self._items: list[DeliveredChange] = []
         self._bytes = 0
 
-    def add(self, entry: Entry, told: list[Told]) -> list[bytes]:
+    def add(self, entry: Entry, told: list[DeliveredMatch]) -> list[bytes]:
         self._reached = entry.seq
         if entry.change is not None and told:
             item = item_of(entry.change, entry.change.lsn or entry.offset, told)
@@ -94,7 +94,7 @@ class _Deliveries:
 
     def _flushed(self) -> list[bytes]:
         one = self.range
-        batch = Batch(
+        batch = DeliveryBatch(
             database=one.database,
             collection=one.collection,
             partition=one.partition,
@@ -107,14 +107,14 @@ class _Deliveries:
             items=self._items,
         )
         self._after, self._items, self._bytes = self._reached, [], 0
-        return [deliveries.encode(batch)]
+        return [deliveries.encode_delivery(batch)]
 
 
-def item_of(change: Change, lsn: str, told: list[Told]) -> Item:
+def item_of(change: Change, lsn: str, told: list[DeliveredMatch]) -> DeliveredChange:
     """A delete carries the document's name and version, and never its content."""
     entry = change.entry
     doc: dict[str, Any] = {"id": entry.documentKey, "version": entry.version}
     if any(one.op in ("insert", "update") for one in told):
         doc["data"] = orjson.loads(bytes(entry.after))
         doc["createdAt"], doc["updatedAt"] = entry.createdAt, change.updated_ms
-    return Item(change.seq, lsn, entry.op, told, doc)
+    return DeliveredChange(change.seq, lsn, entry.op, told, doc)

@@ -15,9 +15,14 @@ import orjson
 
 from tailrace.watch import trees
 from tailrace.watch.change import ChangeEntry
-from tailrace.watch.predicate import canonical
-from tailrace.watch.summary import PartForm, Summary, interest_of, part_of
-from tailrace.watch.syntax import Call, Const, Node, Select, children, constant, path_of
+from tailrace.watch.predicate import canonical_predicate
+from tailrace.watch.summary import (
+    EncodedPart,
+    SubscriptionSummary,
+    decode_predicate_part,
+    interest_from_summary,
+)
+from tailrace.watch.syntax import Call, Const, Node, Select, as_constant, children, field_path
 
 COPIED_CHARACTERS_MIN: Final = 3  # a shorter text is found everywhere
 
@@ -106,7 +111,7 @@ class Masker:
 
     # -- queries ---------------------------------------------------------------------------------------
 
-    def summary(self, summary: Summary) -> Summary | None:
+    def summary(self, summary: SubscriptionSummary) -> SubscriptionSummary | None:
         """The subscription with masked values; None if it cannot be had."""
         try:
             parts = [self._part(form) for form in summary.parts]
@@ -117,24 +122,24 @@ class Masker:
         if documents is not None:
             documents = sorted(self.document_id(name) for name in documents)
         masked = msgspec.structs.replace(summary, parts=parts, ruleInputs=rule, documents=documents)
-        whole = interest_of(masked).whole
+        whole = interest_from_summary(masked).whole
         forms = parts if rule is None else [*parts, rule]
         named = None if documents is None else frozenset(documents)
-        meaning = canonical([part_of(form) for form in forms], named)
+        meaning = canonical_predicate([decode_predicate_part(form) for form in forms], named)
         return msgspec.structs.replace(masked, predicate=meaning, predicateHash=whole.hash.hex())
 
-    def _part(self, form: PartForm) -> PartForm:
-        node = trees.load(form.tree)
+    def _part(self, form: EncodedPart) -> EncodedPart:
+        node = trees.decode_expression(form.tree)
         masked = self._node(node)
         if form.text is not None and (self._mentions(node) or form.variables is not None):
             raise UnmaskableError  # the text, or what the rule was told, would give it away
-        return PartForm(trees.dump(masked), form.text)
+        return EncodedPart(trees.encode_expression(masked), form.text)
 
     def _node(self, node: Node) -> Node:
         if isinstance(node, Call):
             if len(node.args) == 2 and node.function in ("_==_", "_!=_", "@in"):
                 for place, other in ((0, 1), (1, 0)):
-                    path, literal = path_of(node.args[place]), constant(node.args[other])
+                    path, literal = field_path(node.args[place]), as_constant(node.args[other])
                     if path is not None and literal is not None and path in self._paths:
                         args = list(node.args)
                         args[other] = Const(self.value(literal.value))
@@ -143,7 +148,7 @@ class Masker:
                 raise UnmaskableError
             return Call(node.function, tuple(self._node(argument) for argument in node.args))
         if isinstance(node, Select) and node.test:
-            path = path_of(Select(node.operand, node.field))
+            path = field_path(Select(node.operand, node.field))
             if path is not None and path not in self._paths and self._is_below(path):
                 raise UnmaskableError
             return node  # whether a field is there is not masked
@@ -161,7 +166,7 @@ class Masker:
         return any(path[: len(masked)] == masked for masked in self._paths)
 
     def _mentions(self, node: Node) -> bool:
-        path = path_of(node)
+        path = field_path(node)
         if path is not None:
             return any(path[: len(one)] == one[: len(path)] for one in self._paths)
         return any(self._mentions(child) for child in children(node))

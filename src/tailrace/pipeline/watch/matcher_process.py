@@ -19,7 +19,7 @@ import msgspec
 
 import tailrace
 from tailrace.pipeline.watch.compiled import Compiled, decode_set, told_of
-from tailrace.watch.change import decode
+from tailrace.watch.change import decode_change
 from tailrace.watch.matcher import Matcher
 from tailrace.watch.predicate import SEMANTICS
 
@@ -57,7 +57,7 @@ def _matched(
     matchers: dict[str, Matcher[str]], partition: int, seq: int, time_ns: int, value: bytes
 ) -> tuple[int, list[Any]]:
     began = time.perf_counter_ns()
-    change = decode(value, partition, seq, time_ns)
+    change = decode_change(value, partition, seq, time_ns)
     told = [] if change is None else told_of(matchers.get(change.entry.collection), change)
     return time.perf_counter_ns() - began, [(one.key, one.op, one.reason) for one in told]
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tailrace.pipeline.watch.cells import path_to
 from tailrace.pipeline.watch.columns import Field, lowered
-from tailrace.watch.document import RESERVED
-from tailrace.watch.lower import NotLoweredError
+from tailrace.watch.document import RESERVED_FIELDS
+from tailrace.watch.lower import NotCompilableError
 from tailrace.watch.query import read_query
-from tailrace.watch.syntax import both
+from tailrace.watch.syntax import conjoin
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -38,8 +38,8 @@ def image_of(entry: Column, updated_ms: Column, which: Which) -> Field:
             there = f.try_variant_get(entry, path_to(which), "variant")
             return f.when(_is_there(there), f.parse_json(updated_ms.cast("string")))
         if name.startswith("src_"):
-            raise NotLoweredError  # it may be a field of the source, or one of this name
-        if name in RESERVED or name.startswith("_"):
+            raise NotCompilableError  # it may be a field of the source, or one of this name
+        if name in RESERVED_FIELDS or name.startswith("_"):
             return f.lit(None).cast("variant")
         return f.try_variant_get(entry, path_to(which, name), "variant")
 
@@ -61,7 +61,7 @@ def matching(frame: DataFrame, query: dict[str, Any], which: Which = "after") ->
     entry = f.parse_json(f.col("value").cast("string"))
     updated_ms = f.call_function("div", f.col("timestamp_ns"), f.lit(1_000_000))
     image = image_of(entry, updated_ms, which)
-    found = lowered(both([part.node for part in asked.parts]), image)
+    found = lowered(conjoin([part.node for part in asked.parts]), image)
     failed = f.raise_error(f.lit("the query takes too many steps on a change")).cast("boolean")
     holds = f.when(found.undecided, failed).otherwise(found.holds)
     is_change = f.try_variant_get(entry, path_to("kind"), "string") == "change"

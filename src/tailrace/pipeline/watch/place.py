@@ -15,7 +15,7 @@ from tailrace.spark.catalogue import Catalogue, Position, StreamState
 from tailrace.spark.options import Options, ReadOptions, connection_of
 from tailrace.spark.server import Server, server_of
 from tailrace.spark.starts import Starts
-from tailrace.watch.names import CHANGES, stream_of
+from tailrace.watch.names import CHANGES_PREFIX, change_stream_name
 
 LEASE_S: Final = 3600
 COLUMNS: Final = "stream string, offset string, entry bigint, timestamp_ns bigint, value binary"
@@ -63,7 +63,7 @@ class ChangeRange(msgspec.Struct, frozen=True):
 
     @property
     def stream(self) -> str:
-        return stream_of(self.database, self.collection, self.partition)
+        return change_stream_name(self.database, self.collection, self.partition)
 
 
 class Bound(NamedTuple):
@@ -132,7 +132,7 @@ class Place:
 
     def collections(self, database: str, glob: str) -> list[str]:
         """The collections of a database that have changes, as far as a glob covers them."""
-        prefix, pattern = f"{CHANGES}{database}/", NamePattern(glob)
+        prefix, pattern = f"{CHANGES_PREFIX}{database}/", NamePattern(glob)
         listed = self.server.listed(prefix, system=True)
         names = {row.name.removeprefix(prefix).rpartition("/")[0] for row in listed}
         return sorted(name for name in names if pattern.matches(name))
@@ -177,7 +177,7 @@ class Place:
         starts = Starts(catalogue, options)
         found: list[ChangeRange] = []
         for partition in range(info.partitions):
-            state = catalogue.state(stream_of(database, name, partition))
+            state = catalogue.state(change_stream_name(database, name, partition))
             if state is None:
                 continue
             after = max(state.earliest.entry, _entry(starts, state, start, partition))
@@ -191,7 +191,9 @@ class Place:
     def earliest(self, database: str, name: str, partitions: int) -> list[int]:
         """What the log does not have any more, by partition."""
         catalogue = Catalogue(ReadOptions(connection=self._connection), self.server)
-        states = [catalogue.state(stream_of(database, name, partition)) for partition in range(partitions)]
+        states = [
+            catalogue.state(change_stream_name(database, name, partition)) for partition in range(partitions)
+        ]
         return [0 if state is None else state.earliest.entry for state in states]
 
     def frame(self, spark: Any, ranges: Sequence[ChangeRange]) -> Any:

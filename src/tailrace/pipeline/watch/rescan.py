@@ -22,8 +22,8 @@ from tailrace.pipeline.watch.views import find_head, publish_view
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
 from tailrace.watch import view_files
 from tailrace.watch.change import Change
-from tailrace.watch.view import Purged
-from tailrace.watch.view_files import Head
+from tailrace.watch.view import PurgedTombstones
+from tailrace.watch.view_files import PublishedViewHead
 
 EXAMPLES_MAX: Final = 100
 MENDED: Final = "rescan-"  # what corrections are named with
@@ -113,7 +113,7 @@ class _ViewRow(msgspec.Struct):
 class _ViewPage(msgspec.Struct):
     generation: int
     folder: str
-    purged: list[Purged]
+    purged: list[PurgedTombstones]
     positions: list[int]
     rows: list[_ViewRow]
     next: str | None
@@ -127,7 +127,7 @@ class Shown(NamedTuple):
     ended: list[int]
     generation: int
     folder: str
-    purged: list[Purged]
+    purged: list[PurgedTombstones]
 
 
 def digest_of(raw: bytes) -> str:
@@ -254,7 +254,7 @@ def _states(spark: Any, place: Place, ranges: Sequence[ChangeRange], *, with_dat
     return place.frame(spark, ranges).mapInArrow(partial(states_of, task), STATE_DDL)
 
 
-def _base(store: str, shown: Shown, earliest: list[int]) -> Head | None:
+def _base(store: str, shown: Shown, earliest: list[int]) -> PublishedViewHead | None:
     """The published view to begin from, where the log has been trimmed."""
     if not any(earliest):
         return None
@@ -278,7 +278,7 @@ def base_rows(store: str, batches: Iterator[Any]) -> Iterator[Any]:
             )
 
 
-def _based(spark: Any, store: str, folder: str, base: Head) -> Any:
+def _based(spark: Any, store: str, folder: str, base: PublishedViewHead) -> Any:
     names = [{"object": folder + name} for name in base.parts]
     table = pa.Table.from_pylist(names, schema=pa.schema([("object", STRING)]))
     frame = spark.createDataFrame(table).repartition(max(1, len(names)))

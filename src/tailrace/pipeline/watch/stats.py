@@ -21,11 +21,11 @@ from tailrace.pipeline.watch.kernels import entries_of
 from tailrace.pipeline.watch.place import Bound, ChangeRange, Place
 from tailrace.pipeline.watch.subscriptions import compiled_set, put_set, read_set
 from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa
-from tailrace.watch.bloom import BITS_PER_KEY, HASHES, Bloom, key_of
-from tailrace.watch.document import RESERVED
-from tailrace.watch.lower import MISSING, getter
-from tailrace.watch.predicate import Condition, class_of
-from tailrace.watch.summary import interest_of
+from tailrace.watch.bloom import BITS_PER_KEY, HASHES, BloomFilter, bloom_key
+from tailrace.watch.document import RESERVED_FIELDS
+from tailrace.watch.lower import MISSING, field_getter
+from tailrace.watch.predicate import Condition, equality_class
+from tailrace.watch.summary import interest_from_summary
 
 FOLDER: Final = "watch/stats/"
 DEPTH_MAX: Final = 4
@@ -127,15 +127,15 @@ def bloom_keys(subscriptions: SubscriptionSet) -> set[bytes]:
     """What equality conjuncts of the subscriptions look for."""
     found: set[bytes] = set()
     for summary in subscriptions.subs.values():
-        for conditions in interest_of(summary).whole.branches:
+        for conditions in interest_from_summary(summary).whole.branches:
             for condition in conditions:
-                found |= {key_of(condition.path, value) for value in _looked_for(condition)}
+                found |= {bloom_key(condition.path, value) for value in _looked_for(condition)}
     return found
 
 
-def bloom_of(keys: set[bytes]) -> Bloom:
+def bloom_of(keys: set[bytes]) -> BloomFilter:
     """The same filter for the same keys."""
-    made = Bloom(0.0)
+    made = BloomFilter(0.0)
     for key in sorted(keys):
         made.add(key)
     return made
@@ -157,7 +157,7 @@ def count_changes(task: StatsTask, batches: Iterator[Any]) -> Iterator[Any]:
     keys = bloom_keys(subscriptions)
     known = bloom_of(keys)
     paths = {tuple(orjson.loads(key)[0]) for key in keys}
-    gets = [(path, getter(path)) for path in sorted(paths)]
+    gets = [(path, field_getter(path)) for path in sorted(paths)]
     tally: dict[tuple[str, str, int], int] = {}
 
     def add(what: str, name: str = "", partition: int = 0, count: int = 1) -> None:
@@ -175,7 +175,7 @@ def count_changes(task: StatsTask, batches: Iterator[Any]) -> Iterator[Any]:
             image = entry.change.after or entry.change.before or {}
             for path, get in gets:
                 value = get(image)
-                key = None if value is MISSING else key_of(path, class_of(value))
+                key = None if value is MISSING else bloom_key(path, equality_class(value))
                 if key is not None and key not in keys:
                     add("bloom", "absent")
                     if key in known:
@@ -195,7 +195,7 @@ def field_values(ranges: dict[str, ChangeRange], batches: Iterator[Any]) -> Iter
         for entry in entries_of(batch, ranges):
             if entry.change is not None:
                 image = entry.change.after or entry.change.before or {}
-                rows += _leaves({k: v for k, v in image.items() if k not in RESERVED}, "", DEPTH_MAX)
+                rows += _leaves({k: v for k, v in image.items() if k not in RESERVED_FIELDS}, "", DEPTH_MAX)
         yield pa.RecordBatch.from_pylist(rows, schema=VALUES)
 
 

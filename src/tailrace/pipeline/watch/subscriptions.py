@@ -14,7 +14,7 @@ from tailrace.protocol import offsets
 from tailrace.spark.process_cache import ProcessCache
 from tailrace.spark.server import Server
 from tailrace.storage.segments.parquet import pa
-from tailrace.watch.summary import Summary
+from tailrace.watch.summary import SubscriptionSummary
 
 FOLDER: Final = "watch/index/"
 SETS_KEPT: Final = 2
@@ -54,9 +54,9 @@ class _Message(msgspec.Struct):
     value: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def fold(messages: Iterable[bytes]) -> dict[str, Summary]:
+def fold(messages: Iterable[bytes]) -> dict[str, SubscriptionSummary]:
     """What is there after all messages."""
-    found: dict[str, Summary] = {}
+    found: dict[str, SubscriptionSummary] = {}
     for raw in messages:
         message = msgspec.json.decode(raw, type=_Message)
         if message.headers.control == "reset":
@@ -65,7 +65,7 @@ def fold(messages: Iterable[bytes]) -> dict[str, Summary]:
             if message.headers.operation == "delete":
                 found.pop(message.key, None)
             else:
-                found[message.key] = msgspec.json.decode(message.value, type=Summary)
+                found[message.key] = msgspec.json.decode(message.value, type=SubscriptionSummary)
     return found
 
 

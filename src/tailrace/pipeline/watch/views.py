@@ -12,8 +12,8 @@ from tailrace.pipeline.watch.blobs import blobs
 from tailrace.pipeline.watch.place import ChangeRange, Place
 from tailrace.storage.segments.parquet import INT64, STRING, pa
 from tailrace.watch import view_files
-from tailrace.watch.view import Purged, Row
-from tailrace.watch.view_files import Head
+from tailrace.watch.view import DocumentRow, PurgedTombstones
+from tailrace.watch.view_files import PublishedViewHead
 
 PUT: Final = pa.schema([("object", STRING), ("rows", INT64)])
 PUT_DDL: Final = "object string, rows bigint"
@@ -23,7 +23,7 @@ class PublicationError(RuntimeError):
     """The view could not be published; what was published before stays."""
 
 
-def find_head(store: str, folder: str) -> tuple[Head, str] | None:
+def find_head(store: str, folder: str) -> tuple[PublishedViewHead, str] | None:
     found = blobs(store).find(view_files.head_key(folder))
     return None if found is None else (view_files.decode_head(found[0]), found[1])
 
@@ -35,7 +35,7 @@ def publish_view(
     folder: str,
     about: tuple[str, str, int],
     positions: Sequence[int],
-    purged: Sequence[Purged],
+    purged: Sequence[PurgedTombstones],
     ranges: Sequence[ChangeRange],
 ) -> str:
     """Parts first, then the seal of all changes that they hold, then the head that names them."""
@@ -44,14 +44,14 @@ def publish_view(
     # A name that nobody else chooses: the server may publish at the same time.
     run = f"{number:020}-{secrets.token_hex(4)}"
     at_ms = time.time_ns() // 1_000_000
-    rows = latest.select(*view_files.COLUMNS).repartition("partition")
+    rows = latest.select(*view_files.VIEW_COLUMNS).repartition("partition")
     put = rows.mapInArrow(partial(put_rows, store, f"{folder}_{run}"), PUT_DDL).collect()
     parts = sorted(row["object"].removeprefix(folder) for row in put)
     for one in ranges:
         if not place.seal(one.stream):
             blobs(store).delete([folder + name for name in parts])
             raise PublicationError("the changes of the view are not all on the object store yet; try again")
-    head = Head(
+    head = PublishedViewHead(
         database=about[0],
         collection=about[1],
         generation=about[2],
@@ -77,12 +77,12 @@ def put_rows(store: str, prefix: str, batches: Iterator[Any]) -> Iterator[Any]:
 
     context = TaskContext.get()
     task = f"{0 if context is None else context.taskAttemptId():08x}"
-    rows: list[Row] = []
+    rows: list[DocumentRow] = []
     size = count = 0
     for batch in batches:
-        columns: list[list[Any]] = [batch.column(name).to_pylist() for name in view_files.COLUMNS]
+        columns: list[list[Any]] = [batch.column(name).to_pylist() for name in view_files.VIEW_COLUMNS]
         for values in zip(*columns, strict=True):
-            row = Row(*cast("tuple[str, int, int, int, int, int, int, bytes]", values))
+            row = DocumentRow(*cast("tuple[str, int, int, int, int, int, int, bytes]", values))
             rows.append(row)
             size += len(row.data)
             if len(rows) >= view_files.PART_ROWS_MAX or size >= view_files.PART_BYTES_MAX:
@@ -92,6 +92,6 @@ def put_rows(store: str, prefix: str, batches: Iterator[Any]) -> Iterator[Any]:
         yield _put(store, f"{prefix}-{task}-{count:05}.parquet", rows)
 
 
-def _put(store: str, name: str, rows: list[Row]) -> Any:
+def _put(store: str, name: str, rows: list[DocumentRow]) -> Any:
     blobs(store).create(name, view_files.encode_part(rows))
     return pa.RecordBatch.from_pylist([{"object": name, "rows": len(rows)}], schema=PUT)

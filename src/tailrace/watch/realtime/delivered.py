@@ -17,7 +17,13 @@ import msgspec
 from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.watch.deliveries import Ahead, Batch, Examined, Extent, decode
+from tailrace.watch.deliveries import (
+    DeliveryBatch,
+    ExaminedRange,
+    ExaminedRanges,
+    RelevantRange,
+    decode_delivery,
+)
 
 if TYPE_CHECKING:
     from tailrace.watch.realtime.gateway import Gateway
@@ -25,24 +31,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tailrace.watch")
 
-PAGE_BYTES: Final = 4 * 1024 * 1024
-PAGE_ENTRIES: Final = 100
-KEPT_BYTES_MAX: Final = 32 * 1024 * 1024
-RETRY_S: Final = 1.0
+DELIVERY_PAGE_BYTES: Final = 4 * 1024 * 1024
+DELIVERY_PAGE_ENTRIES: Final = 100
+DELIVERIES_BYTES_MAX: Final = 32 * 1024 * 1024
+DELIVERY_RETRY_S: Final = 1.0
 # Where so many of the changes concern it, a subscription is faster if it reads them all.
-DENSE: Final = 4
+DENSE_FACTOR: Final = 4
 
-Key = tuple[str, str]  # database and collection
+CollectionKey = tuple[str, str]  # database and collection
 
 
-class Delivered:
+class DeliveryReader:
     """Owned by the loop thread."""
 
     def __init__(self, context: Context, gateway: Gateway) -> None:
         self._context = context
         self._gateway = gateway
-        self._examined: dict[Key, Examined] = {}
-        self._kept: deque[tuple[Key, Extent]] = deque()  # as they came
+        self._examined: dict[CollectionKey, ExaminedRanges] = {}
+        self._kept: deque[tuple[CollectionKey, ExaminedRange]] = deque()  # as they came
         self._kept_bytes = 0
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -81,10 +87,12 @@ class Delivered:
 
     async def _page(self, stream: Stream, at: int) -> int:
         try:
-            page = await self._context.log.reader.read_labelled(stream, at, PAGE_BYTES, PAGE_ENTRIES)
+            page = await self._context.log.reader.read_labelled(
+                stream, at, DELIVERY_PAGE_BYTES, DELIVERY_PAGE_ENTRIES
+            )
         except TailraceError as error:
             logger.warning("deliveries cannot be read yet: %s", error.message)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(DELIVERY_RETRY_S)
             return at
         for raw in page.parts:
             self._take(bytes(raw))
@@ -92,7 +100,7 @@ class Delivered:
 
     def _take(self, raw: bytes) -> None:
         try:
-            batch = decode(raw)
+            batch = decode_delivery(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self.batches["malformed"] += 1
             logger.warning("a delivery cannot be understood: %s", error)
@@ -101,7 +109,7 @@ class Delivered:
             extent = self._extent(batch)
             self.batches["dropped" if extent is None else "taken"] += 1
 
-    def _extent(self, batch: Batch) -> Extent | None:
+    def _extent(self, batch: DeliveryBatch) -> ExaminedRange | None:
         """None for a batch that is of no use to anybody here."""
         key = (batch.database, batch.collection)
         watched = self._gateway.watched_named(*key)
@@ -110,12 +118,12 @@ class Delivered:
             return None
         examined = self._examined.get(key)
         if examined is None or examined.generation != watched.generation:
-            examined = self._examined[key] = Examined(watched.generation)
+            examined = self._examined[key] = ExaminedRanges(watched.generation)
         extent = examined.take(batch)
         if extent is not None:
             self._kept.append((key, extent))
             self._kept_bytes += extent.size_bytes
-            while self._kept_bytes > KEPT_BYTES_MAX:
+            while self._kept_bytes > DELIVERIES_BYTES_MAX:
                 self._drop_oldest()
         return extent
 
@@ -128,7 +136,7 @@ class Delivered:
 
     # -- using -----------------------------------------------------------------------------------------
 
-    def ahead(self, subscription: Subscription, partition: int) -> Ahead | None:
+    def ahead(self, subscription: Subscription, partition: int) -> RelevantRange | None:
         """The way on for a subscription that is behind; None: all of the log."""
         watched = subscription.watched
         examined = self._examined.get((watched.database, watched.name))
@@ -136,7 +144,11 @@ class Delivered:
             return None
         after = subscription.own[partition]
         found = examined.ahead(subscription.key, subscription.written, partition, after)
-        if found is not None and found.seqs is not None and len(found.seqs) * DENSE > found.last - after:
+        if (
+            found is not None
+            and found.seqs is not None
+            and len(found.seqs) * DENSE_FACTOR > found.last - after
+        ):
             return None
         return found
 

@@ -12,7 +12,7 @@ from tailrace.protocol.websocket_frames import encode_text
 from tailrace.watch.change import Change
 
 
-class Frame:
+class Envelope:
     """One envelope as bytes, and as a WebSocket message once that is asked for."""
 
     __slots__ = ("_websocket", "body")
@@ -28,15 +28,17 @@ class Frame:
         return self._websocket
 
 
-def reply(kind: str, message_id: str | None, payload: dict[str, Any], **beside: Any) -> Frame:
+def reply(kind: str, message_id: str | None, payload: dict[str, Any], **beside: Any) -> Envelope:
     found: dict[str, Any] = {} if message_id is None else {"id": message_id}
-    return Frame(orjson.dumps({**found, "type": kind, "version": 1, **beside, "payload": payload}))
+    return Envelope(orjson.dumps({**found, "type": kind, "version": 1, **beside, "payload": payload}))
 
 
-def about(kind: str, database: str, sub_ids: Sequence[str], payload: dict[str, Any], **more: Any) -> Frame:
+def subscription_notice(
+    kind: str, database: str, sub_ids: Sequence[str], payload: dict[str, Any], **more: Any
+) -> Envelope:
     """An envelope about subscriptions."""
     found = {"type": kind, "version": 1, "database": database, "subIds": sub_ids, **more, "payload": payload}
-    return Frame(orjson.dumps(found))
+    return Envelope(orjson.dumps(found))
 
 
 def error(
@@ -47,7 +49,7 @@ def error(
     sub_id: str | None = None,
     retry_after_ms: int | None = None,
     **more: Any,
-) -> Frame:
+) -> Envelope:
     payload = {
         "code": code,
         "message": message,
@@ -59,7 +61,7 @@ def error(
     return reply("error", message_id, payload)
 
 
-def delta(change: Change, op: str, reason: str, include_data: bool) -> bytes:
+def encode_delta(change: Change, op: str, reason: str, include_data: bool) -> bytes:
     """What a change is to whoever watches; a delete has no data."""
     entry = change.entry
     doc: dict[str, Any] = {"path": f"{entry.collection}/{entry.documentKey}", "id": entry.documentKey}
@@ -75,13 +77,13 @@ def delta(change: Change, op: str, reason: str, include_data: bool) -> bytes:
 
 def event(
     change: Change, lsn: str, sub_ids: Sequence[str], changed: bytes, token: str | None, checksum: bool
-) -> Frame:
+) -> Envelope:
     """`changed` comes from `delta`; only what differs between clients is put around it."""
     entry = change.entry
     covered = b"" if token is None else b',"token":"%b"' % token.encode()
     payload = b'{"subId":%b,"delta":%b%b}' % (orjson.dumps(sub_ids[0]), changed, covered)
     tail = b',"checksum":"%08x"' % crc32c_extend(0, payload) if checksum else b""
-    return Frame(
+    return Envelope(
         b'{"type":"event","version":1,"database":%b,"subIds":%b,"partition":%d,"seq":%d,"lsn":"%b","payload":%b%b'
         b',"extensions":{}}'
         % (

@@ -13,27 +13,27 @@ import orjson
 
 from tailrace.api.context import Context
 from tailrace.auth import GrantStore, Identity, TokenVerifier
-from tailrace.watch.access import Access
-from tailrace.watch.audit import Audit
-from tailrace.watch.book import Book
+from tailrace.watch.access import AccessRules
+from tailrace.watch.audit import AuditLog
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.change import Change
 from tailrace.watch.collection import Collection
-from tailrace.watch.evaluation_cost import Turn
-from tailrace.watch.matcher import BATCH_MIN, Found
+from tailrace.watch.evaluation_cost import StepBudget
+from tailrace.watch.matcher import BATCH_MIN, MatchResult
 from tailrace.watch.realtime import envelopes
-from tailrace.watch.realtime.delivered import Delivered
-from tailrace.watch.realtime.messages import Refused
-from tailrace.watch.realtime.objectives import Objectives
-from tailrace.watch.realtime.replay import Replays
-from tailrace.watch.realtime.samples import Samples
-from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.delivered import DeliveryReader
+from tailrace.watch.realtime.messages import MessageRefusedError
+from tailrace.watch.realtime.objectives import ServiceObjectives
+from tailrace.watch.realtime.replay import Replayer
+from tailrace.watch.realtime.samples import CostSampler
+from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.realtime.subscription import PRIORITIES, Subscription
-from tailrace.watch.realtime.watched import Watched
-from tailrace.watch.tally import Labels
+from tailrace.watch.realtime.watched import WatchedCollection
+from tailrace.watch.tally import MetricLabels
 from tailrace.watch.token_keys import TokenKeys
-from tailrace.watch.tokens import Position, Signer
+from tailrace.watch.tokens import ResumePosition, TokenSigner
 
-__all__ = ["Gateway", "Watched"]
+__all__ = ["Gateway", "WatchedCollection"]
 
 logger = logging.getLogger("tailrace.watch")
 
@@ -41,14 +41,16 @@ TICK_S: Final = 1.0
 SOFT, HARD, RECOVER = 0.7, 0.9, 0.6
 RECENT_QUERIES: Final = 10_000
 RECENT_S: Final = 180.0
-REFILED_EACH: Final = 200  # predicates of a collection that are looked at in one tick
+REFILE_BATCH: Final = 200  # predicates of a collection that are looked at in one tick
 STATES: Final = ("live", "behind", "snapshot", "paused")
 
 
 class Gateway:
     """Owned by the loop thread."""
 
-    def __init__(self, context: Context, book: Book, access: Access, verifier: TokenVerifier | None) -> None:
+    def __init__(
+        self, context: Context, book: CollectionRegistry, access: AccessRules, verifier: TokenVerifier | None
+    ) -> None:
         self.context = context
         self.limits = context.limits
         self.book = book
@@ -56,14 +58,14 @@ class Gateway:
         self.verifier = verifier
         self.grants: GrantStore | None = None
         self.keys = TokenKeys(book.log, context.clock, context.limits)
-        self.audit = Audit(context)
-        self.samples = Samples(context.loop)
-        self.objectives = Objectives(context, self)
-        self.sessions: set[Session] = set()
-        self._watched: dict[tuple[str, str], Watched] = {}
+        self.audit = AuditLog(context)
+        self.samples = CostSampler(context.loop)
+        self.objectives = ServiceObjectives(context, self)
+        self.sessions: set[RealtimeSession] = set()
+        self._watched: dict[tuple[str, str], WatchedCollection] = {}
         self._principals: Counter[str] = Counter()
-        self.delivered = Delivered(context, self)
-        self.replays = Replays(self)
+        self.delivered = DeliveryReader(context, self)
+        self.replays = Replayer(self)
         self._timer: asyncio.TimerHandle | None = None
         self.outbound_bytes = 0  # of all connections, at the last tick
         self.level = 0.0  # of what may be unsent
@@ -74,17 +76,17 @@ class Gateway:
         self.resumes: Counter[tuple[str, str]] = Counter()  # by result, and by where it is read from
         self.auth_failures: Counter[str] = Counter()
         self._recent: dict[bytes, tuple[float, bytes]] = {}
-        self._found: dict[Change, Found[Subscription]] = {}  # for changes that are about to be shown
+        self._found: dict[Change, MatchResult[Subscription]] = {}  # for changes that are about to be shown
         self._found_each_s = 0.0
         self._renewing = False
-        self._turn = Turn(context.limits.watch_match_steps)
+        self._turn = StepBudget(context.limits.watch_match_steps)
         # Begins a stream of replication on a connection.
-        self.on_stream: Callable[[Session, str | None, dict[str, Any]], None] | None = None
+        self.on_stream: Callable[[RealtimeSession, str | None, dict[str, Any]], None] | None = None
 
     # -- beginning and end -----------------------------------------------------------------------------
 
     @property
-    def signer(self) -> Signer | None:
+    def signer(self) -> TokenSigner | None:
         return self.keys.signer
 
     def start(self) -> None:
@@ -110,12 +112,12 @@ class Gateway:
             session.close(4401, "the token was revoked")
         return len(lost)
 
-    def opened(self, session: Session) -> None:
+    def opened(self, session: RealtimeSession) -> None:
         self.sessions.add(session)
         if self._timer is None:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: RealtimeSession) -> None:
         self.sessions.discard(session)
 
     def now_s(self) -> float:
@@ -137,11 +139,11 @@ class Gateway:
                 session.on_tick(now)
         self.objectives.on_tick()
         for watched in self._watched.values():
-            watched.matcher.index.refile(REFILED_EACH)
+            watched.matcher.index.refile(REFILE_BATCH)
         if self.sessions:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
 
-    def _shed(self, sizes: dict[Session, int]) -> None:
+    def _shed(self, sizes: dict[RealtimeSession, int]) -> None:
         """Optional load first, then those that have the most unsent, high priority last.
 
         Nobody loses anything: they go on from the log.
@@ -153,12 +155,12 @@ class Gateway:
                 if priority == "low" or sizes[session]:
                     self._demote_all(session, priority)
 
-    def _demote_all(self, session: Session, priority: str) -> None:
+    def _demote_all(self, session: RealtimeSession, priority: str) -> None:
         for subscription in tuple(session.subscriptions.values()):
             if subscription.state == "live" and subscription.options.priority == priority:
                 self.demote(subscription)
 
-    def shed_low(self, watched: Watched) -> None:
+    def shed_low(self, watched: WatchedCollection) -> None:
         """Those of one collection that can wait."""
         for subscription in tuple(watched.subscriptions):
             if subscription.state == "live" and subscription.options.priority == "low":
@@ -166,24 +168,26 @@ class Gateway:
 
     # -- subscriptions ---------------------------------------------------------------------------------
 
-    def watched(self, database: str, name: str) -> Watched:
+    def watched(self, database: str, name: str) -> WatchedCollection:
         key = (database, name)
         found = self._watched.get(key)
         if found is None:
-            found = Watched(self.book, database, name, self.limits.watch_scan_predicates, self._turn)
+            found = WatchedCollection(
+                self.book, database, name, self.limits.watch_scan_predicates, self._turn
+            )
             self._watched[key] = found
         return found
 
-    def watched_named(self, database: str, name: str) -> Watched | None:
+    def watched_named(self, database: str, name: str) -> WatchedCollection | None:
         """Only if somebody watches it."""
         return self._watched.get((database, name))
 
-    def watched_if_any(self, collection: Collection) -> Watched | None:
+    def watched_if_any(self, collection: Collection) -> WatchedCollection | None:
         return self.watched_named(collection.database, collection.name)
 
     def check_room(self, subscription: Subscription) -> None:
         if not subscription.watched.matcher.has_room(subscription.interest.whole):
-            raise Refused(
+            raise MessageRefusedError(
                 "limit_exceeded",
                 f"{self.limits.watch_scan_predicates} predicates of the collection are tried on every change",
                 limit="scanPredicates",
@@ -223,10 +227,10 @@ class Gateway:
             del self._watched[key]
             watched.tally.add_matched(watched.matcher.counts())
 
-    def all_watched(self) -> list[Watched]:
+    def all_watched(self) -> list[WatchedCollection]:
         return list(self._watched.values())
 
-    def matched(self) -> dict[Labels, tuple[int, int, int]]:
+    def matched(self) -> dict[MetricLabels, tuple[int, int, int]]:
         """Candidates, hits and library evaluations of all that is or was watched, by collection."""
         found = {tally.labels: tally.matched for tally in self.book.tallies.all()}
         for watched in self._watched.values():
@@ -269,7 +273,7 @@ class Gateway:
         assert signer is not None
         watched = subscription.watched
         found = subscription.positions if seqs is None else seqs
-        position = Position(
+        position = ResumePosition(
             watched.database,
             watched.name,
             watched.generation,
@@ -309,7 +313,9 @@ class Gateway:
         self.objectives.resumed(subscription.watched)
         self.samples.replayed(subscription)
 
-    def resume_failed(self, session: Session, sub_id: str, reason: str, collection: str | None) -> None:
+    def resume_failed(
+        self, session: RealtimeSession, sub_id: str, reason: str, collection: str | None
+    ) -> None:
         self.resumes["resync-required", "none"] += 1
         # A query that was changed or a token of somebody else is nothing that we could do better.
         self.objectives.resume_failed(session.database or "", collection or "", reason)
@@ -383,7 +389,7 @@ class Gateway:
         if found is None:
             found = watched.matcher.found(change)
             self._renew_later()
-        groups: dict[tuple[Session, str, str, bool], list[Subscription]] = {}
+        groups: dict[tuple[RealtimeSession, str, str, bool], list[Subscription]] = {}
         for subscribers, op, reason in found.matches:
             for subscription in subscribers:
                 key = (subscription.session, op, reason, subscription.options.include_data)
@@ -394,11 +400,13 @@ class Gateway:
         if groups:
             lsn = self.lsn(collection, change)
             deltas: dict[tuple[str, str, bool], bytes] = {}
-            shared: dict[tuple[str, ...], envelopes.Frame] = {}
+            shared: dict[tuple[str, ...], envelopes.Envelope] = {}
             for (session, op, reason, include), subscriptions in groups.items():
                 content = deltas.get((op, reason, include))
                 if content is None:
-                    content = deltas[op, reason, include] = envelopes.delta(change, op, reason, include)
+                    content = deltas[op, reason, include] = envelopes.encode_delta(
+                        change, op, reason, include
+                    )
                 session.deliver(change, lsn, op, content, (reason, str(include)), subscriptions, shared)
             self.objectives.delivered(watched, change.updated_ms)
         for subscription in found.too_costly:

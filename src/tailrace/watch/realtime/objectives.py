@@ -15,7 +15,7 @@ from tailrace.watch.collection import Collection, Slo
 
 if TYPE_CHECKING:
     from tailrace.watch.realtime.gateway import Gateway
-    from tailrace.watch.realtime.watched import Watched
+    from tailrace.watch.realtime.watched import WatchedCollection
 
 logger = logging.getLogger("tailrace.watch")
 
@@ -23,9 +23,9 @@ MINUTES: Final = 5
 BUCKET_S: Final = 60.0
 DELIVERY_ALLOWED: Final = 0.01  # a 99th percentile is a promise about the other one in a hundred
 SAMPLES_MIN: Final = 20  # fewer say nothing about a share
-KEPT_MAX: Final = 1000  # collections that are measured
+COLLECTIONS_MAX: Final = 1000  # collections that are measured
 # Reasons to begin again that are ours; all others are the client's.
-OUR_REASONS: Final = frozenset({"gap", "stale", "generation", "retention", "too-far-behind"})
+SERVER_FAULT_REASONS: Final = frozenset({"gap", "stale", "generation", "retention", "too-far-behind"})
 
 Objective = Literal["delivery", "resume", "lag", "bloom"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("delivery", "resume", "lag", "bloom")
@@ -33,7 +33,7 @@ RESUME_RATIO: Final = 0.999
 BLOOM_RATIO: Final = 0.01
 
 
-class Window:
+class BurnWindow:
     """Good and bad over the last minutes."""
 
     __slots__ = ("_bad", "_begun", "_total")
@@ -62,40 +62,40 @@ class Window:
         return sum(self._bad) / total if total >= least else 0.0
 
 
-class Measured:
+class CollectionObjectives:
     """One collection."""
 
     __slots__ = ("burning", "delivery", "resume")
 
     def __init__(self) -> None:
-        self.delivery = Window()
-        self.resume = Window()
+        self.delivery = BurnWindow()
+        self.resume = BurnWindow()
         self.burning: set[Objective] = set()
 
 
-class Objectives:
+class ServiceObjectives:
     """Owned by the loop thread."""
 
     def __init__(self, context: Context, gateway: Gateway) -> None:
         self._context = context
         self._gateway = gateway
         self._limits = context.limits
-        self._measured: dict[tuple[str, str], Measured] = {}
+        self._measured: dict[tuple[str, str], CollectionObjectives] = {}
         self._latency = context.telemetry.watch_delivery_latency_seconds
         # Behind its source; set by who knows them.
         self.lag_ms: Callable[[Collection], float] = lambda _: 0.0
         self.lag_changes: Callable[[Collection], int] = lambda _: 0
 
-    def _of(self, database: str, name: str) -> Measured | None:
+    def _of(self, database: str, name: str) -> CollectionObjectives | None:
         key = (database, name)
         found = self._measured.get(key)
-        if found is None and len(self._measured) < KEPT_MAX:
-            found = self._measured[key] = Measured()
+        if found is None and len(self._measured) < COLLECTIONS_MAX:
+            found = self._measured[key] = CollectionObjectives()
         return found
 
     # -- what happens ----------------------------------------------------------------------------------
 
-    def delivered(self, watched: Watched, committed_ms: int) -> None:
+    def delivered(self, watched: WatchedCollection, committed_ms: int) -> None:
         """A change was written to the sockets of those it concerns."""
         late_ms = max(0, self._context.clock.now_ns() // 1_000_000 - committed_ms)
         self._latency.observe(late_ms / 1000)
@@ -104,14 +104,14 @@ class Objectives:
             target_ms = self.targets(watched.collection)["delivery"]
             measured.delivery.add(self._context.loop.time(), late_ms > target_ms)
 
-    def resumed(self, watched: Watched) -> None:
+    def resumed(self, watched: WatchedCollection) -> None:
         measured = self._of(watched.database, watched.name)
         if measured is not None:
             measured.resume.add(self._context.loop.time(), bad=False)
 
     def resume_failed(self, database: str, name: str, reason: str) -> None:
         """Without a token of ours it is not known which collection it was about: nothing was promised."""
-        measured = self._of(database, name) if name and reason in OUR_REASONS else None
+        measured = self._of(database, name) if name and reason in SERVER_FAULT_REASONS else None
         if measured is not None:
             measured.resume.add(self._context.loop.time(), bad=True)
 

@@ -13,15 +13,15 @@ import orjson
 
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.watch.change import BeforeUnknownError, Change, decode
+from tailrace.watch.change import BeforeUnknownError, Change, decode_change
 from tailrace.watch.collection import Collection
-from tailrace.watch.completing import recall
-from tailrace.watch.evaluation_cost import CostError
+from tailrace.watch.completing import complete_from_cache
+from tailrace.watch.evaluation_cost import CostExceededError
 from tailrace.watch.query import sort_key, sort_values
-from tailrace.watch.query_execution import TimeSlice, flat_of
+from tailrace.watch.query_execution import TimeSlice, flatten_row
 from tailrace.watch.realtime import envelopes
 from tailrace.watch.realtime.subscription import Subscription
-from tailrace.watch.view import Row
+from tailrace.watch.view import DocumentRow
 
 if TYPE_CHECKING:
     from tailrace.watch.realtime.gateway import Gateway
@@ -38,7 +38,7 @@ NO_END: Final = 2**62
 _READING: Final = ("behind", "snapshot")
 
 
-class Replays:
+class Replayer:
     """All reading on behalf of subscriptions; a few at once, so that live matching is not delayed."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -70,7 +70,7 @@ class Replays:
             await work
         except asyncio.CancelledError:
             raise
-        except CostError:
+        except CostExceededError:
             session.invalidate(subscription, "cost-exceeded")
         except BeforeUnknownError:
             session.invalidate(subscription, "too-far-behind")
@@ -95,7 +95,7 @@ class Replays:
             if watched.state != "live":
                 await asyncio.sleep(POLL_S)  # while it loads nobody is told anything
                 continue
-            partition = _lacking(subscription)
+            partition = _next_partition_behind(subscription)
             if partition is None:
                 self._caught_up(subscription)
                 return
@@ -126,12 +126,12 @@ class Replays:
         for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
             if subscription.state not in _READING or seq > min(last, collection.applied[partition]):
                 return  # it is over, or the collection itself has not looked at this yet
-            change = decode(bytes(raw), partition, seq, time_ns)
+            change = decode_change(bytes(raw), partition, seq, time_ns)
             if change is not None and _was_sent(subscription, change.entry.documentKey, seq):
                 subscription.watched.tally.dropped["snapshot"] += 1
             elif change is not None:
-                recall(collection, change)
-                _show(subscription, stream, change)
+                complete_from_cache(collection, change)
+                _send_change(subscription, stream, change)
             own[partition] = seq
             if subscription.full and subscription.state == "behind":
                 subscription.state = "paused"
@@ -150,8 +150,8 @@ class Replays:
             if subscription.state != "behind" or subscription.watched.state != "live":
                 return
             assert page.labels is not None
-            change = decode(bytes(page.parts[0]), partition, seq, page.labels.times[0])
-            if change is None or not _show(subscription, stream, change):
+            change = decode_change(bytes(page.parts[0]), partition, seq, page.labels.times[0])
+            if change is None or not _send_change(subscription, stream, change):
                 gateway.delivered.doubt(subscription)
                 return
             own[partition] = seq
@@ -247,7 +247,7 @@ class Replays:
             pages = 1
         return pages, count
 
-    def _note(self, subscription: Subscription, row: Row) -> None:
+    def _note(self, subscription: Subscription, row: DocumentRow) -> None:
         """A row may be newer than where the snapshot began: then its older changes must not follow it."""
         newer = subscription.newer
         assert newer is not None
@@ -258,7 +258,9 @@ class Replays:
             if len(newer) > NEWER_MAX:
                 raise TailraceError("overloaded", "too much changes while the snapshot is read")
 
-    async def _matching(self, subscription: Subscription, collection: Collection) -> AsyncIterator[Row]:
+    async def _matching(
+        self, subscription: Subscription, collection: Collection
+    ) -> AsyncIterator[DocumentRow]:
         """The rows that match, in the order asked for; read in pieces, each as the view is then."""
         now, query = self._gateway.book.view.now, subscription.query
         matches, time_slice = subscription.interest.whole.matches, TimeSlice()
@@ -271,7 +273,7 @@ class Replays:
             while subscription.state == "snapshot":
                 rows = now.documents_after(collection.number, after, SCAN_ROWS)
                 for row in rows:
-                    if matches(flat_of(collection, row)):
+                    if matches(flatten_row(collection, row)):
                         yield row
                     if time_slice.is_over:
                         await time_slice.give_way()
@@ -281,7 +283,7 @@ class Replays:
             return
         for document_id in ids:
             for row in now.documents_named(collection.number, [document_id]):
-                if matches(flat_of(collection, row)):
+                if matches(flatten_row(collection, row)):
                     yield row
             if time_slice.is_over:
                 await time_slice.give_way()
@@ -294,7 +296,7 @@ class Replays:
         while subscription.state == "snapshot":
             rows = now.documents_after(collection.number, after, SCAN_ROWS)
             for row in rows:
-                flat = flat_of(collection, row)
+                flat = flatten_row(collection, row)
                 if matches(flat):
                     keys.append(sort_key(sort_values(flat, order), row.id, order))
                 if time_slice.is_over:
@@ -308,7 +310,7 @@ class Replays:
         return [key[-1] for key in keys]
 
 
-def _lacking(subscription: Subscription) -> int | None:
+def _next_partition_behind(subscription: Subscription) -> int | None:
     """A partition with changes that the client does not have."""
     applied = subscription.watched.applied
     if len(subscription.own) != len(applied):
@@ -320,13 +322,13 @@ def _lacking(subscription: Subscription) -> int | None:
     return None
 
 
-def _show(subscription: Subscription, stream: Stream, change: Change) -> bool:
+def _send_change(subscription: Subscription, stream: Stream, change: Change) -> bool:
     """Sends what a change is to the subscription; False if it is nothing to it."""
     event = subscription.interest.event(change)
     if event is None:
         return False
     op, reason = event
-    content = envelopes.delta(change, op, reason, subscription.options.include_data)
+    content = envelopes.encode_delta(change, op, reason, subscription.options.include_data)
     lsn = change.lsn or stream.offset(change.seq)
     subscription.session.replayed(subscription, change, lsn, op, content)
     return True
@@ -336,7 +338,7 @@ def _was_sent(subscription: Subscription, document_id: str, seq: int) -> bool:
     return subscription.newer is not None and subscription.newer.get(document_id, 0) >= seq
 
 
-def _snapshot_row(collection: Collection, row: Row, include_data: bool) -> bytes:
+def _snapshot_row(collection: Collection, row: DocumentRow, include_data: bool) -> bytes:
     found: dict[str, Any] = {"path": f"{collection.name}/{row.id}", "id": row.id}
     if include_data:
         found["data"] = orjson.Fragment(row.data)

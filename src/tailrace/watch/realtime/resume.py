@@ -9,16 +9,21 @@ import orjson
 from tailrace.auth import Action, authorise
 from tailrace.watch.query import Query, read_query
 from tailrace.watch.realtime import envelopes
-from tailrace.watch.realtime.messages import check_id, read_options, read_positions
-from tailrace.watch.realtime.subscribing import admit, keep, made, signer_of
-from tailrace.watch.realtime.subscription import Options, Subscription
-from tailrace.watch.tokens import Position
+from tailrace.watch.realtime.messages import check_subscription_id, read_options, read_positions
+from tailrace.watch.realtime.subscribing import (
+    check_admission,
+    make_subscription,
+    register_subscription,
+    require_signer,
+)
+from tailrace.watch.realtime.subscription import Subscription, SubscriptionOptions
+from tailrace.watch.tokens import ResumePosition
 
 if TYPE_CHECKING:
-    from tailrace.watch.realtime.session import Session
+    from tailrace.watch.realtime.session import RealtimeSession
 
 
-class _CannotResume(Exception):  # noqa: N818 - an answer like any other
+class _ResumeFailedError(Exception):  # noqa: N818 - an answer like any other
     """Why a client has to begin again; with the query it can be made to do so by the server."""
 
     def __init__(self, reason: str, query: Query | None = None) -> None:
@@ -28,7 +33,7 @@ class _CannotResume(Exception):  # noqa: N818 - an answer like any other
 
 
 def resume(
-    session: Session, message_id: str | None, payload: dict[str, Any], *, flat_form: bool = False
+    session: RealtimeSession, message_id: str | None, payload: dict[str, Any], *, flat_form: bool = False
 ) -> None:
     """`flat_form`: the older form of the message, whose answer repeats two members beside `payload`."""
     assert session.identity is not None
@@ -37,17 +42,17 @@ def resume(
     authorise(session.identity, Action.WATCH, db=session.database)
     options = read_options(payload, session.identity)
     options.snapshot = False
-    position = signer_of(gateway).read_position(payload.get("token"))
+    position = require_signer(gateway).read_position(payload.get("token"))
     sub_id = _sub_id(payload, position)
     try:
         if sub_id is None:
-            raise _CannotResume("token-invalid")
-        admit(session, sub_id, options)
+            raise _ResumeFailedError("token-invalid")
+        check_admission(session, sub_id, options)
         subscription, given = _resumed(session, sub_id, position, payload, options)
-    except _CannotResume as failed:
-        _begin_again(session, message_id, sub_id, options, failed, flat_form)
+    except _ResumeFailedError as failed:
+        _resync(session, message_id, sub_id, options, failed, flat_form)
         return
-    keep(subscription)
+    register_subscription(subscription)
     gateway.remember(subscription.query_hash, given)
     own, watched = subscription.own, subscription.watched
     gateway.resumed(subscription)
@@ -66,44 +71,44 @@ def resume(
     gateway.replays.follow(subscription)
 
 
-def _sub_id(payload: dict[str, Any], position: Position | None) -> str | None:
+def _sub_id(payload: dict[str, Any], position: ResumePosition | None) -> str | None:
     """The subscription that is meant; a token names the one it was made for. None: it cannot be known."""
     given = payload.get("subId")
     if given is None and position is None and isinstance(payload.get("token"), str):
         return None
     if given is None and position is not None and position.sub_id:
         given = position.sub_id
-    return check_id(given, "the subId of resume")
+    return check_subscription_id(given, "the subId of resume")
 
 
 def _resumed(
-    session: Session,
+    session: RealtimeSession,
     sub_id: str,
-    position: Position | None,
+    position: ResumePosition | None,
     payload: dict[str, Any],
-    options: Options,
+    options: SubscriptionOptions,
 ) -> tuple[Subscription, object]:
     """The checks in their order: signature, database, generation, query, then what the log still has."""
     gateway = session.gateway
     if position is None:
-        raise _CannotResume("token-invalid", _query_of(payload))
+        raise _ResumeFailedError("token-invalid", _query_of(payload))
     if position.database != session.database:
-        raise _CannotResume("database-mismatch")
+        raise _ResumeFailedError("database-mismatch")
     given = payload.get("query")
     if given is None:
         kept = gateway.recent_query(position.query)
         if kept is None:
-            raise _CannotResume("subscription-unknown")
+            raise _ResumeFailedError("subscription-unknown")
         given = orjson.loads(kept)
     query = read_query(given, live=True)
-    subscription = made(session, sub_id, query, options)
+    subscription = make_subscription(session, sub_id, query, options)
     if position.collection != query.collection:
-        raise _CannotResume("query-changed", query)
+        raise _ResumeFailedError("query-changed", query)
     if position.generation != subscription.watched.generation:
-        raise _CannotResume("generation", query)
+        raise _ResumeFailedError("generation", query)
     if position.query != subscription.query_hash:
-        raise _CannotResume("query-changed", query)
-    subscription.own = _within(subscription, position, payload, query)
+        raise _ResumeFailedError("query-changed", query)
+    subscription.own = _resume_positions(subscription, position, payload, query)
     return subscription, given
 
 
@@ -113,14 +118,14 @@ def _query_of(payload: dict[str, Any]) -> Query | None:
     return None if given is None else read_query(given, live=True)
 
 
-def _within(
-    subscription: Subscription, position: Position, payload: dict[str, Any], query: Query
+def _resume_positions(
+    subscription: Subscription, position: ResumePosition, payload: dict[str, Any], query: Query
 ) -> list[int]:
     """Where to go on: the token's positions, moved to what was applied since, if the log has what follows."""
     watched, limits = subscription.watched, subscription.session.gateway.limits
     applied = watched.applied
     if len(position.seqs) != len(applied):
-        raise _CannotResume("token-invalid", query)
+        raise _ResumeFailedError("token-invalid", query)
     given = payload.get("positions")
     if given is None and "lastSeq" in payload:
         # One number says nothing about several partitions: then the token alone does.
@@ -132,25 +137,25 @@ def _within(
     own = list(position.seqs)
     for partition, seq in read_positions(given, len(applied)).items():
         if seq < own[partition]:
-            raise _CannotResume("token-invalid", query)
+            raise _ResumeFailedError("token-invalid", query)
         own[partition] = seq
     if any(map(int.__gt__, own, applied)):
-        raise _CannotResume("token-invalid", query)
+        raise _ResumeFailedError("token-invalid", query)
     if any(map(int.__lt__, own, watched.earliest)):
-        raise _CannotResume("retention", query)
+        raise _ResumeFailedError("retention", query)
     befores = None if watched.collection is None else watched.collection.befores
     unknown = befores is not None and not befores.reaches(own)
     if unknown or sum(applied) - sum(own) > limits.watch_resume_changes:
-        raise _CannotResume("too-far-behind", query)
+        raise _ResumeFailedError("too-far-behind", query)
     return own
 
 
-def _begin_again(
-    session: Session,
+def _resync(
+    session: RealtimeSession,
     message_id: str | None,
     sub_id: str | None,
-    options: Options,
-    failed: _CannotResume,
+    options: SubscriptionOptions,
+    failed: _ResumeFailedError,
     flat_form: bool,
 ) -> None:
     assert session.database is not None
@@ -161,12 +166,15 @@ def _begin_again(
     beside = {"status": "resync-required", "fromSeq": None} if flat_form else {}
     session.send(envelopes.reply("resume-ack", message_id, answer, **beside), "")
     if failed.query is not None and sub_id is not None:
-        subscription = made(session, sub_id, failed.query, options)
-        keep(subscription)
+        subscription = make_subscription(session, sub_id, failed.query, options)
+        register_subscription(subscription)
         session.invalidate(subscription, reason)
         return
     gateway.resynced(reason)
     told = {"subId": sub_id, "reason": reason, "generation": None, "retryAfterMs": 0, "autoResync": False}
     session.send(
-        envelopes.about("resync-required", session.database, [] if sub_id is None else [sub_id], told), ""
+        envelopes.subscription_notice(
+            "resync-required", session.database, [] if sub_id is None else [sub_id], told
+        ),
+        "",
     )

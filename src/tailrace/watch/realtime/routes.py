@@ -16,14 +16,14 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.watch.query import read_query
-from tailrace.watch.realtime.envelopes import Frame
+from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.realtime.identity import authenticate
-from tailrace.watch.realtime.messages import Refused, only_database
+from tailrace.watch.realtime.messages import MessageRefusedError, default_database
 from tailrace.watch.realtime.resume import resume
-from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.realtime.subscribing import acknowledge, subscribe, unsubscribe
-from tailrace.watch.rxdb.rxdb_realtime import stop
+from tailrace.watch.rxdb.rxdb_realtime import stop_stream
 from tailrace.watch.tokens import Ticket
 
 WS_PATH: Final = b"/realtime/ws"
@@ -34,19 +34,19 @@ MESSAGES_BURST: Final = 200
 BAD_IN_A_ROW: Final = 3
 LIMITED_IN_A_ROW: Final = 20
 SSE_SUBSCRIPTIONS_MAX: Final = 20
-BEAT: Final = b": heartbeat\n\n"
+HEARTBEAT: Final = b": heartbeat\n\n"
 TICKET_S_MAX: Final = 3600
-_SECRETS: Final = frozenset({"token", "access_token", "authorization", "jwt"})
+_SECRET_PARAMS: Final = frozenset({"token", "access_token", "authorization", "jwt"})
 
 
-class WsWire:
+class WebSocketTransport:
     name = "ws"
     each_token = False
 
     def __init__(self) -> None:
         self.connection: WebSocketConnection | None = None
 
-    def send(self, frame: Frame, token: str | None) -> int:
+    def send(self, frame: Envelope, token: str | None) -> int:
         assert self.connection is not None
         encoded = frame.websocket
         self.connection.send_encoded(encoded)
@@ -64,14 +64,14 @@ class WsWire:
         return 0 if self.connection is None else self.connection.unsent_bytes
 
 
-class SseWire:
+class SseTransport:
     name = "sse"
     each_token = True
 
     def __init__(self, outlet: ResponseStream) -> None:
         self._outlet = outlet
 
-    def send(self, frame: Frame, token: str | None) -> int:
+    def send(self, frame: Envelope, token: str | None) -> int:
         """An empty token clears the one that the browser has kept."""
         head = b"" if token is None else b"id: %b\n" % token.encode()
         data = b"%bdata: %b\n\n" % (head, frame.body)
@@ -79,8 +79,8 @@ class SseWire:
         return len(data)
 
     def keep_alive(self) -> int:
-        self._outlet.write(BEAT)
-        return len(BEAT)
+        self._outlet.write(HEARTBEAT)
+        return len(HEARTBEAT)
 
     def close(self, code: int, reason: str) -> None:
         self._outlet.end()
@@ -90,12 +90,12 @@ class SseWire:
         return self._outlet.unsent_bytes
 
 
-class WsClient:
+class WebSocketHandler:
     """What the WebSocket layer calls: messages in, one by one."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self.session: Session | None = None
+        self.session: RealtimeSession | None = None
         self._bad = 0
         self._limited = 0
         self._allowance = float(MESSAGES_BURST)
@@ -112,7 +112,7 @@ class WsClient:
             message_id = cast("str | None", message.get("id"))
             self._handle(session, message_id, message)
             self._bad = 0
-        except Refused as refused:
+        except MessageRefusedError as refused:
             more = dict(refused.more)
             close = more.pop("close", None)
             session.refuse(message_id, refused.code, refused.message, **more)
@@ -125,7 +125,7 @@ class WsClient:
             retry = None if refusal.retry_after_s is None else refusal.retry_after_s * 1000
             session.refuse(message_id, refusal.code, refusal.message, retry_after_ms=retry)
 
-    def _within_rate(self, session: Session) -> bool:
+    def _within_rate(self, session: RealtimeSession) -> bool:
         now = self._gateway.context.loop.time()
         self._allowance = min(MESSAGES_BURST, self._allowance + (now - self._refilled_at) * MESSAGES_PER_S)
         self._refilled_at = now
@@ -146,36 +146,36 @@ class WsClient:
         except orjson.JSONDecodeError:
             message = None
         if not isinstance(message, dict):
-            raise Refused("bad_message", "a message is a JSON object in a text frame")
+            raise MessageRefusedError("bad_message", "a message is a JSON object in a text frame")
         found = cast("dict[str, Any]", message)
         if found.get("version", 1) != 1:
-            raise Refused("unsupported_version", "this server speaks version 1", close=4400)
+            raise MessageRefusedError("unsupported_version", "this server speaks version 1", close=4400)
         message_id = found.get("id")
         if message_id is not None and (not isinstance(message_id, str) or len(message_id) > 256):
             found["id"] = None
-            raise Refused("bad_message", "the id of a message is a text")
+            raise MessageRefusedError("bad_message", "the id of a message is a text")
         return found
 
-    def _handle(self, session: Session, message_id: str | None, message: dict[str, Any]) -> None:
+    def _handle(self, session: RealtimeSession, message_id: str | None, message: dict[str, Any]) -> None:
         kind, payload = message.get("type"), message.get("payload", {})
         if kind == "resume" and "payload" not in message:
             payload = {key: value for key, value in message.items() if key not in ("id", "type", "version")}
         if not isinstance(payload, dict):
-            raise Refused("bad_message", "a payload is an object")
+            raise MessageRefusedError("bad_message", "a payload is an object")
         given = cast("dict[str, Any]", payload)
         if kind == "auth":
             authenticate(session, message_id, given)
             return
         if kind not in ("subscribe", "unsubscribe", "resume", "ack", "heartbeat", "stream"):
-            raise Refused("bad_message", f"there are no messages of type {str(kind)[:40]!r}")
+            raise MessageRefusedError("bad_message", f"there are no messages of type {str(kind)[:40]!r}")
         if session.identity is None:
-            raise Refused("unauthorized", "say who you are first: auth", close=4401)
+            raise MessageRefusedError("unauthorized", "say who you are first: auth", close=4401)
         if session.database is None:
-            raise Refused("invalid_auth", "auth names the database", close=4401)
+            raise MessageRefusedError("invalid_auth", "auth names the database", close=4401)
         if kind == "subscribe":
             subscribe(session, message_id, given)
         elif kind == "unsubscribe":
-            if not stop(session, message_id, given):
+            if not stop_stream(session, message_id, given):
                 unsubscribe(session, message_id, given)
         elif kind == "stream" and self._gateway.on_stream is not None:
             self._gateway.on_stream(session, message_id, given)
@@ -225,17 +225,17 @@ class RealtimeRoutes:
             identity = self._identified(exchange, identify)
         database = query.get("database")
         if identity is not None:
-            database = database or only_database(identity)
+            database = database or default_database(identity)
             if database is not None:
                 authorise(identity, Action.WATCH, db=database)
                 self._gateway.book.database(database)
-        client, wire = WsClient(self._gateway), WsWire()
+        client, wire = WebSocketHandler(self._gateway), WebSocketTransport()
         offered = exchange.headers.get(b"sec-websocket-protocol", b"").split(b",")
         chosen = SUBPROTOCOL if SUBPROTOCOL in [one.strip() for one in offered] else None
         wire.connection = exchange.upgrade_websocket(
             client, subprotocol=chosen, message_bytes=self._gateway.limits.watch_message_bytes
         )
-        client.session = Session(self._gateway, wire, identity, database)
+        client.session = RealtimeSession(self._gateway, wire, identity, database)
 
     def _identified(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
         try:
@@ -269,7 +269,7 @@ class RealtimeRoutes:
             request = self._posted(exchange)
         else:
             raise answers.not_allowed("GET, POST, HEAD, OPTIONS")
-        database = request.get("database") or only_database(identity)
+        database = request.get("database") or default_database(identity)
         if not isinstance(database, str):
             authorise(identity, Action.WATCH, db="")
             raise TailraceError("invalid_request", "the request names the database")
@@ -294,7 +294,7 @@ class RealtimeRoutes:
         if exchange.is_head:
             outlet.end()
             return
-        session = Session(self._gateway, SseWire(outlet), identity, database)
+        session = RealtimeSession(self._gateway, SseTransport(outlet), identity, database)
         outlet.on_gone = session.gone
         outlet.on_drain = session.on_drain
         outlet.write(b": connected\nretry: %d\n\n" % random.randint(1000, 3000))  # noqa: S311 - spreads load
@@ -309,7 +309,7 @@ class RealtimeRoutes:
                     resume(session, sub_id, {**one, "subId": sub_id, "token": tokens.get(sub_id, "")})
                 else:
                     subscribe(session, sub_id, one)
-            except Refused as refused:
+            except MessageRefusedError as refused:
                 more = {key: value for key, value in refused.more.items() if key != "close"}
                 session.refuse(sub_id, refused.code, refused.message, **more)
                 session.close(1000, refused.code)
@@ -389,7 +389,7 @@ class RealtimeRoutes:
             given = parse_qs(exchange.query.decode(), keep_blank_values=True, max_num_fields=32)
         except ValueError:
             raise TailraceError("invalid_request", "the query string cannot be read") from None
-        if _SECRETS & {name.lower() for name in given}:
+        if _SECRET_PARAMS & {name.lower() for name in given}:
             raise TailraceError("invalid_request", "a token goes into a header or a message, not into a URL")
         return {name: values[-1] for name, values in given.items()}
 

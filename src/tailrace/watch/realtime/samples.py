@@ -12,16 +12,16 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from tailrace.watch.change import Change
-from tailrace.watch.evaluation_cost import CostError
-from tailrace.watch.syntax import shape
+from tailrace.watch.evaluation_cost import CostExceededError
+from tailrace.watch.syntax import expression_shape
 
 if TYPE_CHECKING:
     from tailrace.watch.realtime.subscription import Subscription
-    from tailrace.watch.realtime.watched import Watched
+    from tailrace.watch.realtime.watched import WatchedCollection
 
-logger = logging.getLogger("tailrace.watch.samples")
+samples_logger = logging.getLogger("tailrace.watch.samples")
 
-EVERY_S: Final = 10.0
+SAMPLE_INTERVAL_S: Final = 10.0
 SLOW_S: Final = 0.001
 SAMPLE_S: Final = 0.01  # that measuring candidates once more may take
 MANY_SUBSCRIPTIONS: Final = 50
@@ -30,7 +30,7 @@ REPLAYS_MANY: Final = 3
 REPLAYS_KEPT: Final = 10_000
 
 
-class Samples:
+class CostSampler:
     """Owned by the loop thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -41,18 +41,18 @@ class Samples:
 
     def _may_tell(self, kind: str) -> bool:
         now = self._loop.time()
-        if now - self._told_at.get(kind, -EVERY_S) < EVERY_S:
+        if now - self._told_at.get(kind, -SAMPLE_INTERVAL_S) < SAMPLE_INTERVAL_S:
             return False
         self._told_at[kind] = now
         return True
 
-    def matched(self, watched: Watched, change: Change, seconds: float) -> None:
+    def matched(self, watched: WatchedCollection, change: Change, seconds: float) -> None:
         if seconds < SLOW_S:
             return
         self.slow += 1
         if self._may_tell("slow"):
             slowest, slowest_ms = _slowest(watched, change)
-            logger.info(
+            samples_logger.info(
                 "matching a change of %s/%s took %.1f ms; slowest predicate %s, %.2f ms",
                 *(watched.database, watched.name, seconds * 1000, slowest, slowest_ms),
             )
@@ -60,10 +60,10 @@ class Samples:
     def subscribed(self, subscription: Subscription) -> None:
         session, whole = subscription.session, subscription.interest.whole
         if len(session.subscriptions) > MANY_SUBSCRIPTIONS and self._may_tell("many"):
-            logger.info("connection %s has %d subscriptions", session.id, len(session.subscriptions))
+            samples_logger.info("connection %s has %d subscriptions", session.id, len(session.subscriptions))
         if not whole.branches and subscription.query.parts and self._may_tell("scan"):
-            shapes = " && ".join(shape(part.node) for part in subscription.query.parts)[:500]
-            logger.info(
+            shapes = " && ".join(expression_shape(part.node) for part in subscription.query.parts)[:500]
+            samples_logger.info(
                 "predicate %s of %s/%s is looked at for every change: %s",
                 *(whole.hash.hex()[:16], subscription.watched.database, subscription.watched.name, shapes),
             )
@@ -78,7 +78,7 @@ class Samples:
         while len(self._replays) > REPLAYS_KEPT:
             del self._replays[next(iter(self._replays))]
         if len(times) > REPLAYS_MANY and now - times[0] <= REPLAYS_S and self._may_tell("replays"):
-            logger.info(
+            samples_logger.info(
                 "subscription %s of %s/%s was resumed %d times in 10 minutes",
                 subscription.id,
                 subscription.watched.database,
@@ -87,7 +87,7 @@ class Samples:
             )
 
 
-def _slowest(watched: Watched, change: Change) -> tuple[str, float]:
+def _slowest(watched: WatchedCollection, change: Change) -> tuple[str, float]:
     """Which candidate took longest, measured once more: that much is only done for a sample."""
     worst = ("none", 0.0)
     until = time.perf_counter() + SAMPLE_S
@@ -97,7 +97,7 @@ def _slowest(watched: Watched, change: Change) -> tuple[str, float]:
             break
         try:
             interest.event(change)
-        except CostError:
+        except CostExceededError:
             pass
         spent_ms = (time.perf_counter() - begun) * 1000
         if spent_ms > worst[1]:

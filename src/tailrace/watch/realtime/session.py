@@ -12,27 +12,27 @@ import orjson
 from tailrace.auth import Identity
 from tailrace.watch.change import Change
 from tailrace.watch.realtime import envelopes
-from tailrace.watch.realtime.envelopes import Frame
-from tailrace.watch.realtime.subscribing import keep, made
+from tailrace.watch.realtime.envelopes import Envelope
+from tailrace.watch.realtime.subscribing import make_subscription, register_subscription
 from tailrace.watch.realtime.subscription import Subscription
 
 if TYPE_CHECKING:
     from tailrace.watch.realtime.gateway import Gateway
 
 SOFT, HARD, RECOVER = 0.7, 0.9, 0.6
-LOOK_S_MAX: Final = 5.0  # between two looks at a connection to which nothing is unsent
-_ONCE_MORE: Final = frozenset(
+CHECK_INTERVAL_S_MAX: Final = 5.0  # between two looks at a connection to which nothing is unsent
+_RESYNC_REASONS: Final = frozenset(
     ("gap", "generation", "retention", "too-far-behind", "rule-changed", "overflow", "token-invalid")
 ) | frozenset(("query-changed", "auth-changed", "stale", "truncate"))
 
 
-class Wire(Protocol):
+class RealtimeTransport(Protocol):
     """How envelopes reach the client."""
 
     name: str  # as metrics have it
     each_token: bool  # every envelope goes with a token for the whole connection
 
-    def send(self, frame: Frame, token: str | None) -> int: ...
+    def send(self, frame: Envelope, token: str | None) -> int: ...
     def keep_alive(self) -> int:
         """Called when nothing was sent for a while: bytes that say that the connection lives, if any."""
         ...
@@ -42,10 +42,12 @@ class Wire(Protocol):
     def unsent_bytes(self) -> int: ...
 
 
-class Session:
+class RealtimeSession:
     """Who is at the other end, and what they watch."""
 
-    def __init__(self, gateway: Gateway, wire: Wire, identity: Identity | None, database: str | None) -> None:
+    def __init__(
+        self, gateway: Gateway, wire: RealtimeTransport, identity: Identity | None, database: str | None
+    ) -> None:
         self.gateway = gateway
         self.wire = wire
         self.identity = identity  # None until they said who they are
@@ -85,7 +87,7 @@ class Session:
     def has_room(self) -> bool:
         return self.wire.unsent_bytes <= RECOVER * self.gateway.limits.watch_outbound_bytes
 
-    def send(self, frame: Frame, token: str | None = None) -> None:
+    def send(self, frame: Envelope, token: str | None = None) -> None:
         if not self.ended:
             self._sent_bytes += self.wire.send(frame, token)
 
@@ -145,7 +147,7 @@ class Session:
         content: bytes,
         variant: tuple[str, str],
         subscriptions: Sequence[Subscription],
-        shared: dict[tuple[str, ...], Frame],
+        shared: dict[tuple[str, ...], Envelope],
     ) -> None:
         """A change to those of the connection's subscriptions that it concerns in the same way."""
         ready: list[Subscription] = []
@@ -213,7 +215,7 @@ class Session:
             "page": page,
             "documents": [orjson.Fragment(row) for row in rows],
         }
-        self.send(envelopes.about("snapshot", self.database, [subscription.id], payload))
+        self.send(envelopes.subscription_notice("snapshot", self.database, [subscription.id], payload))
 
     def end_snapshot(self, subscription: Subscription) -> None:
         assert self.database is not None
@@ -226,7 +228,8 @@ class Session:
             "token": self.fresh_token(subscription),
         }
         self.send(
-            envelopes.about("snapshot-end", self.database, [subscription.id], payload), self.wire_token()
+            envelopes.subscription_notice("snapshot-end", self.database, [subscription.id], payload),
+            self.wire_token(),
         )
 
     def fresh_token(self, subscription: Subscription) -> str:
@@ -241,7 +244,7 @@ class Session:
         gateway = self.gateway
         gateway.release(subscription)
         gateway.resynced(reason)
-        again = subscription.options.auto_resync and reason in _ONCE_MORE
+        again = subscription.options.auto_resync and reason in _RESYNC_REASONS
         payload = {
             "subId": subscription.id,
             "reason": reason,
@@ -249,12 +252,14 @@ class Session:
             "retryAfterMs": retry_after_ms,
             "autoResync": again,
         }
-        self.send(envelopes.about("resync-required", self.database, [subscription.id], payload), "")
+        self.send(
+            envelopes.subscription_notice("resync-required", self.database, [subscription.id], payload), ""
+        )
         if reason == "cost-exceeded":
             self.refuse(None, "cost_exceeded", "the query took too many steps", sub_id=subscription.id)
         if again:
-            fresh = made(self, subscription.id, subscription.query, subscription.options)
-            keep(fresh)
+            fresh = make_subscription(self, subscription.id, subscription.query, subscription.options)
+            register_subscription(fresh)
             gateway.replays.snapshot(fresh)
         elif self.wire.each_token:
             self.close(1000, "the subscription has to be made again")
@@ -300,7 +305,7 @@ class Session:
         """Most connections wait, and there are many of them: nobody looks at each all the time."""
         if self.wire.each_token:
             return now  # it counts how long nothing was sent
-        due = min(now + LOOK_S_MAX, self._beat_at + self.gateway.limits.watch_heartbeat_ms / 1000)
+        due = min(now + CHECK_INTERVAL_S_MAX, self._beat_at + self.gateway.limits.watch_heartbeat_ms / 1000)
         if identity.expires_at is not None:
             due = min(due, now + identity.expires_at - self.gateway.now_s())
         return due

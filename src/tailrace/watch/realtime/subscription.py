@@ -10,16 +10,16 @@ from tailrace.watch.matcher import Interest
 from tailrace.watch.query import Query
 
 if TYPE_CHECKING:
-    from tailrace.watch.realtime.session import Session
-    from tailrace.watch.realtime.watched import Watched
+    from tailrace.watch.realtime.session import RealtimeSession
+    from tailrace.watch.realtime.watched import WatchedCollection
 
 # live: told of every change as it happens. behind: reads from the log at its own pace. snapshot: is sent what
 # there is. paused: has as many events unacknowledged as it wants. invalid: has to be subscribed again.
-State = Literal["live", "behind", "snapshot", "paused", "invalid"]
+SubscriptionState = Literal["live", "behind", "snapshot", "paused", "invalid"]
 PRIORITIES: Final = ("low", "normal", "high")
 
 
-class Options:
+class SubscriptionOptions:
     __slots__ = ("auto_resync", "include_data", "max_unacked", "priority", "snapshot")
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class Subscription:
 
     def __init__(
         self,
-        session: Session,
+        session: RealtimeSession,
         sub_id: str,
         query: Query,
-        options: Options,
-        watched: Watched,
+        options: SubscriptionOptions,
+        watched: WatchedCollection,
         interest: Interest,
     ) -> None:
         self.session = session
@@ -69,7 +69,7 @@ class Subscription:
         self.interest = interest
         self.query_hash = b""
         self.digest = b""  # of the read rule and what it sees of the asker
-        self.state: State = "behind"
+        self.state: SubscriptionState = "behind"
         self.own: list[int] = []
         self.newer: dict[str, int] | None = None  # rows of a snapshot that are newer than where it began
         self.told = -1  # sum of the positions at the last token

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tailrace.watch.book import Book
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import Collection
-from tailrace.watch.evaluation_cost import Turn
+from tailrace.watch.evaluation_cost import StepBudget
 from tailrace.watch.matcher import Matcher
-from tailrace.watch.tally import Tally
+from tailrace.watch.tally import CollectionCounters
 
 if TYPE_CHECKING:
     from tailrace.watch.realtime.subscription import Subscription
 
 
-class Watched:
+class WatchedCollection:
     __slots__ = ("_book", "_tally", "database", "matcher", "name", "subscriptions")
 
-    def __init__(self, book: Book, database: str, name: str, scan_max: int, turn: Turn) -> None:
+    def __init__(
+        self, book: CollectionRegistry, database: str, name: str, scan_max: int, turn: StepBudget
+    ) -> None:
         self._book = book
         self.database = database
         self.name = name
@@ -30,7 +32,7 @@ class Watched:
         return self._book.find(self.database, self.name)
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> CollectionCounters:
         """Where it is counted. What is over is still counted where it was."""
         if (found := self.collection) is not None:
             self._tally = self._book.tallies.of(found)

@@ -13,15 +13,15 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.watch.tokens import Signer
+from tailrace.watch.tokens import TokenSigner
 
-KIND: Final = b"walk:"
+CURSOR_KIND: Final = b"walk:"
 # A client without a signed place says a time; what was stamped shortly before may have come later.
 LATE_MS: Final = 5000
 _MEMBERS: Final = frozenset({"updatedAt", "id", "pos"})
 
 
-class Walk(msgspec.Struct, frozen=True, array_like=True):
+class PullCursor(msgspec.Struct, frozen=True, array_like=True):
     """Everything up to `seqs` was sent.
 
     `began` is where the tail was when the walk began: the client cannot have what was hidden before. `held`
@@ -36,7 +36,7 @@ class Walk(msgspec.Struct, frozen=True, array_like=True):
     began: list[int]
     held: list[int]
 
-    def moved(self, seqs: Sequence[int], *, began: list[int] | None = None) -> Walk:
+    def moved(self, seqs: Sequence[int], *, began: list[int] | None = None) -> PullCursor:
         return msgspec.structs.replace(
             self,
             seqs=list(seqs),
@@ -44,7 +44,7 @@ class Walk(msgspec.Struct, frozen=True, array_like=True):
             held=_ahead(self.held, seqs),
         )
 
-    def again(self, digest: bytes) -> Walk:
+    def again(self, digest: bytes) -> PullCursor:
         """From the start, since other documents may be readable now; those that are not are taken back."""
         count = len(self.seqs)
         held = [max(pair) for pair in zip(self.seqs, self.held or [0] * count, strict=True)]
@@ -76,10 +76,10 @@ class Checkpoint(NamedTuple):
 
     updated_ms: int
     id: str
-    walk: Walk | None
+    walk: PullCursor | None
 
 
-def read_checkpoint(given: object, signer: Signer) -> Checkpoint | None:
+def read_checkpoint(given: object, signer: TokenSigner) -> Checkpoint | None:
     """None is the beginning."""
     if given is None:
         return None
@@ -93,20 +93,22 @@ def read_checkpoint(given: object, signer: Signer) -> Checkpoint | None:
         raise _invalid("updatedAt is a time in milliseconds, id a text")
     if pos is None:
         return Checkpoint(updated_ms, document_id, None)
-    walk = signer.read(KIND, pos, Walk)
+    walk = signer.read(CURSOR_KIND, pos, PullCursor)
     if walk is None:
         raise _invalid("pos is what an answer before gave")
     return Checkpoint(updated_ms, document_id, walk)
 
 
-def shown(walk: Walk, updated_ms: int, document_id: str, signer: Signer) -> dict[str, Any]:
+def encode_checkpoint(
+    walk: PullCursor, updated_ms: int, document_id: str, signer: TokenSigner
+) -> dict[str, Any]:
     """Always all three: clients lay a new checkpoint over the old one, member by member."""
-    return {"updatedAt": updated_ms, "id": document_id, "pos": signer.sign(KIND, walk)}
+    return {"updatedAt": updated_ms, "id": document_id, "pos": signer.sign(CURSOR_KIND, walk)}
 
 
 def _invalid(what: str) -> TailraceError:
     return TailraceError("invalid_checkpoint", f"the checkpoint cannot be read: {what}")
 
 
-def expired(why: str) -> TailraceError:
+def checkpoint_expired(why: str) -> TailraceError:
     return TailraceError("checkpoint_expired", f"{why}: clear the collection and replicate it anew")

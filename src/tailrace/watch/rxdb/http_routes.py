@@ -21,14 +21,14 @@ from tailrace.protocol import stream_names
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.rxdb.checkpoint import Checkpoint, read_checkpoint
-from tailrace.watch.rxdb.push import DELETED, check_deleted_field, read_rows
-from tailrace.watch.rxdb.rxdb import LIMIT_DEFAULT, LIMIT_MAX, Pull, Replication
-from tailrace.watch.rxdb.rxdb_feed import POLL_S, Feed, Wire
-from tailrace.watch.rxdb.rxdb_pages import Shape
+from tailrace.watch.rxdb.push import DELETED_FIELD, check_deleted_field, read_push_rows
+from tailrace.watch.rxdb.rxdb import LIMIT_DEFAULT, LIMIT_MAX, PullRequest, Replication
+from tailrace.watch.rxdb.rxdb_feed import POLL_S, ReplicationFeed, ReplicationTransport
+from tailrace.watch.rxdb.rxdb_pages import DocumentShape
 
 logger = logging.getLogger("tailrace.watch")
 
-PREFIX: Final = b"/replication/v1/databases/"
+REPLICATION_PREFIX: Final = b"/replication/v1/databases/"
 HEARTBEAT_S: Final = 15.0
 UNSENT_BYTES_MAX: Final = 1024 * 1024
 _NUMBER: Final = re.compile(r"[0-9]{1,4}\Z")
@@ -39,7 +39,7 @@ CLIENT_CHARS_MAX: Final = 64
 _EVENTS: Final = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
 
 
-class SseWire(Wire):
+class ReplicationSseTransport(ReplicationTransport):
     """A stream of server-sent events that carries one feed."""
 
     def __init__(self, replication: Replication, identity: Identity, outlet: ResponseStream) -> None:
@@ -65,7 +65,7 @@ class SseWire(Wire):
         self.counted(len(data))
         self._beat_at = self.replication.context.loop.time()
 
-    async def tell(self, feed: Feed, result: bytes, pos: str | None) -> None:
+    async def tell(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None:
         # An empty id makes a browser forget the one it has: what it would go on from is in doubt.
         self._write(b"id: %b\ndata: %b\n\n" % ((pos or "").encode(), result))
 
@@ -121,7 +121,7 @@ class ReplicationRoutes:
         name = self._collection(database, given)
         limit, shape = read_limit(given.get("limit", str(LIMIT_DEFAULT))), read_shape(given)
         raw, checkpoint = self._checkpoint(given.get("checkpoint"))
-        asked = Pull(database, name, raw, checkpoint, limit, shape)
+        asked = PullRequest(database, name, raw, checkpoint, limit, shape)
 
         async def run() -> None:
             try:
@@ -163,14 +163,14 @@ class ReplicationRoutes:
         kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             raise TailraceError("unsupported_media_type", "the body is application/json")
-        body = document.parse(exchange.body or b"{}", self._limits.watch_push_bytes)
+        body = document.parse_json(exchange.body or b"{}", self._limits.watch_push_bytes)
         if not isinstance(body, dict):
             raise TailraceError("invalid_request", "the body is a JSON object")
         given = cast("Document", body)
         if unknown := sorted(set(given) - _PUSH):
             raise TailraceError("invalid_request", f"unknown member {unknown[0]!r}")
         name, shape = self._collection(database, given), read_shape(given)
-        rows = read_rows(given.get("rows"), self._limits.watch_batch_writes, shape.deleted_field)
+        rows = read_push_rows(given.get("rows"), self._limits.watch_batch_writes, shape.deleted_field)
 
         def told(conflicts: list[Document], refusal: TailraceError | None) -> None:
             if refusal is not None:
@@ -211,9 +211,9 @@ class ReplicationRoutes:
         if exchange.is_head:
             outlet.end()
             return
-        wire = SseWire(replication, identity, outlet)
+        wire = ReplicationSseTransport(replication, identity, outlet)
         client = read_client(identity, given.get("client"))
-        feed = Feed(replication, wire, database, name, shape, LIMIT_DEFAULT, walk, client=client)
+        feed = ReplicationFeed(replication, wire, database, name, shape, LIMIT_DEFAULT, walk, client=client)
         feed.doubtful = doubt
         wire.begin(None if doubt or feed.walk is None else replication.shown(feed.walk, (0, ""))["pos"])
         wire.task = replication.follow(feed)
@@ -276,8 +276,10 @@ def read_limit(given: object) -> int:
     raise TailraceError("invalid_request", f"limit is a number from 1 to {LIMIT_MAX}")
 
 
-def read_shape(given: dict[str, Any]) -> Shape:
+def read_shape(given: dict[str, Any]) -> DocumentShape:
     stamps = given.get("stamps", True)
     if stamps not in (True, False, "0", "1", "true", "false"):
         raise TailraceError("invalid_request", "stamps is true or false")
-    return Shape(check_deleted_field(given.get("deletedField", DELETED)), stamps in (True, "1", "true"))
+    return DocumentShape(
+        check_deleted_field(given.get("deletedField", DELETED_FIELD)), stamps in (True, "1", "true")
+    )

@@ -11,14 +11,14 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 from tailrace.common.errors import TailraceError
 from tailrace.watch import document
-from tailrace.watch.document import RESERVED, Document
+from tailrace.watch.document import RESERVED_FIELDS, Document
 
-DELETED: Final = "_deleted"
+DELETED_FIELD: Final = "_deleted"
 _FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z")
 
 # same: there is nothing to do. insert, replace: goes ahead. conflict: the client has to look at what there
 # is.
-Verdict = Literal["same", "insert", "replace", "conflict"]
+PushVerdict = Literal["same", "insert", "replace", "conflict"]
 
 
 class PushRow(NamedTuple):
@@ -33,14 +33,14 @@ class PushRow(NamedTuple):
 
 def check_deleted_field(name: object) -> str:
     """The name of the field that marks deleted documents; none of the other names of the server."""
-    if not isinstance(name, str) or not _FIELD.match(name) or name in RESERVED - {"deleted"}:
+    if not isinstance(name, str) or not _FIELD.match(name) or name in RESERVED_FIELDS - {"deleted"}:
         raise TailraceError(
             "invalid_request", "deletedField is the name of a field that is not one of the server's"
         )
     return name
 
 
-def read_rows(given: object, rows_max: int, deleted_field: str) -> list[PushRow]:
+def read_push_rows(given: object, rows_max: int, deleted_field: str) -> list[PushRow]:
     if not isinstance(given, list):
         raise TailraceError("invalid_request", "rows is a list")
     items = cast("list[object]", given)
@@ -81,34 +81,36 @@ def user_content(state: Document, deleted_field: str) -> Document:
     kept = {
         name: value
         for name, value in state.items()
-        if name not in RESERVED and name != deleted_field and not name.startswith("_")
+        if name not in RESERVED_FIELDS and name != deleted_field and not name.startswith("_")
     }
     return document.check(kept)
 
 
-def decide(current: Document | None, deleted: bool, row: PushRow) -> Verdict:
+def decide_push(current: Document | None, deleted: bool, row: PushRow) -> PushVerdict:
     """`current` is the user content of what there is, None if there never was anything."""
     lives = current is not None and not deleted
-    if lives and not row.deleted and same(current, row.content):
+    if lives and not row.deleted and json_equal(current, row.content):
         return "same"
     if current is not None and deleted and row.deleted:
         return "same"
     if not lives and (row.assumed is None or row.assumed_deleted):
         return "insert"
-    if lives and row.assumed is not None and not row.assumed_deleted and same(current, row.assumed):
+    if lives and row.assumed is not None and not row.assumed_deleted and json_equal(current, row.assumed):
         return "replace"
     return "conflict"
 
 
-def same(one: Any, other: Any) -> bool:
+def json_equal(one: Any, other: Any) -> bool:
     """Equal as JSON. Numbers are equal if their doubles are: clients in JavaScript have no others."""
     number, number_other = _number(one), _number(other)
     if isinstance(one, dict) and isinstance(other, dict):
         left, right = cast("Document", one), cast("Document", other)
-        return left.keys() == right.keys() and all(same(value, right[name]) for name, value in left.items())
+        return left.keys() == right.keys() and all(
+            json_equal(value, right[name]) for name, value in left.items()
+        )
     if isinstance(one, list) and isinstance(other, list):
         mine, theirs = cast("list[Any]", one), cast("list[Any]", other)
-        return len(mine) == len(theirs) and all(map(same, mine, theirs))
+        return len(mine) == len(theirs) and all(map(json_equal, mine, theirs))
     return one == other if number is None and number_other is None else number == number_other
 
 

@@ -17,28 +17,28 @@ from tailrace.api.context import Context
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.log.transaction import Transaction
-from tailrace.watch.book import Book
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import Collection
 from tailrace.watch.document import Document
-from tailrace.watch.documents import Writer
+from tailrace.watch.documents import DocumentWriter
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.rxdb import checkpoint as checkpoints
-from tailrace.watch.rxdb.checkpoint import LATE_MS, Checkpoint, Walk
+from tailrace.watch.rxdb.checkpoint import LATE_MS, Checkpoint, PullCursor
 from tailrace.watch.rxdb.push import PushRow
-from tailrace.watch.rxdb.rxdb_feed import SERVED, Feed, Wire
-from tailrace.watch.rxdb.rxdb_pages import Batch, Pages, Shape
-from tailrace.watch.rxdb.rxdb_push import Pushes, Told
-from tailrace.watch.tokens import KEY_BYTES, Key, KeyRing, Signer
+from tailrace.watch.rxdb.rxdb_feed import READABLE_STATES, ReplicationFeed, ReplicationTransport
+from tailrace.watch.rxdb.rxdb_pages import ChangePages, DocumentShape, FeedBatch
+from tailrace.watch.rxdb.rxdb_push import PushCallback, PushHandler
+from tailrace.watch.tokens import KEY_BYTES, KeyRing, SigningKey, TokenSigner
 
 LIMIT_DEFAULT: Final = 100
 LIMIT_MAX: Final = 1000
 TICK_S: Final = 1.0
 SOFT: Final = 0.7
-KEY: Final = "secret/replication-key"
-BATCHES_KEPT: Final = 8
+REPLICATION_KEY_FACT: Final = "secret/replication-key"
+BATCHES_CACHED_MAX: Final = 8
 
 
-class Pull(NamedTuple):
+class PullRequest(NamedTuple):
     """What a client asks for."""
 
     database: str
@@ -46,44 +46,44 @@ class Pull(NamedTuple):
     given: Any  # the checkpoint as it came
     checkpoint: Checkpoint | None
     limit: int
-    shape: Shape
+    shape: DocumentShape
 
 
-class Pulled(NamedTuple):
+class PullResult(NamedTuple):
     """A page, and how far the client is when it has it."""
 
     pieces: AsyncIterator[bytes]
-    walk: Walk | None
+    walk: PullCursor | None
 
 
 class Replication:
     """Owned by the loop thread."""
 
-    def __init__(self, context: Context, gateway: Gateway, writer: Writer) -> None:
+    def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
         self.context = context
         self.limits = context.limits
         self.gateway = gateway
-        self.book: Book = gateway.book
+        self.book: CollectionRegistry = gateway.book
         self.access = gateway.access
-        self.pushes = Pushes(writer, gateway.access)
-        self.wires: set[Wire] = set()
-        self._feeds: dict[tuple[str, str], set[Feed]] = {}
+        self.pushes = PushHandler(writer, gateway.access)
+        self.wires: set[ReplicationTransport] = set()
+        self._feeds: dict[tuple[str, str], set[ReplicationFeed]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.outbound_bytes = 0  # of all wires, at the last tick
         self.held_bytes = 0  # said by clients that have not said who they are
         self.pulls = 0
         self.resyncs = 0
-        self._signer: Signer | None = None
+        self._signer: TokenSigner | None = None
         self._making_key = False
-        self._batches: dict[tuple[object, ...], Batch] = {}
+        self._batches: dict[tuple[object, ...], FeedBatch] = {}
 
     # -- walks -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """One key for good: clients are away longer than keys of tokens last, and it opens nothing."""
         log = self.book.log
-        secret = log.streams.meta.get(KEY)
+        secret = log.streams.meta.get(REPLICATION_KEY_FACT)
         if secret is not None:
             self._signer = _signer(secret)
         elif log.refusal is None and not self._making_key:
@@ -95,10 +95,10 @@ class Replication:
                 if error is None:
                     self._signer = _signer(fresh)
 
-            log.put_meta(KEY, fresh, durable)
+            log.put_meta(REPLICATION_KEY_FACT, fresh, durable)
 
     @property
-    def signer(self) -> Signer:
+    def signer(self) -> TokenSigner:
         if self._signer is None:
             self.start()
         if self._signer is None:
@@ -110,10 +110,10 @@ class Replication:
         found = self.book.find(database, name)
         return None if found is None or not found.durable else found
 
-    def pages(self, identity: Identity, collection: Collection, shape: Shape) -> Pages:
-        return Pages(self.book, self.access, identity, collection, shape)
+    def pages(self, identity: Identity, collection: Collection, shape: DocumentShape) -> ChangePages:
+        return ChangePages(self.book, self.access, identity, collection, shape)
 
-    def walk(self, identity: Identity, collection: Collection, given: Checkpoint | None) -> Walk:
+    def walk(self, identity: Identity, collection: Collection, given: Checkpoint | None) -> PullCursor:
         """Where a checkpoint stands; raises if it cannot be gone on from."""
         fresh = self.tail(identity, collection)
         if given is None:
@@ -126,14 +126,14 @@ class Replication:
             raise TailraceError("invalid_checkpoint", "the checkpoint is of another collection")
         known = len(walk.seqs) == len(fresh.seqs) and not any(map(int.__gt__, walk.seqs, fresh.seqs))
         if walk.generation != fresh.generation or not known:
-            raise checkpoints.expired("the collection was made anew")
+            raise checkpoints.checkpoint_expired("the collection was made anew")
         if walk.misses(purged):
-            raise checkpoints.expired("deletions that it has not seen are forgotten")
+            raise checkpoints.checkpoint_expired("deletions that it has not seen are forgotten")
         return walk if walk.digest == fresh.digest else walk.again(fresh.digest)
 
-    def tail(self, identity: Identity, collection: Collection) -> Walk:
+    def tail(self, identity: Identity, collection: Collection) -> PullCursor:
         """A walk that has come to the end."""
-        return Walk(
+        return PullCursor(
             collection.database,
             collection.name,
             self.book.generation(collection),
@@ -143,7 +143,9 @@ class Replication:
             [],
         )
 
-    def _since(self, collection: Collection, updated_ms: int, fresh: Walk, purged: list[int]) -> Walk:
+    def _since(
+        self, collection: Collection, updated_ms: int, fresh: PullCursor, purged: list[int]
+    ) -> PullCursor:
         """A client that knows a time only gets whatever may have come later: repeats, but no losses."""
         since_ms = updated_ms - LATE_MS
         view = self.book.view.now
@@ -155,44 +157,46 @@ class Replication:
             kept_s = collection.config.tombstone_s(self.limits)
             now_ms = self.context.clock.now_ns() // 1_000_000
             if kept_s is None or since_ms < now_ms - kept_s * 1000:
-                raise checkpoints.expired("deletions that it has not seen are forgotten")
+                raise checkpoints.checkpoint_expired("deletions that it has not seen are forgotten")
             # They are all older than that.
             seqs = list(map(max, seqs, purged))
         return fresh.moved(seqs)
 
-    def shown(self, walk: Walk, last: tuple[int, str]) -> dict[str, Any]:
-        return checkpoints.shown(walk, *last, self.signer)
+    def shown(self, walk: PullCursor, last: tuple[int, str]) -> dict[str, Any]:
+        return checkpoints.encode_checkpoint(walk, *last, self.signer)
 
-    async def pull(self, identity: Identity, asked: Pull, head: bytes = b"", tail: bytes = b"") -> Pulled:
+    async def pull(
+        self, identity: Identity, asked: PullRequest, head: bytes = b"", tail: bytes = b""
+    ) -> PullResult:
         """The page behind a checkpoint, as JSON between `head` and `tail`."""
         self.pulls += 1
         collection = self.find(asked.database, asked.name)
         if collection is None:
             if asked.checkpoint is not None and asked.checkpoint.walk is not None:
-                raise checkpoints.expired("the collection is gone")
+                raise checkpoints.checkpoint_expired("the collection is gone")
             empty = orjson.dumps({"documents": [], "checkpoint": asked.given})
-            return Pulled(_whole(head + empty + tail), None)
-        if collection.state not in SERVED:
+            return PullResult(_single_piece(head + empty + tail), None)
+        if collection.state not in READABLE_STATES:
             raise TailraceError("unavailable", "the collection is being loaded, or in doubt")
         pages = self.pages(identity, collection, asked.shape)
         listed = await pages.listed(self.walk(identity, collection, asked.checkpoint), asked.limit)
         # Nothing new: what the client has stays good.
         checkpoint = self.shown(listed.walk, listed.last) if listed.keys else asked.given
         end = b',"checkpoint":%b}' % orjson.dumps(checkpoint)
-        return Pulled(pages.pieces(listed, head + b'{"documents":', end + tail), listed.walk)
+        return PullResult(pages.pieces(listed, head + b'{"documents":', end + tail), listed.walk)
 
     async def batch(
-        self, identity: Identity, collection: Collection, shape: Shape, walk: Walk, limit: int
-    ) -> Batch:
+        self, identity: Identity, collection: Collection, shape: DocumentShape, walk: PullCursor, limit: int
+    ) -> FeedBatch:
         """What comes next on a feed. Many stand at one place and may read the same: made once for all."""
-        key = _place(collection, walk, shape, limit)
+        key = _batch_key(collection, walk, shape, limit)
         found = self._batches.get(key)
         if found is None:
             pages = self.pages(identity, collection, shape)
             found = await pages.batch(walk, limit, self.limits.watch_snapshot_bytes)
-            if not walk.began and not walk.held and key == _place(collection, walk, shape, limit):
+            if not walk.began and not walk.held and key == _batch_key(collection, walk, shape, limit):
                 self._batches[key] = found
-                while len(self._batches) > BATCHES_KEPT:
+                while len(self._batches) > BATCHES_CACHED_MAX:
                     del self._batches[next(iter(self._batches))]
         return found
 
@@ -202,9 +206,9 @@ class Replication:
         database: str,
         name: str,
         rows: list[PushRow],
-        shape: Shape,
+        shape: DocumentShape,
         client: object,
-        told: Told,
+        told: PushCallback,
     ) -> None:
         """`client`: whose feeds wait meanwhile; None if nobody can tell."""
 
@@ -233,15 +237,15 @@ class Replication:
         unsent = self.outbound_bytes + self.gateway.outbound_bytes
         return unsent >= SOFT * self.limits.watch_outbound_total_bytes
 
-    def opened(self, wire: Wire) -> None:
+    def opened(self, wire: ReplicationTransport) -> None:
         self.wires.add(wire)
         if self._timer is None:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
 
-    def closed(self, wire: Wire) -> None:
+    def closed(self, wire: ReplicationTransport) -> None:
         self.wires.discard(wire)
 
-    def follow(self, feed: Feed) -> asyncio.Task[None]:
+    def follow(self, feed: ReplicationFeed) -> asyncio.Task[None]:
         """Lets a feed run until it is cancelled or its wire ends."""
         key = (feed.database, feed.name)
         self._feeds.setdefault(key, set()).add(feed)
@@ -298,15 +302,17 @@ class Replication:
             self._timer = None
 
 
-async def _whole(body: bytes) -> AsyncIterator[bytes]:
+async def _single_piece(body: bytes) -> AsyncIterator[bytes]:
     yield body
 
 
-def _signer(secret: bytes) -> Signer:
-    return Signer(KeyRing((Key(0, secret, 0),)), 0, lambda: 0)
+def _signer(secret: bytes) -> TokenSigner:
+    return TokenSigner(KeyRing((SigningKey(0, secret, 0),)), 0, lambda: 0)
 
 
-def _place(collection: Collection, walk: Walk, shape: Shape, limit: int) -> tuple[object, ...]:
+def _batch_key(
+    collection: Collection, walk: PullCursor, shape: DocumentShape, limit: int
+) -> tuple[object, ...]:
     """Feeds of which this is the same are sent the same, as long as nothing happens."""
     about = (collection, walk.generation, walk.digest, collection.config.rule_version, shape, limit)
     return (*about, tuple(walk.began), tuple(walk.held), tuple(walk.seqs), tuple(collection.applied))

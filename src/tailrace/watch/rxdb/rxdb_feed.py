@@ -17,8 +17,8 @@ import orjson
 
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
-from tailrace.watch.rxdb.checkpoint import Walk
-from tailrace.watch.rxdb.rxdb_pages import Shape
+from tailrace.watch.rxdb.checkpoint import PullCursor
+from tailrace.watch.rxdb.rxdb_pages import DocumentShape
 
 if TYPE_CHECKING:
     from tailrace.watch.collection import Collection
@@ -28,15 +28,15 @@ logger = logging.getLogger("tailrace.watch")
 
 RECOVER: Final = 0.6
 POLL_S: Final = 0.25
-JOIN_S: Final = 2.0
-CALM_S: Final = 1.0  # without a push; a busy client may take half a second from one to the next
-CALM_S_MAX: Final = 5.0  # a client that writes without end has to hear of others, too
+PULL_REMINDER_S: Final = 2.0
+PUSH_QUIET_S: Final = 1.0  # without a push; a busy client may take half a second from one to the next
+PUSH_QUIET_S_MAX: Final = 5.0  # a client that writes without end has to hear of others, too
 RESYNC: Final = b'"RESYNC"'
 # States of a collection in which what there is is right: not while a source loads, or cannot go on.
-SERVED: Final = frozenset({"live", "lagging"})
+READABLE_STATES: Final = frozenset({"live", "lagging"})
 
 
-class Listener(Protocol):
+class FeedListener(Protocol):
     """The end of a wire that a feed speaks to."""
 
     @property
@@ -45,11 +45,11 @@ class Listener(Protocol):
         """Waits until the client has taken enough; False if it is gone."""
         ...
 
-    async def tell(self, feed: Feed, result: bytes, pos: str | None) -> None: ...
+    async def tell(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None: ...
     def fail(self, refusal: TailraceError) -> None: ...
 
 
-class Wire(ABC):
+class ReplicationTransport(ABC):
     """A connection whose client may be slow, silent, or allowed here no longer."""
 
     def __init__(self, replication: Replication, identity: Identity | None) -> None:
@@ -121,18 +121,18 @@ class Wire(ABC):
             self.close(4401, "the token has expired")
 
 
-class Feed:
+class ReplicationFeed:
     """One collection for one client."""
 
     def __init__(
         self,
         replication: Replication,
-        listener: Listener,
+        listener: FeedListener,
         database: str,
         name: str,
-        shape: Shape,
+        shape: DocumentShape,
         limit: int,
-        walk: Walk | None = None,
+        walk: PullCursor | None = None,
         *,
         joined: bool = True,
         client: object = None,
@@ -152,7 +152,7 @@ class Feed:
         self.joined = joined
         self._began = replication.context.loop.time()
         # What the client has pulled on the same connection, as far as we know.
-        self.pulled: Walk | None = None
+        self.pulled: PullCursor | None = None
         collection = replication.find(database, name)
         if walk is None and collection is not None:
             walk = replication.tail(listener.identity, collection)
@@ -182,7 +182,7 @@ class Feed:
         """
         loop = self._replication.context.loop
         begun = loop.time()
-        while (wait_s := min(self.pushed_at + CALM_S, begun + CALM_S_MAX) - loop.time()) > 0:  # noqa: ASYNC110
+        while (wait_s := min(self.pushed_at + PUSH_QUIET_S, begun + PUSH_QUIET_S_MAX) - loop.time()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(wait_s)
 
     async def _step(self) -> bool:
@@ -191,7 +191,7 @@ class Feed:
         collection = replication.find(self.database, self.name)
         if collection is None:
             return await self._vanished()
-        if collection.state not in SERVED:
+        if collection.state not in READABLE_STATES:
             return False  # it is told when that changes
         identity = self._listener.identity
         if self.walk is None:
@@ -217,7 +217,7 @@ class Feed:
 
     def remind(self, now: float) -> None:
         """A client that has not pulled for a while is told to: it does not know where it is."""
-        if not self.joined and now - self._began >= JOIN_S:
+        if not self.joined and now - self._began >= PULL_REMINDER_S:
             self.doubtful = True
             self.woken.set()
 
@@ -255,7 +255,7 @@ class Feed:
         purged = self._replication.book.view.now.purged(collection.number, len(walk.seqs))
         return walk.misses([one.seq for one in purged])
 
-    def _covered(self, walk: Walk) -> Walk:
+    def _covered(self, walk: PullCursor) -> PullCursor:
         """What the client has by pulling and by this feed together: a hole between the two is not skipped."""
         pulled = self.pulled
         if pulled is None or len(pulled.seqs) != len(walk.seqs):

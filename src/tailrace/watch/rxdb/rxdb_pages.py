@@ -9,26 +9,26 @@ import orjson
 
 from tailrace.auth import Identity
 from tailrace.watch import document
-from tailrace.watch.access import Access
-from tailrace.watch.book import Book
+from tailrace.watch.access import AccessRules
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import Collection
 from tailrace.watch.document import Document
-from tailrace.watch.evaluation_cost import CostError
+from tailrace.watch.evaluation_cost import CostExceededError
 from tailrace.watch.predicate import Predicate
 from tailrace.watch.query_execution import TimeSlice
-from tailrace.watch.rxdb.checkpoint import Walk
-from tailrace.watch.rxdb.push import DELETED
-from tailrace.watch.view import Row
+from tailrace.watch.rxdb.checkpoint import PullCursor
+from tailrace.watch.rxdb.push import DELETED_FIELD
+from tailrace.watch.view import DocumentRow
 
 SCAN_ROWS: Final = 200  # between two looks at what else the loop has to do
 PIECE_BYTES: Final = 64 * 1024
 _STAMPS: Final = ("collection", "version", "createdAt", "updatedAt")
 
 
-class Shape(NamedTuple):
+class DocumentShape(NamedTuple):
     """How a client wants its documents."""
 
-    deleted_field: str = DELETED
+    deleted_field: str = DELETED_FIELD
     stamps: bool = True  # with collection, version, createdAt and updatedAt
 
     def of(self, flat: Document, deleted: bool) -> Document:
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
         return found
 
 
-class Key(NamedTuple):
+class ChangeKey(NamedTuple):
     """The place of a document at its last change."""
 
     partition: int
@@ -45,11 +45,11 @@ class Key(NamedTuple):
     updated_ms: int
 
 
-class Listed(NamedTuple):
+class PageKeys(NamedTuple):
     """What a page holds, by id; the documents are read when they are sent."""
 
-    keys: dict[str, Key]
-    walk: Walk
+    keys: dict[str, ChangeKey]
+    walk: PullCursor
 
     @property
     def last(self) -> tuple[int, str]:
@@ -58,16 +58,21 @@ class Listed(NamedTuple):
         return self.keys[document_id].updated_ms, document_id
 
 
-class Batch(NamedTuple):
+class FeedBatch(NamedTuple):
     documents: list[bytes]
-    listed: Listed
+    listed: PageKeys
 
 
-class Pages:
+class ChangePages:
     """One collection in one asker's eyes."""
 
     def __init__(
-        self, book: Book, access: Access, identity: Identity, collection: Collection, shape: Shape
+        self,
+        book: CollectionRegistry,
+        access: AccessRules,
+        identity: Identity,
+        collection: Collection,
+        shape: DocumentShape,
     ) -> None:
         self._book = book
         self._access = access
@@ -77,11 +82,11 @@ class Pages:
         self._ruled = -1  # the version of the rule
         self._rule: Predicate | None = None
 
-    async def listed(self, walk: Walk, limit: int) -> Listed:
+    async def listed(self, walk: PullCursor, limit: int) -> PageKeys:
         """The next `limit` documents behind the walk; fewer only if there are no more at this moment."""
         collection, view = self._collection, self._book.view
         seqs = list(walk.seqs)
-        keys: dict[str, Key] = {}
+        keys: dict[str, ChangeKey] = {}
         time_slice = TimeSlice()
         while len(keys) < limit:
             self._book.check_applied(collection)
@@ -105,17 +110,17 @@ class Pages:
                     if walk.is_new(partition, seq) or self._is_shown(document_id):
                         # One that changes while the page is put together is in it once, where it is now.
                         keys.pop(document_id, None)
-                        keys[document_id] = Key(partition, seq, updated_ms)
+                        keys[document_id] = ChangeKey(partition, seq, updated_ms)
                 else:
                     if len(rows) < share:
                         seqs[partition] = tail
-        return Listed(keys, walk.moved(seqs))
+        return PageKeys(keys, walk.moved(seqs))
 
-    async def batch(self, walk: Walk, limit: int, bytes_max: int) -> Batch:
+    async def batch(self, walk: PullCursor, limit: int, bytes_max: int) -> FeedBatch:
         """The next documents, at least one if there is one, and no more than fit."""
         listed = await self.listed(walk, limit)
         documents: list[bytes] = []
-        kept: dict[str, Key] = {}
+        kept: dict[str, ChangeKey] = {}
         seqs = list(walk.seqs)
         size, time_slice = 0, TimeSlice()
         for document_id, key in listed.keys.items():
@@ -123,14 +128,14 @@ class Pages:
                 await time_slice.give_way()
             raw = self.encoded(document_id)
             if documents and size + len(raw) > bytes_max:
-                return Batch(documents, Listed(kept, walk.moved(seqs)))
+                return FeedBatch(documents, PageKeys(kept, walk.moved(seqs)))
             kept[document_id] = key
             seqs[key.partition] = max(seqs[key.partition], key.seq)
             documents.append(raw)
             size += len(raw)
-        return Batch(documents, listed)
+        return FeedBatch(documents, listed)
 
-    async def pieces(self, listed: Listed, head: bytes, tail: bytes) -> AsyncIterator[bytes]:
+    async def pieces(self, listed: PageKeys, head: bytes, tail: bytes) -> AsyncIterator[bytes]:
         """The documents of a page as a JSON array between `head` and `tail`, never much at once."""
         gathered, size = [head, b"["], 0
         comma, time_slice = b"", TimeSlice()
@@ -158,10 +163,10 @@ class Pages:
             return orjson.dumps({**fields, "id": document_id, self._shape.deleted_field: True})
         return orjson.dumps(self._shape.of(flat, bool(row.deleted)))
 
-    def _flat(self, row: Row) -> Document:
+    def _flat(self, row: DocumentRow) -> Document:
         data: Document = orjson.loads(row.data)
         name = self._collection.name
-        return document.flat(data, row.id, name, row.version, row.created_ms, row.updated_ms)
+        return document.flatten_document(data, row.id, name, row.version, row.created_ms, row.updated_ms)
 
     def _is_shown(self, document_id: str) -> bool:
         if self._collection.config.read_rule is None:
@@ -180,5 +185,5 @@ class Pages:
             return True
         try:
             return self._rule.matches(flat)
-        except CostError:
+        except CostExceededError:
             return False

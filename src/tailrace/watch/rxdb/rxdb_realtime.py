@@ -12,19 +12,19 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.watch import names
 from tailrace.watch.realtime import envelopes
-from tailrace.watch.realtime.envelopes import Frame
-from tailrace.watch.realtime.messages import Refused, check_id
-from tailrace.watch.realtime.session import Session
+from tailrace.watch.realtime.envelopes import Envelope
+from tailrace.watch.realtime.messages import MessageRefusedError, check_subscription_id
+from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.rxdb.checkpoint import read_checkpoint
 from tailrace.watch.rxdb.rxdb import LIMIT_DEFAULT, LIMIT_MAX, Replication
-from tailrace.watch.rxdb.rxdb_feed import POLL_S, Feed
-from tailrace.watch.rxdb.rxdb_pages import Shape
+from tailrace.watch.rxdb.rxdb_feed import POLL_S, ReplicationFeed
+from tailrace.watch.rxdb.rxdb_pages import DocumentShape
 
 
 class StreamListener:
     """A stream of a realtime connection: ends with the connection, or when it has to be begun again."""
 
-    def __init__(self, replication: Replication, session: Session, stream_id: str) -> None:
+    def __init__(self, replication: Replication, session: RealtimeSession, stream_id: str) -> None:
         self._replication = replication
         self._session = session
         self._id = stream_id
@@ -45,7 +45,7 @@ class StreamListener:
                 await asyncio.wait_for(session.drained.wait(), POLL_S)
         return False
 
-    async def tell(self, feed: Feed, result: bytes, pos: str | None) -> None:
+    async def tell(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None:
         database = feed.database
         if pos is None:
             self._end()
@@ -56,7 +56,7 @@ class StreamListener:
                 "retryAfterMs": 0,
                 "autoResync": False,
             }
-            self._session.send(envelopes.about("resync-required", database, [self._id], told))
+            self._session.send(envelopes.subscription_notice("resync-required", database, [self._id], told))
             return
         payload = b'{"streamId":%b,%b,"upToDate":%b}' % (
             orjson.dumps(self._id),
@@ -64,7 +64,7 @@ class StreamListener:
             b"true" if feed.is_up_to_date else b"false",
         )
         self._session.send(
-            Frame(
+            Envelope(
                 b'{"type":"stream-event","version":1,"database":%b,"payload":%b,"extensions":{}}'
                 % (orjson.dumps(database), payload)
             )
@@ -79,49 +79,49 @@ class StreamListener:
         self._session.streams.pop(self._id, None)
 
 
-class Streams:
+class RealtimeStreams:
     """Begins the streams of realtime connections."""
 
     def __init__(self, replication: Replication) -> None:
         self._replication = replication
 
-    def start(self, session: Session, message_id: str | None, payload: dict[str, Any]) -> None:
+    def start(self, session: RealtimeSession, message_id: str | None, payload: dict[str, Any]) -> None:
         replication = self._replication
-        stream_id = check_id(message_id, "the id of stream")
+        stream_id = check_subscription_id(message_id, "the id of stream")
         assert session.identity is not None
         assert session.database is not None
         authorise(session.identity, Action.REPLICATION_PULL, db=session.database)
         name, limit = payload.get("collection"), payload.get("batchSize", LIMIT_DEFAULT)
         if not isinstance(name, str):
-            raise Refused("bad_message", "stream names its collection")
+            raise MessageRefusedError("bad_message", "stream names its collection")
         if type(limit) is not int or not 1 <= limit <= LIMIT_MAX:
-            raise Refused("bad_message", f"batchSize is a number from 1 to {LIMIT_MAX}")
+            raise MessageRefusedError("bad_message", f"batchSize is a number from 1 to {LIMIT_MAX}")
         self._admit(session, stream_id)
         names.check_collection(name)
         checkpoint = read_checkpoint(payload.get("checkpoint"), replication.signer)
         collection = replication.find(session.database, name)
         walk = None if collection is None else replication.walk(session.identity, collection, checkpoint)
         listener = StreamListener(replication, session, stream_id)
-        feed = Feed(replication, listener, session.database, name, Shape(), limit, walk)
+        feed = ReplicationFeed(replication, listener, session.database, name, DocumentShape(), limit, walk)
         generation = 1 if feed.walk is None else feed.walk.generation
         acknowledged = {"status": "ok", "subId": stream_id, "kind": "stream", "generation": generation}
         session.send(envelopes.reply("subscribe_ack", message_id, acknowledged))
         session.streams[stream_id] = replication.follow(feed)
 
-    def _admit(self, session: Session, stream_id: str) -> None:
+    def _admit(self, session: RealtimeSession, stream_id: str) -> None:
         known = session.subscriptions.get(stream_id)
         if stream_id in session.streams or (known is not None and known.state != "invalid"):
-            raise Refused("duplicate_id", f"there is a subscription {stream_id!r} already")
+            raise MessageRefusedError("duplicate_id", f"there is a subscription {stream_id!r} already")
         count = len(session.streams) + len(session.subscriptions)
         if count >= self._replication.limits.watch_subscriptions:
-            raise Refused(
+            raise MessageRefusedError(
                 "limit_exceeded",
                 f"a connection has at most {self._replication.limits.watch_subscriptions} subscriptions",
                 limit="subscriptions",
             )
 
 
-def stop(session: Session, message_id: str | None, payload: dict[str, Any]) -> bool:
+def stop_stream(session: RealtimeSession, message_id: str | None, payload: dict[str, Any]) -> bool:
     """Ends a stream; False if there is none of this name."""
     given = payload.get("id")
     task = session.streams.pop(given, None) if isinstance(given, str) else None

@@ -23,24 +23,24 @@ from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol.websocket_frames import CONTINUATION, TEXT, encode_frame
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
-from tailrace.watch.realtime.messages import only_database
+from tailrace.watch.realtime.messages import default_database
 from tailrace.watch.rxdb.checkpoint import read_checkpoint
 from tailrace.watch.rxdb.http_routes import read_limit, read_params, read_shape
-from tailrace.watch.rxdb.push import read_rows
-from tailrace.watch.rxdb.rxdb import LIMIT_DEFAULT, Pull, Replication
-from tailrace.watch.rxdb.rxdb_feed import Feed, Wire
-from tailrace.watch.rxdb.rxdb_pages import Shape
+from tailrace.watch.rxdb.push import read_push_rows
+from tailrace.watch.rxdb.rxdb import LIMIT_DEFAULT, PullRequest, Replication
+from tailrace.watch.rxdb.rxdb_feed import ReplicationFeed, ReplicationTransport
+from tailrace.watch.rxdb.rxdb_pages import DocumentShape
 
 logger = logging.getLogger("tailrace.watch")
 
-PATH: Final = b"/replication/ws"
+REPLICATION_WS_PATH: Final = b"/replication/ws"
 ID_CHARS_MAX: Final = 256
 COLLECTIONS_MAX: Final = 100  # that one connection may follow
 WAITING_MAX: Final = 64  # frames; beyond, the socket is not read
 AUTH_BYTES_MAX: Final = 64 * 1024
 HELD_BYTES_MAX: Final = 64 * 1024 * 1024  # from all who have not said who they are
-QUIET_S: Final = 0.25  # without a frame, after which a stopping server expects no more of them
-QUIET_S_MAX: Final = 1.5  # that a stopping server waits for that
+DRAIN_QUIET_S: Final = 0.25  # without a frame, after which a stopping server expects no more of them
+DRAIN_QUIET_S_MAX: Final = 1.5  # that a stopping server waits for that
 _PARAMS: Final = frozenset({"database", "deletedField", "stamps"})
 _CLOSES: Final = {
     "unauthorized": 4401,
@@ -56,7 +56,7 @@ _CLOSES: Final = {
 }
 
 
-class Call(NamedTuple):
+class ReplicationCall(NamedTuple):
     """One frame of a client."""
 
     id: str
@@ -65,11 +65,11 @@ class Call(NamedTuple):
     params: list[Any]
 
 
-class Socket(Wire):
+class ReplicationSocket(ReplicationTransport):
     """One client's connection: its frames are handled one after the other."""
 
     def __init__(
-        self, replication: Replication, identity: Identity | None, database: str | None, shape: Shape
+        self, replication: Replication, identity: Identity | None, database: str | None, shape: DocumentShape
     ) -> None:
         self.connection: WebSocketConnection | None = None
         super().__init__(replication, identity)
@@ -79,7 +79,7 @@ class Socket(Wire):
         self._waiting_bytes = 0
         self._held_bytes = 0
         self._worker: asyncio.Task[None] | None = None
-        self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
+        self._feeds: dict[str, tuple[ReplicationFeed, asyncio.Task[None]]] = {}
         # A message in several frames must not have another one between them.
         self._speaking = asyncio.Lock()
         self._draining = False
@@ -114,11 +114,11 @@ class Socket(Wire):
 
     async def _drain(self) -> None:
         loop = self.replication.context.loop
-        until = loop.time() + QUIET_S_MAX
+        until = loop.time() + DRAIN_QUIET_S_MAX
         while not self.ended and loop.time() < until:
             self._heard.clear()
             try:
-                await asyncio.wait_for(self._heard.wait(), QUIET_S)
+                await asyncio.wait_for(self._heard.wait(), DRAIN_QUIET_S)
             except TimeoutError:
                 if self._worker is None:
                     break
@@ -191,7 +191,7 @@ class Socket(Wire):
 
         A client that reconnects says that last: frames that it could not send before go first.
         """
-        if len(data) <= AUTH_BYTES_MAX and _says_who(data):
+        if len(data) <= AUTH_BYTES_MAX and _is_auth_frame(data):
             return False
         self._held_bytes += len(data)
         self.replication.held_bytes += len(data)
@@ -242,8 +242,8 @@ class Socket(Wire):
         assert self.connection is not None
         self.connection.resume_reading()
 
-    def _read(self, data: bytes) -> Call:
-        found = document.parse(data, self.replication.limits.watch_push_bytes)
+    def _read(self, data: bytes) -> ReplicationCall:
+        found = document.parse_json(data, self.replication.limits.watch_push_bytes)
         frame = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
         call_id, name = frame.get("id"), frame.get("collection")
         method, params = frame.get("method"), frame.get("params")
@@ -253,9 +253,9 @@ class Socket(Wire):
             or not isinstance(params, list)
         ):
             raise TailraceError("invalid_request", "a frame has id, collection, method and params")
-        return Call(call_id, name, method, cast("list[Any]", params))
+        return ReplicationCall(call_id, name, method, cast("list[Any]", params))
 
-    async def _handle(self, call: Call) -> None:
+    async def _handle(self, call: ReplicationCall) -> None:
         if call.method == "auth":
             self._authenticate(call.params)
             return
@@ -280,7 +280,7 @@ class Socket(Wire):
         if not isinstance(token, str):
             raise TailraceError("unauthorized", "auth has the header authorization")
         identity = verifier.verify(token.encode("utf-8", "replace"))
-        self._database = self._database or only_database(identity)
+        self._database = self._database or default_database(identity)
         self.known = identity
         self._allowed(Action.REPLICATION_PULL)
         self._release_held()
@@ -297,23 +297,23 @@ class Socket(Wire):
 
     # -- methods ---------------------------------------------------------------------------------------
 
-    async def _pull(self, call: Call, name: str) -> None:
+    async def _pull(self, call: ReplicationCall, name: str) -> None:
         database = self._allowed(Action.REPLICATION_PULL)
         given = call.params[0] if call.params else None
         limit = read_limit(call.params[1] if len(call.params) > 1 else LIMIT_DEFAULT)
         checkpoint = read_checkpoint(given, self.replication.signer)
-        asked = Pull(database, name, given, checkpoint, limit, self._shape)
+        asked = PullRequest(database, name, given, checkpoint, limit, self._shape)
         pulled = await self.replication.pull(self.identity, asked, _answer_head(call), b"}")
         await self._say(pulled.pieces)
         feed = self._feeds.get(name)
         if feed is not None:
             feed[0].pulled, feed[0].joined = pulled.walk, True
 
-    async def _push(self, call: Call, name: str) -> None:
+    async def _push(self, call: ReplicationCall, name: str) -> None:
         database = self._allowed(Action.REPLICATION_PUSH)
         limits = self.replication.limits
         given = call.params[0] if call.params else None
-        rows = read_rows(given, limits.watch_batch_writes, self._shape.deleted_field)
+        rows = read_push_rows(given, limits.watch_batch_writes, self._shape.deleted_field)
         settled: asyncio.Future[list[Document]] = self.replication.context.loop.create_future()
 
         def told(conflicts: list[Document], refusal: TailraceError | None) -> None:
@@ -328,7 +328,7 @@ class Socket(Wire):
         async with self._speaking:
             self.replication.push(self.identity, database, name, rows, self._shape, self, told)
             conflicts = await settled
-            await self._utter(_one(_answer_head(call) + orjson.dumps(conflicts) + b"}"))
+            await self._utter(_single_piece(_answer_head(call) + orjson.dumps(conflicts) + b"}"))
 
     def _follow(self, name: str) -> None:
         """A client says so once for each connection; saying it again changes nothing."""
@@ -337,14 +337,14 @@ class Socket(Wire):
             return
         if len(self._feeds) >= COLLECTIONS_MAX:
             raise TailraceError("overloaded", f"a connection follows at most {COLLECTIONS_MAX} collections")
-        feed = Feed(
+        feed = ReplicationFeed(
             self.replication, self, database, name, self._shape, LIMIT_DEFAULT, joined=False, client=self
         )
         self._feeds[name] = (feed, self.replication.follow(feed))
 
-    async def tell(self, feed: Feed, result: bytes, pos: str | None) -> None:
+    async def tell(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None:
         head = b'{"id":"stream","collection":%b,"result":' % orjson.dumps(feed.name)
-        await self._say(_one(head + result + b"}"))
+        await self._say(_single_piece(head + result + b"}"))
 
     async def _say(self, pieces: AsyncIterator[bytes]) -> None:
         """One message, in as many frames as there are pieces, as fast as the client takes them."""
@@ -374,7 +374,7 @@ class Socket(Wire):
         self.counted(len(frame))
 
 
-def _says_who(data: bytes) -> bool:
+def _is_auth_frame(data: bytes) -> bool:
     try:
         frame: Any = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -382,15 +382,15 @@ def _says_who(data: bytes) -> bool:
     return not isinstance(frame, dict) or cast("dict[str, Any]", frame).get("method") == "auth"
 
 
-def _answer_head(call: Call) -> bytes:
+def _answer_head(call: ReplicationCall) -> bytes:
     return b'{"id":%b,"collection":%b,"result":' % (orjson.dumps(call.id), orjson.dumps(call.collection))
 
 
-async def _one(body: bytes) -> AsyncIterator[bytes]:
+async def _single_piece(body: bytes) -> AsyncIterator[bytes]:
     yield body
 
 
-class SocketRoute:
+class ReplicationSocketRoute:
     def __init__(self, replication: Replication) -> None:
         self._replication = replication
         self._origins = AllowedOrigins(replication.context.settings)
@@ -415,13 +415,13 @@ class SocketRoute:
             identity = identify(exchange)
         database = given.get("database")
         if identity is not None:
-            database = database or only_database(identity)
+            database = database or default_database(identity)
             authorise(identity, Action.REPLICATION_PULL, db=database or "")
         if database is not None:
             names.check_database(database)
             if identity is not None:
                 replication.book.database(database)
-        socket = Socket(replication, identity, database, shape)
+        socket = ReplicationSocket(replication, identity, database, shape)
         try:
             socket.connection = exchange.upgrade_websocket(
                 socket, message_bytes=replication.limits.watch_push_bytes

@@ -33,16 +33,16 @@ RATE_MAX: Final = 2**40
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}\Z")
 _SLOT: Final = re.compile(r"[a-z0-9_]{1,63}\Z")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z")
-_OF_KIND: Final = {
+_MEMBERS_BY_KIND: Final = {
     "postgres": frozenset({"dsn", "publication", "slot", "initial", "numeric"}),
     "mongo": frozenset({"dsn", "initial"}),
     "stream": frozenset({"stream"}),
 }
-_OF_ALL: Final = frozenset({"name", "kind", "collections", "batch", "limits", "onGap"})
-_MEMBERS: Final = _OF_ALL.union(*_OF_KIND.values())
+_COMMON_MEMBERS: Final = frozenset({"name", "kind", "collections", "batch", "limits", "onGap"})
+_MEMBERS: Final = _COMMON_MEMBERS.union(*_MEMBERS_BY_KIND.values())
 
 
-class Secret(msgspec.Struct, frozen=True):
+class SecretRef(msgspec.Struct, frozen=True):
     """Where a secret is."""
 
     env: str | None = None
@@ -64,7 +64,7 @@ class Secret(msgspec.Struct, frozen=True):
         return {"env": self.env} if self.env is not None else {"file": self.file or ""}
 
 
-class Mapped(msgspec.Struct, frozen=True):
+class TableMapping(msgspec.Struct, frozen=True):
     """One table, and the collection it becomes."""
 
     table: str
@@ -84,11 +84,11 @@ class Mapped(msgspec.Struct, frozen=True):
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: str
-    dsn: Secret | None
+    dsn: SecretRef | None
     publication: str
     slot: str
     stream: str
-    tables: tuple[Mapped, ...]
+    tables: tuple[TableMapping, ...]
     batch_changes: int
     batch_bytes: int
     events_per_s: int
@@ -110,7 +110,7 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "name": self.name,
             "kind": self.kind,
-            **{name: value for name, value in where.items() if name in _OF_KIND[self.kind]},
+            **{name: value for name, value in where.items() if name in _MEMBERS_BY_KIND[self.kind]},
             "collections": {one.table: one.shown() for one in self.tables},
             "batch": {"maxChanges": self.batch_changes, "maxBytes": self.batch_bytes},
             "limits": {"eventsPerSecond": self.events_per_s, "bytesPerSecond": self.bytes_per_s},
@@ -122,29 +122,29 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind, self.publication, self.slot, self.stream, self.tables, self.numeric
 
 
-def check_name(name: str) -> str:
+def check_source_name(name: str) -> str:
     if not _NAME.match(name):
-        raise _wrong("a source is named by a small letter and up to 62 of a-z, 0-9, '_', '-'")
+        raise _invalid("a source is named by a small letter and up to 62 of a-z, 0-9, '_', '-'")
     return name
 
 
-def read_config(database: str, name: str, given: dict[str, Any]) -> SourceConfig:
+def read_source_config(database: str, name: str, given: dict[str, Any]) -> SourceConfig:
     """Checked; what was left out has its default."""
     if unknown := sorted(set(given) - _MEMBERS):
-        raise _wrong(f"unknown member {unknown[0]!r}")
+        raise _invalid(f"unknown member {unknown[0]!r}")
     if given.get("name", name) != name:
-        raise _wrong("the name is that of the path")
+        raise _invalid("the name is that of the path")
     kind = given.get("kind")
-    if not isinstance(kind, str) or kind not in _OF_KIND:
-        raise _wrong("kind is postgres, mongo or stream")
-    if unknown := sorted(set(given) - _OF_ALL - _OF_KIND[kind]):
-        raise _wrong(f"a source of the kind {kind} has no {unknown[0]}")
+    if not isinstance(kind, str) or kind not in _MEMBERS_BY_KIND:
+        raise _invalid("kind is postgres, mongo or stream")
+    if unknown := sorted(set(given) - _COMMON_MEMBERS - _MEMBERS_BY_KIND[kind]):
+        raise _invalid(f"a source of the kind {kind} has no {unknown[0]}")
     slot = given.get("slot", _slot_of(database, name))
     if not isinstance(slot, str) or not _SLOT.match(slot):
-        raise _wrong("slot has 1 to 63 of a-z, 0-9 and '_'")
+        raise _invalid("slot has 1 to 63 of a-z, 0-9 and '_'")
     publication = given.get("publication", "tailrace")
     if not isinstance(publication, str) or not 1 <= len(publication.encode()) <= 63 or "\0" in publication:
-        raise _wrong("publication is the name of a publication, 1 to 63 bytes")
+        raise _invalid("publication is the name of a publication, 1 to 63 bytes")
     batch = _object(given, "batch", {"maxChanges", "maxBytes"})
     limits = _object(given, "limits", {"eventsPerSecond", "bytesPerSecond"})
     return SourceConfig(
@@ -169,81 +169,81 @@ def _slot_of(database: str, name: str) -> str:
     return f"tailrace_{database}_{name}".replace("-", "_")[:63]
 
 
-def _secret(given: object) -> Secret:
-    wrong = _wrong('dsn names where the connection string is: {"env": "PG_DSN"} or {"file": "/path"}')
+def _secret(given: object) -> SecretRef:
+    wrong = _invalid('dsn names where the connection string is: {"env": "PG_DSN"} or {"file": "/path"}')
     if not isinstance(given, dict) or len(cast("dict[str, Any]", given)) != 1:
         raise wrong
     found = cast("dict[str, Any]", given)
     env, file = found.get("env"), found.get("file")
     if isinstance(env, str) and _VARIABLE.match(env):
-        return Secret(env=env)
+        return SecretRef(env=env)
     if isinstance(file, str) and file.startswith("/") and "\0" not in file and len(file) <= 4096:
-        return Secret(file=file)
+        return SecretRef(file=file)
     raise wrong
 
 
 def _stream(given: object) -> str:
     if not isinstance(given, str) or not 1 <= len(given.encode()) <= 1024 or given.startswith("__"):
-        raise _wrong("stream is the name of a stream of this server")
+        raise _invalid("stream is the name of a stream of this server")
     return given
 
 
-def _tables(given: object, kind: str) -> tuple[Mapped, ...]:
+def _tables(given: object, kind: str) -> tuple[TableMapping, ...]:
     if not isinstance(given, dict) or not given:
-        raise _wrong('collections is {"schema.table": {"collection": "...", "key": ["..."]}, ...}')
+        raise _invalid('collections is {"schema.table": {"collection": "...", "key": ["..."]}, ...}')
     items = cast("dict[str, Any]", given)
     if len(items) > TABLES_MAX:
-        raise _wrong(f"a source has at most {TABLES_MAX} collections")
-    found = tuple(_mapped(table, item, kind) for table, item in items.items())
+        raise _invalid(f"a source has at most {TABLES_MAX} collections")
+    found = tuple(_table_mapping(table, item, kind) for table, item in items.items())
     if len({one.collection for one in found}) != len(found):
-        raise _wrong("each table becomes a collection of its own")
+        raise _invalid("each table becomes a collection of its own")
     return found
 
 
-def _mapped(table: str, given: Any, kind: str) -> Mapped:
+def _table_mapping(table: str, given: Any, kind: str) -> TableMapping:
     schema, dot, name = table.partition(".")
     if len(table) > 200 or "\0" in table or (kind != "stream" and not (dot and schema and name)):
         form = "database.collection" if kind == "mongo" else "schema.table"
-        raise _wrong(f"{table[:80]!r} is not of the form {form}")
+        raise _invalid(f"{table[:80]!r} is not of the form {form}")
     known = {"collection", "key", "partitions"} if kind == "postgres" else {"collection", "partitions"}
     if not isinstance(given, dict) or not set(cast("dict[str, Any]", given)) <= known:
-        raise _wrong(f"{table}: it has {', '.join(sorted(known))}")
+        raise _invalid(f"{table}: it has {', '.join(sorted(known))}")
     item = cast("dict[str, Any]", given)
     collection, key, partitions = item.get("collection"), item.get("key", []), item.get("partitions")
     if not isinstance(collection, str):
-        raise _wrong(f"{table}: collection is the name of a collection")
+        raise _invalid(f"{table}: collection is the name of a collection")
     columns: list[Any] = cast("list[Any]", key) if isinstance(key, list) else [None]
     if len(columns) > KEY_COLUMNS_MAX or not all(isinstance(one, str) and one for one in columns):
-        raise _wrong(f"{table}: key is a list of columns")
+        raise _invalid(f"{table}: key is a list of columns")
     if len(set(columns)) != len(columns):
-        raise _wrong(f"{table}: key names a column twice")
+        raise _invalid(f"{table}: key names a column twice")
     if partitions is not None and (
         type(partitions) is not int or not 1 <= partitions <= names.PARTITIONS_MAX
     ):
-        raise _wrong(f"{table}: partitions is a number from 1 to {names.PARTITIONS_MAX}")
-    return Mapped(table, names.check_collection(collection), tuple(columns), partitions)
+        raise _invalid(f"{table}: partitions is a number from 1 to {names.PARTITIONS_MAX}")
+    return TableMapping(table, names.check_collection(collection), tuple(columns), partitions)
 
 
 def _object(given: dict[str, Any], name: str, known: set[str]) -> dict[str, Any]:
     found = given.get(name, {})
     if not isinstance(found, dict) or not set(cast("dict[str, Any]", found)) <= known:
-        raise _wrong(f"{name} has {' and '.join(sorted(known))}")
+        raise _invalid(f"{name} has {' and '.join(sorted(known))}")
     return cast("dict[str, Any]", found)
 
 
 def _number(given: dict[str, Any], name: str, default: int, most: int) -> int:
     found = given.get(name, default)
     if type(found) is not int or not 1 <= found <= most:
-        raise _wrong(f"{name} is a number from 1 to {most}")
+        raise _invalid(f"{name} is a number from 1 to {most}")
     return found
 
 
 def _choice(given: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
     found = given.get(name, choices[0])
     if found not in choices:
-        raise _wrong(f"{name} is {' or '.join(choices)}")
+        raise _invalid(f"{name} is {' or '.join(choices)}")
     return found
 
 
-def _wrong(message: str) -> TailraceError:
+def _invalid(message: str) -> TailraceError:
     return TailraceError("invalid_request", message)

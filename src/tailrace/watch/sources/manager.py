@@ -21,20 +21,20 @@ from tailrace.log.log import append_to_streams
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.watch import names
-from tailrace.watch.book import Book
-from tailrace.watch.collection import NATIVE, Collection, config_entry
+from tailrace.watch.book import CollectionRegistry
+from tailrace.watch.collection import NATIVE, Collection, encode_config_entry
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.sources import mongo, postgres
-from tailrace.watch.sources.config import SourceConfig, read_config
+from tailrace.watch.sources.config import SourceConfig, read_source_config
 from tailrace.watch.sources.model import SourceError
-from tailrace.watch.sources.secrets import SecretRules
-from tailrace.watch.sources.source_follower import Followed
-from tailrace.watch.sources.source_ingest import OPS
+from tailrace.watch.sources.secrets import SecretPolicy
+from tailrace.watch.sources.source_follower import SourceContext
+from tailrace.watch.sources.source_ingest import CHANGE_OPS
 from tailrace.watch.sources.source_mongo import MongoConnector
-from tailrace.watch.sources.source_origin import Elsewhere
+from tailrace.watch.sources.source_origin import OpenRemoteOrigin
 from tailrace.watch.sources.source_postgres import PostgresConnector
-from tailrace.watch.sources.source_progress import fact_of
-from tailrace.watch.sources.source_states import SourceStates
+from tailrace.watch.sources.source_progress import progress_fact
+from tailrace.watch.sources.source_states import SourceLifecycle
 from tailrace.watch.sources.source_status import SourceStatus
 from tailrace.watch.sources.source_stream import StreamConnector
 from tailrace.watch.sources.source_thread import SourceThread
@@ -45,16 +45,16 @@ PAGE_BYTES: Final = 4 * 1024 * 1024
 PAGE_ENTRIES: Final = 2000
 DROP_S_MAX: Final = 15.0
 HALT_S_MAX: Final = 5.0
-STATES: Final = ("new", "loading", "live", "stale")
+SOURCE_PHASES: Final = ("new", "loading", "live", "stale")
 
 Json = dict[str, Any]
 
 
-class Source:
+class ManagedSource:
     """One source, and whoever works for it."""
 
     def __init__(
-        self, database: str, config: SourceConfig, states: SourceStates, status: SourceStatus
+        self, database: str, config: SourceConfig, states: SourceLifecycle, status: SourceStatus
     ) -> None:
         self.database = database
         self.config = config
@@ -83,25 +83,25 @@ class Source:
         return {"database": self.database, **self.config.value(), "status": state}
 
 
-class Sources:
+class SourceManager:
     """Owned by the loop thread."""
 
-    def __init__(self, context: Context, book: Book, gateway: Gateway) -> None:
+    def __init__(self, context: Context, book: CollectionRegistry, gateway: Gateway) -> None:
         self._context = context
         self._book = book
         self._gateway = gateway
         self._log = context.log
         self._limits = context.limits
         settings = context.settings
-        self._secrets = SecretRules(
+        self._secrets = SecretPolicy(
             split_list(settings.source_variables), split_list(settings.source_directories)
         )
-        self._found: dict[tuple[str, str], Source] = {}
+        self._found: dict[tuple[str, str], ManagedSource] = {}
         self._lock = asyncio.Lock()  # one thing at a time is changed about sources
         # Told when the state of a collection is another one.
         self.on_changed: Callable[[Collection], None] = lambda _: None
         self._past: Counter[str] = Counter()  # of those that are no more
-        self.elsewhere: Elsewhere | None = None  # where there are other workers
+        self.elsewhere: OpenRemoteOrigin | None = None  # where there are other workers
         book.follows = lambda collection: self._owner(collection) is not None
         gateway.objectives.lag_ms = self._lag_ms
         gateway.objectives.lag_changes = self._lag_changes
@@ -111,7 +111,7 @@ class Sources:
     async def start(self) -> None:
         """After the book: the collections are known."""
         for stream in self._streams():
-            database = stream.name.removeprefix(names.COLLECTIONS)
+            database = stream.name.removeprefix(names.COLLECTIONS_PREFIX)
             for config in (await self._load(stream)).values():
                 await self._restore(database, config)
         # A source that was removed has left collections behind that nobody keeps true any more.
@@ -145,13 +145,13 @@ class Sources:
 
     def _by_phase(self) -> list[tuple[list[str], float]]:
         counts: Counter[str] = Counter(one.states.progress.phase for one in self._found.values())
-        return [([phase], counts[phase]) for phase in STATES]
+        return [([phase], counts[phase]) for phase in SOURCE_PHASES]
 
     def _by_op(self) -> list[tuple[list[str], float]]:
         counts = Counter(self._past)
         for one in self._found.values():
             counts.update(one.states.counts)
-        return [([op], counts[op]) for op in OPS]
+        return [([op], counts[op]) for op in CHANGE_OPS]
 
     def _sum(self, what: str) -> int:
         found = self._past[what]
@@ -161,26 +161,26 @@ class Sources:
 
     # -- finding ---------------------------------------------------------------------------------------
 
-    def listed(self, database: str) -> list[Source]:
+    def listed(self, database: str) -> list[ManagedSource]:
         self._book.database(database)
         return [one for (owner, _), one in sorted(self._found.items()) if owner == database]
 
-    def find(self, database: str, name: str) -> Source:
+    def find(self, database: str, name: str) -> ManagedSource:
         self._book.database(database)
         found = self._found.get((database, name))
         if found is None:
             raise TailraceError("not_found", f"there is no source {name!r}")
         return found
 
-    def _owner(self, collection: Collection) -> Source | None:
+    def _owner(self, collection: Collection) -> ManagedSource | None:
         source = self._found.get((collection.database, collection.config.source))
         return source if source is not None and collection.name in source.states.collections else None
 
     # -- changing --------------------------------------------------------------------------------------
 
-    async def put(self, database: str, name: str, given: Json) -> tuple[Source, bool]:
+    async def put(self, database: str, name: str, given: Json) -> tuple[ManagedSource, bool]:
         """Makes a source, or changes what can be changed about it; True if it is new."""
-        config = read_config(database, name, given)
+        config = read_source_config(database, name, given)
         self._secrets.check(config.dsn)
         _check_driver(config.kind)
         async with self._lock:
@@ -194,10 +194,10 @@ class Sources:
                 )
             collections = self._planned(database, config)
             now_ns = self._context.clock.now_ns()
-            entries = [source_entry(config, "insert", now_ns)]
+            entries = [encode_source_entry(config, "insert", now_ns)]
             fresh = [one for one in collections.values() if not one.durable]
-            entries += [config_entry(one.name, one.config, "insert", now_ns) for one in fresh]
-            settled = self._submit(database, entries, now_ns, [(fact_of(database, name), None)])
+            entries += [encode_config_entry(one.name, one.config, "insert", now_ns) for one in fresh]
+            settled = self._submit(database, entries, now_ns, [(progress_fact(database, name), None)])
             for collection in fresh:
                 self._book.add(collection)  # from here on nobody else can make it
             try:
@@ -215,7 +215,7 @@ class Sources:
             self._gateway.audit.event("source.created", None, {"source": name, "kind": config.kind})
             return source, True
 
-    async def _change(self, source: Source, config: SourceConfig) -> Source:
+    async def _change(self, source: ManagedSource, config: SourceConfig) -> ManagedSource:
         if config.identity() != source.config.identity():
             raise TailraceError(
                 "conflict",
@@ -224,7 +224,7 @@ class Sources:
         if config == source.config:
             return source
         now_ns = self._context.clock.now_ns()
-        await self._submit(source.database, [source_entry(config, "update", now_ns)], now_ns)
+        await self._submit(source.database, [encode_source_entry(config, "update", now_ns)], now_ns)
         await source.halt()
         changed = self._made(source.database, config, dict(source.states.collections))
         self._count_past(source)
@@ -241,8 +241,8 @@ class Sources:
                 await source.states.settled()
                 await source.states.lose("the source was removed", rescan=False)
                 now_ns = self._context.clock.now_ns()
-                entry = source_entry(source.config, "delete", now_ns)
-                await self._submit(database, [entry], now_ns, [(fact_of(database, name), None)])
+                entry = encode_source_entry(source.config, "delete", now_ns)
+                await self._submit(database, [entry], now_ns, [(progress_fact(database, name), None)])
             except TailraceError:
                 self._begin(source)  # it is still there
                 raise
@@ -252,7 +252,7 @@ class Sources:
             slot = source.config.slot if has_slot else None
             return {"removed": name, "slot": slot, "slotDropped": dropped, "reason": reason}
 
-    async def resync(self, database: str, name: str) -> Source:
+    async def resync(self, database: str, name: str) -> ManagedSource:
         """Has everything copied again, whatever there was."""
         async with self._lock:
             source = self.find(database, name)
@@ -265,8 +265,8 @@ class Sources:
                 self._begin(source)
             return source
 
-    async def _drop_slot(self, source: Source) -> tuple[bool, str | None]:
-        thread, adapter = SourceThread(source.config.name), postgres.Postgres(source.config)
+    async def _drop_slot(self, source: ManagedSource) -> tuple[bool, str | None]:
+        thread, adapter = SourceThread(source.config.name), postgres.PostgresConnection(source.config)
 
         def drop() -> None:
             self._secrets.check(source.config.dsn)
@@ -304,8 +304,8 @@ class Sources:
             found[mapped.collection] = known
         return found
 
-    def _made(self, database: str, config: SourceConfig, collections: dict[str, Collection]) -> Source:
-        states = SourceStates(
+    def _made(self, database: str, config: SourceConfig, collections: dict[str, Collection]) -> ManagedSource:
+        states = SourceLifecycle(
             self._book,
             self._gateway,
             database,
@@ -314,14 +314,14 @@ class Sources:
             self._limits.watch_document_bytes,
             self._changed,
         )
-        source = Source(database, config, states, SourceStatus(clock=self._context.clock))
+        source = ManagedSource(database, config, states, SourceStatus(clock=self._context.clock))
         self._found[database, config.name] = source
         return source
 
     def _changed(self, collection: Collection) -> None:
         self.on_changed(collection)
 
-    def _begin(self, source: Source, lost: str | None = None) -> None:
+    def _begin(self, source: ManagedSource, lost: str | None = None) -> None:
         async def work() -> None:
             try:
                 self._secrets.check(source.config.dsn)  # it may be from a time of other settings
@@ -335,7 +335,7 @@ class Sources:
                 if lost is not None and source.states.progress.phase != "new":
                     await source.states.lose(lost, rescan=source.config.on_gap == "rescan")
             limits, audit = self._limits, self._gateway.audit
-            followed = Followed(self._book, source.states, source.config, source.status, limits, audit)
+            followed = SourceContext(self._book, source.states, source.config, source.status, limits, audit)
             if source.config.kind == "postgres":
                 await PostgresConnector(followed).run()
             elif source.config.kind == "mongo":
@@ -364,7 +364,7 @@ class Sources:
         source.states.apply()
         self._begin(source, "the view of a collection cannot be rebuilt" if broken else None)
 
-    def _count_past(self, source: Source) -> None:
+    def _count_past(self, source: ManagedSource) -> None:
         self._past.update(source.states.counts)
         self._past["repeats"] += source.states.repeats
         self._past["restarts"] += source.status.restarts
@@ -372,13 +372,13 @@ class Sources:
 
     def _streams(self) -> Iterator[Stream]:
         after = ""
-        while page := list_streams(self._log, after, names.COLLECTIONS, 1000, system=True):
+        while page := list_streams(self._log, after, names.COLLECTIONS_PREFIX, 1000, system=True):
             yield from page
             after = page[-1].name
 
     async def _load(self, stream: Stream) -> dict[str, SourceConfig]:
         """The sources of a database, the last word on each."""
-        database = stream.name.removeprefix(names.COLLECTIONS)
+        database = stream.name.removeprefix(names.COLLECTIONS_PREFIX)
         found: dict[str, SourceConfig] = {}
         position = stream.earliest
         while position < stream.visible:
@@ -392,7 +392,7 @@ class Sources:
                 if message["headers"]["operation"] == "delete":
                     found.pop(name, None)
                 else:
-                    found[name] = read_config(database, name, message["value"])
+                    found[name] = read_source_config(database, name, message["value"])
         return found
 
     def _submit(
@@ -412,12 +412,12 @@ class Sources:
             else:
                 settled.set_exception(error)
 
-        parts = [(names.collections_of(database), entries)]
+        parts = [(names.collections_stream_name(database), entries)]
         append_to_streams(self._log, parts, now_ns, reply, None, facts or ())
         return settled
 
 
-def source_entry(config: SourceConfig, operation: str, now_ns: int) -> bytes:
+def encode_source_entry(config: SourceConfig, operation: str, now_ns: int) -> bytes:
     """A state message of `__collections__/<database>`."""
     headers = {"operation": operation, "timestamp": format_rfc3339(now_ns)}
     return orjson.dumps({"type": "source", "key": config.name, "value": config.value(), "headers": headers})

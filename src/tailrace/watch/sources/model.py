@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 _TOKEN: Final = re.compile(r"([0-9a-f]{16})/(-1|[0-9]{1,18})\Z")
 
 
-class Position(NamedTuple):
+class SourcePosition(NamedTuple):
     """How far a source has been read: the commit, the message inside it, and the number of the last change.
 
     A message can be several changes (a key that changes is a delete and an insert) and then `change`, which
@@ -29,11 +29,11 @@ class Position(NamedTuple):
         return self.lsn, self.ordinal
 
 
-START: Final = Position(0, -1, -1)
+START_POSITION: Final = SourcePosition(0, -1, -1)
 
 
 # full: as the change left it. lookup: as somebody found it later. missing: it was gone when it was looked up.
-Image = Literal["full", "lookup", "missing"]
+ImageKind = Literal["full", "lookup", "missing"]
 
 
 class SourceChange(NamedTuple):
@@ -56,7 +56,7 @@ class SourceChange(NamedTuple):
     unchanged: tuple[str, ...] = ()
     was: str | None = None
     token: str = ""
-    image: Image = "full"
+    image: ImageKind = "full"
     before: bytes | None = None
     replaces: bool = False  # the whole document was given, not some of its fields
 
@@ -73,11 +73,11 @@ class SourceError(Exception):
     """The source cannot be read as it is set up; the message says what to do about it."""
 
 
-def read_token(token: str) -> tuple[int, int] | None:
+def read_position_token(token: str) -> tuple[int, int] | None:
     found = _TOKEN.match(token)
     return None if found is None else (int(found[1], 16), int(found[2]))
 
 
-def lsn_text(lsn: int) -> str:
+def format_lsn(lsn: int) -> str:
     """A position as changes carry it: the order of the texts is the order of the positions."""
     return f"{lsn:016x}"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tailrace.watch.sources.config import Mapped, SourceConfig
-from tailrace.watch.sources.model import GapError, Position, SourceChange, SourceError
+from tailrace.watch.sources.config import SourceConfig, TableMapping
+from tailrace.watch.sources.model import GapError, SourceChange, SourceError, SourcePosition
 
 if TYPE_CHECKING:
     from bson.raw_bson import RawBSONDocument
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pymongo.cursor import Cursor
     from pymongo.errors import OperationFailure
 
-    from tailrace.watch.sources.mongodecode import Decoder
+    from tailrace.watch.sources.mongodecode import MongoDecoder
 
     Raw = RawBSONDocument
     Stream = Any  # the driver's names for it are not to be imported
@@ -49,7 +49,7 @@ _NO_GAP: Final = frozenset(
 )
 
 
-class Page(NamedTuple):
+class MongoPage(NamedTuple):
     """A stretch of the log of a collection, and the token behind it.
 
     `last`: nothing more was there, and everything up to the time `read_to` was read. `ended`: the collection
@@ -64,9 +64,9 @@ class Page(NamedTuple):
     size_bytes: int
 
 
-class _Log(NamedTuple):
+class _OpenChangeStream(NamedTuple):
     stream: Stream
-    decoder: Decoder
+    decoder: MongoDecoder
     began: int  # the time of the token it was begun with
 
 
@@ -78,13 +78,13 @@ def import_driver() -> Any:
     return pymongo
 
 
-class Mongo:
+class MongoConnection:
     """One client. Not for several threads at once."""
 
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._client: MongoClient[Raw] | None = None
-        self._logs: dict[str, _Log] = {}
+        self._logs: dict[str, _OpenChangeStream] = {}
         self._copying: Cursor[Raw] | None = None
         self._rows: Iterator[Raw] | None = None
         self._more: dict[str, Any] = {}
@@ -126,7 +126,7 @@ class Mongo:
         from pymongo.errors import OperationFailure
 
         if isinstance(error, OperationFailure):
-            return explained(error)
+            return explain_error(error)
         return " ".join(str(error).split())[:500] or type(error).__name__
 
     @property
@@ -137,7 +137,7 @@ class Mongo:
     def _command(self, name: str) -> Mapping[str, Any]:
         return self.client.get_database("admin").command(name)
 
-    def _collection(self, mapped: Mapped) -> Collection[Raw]:
+    def _collection(self, mapped: TableMapping) -> Collection[Raw]:
         from pymongo.read_concern import ReadConcern
 
         database, _, name = mapped.table.partition(".")
@@ -152,7 +152,7 @@ class Mongo:
 
     def head(self) -> int:
         """The newest time there is in the cluster: all that was seen before has none above it."""
-        from tailrace.watch.sources.mongodecode import lsn_of
+        from tailrace.watch.sources.mongodecode import timestamp_lsn
 
         told = self._command("ping")
         cluster, time = told.get("$clusterTime"), told.get("operationTime")
@@ -160,7 +160,7 @@ class Mongo:
             time = cluster["clusterTime"]
         if time is None:
             raise SourceError(NO_OPLOG)
-        return lsn_of(time)
+        return timestamp_lsn(time)
 
     def check(self, *, must_exist: bool) -> None:
         """Refuses what cannot be followed. A name that nothing has is more likely a wrong one."""
@@ -173,29 +173,29 @@ class Mongo:
             if kind != "collection":
                 raise SourceError(f"{mapped.table} is a {kind}, which MongoDB has no change stream of")
 
-    def now(self, mapped: Mapped) -> tuple[int, str]:
+    def now(self, mapped: TableMapping) -> tuple[int, str]:
         """A place in the log behind everything that has happened to a collection: its time, its token."""
-        from tailrace.watch.sources.mongodecode import is_of_event, token_lsn, token_text
+        from tailrace.watch.sources.mongodecode import encode_resume_token, is_event_token, token_lsn
 
         with self._collection(mapped).watch(batch_size=0) as stream:
             token = stream.resume_token
         if token is None:
             raise SourceError("MongoDB gives no token to go on from: version 4.4 or newer is needed")
-        text = token_text(token)
+        text = encode_resume_token(token)
         # One that is but a time, as it is when nothing is read, is before what happens then.
-        return token_lsn(text) - (not is_of_event(text)), text
+        return token_lsn(text) - (not is_event_token(text)), text
 
     # -- the log ---------------------------------------------------------------------------------------
 
-    def follow(self, mapped: Mapped, token: str, *, ended: bool, position: Position) -> None:
+    def follow(self, mapped: TableMapping, token: str, *, ended: bool, position: SourcePosition) -> None:
         """Begins to read a change stream behind a token, that of a stream's end included."""
         from pymongo.errors import OperationFailure
 
-        from tailrace.watch.sources.mongodecode import Decoder, read_token, token_lsn
+        from tailrace.watch.sources.mongodecode import MongoDecoder, decode_resume_token, token_lsn
 
         if mapped.table in self._logs:
             return
-        begin = {"start_after" if ended else "resume_after": read_token(token)}
+        begin = {"start_after" if ended else "resume_after": decode_resume_token(token)}
         try:
             stream = self._collection(mapped).watch(
                 full_document="updateLookup",
@@ -205,15 +205,15 @@ class Mongo:
                 **self._more,
             )
         except OperationFailure as error:
-            if _is_lost(error) or not _may_pass(error):
-                raise GapError(f"{mapped.table} cannot be resumed: {explained(error)}") from None
+            if _is_lost(error) or not _is_transient(error):
+                raise GapError(f"{mapped.table} cannot be resumed: {explain_error(error)}") from None
             raise
-        decoder = Decoder(mapped.collection, position.lsn, position.ordinal)
-        self._logs[mapped.table] = _Log(stream, decoder, token_lsn(token))
+        decoder = MongoDecoder(mapped.collection, position.lsn, position.ordinal)
+        self._logs[mapped.table] = _OpenChangeStream(stream, decoder, token_lsn(token))
 
-    def page(self, mapped: Mapped, changes_max: int, bytes_max: int) -> Page:
+    def page(self, mapped: TableMapping, changes_max: int, bytes_max: int) -> MongoPage:
         """What comes next, as far as it is there already."""
-        from tailrace.watch.sources.mongodecode import is_of_event, token_lsn, token_text
+        from tailrace.watch.sources.mongodecode import encode_resume_token, is_event_token, token_lsn
 
         stream, decoder, began = self._logs[mapped.table]
         changes: list[SourceChange] = []
@@ -228,43 +228,43 @@ class Mongo:
             if change is not None:
                 changes.append(change)
         # Behind the end there is nothing: its own token is the last.
-        text = decoder.end_token or token_text(stream.resume_token)
+        text = decoder.end_token or encode_resume_token(stream.resume_token)
         # A token that is but a time stands before what happened then, unless it was come to by reading.
         reached = token_lsn(text)
-        read_to = reached if reached > began or is_of_event(text) else reached - 1
-        return Page(changes, text, last, read_to, bool(decoder.end_token), size)
+        read_to = reached if reached > began or is_event_token(text) else reached - 1
+        return MongoPage(changes, text, last, read_to, bool(decoder.end_token), size)
 
-    def _next(self, mapped: Mapped, stream: Stream) -> Raw | None:
+    def _next(self, mapped: TableMapping, stream: Stream) -> Raw | None:
         from pymongo.errors import OperationFailure
 
         try:
             return stream.try_next()
         except OperationFailure as error:
             if _is_lost(error):
-                raise GapError(f"{mapped.table} cannot be read on: {explained(error)}") from None
+                raise GapError(f"{mapped.table} cannot be read on: {explain_error(error)}") from None
             raise
 
-    def leave(self, mapped: Mapped) -> None:
+    def leave(self, mapped: TableMapping) -> None:
         """Reads no further in a log; another one may begin."""
         self._logs.pop(mapped.table).stream.close()
 
     # -- copying ---------------------------------------------------------------------------------------
 
-    def copy(self, mapped: Mapped) -> None:
+    def copy(self, mapped: TableMapping) -> None:
         """Begins to copy a collection as it is now."""
         batch = min(self._config.batch_changes, BATCH_EVENTS)
         self._copying = self._collection(mapped).find(batch_size=batch)
         self._rows = iter(self._copying)
 
-    def rows(self, mapped: Mapped, rows_max: int, bytes_max: int) -> list[tuple[str, bytes]]:
+    def rows(self, mapped: TableMapping, rows_max: int, bytes_max: int) -> list[tuple[str, bytes]]:
         """The next documents of the collection that is copied; none when all have been given."""
-        from tailrace.watch.sources.mongotypes import decode, row_of
+        from tailrace.watch.sources.mongotypes import decode_bson, document_row
 
         assert self._rows is not None
         found: list[tuple[str, bytes]] = []
         size = 0
         for document in self._rows:
-            one = row_of(decode(bytes(document.raw)))
+            one = document_row(decode_bson(bytes(document.raw)))
             found.append(one)
             size += len(one[1])
             if len(found) >= rows_max or size >= bytes_max:
@@ -278,7 +278,7 @@ class Mongo:
             cursor.close()
 
 
-def explained(error: OperationFailure) -> str:
+def explain_error(error: OperationFailure) -> str:
     """In the server's words; the whole answer would say no more."""
     said = (error.details or {}).get("errmsg") or "no reason given"
     return f"{' '.join(str(said).split())[:400]} (error {error.code})"
@@ -288,5 +288,5 @@ def _is_lost(error: OperationFailure) -> bool:
     return error.code in _LOST or error.has_error_label(_NO_RESUME)
 
 
-def _may_pass(error: OperationFailure) -> bool:
+def _is_transient(error: OperationFailure) -> bool:
     return error.code in _NO_GAP or any(error.has_error_label(label) for label in _MAY_PASS)

@@ -10,17 +10,17 @@ from bson import json_util
 from bson.datetime_ms import DatetimeMS
 from bson.timestamp import Timestamp
 
-from tailrace.watch.sources.model import Image, SourceChange, SourceError
-from tailrace.watch.sources.mongotypes import data_of, decode, instant_ms, key_of
+from tailrace.watch.sources.model import ImageKind, SourceChange, SourceError
+from tailrace.watch.sources.mongotypes import decode_bson, document_data, document_key, format_instant_ms
 
 # What a token begins with: the mark of a timestamp, its seconds and its counter.
 _TOKEN: Final = re.compile(r"82([0-9A-Fa-f]{16})")
 # Then its version and its kind: of an event, or of a time at which nothing has to have happened.
-_OF_EVENT: Final = re.compile(r"82[0-9A-Fa-f]{16}2[Bb]0[0-9A-Fa-f]2[Cc]")
+_EVENT_TOKEN: Final = re.compile(r"82[0-9A-Fa-f]{16}2[Bb]0[0-9A-Fa-f]2[Cc]")
 TOKEN_BYTES_MAX: Final = 16 * 1024
 
 
-class Decoder:
+class MongoDecoder:
     """Reads the change stream of one collection, in order, from behind the change at `lsn` and `ordinal`.
 
     The changes of one transaction have one time; only their order tells them apart, so they are counted, and
@@ -35,31 +35,35 @@ class Decoder:
 
     def feed(self, raw: bytes) -> SourceChange | None:
         """What one event says about a document; None if it is about none."""
-        event = decode(raw)
+        event = decode_bson(raw)
         kind = event["operationType"]
         if kind == "invalidate":
-            self.end_token = token_text(event["_id"])
+            self.end_token = encode_resume_token(event["_id"])
             return None
         if kind not in ("insert", "update", "replace", "delete"):
             return None  # such as a drop, which ends the stream with the next event
-        lsn, token = _time_of(event), token_text(event["_id"])
+        lsn, token = _time_of(event), encode_resume_token(event["_id"])
         self._ordinal = self._ordinal + 1 if lsn == self._lsn else 0
         self._lsn = lsn
-        key, txn, time = key_of(event["documentKey"]["_id"]), _transaction_of(event), _instant_of(event, lsn)
+        key, txn, time = (
+            document_key(event["documentKey"]["_id"]),
+            _transaction_of(event),
+            _instant_of(event, lsn),
+        )
         if kind == "delete":
             change = SourceChange(lsn, self._ordinal, txn, time, "delete", self._collection, key)
         else:
             full = event.get("fullDocument")
-            data = b"" if full is None else data_of(full)
+            data = b"" if full is None else document_data(full)
             # An update has what the document was when somebody asked, which was later.
-            image: Image = "missing" if full is None else "lookup" if kind == "update" else "full"
+            image: ImageKind = "missing" if full is None else "lookup" if kind == "update" else "full"
             change = SourceChange(lsn, self._ordinal, txn, time, "put", self._collection, key, data)
             change = change._replace(image=image, replaces=kind == "replace")
         before = event.get("fullDocumentBeforeChange")
-        return change._replace(token=token, before=None if before is None else data_of(before))
+        return change._replace(token=token, before=None if before is None else document_data(before))
 
 
-def token_text(token: Mapping[str, Any]) -> str:
+def encode_resume_token(token: Mapping[str, Any]) -> str:
     """A resume token as it is written down."""
     data = token.get("_data")
     text = data if isinstance(data, str) and len(token) == 1 else json_util.dumps(dict(token))
@@ -68,36 +72,38 @@ def token_text(token: Mapping[str, Any]) -> str:
     return text
 
 
-def read_token(text: str) -> dict[str, Any]:
+def decode_resume_token(text: str) -> dict[str, Any]:
     return json_util.loads(text) if text.startswith("{") else {"_data": text}
 
 
 def token_lsn(text: str) -> int:
     """The cluster time of a token."""
-    found = _TOKEN.match(str(read_token(text).get("_data")))
+    found = _TOKEN.match(str(decode_resume_token(text).get("_data")))
     if found is None:
         raise SourceError("a resume token is not of a form that is known: MongoDB 4.4 or newer is needed")
     return int(found[1], 16)
 
 
-def is_of_event(text: str) -> bool:
+def is_event_token(text: str) -> bool:
     """Whether a token stands behind an event, and not before all that happened at its time."""
-    return _OF_EVENT.match(str(read_token(text).get("_data"))) is not None
+    return _EVENT_TOKEN.match(str(decode_resume_token(text).get("_data"))) is not None
 
 
-def lsn_of(time: Timestamp) -> int:
+def timestamp_lsn(time: Timestamp) -> int:
     return time.time << 32 | time.inc
 
 
 def _time_of(event: Mapping[str, Any]) -> int:
     time = event.get("clusterTime")
-    return lsn_of(time) if isinstance(time, Timestamp) else token_lsn(token_text(event["_id"]))
+    return (
+        timestamp_lsn(time) if isinstance(time, Timestamp) else token_lsn(encode_resume_token(event["_id"]))
+    )
 
 
 def _instant_of(event: Mapping[str, Any], lsn: int) -> str:
     """When it was committed: older servers say no more than the second."""
     time = event.get("wallTime")
-    return instant_ms(int(time) if isinstance(time, DatetimeMS) else (lsn >> 32) * 1000)
+    return format_instant_ms(int(time) if isinstance(time, DatetimeMS) else (lsn >> 32) * 1000)
 
 
 def _transaction_of(event: Mapping[str, Any]) -> str | None:

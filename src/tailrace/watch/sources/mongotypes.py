@@ -39,23 +39,23 @@ _MS_MIN: Final = -62_135_596_800_000  # the year 1
 _MS_MAX: Final = 253_402_300_799_999  # the year 9999
 
 
-def decode(raw: bytes) -> dict[str, Any]:
+def decode_bson(raw: bytes) -> dict[str, Any]:
     return bson.decode(raw, _OPTIONS)  # pyright: ignore[reportUnknownMemberType]
 
 
-def row_of(document: Mapping[str, Any]) -> tuple[str, bytes]:
+def document_row(document: Mapping[str, Any]) -> tuple[str, bytes]:
     """A whole document of MongoDB: the key and the document that it is here."""
-    return key_of(document["_id"]), data_of(document)
+    return document_key(document["_id"]), document_data(document)
 
 
-def data_of(document: Mapping[str, Any]) -> bytes:
+def document_data(document: Mapping[str, Any]) -> bytes:
     """The id is not part of it: it is the key."""
     return orjson.dumps(
-        {name: value_of(value, DEPTH_MAX) for name, value in document.items() if name != "_id"}
+        {name: json_value(value, DEPTH_MAX) for name, value in document.items() if name != "_id"}
     )
 
 
-def key_of(value: object) -> str:
+def document_key(value: object) -> str:
     """Texts as they are, object ids in hex, all else as canonical extended JSON."""
     if isinstance(value, ObjectId) or (isinstance(value, str) and value):
         key = str(value)
@@ -66,7 +66,7 @@ def key_of(value: object) -> str:
     return key
 
 
-def value_of(value: Any, depth: int) -> Any:
+def json_value(value: Any, depth: int) -> Any:
     """What is nested deeper than a document can be becomes a text."""
     kind = cast("type[Any]", type(value))
     if kind in _PLAIN:
@@ -75,8 +75,8 @@ def value_of(value: Any, depth: int) -> Any:
         if depth == 0:
             return _text(value, _RELAXED)
         if kind is list:
-            return [value_of(item, depth - 1) for item in value]
-        return {name: value_of(item, depth - 1) for name, item in value.items()}
+            return [json_value(item, depth - 1) for item in value]
+        return {name: json_value(item, depth - 1) for name, item in value.items()}
     if kind is float and math.isfinite(value):
         return value
     if kind is Int64:
@@ -86,11 +86,11 @@ def value_of(value: Any, depth: int) -> Any:
     if isinstance(value, bytes):  # of any subtype
         return base64.b64encode(value).decode()
     if kind is DatetimeMS and _MS_MIN <= int(value) <= _MS_MAX:
-        return instant_ms(int(value))
+        return format_instant_ms(int(value))
     return json.loads(_text(value, _RELAXED))
 
 
-def instant_ms(time_ms: int) -> str:
+def format_instant_ms(time_ms: int) -> str:
     moment = _EPOCH + timedelta(milliseconds=time_ms)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03d}Z".rjust(24, "0")
 

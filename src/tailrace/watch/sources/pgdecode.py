@@ -9,68 +9,71 @@ from urllib.parse import quote
 
 from tailrace.watch.sources import pgoutput
 from tailrace.watch.sources.model import GapError, SourceChange, SourceError
-from tailrace.watch.sources.pgoutput import UNCHANGED, Relation, Unchanged, Values
-from tailrace.watch.sources.pgtypes import Convert, Types, dump
+from tailrace.watch.sources.pgoutput import UNCHANGED, Relation, TupleValues, UnchangedValue
+from tailrace.watch.sources.pgtypes import Converter, TypeConverters, dump_row
 
 KEY_BYTES_MAX: Final = 1024
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class Wanted(NamedTuple):
+class TableTarget(NamedTuple):
     """A table that is followed: the collection it becomes, and the columns that make a document's key."""
 
     collection: str
     key: tuple[str, ...]
 
 
-class _Known(NamedTuple):
+class _KnownTable(NamedTuple):
     """A table as the log describes it, made ready for its rows."""
 
     collection: str
     names: tuple[str, ...]
-    converts: tuple[Convert, ...]
+    converts: tuple[Converter, ...]
     key: tuple[int, ...]
 
 
-class Decoder:
+class PostgresDecoder:
     """Reads one session's messages, in order. Every session says again what its tables look like."""
 
     def __init__(
-        self, tables: Mapping[str, Wanted], types: Types, learn: Callable[[], Types] | None = None
+        self,
+        tables: Mapping[str, TableTarget],
+        types: TypeConverters,
+        learn: Callable[[], TypeConverters] | None = None,
     ) -> None:
         self._tables = tables
         self._types = types
         self._learn = learn  # looks at the types again
-        self._known: dict[int, _Known | None] = {}
-        self._begin: pgoutput.Begin | None = None
+        self._known: dict[int, _KnownTable | None] = {}
+        self._begin: pgoutput.BeginMessage | None = None
         self._time = ""
         self._ordinal = 0
         self.end = 0  # of the last commit that was read to its end
 
     def feed(self, raw: bytes) -> Sequence[SourceChange]:
         """What one message says about documents."""
-        message = pgoutput.decode(raw)
-        if isinstance(message, pgoutput.Insert):
+        message = pgoutput.decode_message(raw)
+        if isinstance(message, pgoutput.InsertMessage):
             known = self._known[message.relation]
             return () if known is None else (self._put(known, message.new),)
-        if isinstance(message, pgoutput.Update):
+        if isinstance(message, pgoutput.UpdateMessage):
             known = self._known[message.relation]
             return () if known is None else self._update(known, message)
-        if isinstance(message, pgoutput.Delete):
+        if isinstance(message, pgoutput.DeleteMessage):
             known = self._known[message.relation]
             return () if known is None else (self._delete(known, message.old),)
-        if isinstance(message, pgoutput.Begin):
+        if isinstance(message, pgoutput.BeginMessage):
             self._begin, self._ordinal = message, 0
-            self._time = instant_us(message.time_us)
-        elif isinstance(message, pgoutput.Commit):
+            self._time = format_instant_us(message.time_us)
+        elif isinstance(message, pgoutput.CommitMessage):
             self._begin, self.end = None, message.end
         elif isinstance(message, Relation):
             self._known[message.id] = self._described(message)
-        elif isinstance(message, pgoutput.Truncate):
+        elif isinstance(message, pgoutput.TruncateMessage):
             return self._truncate(message)
         return ()
 
-    def _described(self, relation: Relation) -> _Known | None:
+    def _described(self, relation: Relation) -> _KnownTable | None:
         table = f"{relation.schema}.{relation.name}"
         wanted = self._tables.get(table)
         if wanted is None:
@@ -87,18 +90,18 @@ class Decoder:
         ):
             self._types = self._learn()
         converts = tuple(self._types.converter(column.type_oid) for column in relation.columns)
-        return _Known(wanted.collection, names, converts, places)
+        return _KnownTable(wanted.collection, names, converts, places)
 
     # -- changes ---------------------------------------------------------------------------------------
 
-    def _put(self, known: _Known, new: Values) -> SourceChange:
+    def _put(self, known: _KnownTable, new: TupleValues) -> SourceChange:
         row = {
-            name: None if value is None else convert(_text(value))
+            name: None if value is None else convert(_decode_text(value))
             for name, convert, value in zip(known.names, known.converts, new, strict=True)
         }
-        return self._change("put", known, _key(known, new), dump(row))
+        return self._change("put", known, _key(known, new), dump_row(row))
 
-    def _update(self, known: _Known, message: pgoutput.Update) -> Sequence[SourceChange]:
+    def _update(self, known: _KnownTable, message: pgoutput.UpdateMessage) -> Sequence[SourceChange]:
         new, old = message.new, message.old
         unchanged: list[str] = []
         row: dict[str, Any] = {}
@@ -108,7 +111,7 @@ class Decoder:
             name = known.names[place]
             if value is None:
                 row[name] = None
-            elif isinstance(value, Unchanged):
+            elif isinstance(value, UnchangedValue):
                 row[name] = None  # keeps its place among the fields
                 unchanged.append(name)
             else:
@@ -116,23 +119,23 @@ class Decoder:
         key = _key(known, new, old)
         was = key if old is None else _key(known, old)
         if was == key:
-            return (self._change("put", known, key, dump(row), tuple(unchanged)),)
+            return (self._change("put", known, key, dump_row(row), tuple(unchanged)),)
         ordinal = self._ordinal
         gone = self._change("delete", known, was)
         self._ordinal = ordinal  # one message
-        return gone, self._change("put", known, key, dump(row), tuple(unchanged), was)
+        return gone, self._change("put", known, key, dump_row(row), tuple(unchanged), was)
 
-    def _delete(self, known: _Known, old: Values) -> SourceChange:
+    def _delete(self, known: _KnownTable, old: TupleValues) -> SourceChange:
         return self._change("delete", known, _key(known, old))
 
-    def _truncate(self, message: pgoutput.Truncate) -> Sequence[SourceChange]:
+    def _truncate(self, message: pgoutput.TruncateMessage) -> Sequence[SourceChange]:
         found = [self._known[relation] for relation in message.relations]
         return [self._change("clear", known, "") for known in found if known is not None]
 
     def _change(
         self,
         op: Any,
-        known: _Known,
+        known: _KnownTable,
         key: str,
         data: bytes = b"",
         unchanged: tuple[str, ...] = (),
@@ -148,19 +151,19 @@ class Decoder:
         )
 
 
-def _key(known: _Known, values: Values, old: Values | None = None) -> str:
+def _key(known: _KnownTable, values: TupleValues, old: TupleValues | None = None) -> str:
     texts: list[str] = []
     for place in known.key:
         value = values[place]
-        if isinstance(value, Unchanged) and old is not None:
+        if isinstance(value, UnchangedValue) and old is not None:
             value = old[place]
-        if value is None or isinstance(value, Unchanged):
+        if value is None or isinstance(value, UnchangedValue):
             raise SourceError(f"a row of {known.collection} has no value for {known.names[place]}, its key")
         texts.append(value.decode())
-    return key_of(texts)
+    return document_key(texts)
 
 
-def key_of(texts: Sequence[str]) -> str:
+def document_key(texts: Sequence[str]) -> str:
     """The key of a document: the column's text, or several of them, each percent-encoded."""
     key = texts[0] if len(texts) == 1 else ",".join(quote(text, safe="") for text in texts)
     if len(key.encode()) > KEY_BYTES_MAX:
@@ -168,8 +171,8 @@ def key_of(texts: Sequence[str]) -> str:
     return key
 
 
-def row_of(
-    names: Sequence[str], converts: Sequence[Convert], key: Iterable[int], texts: Sequence[str | None]
+def document_row(
+    names: Sequence[str], converts: Sequence[Converter], key: Iterable[int], texts: Sequence[str | None]
 ) -> tuple[str, bytes]:
     """A row that was copied: the document's key and the document, as the log would give them."""
     found: list[str] = []
@@ -182,14 +185,14 @@ def row_of(
         name: None if text is None else convert(text)
         for name, convert, text in zip(names, converts, texts, strict=True)
     }
-    return key_of(found), dump(row)
+    return document_key(found), dump_row(row)
 
 
-def instant_us(time_us: int) -> str:
+def format_instant_us(time_us: int) -> str:
     moment = _EPOCH + timedelta(microseconds=time_us)
     return f"{moment:%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
-def _text(value: bytes | Unchanged) -> str:
+def _decode_text(value: bytes | UnchangedValue) -> str:
     assert isinstance(value, bytes), "a new row is whole"
     return value.decode()

@@ -18,15 +18,15 @@ _COLUMN: Final = struct.Struct(">Ii")
 EPOCH_US: Final = 946_684_800_000_000
 
 
-class Unchanged:
+class UnchangedValue:
     """Stands for a large value that an update left as it was, and that is therefore not repeated."""
 
 
-UNCHANGED: Final = Unchanged()
-Values = list[bytes | Unchanged | None]
+UNCHANGED: Final = UnchangedValue()
+TupleValues = list[bytes | UnchangedValue | None]
 
 
-class Column(NamedTuple):
+class RelationColumn(NamedTuple):
     name: str
     type_oid: int
     is_key: bool
@@ -39,109 +39,111 @@ class Relation(NamedTuple):
     schema: str
     name: str
     identity: str
-    columns: tuple[Column, ...]
+    columns: tuple[RelationColumn, ...]
 
 
-class Begin(NamedTuple):
+class BeginMessage(NamedTuple):
     lsn: int  # of the commit
     time_us: int  # since 1970
     xid: int
 
 
-class Commit(NamedTuple):
+class CommitMessage(NamedTuple):
     lsn: int
     end: int
 
 
-class Insert(NamedTuple):
+class InsertMessage(NamedTuple):
     relation: int
-    new: Values
+    new: TupleValues
 
 
-class Update(NamedTuple):
+class UpdateMessage(NamedTuple):
     """`old` is the whole row, or the key alone, or nothing if the key did not change."""
 
     relation: int
-    old: Values | None
+    old: TupleValues | None
     whole: bool
-    new: Values
+    new: TupleValues
 
 
-class Delete(NamedTuple):
+class DeleteMessage(NamedTuple):
     relation: int
-    old: Values
+    old: TupleValues
     whole: bool
 
 
-class Truncate(NamedTuple):
+class TruncateMessage(NamedTuple):
     relations: tuple[int, ...]
 
 
-Message = Begin | Commit | Relation | Insert | Update | Delete | Truncate
+PgoutputMessage = (
+    BeginMessage | CommitMessage | Relation | InsertMessage | UpdateMessage | DeleteMessage | TruncateMessage
+)
 
 
-def decode(raw: bytes) -> Message | None:
+def decode_message(raw: bytes) -> PgoutputMessage | None:
     """The message; None for those that say nothing about rows (types, origins, messages)."""
     kind = raw[:1]
     if kind == b"I":
         (relation,) = _U32.unpack_from(raw, 1)
         _expect(raw, 5, b"N")
-        return Insert(relation, _values(raw, 6)[0])
+        return InsertMessage(relation, _read_values(raw, 6)[0])
     if kind == b"U":
-        return _update(raw)
+        return _read_update(raw)
     if kind == b"D":
         (relation,) = _U32.unpack_from(raw, 1)
         _expect(raw, 5, b"KO")
-        return Delete(relation, _values(raw, 6)[0], raw[5:6] == b"O")
+        return DeleteMessage(relation, _read_values(raw, 6)[0], raw[5:6] == b"O")
     if kind == b"B":
         lsn, time_us, xid = _BEGIN.unpack_from(raw)
-        return Begin(lsn, time_us + EPOCH_US, xid)
+        return BeginMessage(lsn, time_us + EPOCH_US, xid)
     if kind == b"C":
         _, lsn, end, _ = _COMMIT.unpack_from(raw)
-        return Commit(lsn, end)
+        return CommitMessage(lsn, end)
     if kind == b"R":
-        return _relation(raw)
+        return _read_relation(raw)
     if kind == b"T":
         (count,) = _U32.unpack_from(raw, 1)
-        return Truncate(struct.unpack_from(f">{count}I", raw, 6))
+        return TruncateMessage(struct.unpack_from(f">{count}I", raw, 6))
     if kind in (b"Y", b"O", b"M"):
         return None
     raise ValueError(f"pgoutput has no message {kind!r}")
 
 
-def _update(raw: bytes) -> Update:
+def _read_update(raw: bytes) -> UpdateMessage:
     (relation,) = _U32.unpack_from(raw, 1)
-    old: Values | None = None
+    old: TupleValues | None = None
     at = 5
     mark = raw[at : at + 1]
     if mark in (b"K", b"O"):
-        old, at = _values(raw, at + 1)
+        old, at = _read_values(raw, at + 1)
     _expect(raw, at, b"N")
-    return Update(relation, old, mark == b"O", _values(raw, at + 1)[0])
+    return UpdateMessage(relation, old, mark == b"O", _read_values(raw, at + 1)[0])
 
 
-def _relation(raw: bytes) -> Relation:
+def _read_relation(raw: bytes) -> Relation:
     (number,) = _U32.unpack_from(raw, 1)
-    schema, at = _text(raw, 5)
-    name, at = _text(raw, at)
+    schema, at = _read_text(raw, 5)
+    name, at = _read_text(raw, at)
     identity = chr(raw[at])
     (count,) = _U16.unpack_from(raw, at + 1)
     at += 3
-    columns: list[Column] = []
+    columns: list[RelationColumn] = []
     for _ in range(count):
         is_key = bool(raw[at] & 1)
-        column, at = _text(raw, at + 1)
+        column, at = _read_text(raw, at + 1)
         type_oid, _ = _COLUMN.unpack_from(raw, at)
         at += 8
-        columns.append(Column(column, type_oid, is_key))
+        columns.append(RelationColumn(column, type_oid, is_key))
     # An empty name stands for the schema of the system's own tables.
     return Relation(number, schema or "pg_catalog", name, identity, tuple(columns))
 
 
-def _values(raw: bytes, at: int) -> tuple[Values, int]:
+def _read_values(raw: bytes, at: int) -> tuple[TupleValues, int]:
     (count,) = _U16.unpack_from(raw, at)
     at += 2
-    found: Values = []
+    found: TupleValues = []
     for _ in range(count):
         mark = raw[at]
         at += 1
@@ -162,7 +164,7 @@ def _values(raw: bytes, at: int) -> tuple[Values, int]:
     return found, at
 
 
-def _text(raw: bytes, at: int) -> tuple[str, int]:
+def _read_text(raw: bytes, at: int) -> tuple[str, int]:
     end = raw.index(b"\0", at)
     return raw[at:end].decode(), end + 1
 

@@ -24,10 +24,10 @@ _INSTANT: Final = re.compile(r"(\d{4}-\d\d-\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)\+00(
 _ELEMENT: Final = re.compile(r'"((?:[^"\\]|\\.)*+)"|([^",{}]+)', re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
 
-Convert = Callable[[str], Any]
+Converter = Callable[[str], Any]
 
 
-class Types:
+class TypeConverters:
     """How each type is converted. Arrays and domains are those of the database, by their numbers."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Types:
         self._arrays = arrays
         self._domains = domains
         self._others = others
-        self._known: dict[int, Convert] = dict(_PLAIN)
+        self._known: dict[int, Converter] = dict(_PLAIN)
         if numeric == "double":
             self._known[NUMERIC] = _double
 
@@ -50,13 +50,13 @@ class Types:
         known = type_oid in self._arrays or type_oid in self._domains or type_oid in self._others
         return type_oid >= USER_TYPES and not known
 
-    def converter(self, type_oid: int) -> Convert:
+    def converter(self, type_oid: int) -> Converter:
         found = self._known.get(type_oid)
         if found is None:
             found = self._known[type_oid] = self._made(type_oid)
         return found
 
-    def _made(self, type_oid: int) -> Convert:
+    def _made(self, type_oid: int) -> Converter:
         for _ in range(DOMAINS_MAX):
             if type_oid not in self._domains:
                 break
@@ -65,10 +65,10 @@ class Types:
         if element is None:
             return self._known.get(type_oid, str)
         of_element = self.converter(element)
-        return lambda text: read_array(text, of_element)
+        return lambda text: parse_array(text, of_element)
 
 
-def dump(row: Mapping[str, Any]) -> bytes:
+def dump_row(row: Mapping[str, Any]) -> bytes:
     """The row as a document. Half a surrogate pair, which JSON lets in by an escape, is a question mark."""
     try:
         return orjson.dumps(row)
@@ -76,7 +76,7 @@ def dump(row: Mapping[str, Any]) -> bytes:
         return orjson.dumps(_scrubbed(row))
 
 
-def read_array(text: str, convert: Convert) -> Any:
+def parse_array(text: str, convert: Converter) -> Any:
     """`{1,NULL,"a b"}`, nested as deep as it likes; bounds that do not begin at 1 are left out."""
     begin = text.find("{")
     if begin < 0:
@@ -127,7 +127,7 @@ def _instant(text: str) -> str:
     return text if found is None else f"{found[1]}T{found[2]}Z"
 
 
-def json_value(text: str) -> Any:
+def parse_json_value(text: str) -> Any:
     """The value; one that is nested deeper than a document can be stays a text."""
     try:
         return _finite(json.loads(text, parse_int=_int), DEPTH_MAX)
@@ -168,7 +168,7 @@ def _scrubbed(value: Any) -> Any:
     return value
 
 
-_PLAIN: Final[dict[int, Convert]] = {
+_PLAIN: Final[dict[int, Converter]] = {
     BOOL: _bool,
     BYTEA: _bytes,
     INT2: int,
@@ -176,8 +176,8 @@ _PLAIN: Final[dict[int, Convert]] = {
     INT8: int,
     FLOAT4: _double,
     FLOAT8: _double,
-    JSON: json_value,
-    JSONB: json_value,
+    JSON: parse_json_value,
+    JSONB: parse_json_value,
     TIMESTAMPTZ: _instant,
     NUMERIC: str,
 }

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, LiteralString, NamedTuple, cast
 
-from tailrace.watch.sources.config import Mapped, SourceConfig
+from tailrace.watch.sources.config import SourceConfig, TableMapping
 from tailrace.watch.sources.model import SourceChange, SourceError
-from tailrace.watch.sources.pgdecode import Decoder, Wanted, row_of
-from tailrace.watch.sources.pgtypes import Types
+from tailrace.watch.sources.pgdecode import PostgresDecoder, TableTarget, document_row
+from tailrace.watch.sources.pgtypes import TypeConverters
 
 if TYPE_CHECKING:
     import psycopg
@@ -76,7 +76,7 @@ _SLOT: Final = """SELECT plugin::text, database::text = current_database(), wal_
 FROM pg_replication_slots WHERE slot_name = %s"""
 
 
-class Slot(NamedTuple):
+class ReplicationSlot(NamedTuple):
     """The place that the database keeps for us: all of its log from there on is kept."""
 
     plugin: str | None
@@ -86,16 +86,16 @@ class Slot(NamedTuple):
     retained_bytes: int | None
 
 
-class Table(NamedTuple):
+class PostgresTable(NamedTuple):
     """A table as it is now."""
 
-    mapped: Mapped
+    mapped: TableMapping
     key: tuple[str, ...]
     columns: tuple[tuple[str, int], ...]
     row_filter: str | None
 
 
-class Page(NamedTuple):
+class PostgresPage(NamedTuple):
     """A stretch of the log. `end` is that of the last whole commit so far; `last`: no more follows."""
 
     changes: list[SourceChange]
@@ -114,18 +114,18 @@ def import_driver() -> Any:
     return psycopg
 
 
-class Postgres:
+class PostgresConnection:
     """One connection. Not for several threads at once."""
 
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
-        self._types = Types({}, {}, ())
-        self._wanted: dict[str, Wanted] = {}
+        self._types = TypeConverters({}, {}, ())
+        self._wanted: dict[str, TableTarget] = {}
         self._version = 0
         self._reading: ExitStack | None = None
         self._rows: Iterator[tuple[Any, ...]] | None = None
-        self._decoder: Decoder | None = None
+        self._decoder: PostgresDecoder | None = None
         self._seen = 0
         self._asked = 0
 
@@ -170,7 +170,7 @@ class Postgres:
         cursor = self.connection.execute(query, values or None)
         return cursor.fetchall() if cursor.description is not None else []
 
-    def _load_types(self) -> Types:
+    def _load_types(self) -> TypeConverters:
         arrays: dict[int, int] = {}
         domains: dict[int, int] = {}
         plain: set[int] = set()
@@ -179,7 +179,7 @@ class Postgres:
                 plain.add(oid)
             else:
                 (domains if is_domain else arrays)[oid] = other
-        self._types = Types(arrays, domains, plain, numeric=self._config.numeric)
+        self._types = TypeConverters(arrays, domains, plain, numeric=self._config.numeric)
         return self._types
 
     # -- what there is ---------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Postgres:
         except psycopg.errors.InsufficientPrivilege:
             return self.head()  # which can be read soon
 
-    def check(self) -> dict[str, Table]:
+    def check(self) -> dict[str, PostgresTable]:
         """The tables, by name; refuses with the statement that puts things right."""
         level = self._run("SHOW wal_level")[0][0]
         if level != "logical":
@@ -222,11 +222,11 @@ class Postgres:
             tables = ", ".join(one.table for one in self._config.tables)
             raise SourceError(f'run: CREATE PUBLICATION "{publication}" FOR TABLE {tables}')
         found = {one.table: self._table(one, str(user)) for one in self._config.tables}
-        self._wanted = {name: Wanted(one.mapped.collection, one.key) for name, one in found.items()}
+        self._wanted = {name: TableTarget(one.mapped.collection, one.key) for name, one in found.items()}
         self._load_types()
         return found
 
-    def _table(self, mapped: Mapped, user: str) -> Table:
+    def _table(self, mapped: TableMapping, user: str) -> PostgresTable:
         schema, _, name = mapped.table.partition(".")
         rows = self._run(_TABLE, schema, name)
         if not rows:
@@ -249,7 +249,7 @@ class Postgres:
         told = {"d": primary, "i": by_index}.get(identity, [])
         if identity != "f" and not set(key) <= set(told):
             raise SourceError(f"run: ALTER TABLE {mapped.table} REPLICA IDENTITY FULL")
-        return Table(mapped, key, tuple(columns), row_filter)
+        return PostgresTable(mapped, key, tuple(columns), row_filter)
 
     def _published(self, schema: str, name: str) -> tuple[set[str] | None, str | None] | None:
         """The columns and the rows that are published; None if the table is not."""
@@ -263,9 +263,9 @@ class Postgres:
 
     # -- the slot --------------------------------------------------------------------------------------
 
-    def slot(self) -> Slot | None:
+    def slot(self) -> ReplicationSlot | None:
         rows = self._run(_SLOT, self._config.slot)
-        return Slot(*rows[0]) if rows else None
+        return ReplicationSlot(*rows[0]) if rows else None
 
     def create_slot(self) -> int:
         """Where it begins: all that is committed from there on is kept."""
@@ -299,14 +299,14 @@ class Postgres:
                 "%s, NULL, %s, 'proto_version', '1', 'publication_names', %s)",
                 (self._config.slot, changes_max, publication),
             )
-            self._rows = _fetched(cursor)
+            self._rows = _fetch_rows(cursor)
         except BaseException:
             stack.close()
             raise
-        self._reading, self._decoder = stack, Decoder(self._wanted, self._types, self._load_types)
+        self._reading, self._decoder = stack, PostgresDecoder(self._wanted, self._types, self._load_types)
         self._seen, self._asked = 0, changes_max
 
-    def page(self, changes_max: int, bytes_max: int) -> Page:
+    def page(self, changes_max: int, bytes_max: int) -> PostgresPage:
         """The next of what is looked at. A message with several changes is not torn apart."""
         assert self._rows is not None
         assert self._decoder is not None
@@ -316,8 +316,8 @@ class Postgres:
             size += len(raw)
             changes.extend(decoder.feed(raw))
             if len(changes) >= changes_max or size >= bytes_max:
-                return Page(changes, decoder.end, False, size)
-        return Page(changes, decoder.end, True, size)
+                return PostgresPage(changes, decoder.end, False, size)
+        return PostgresPage(changes, decoder.end, True, size)
 
     @property
     def drained(self) -> bool:
@@ -333,7 +333,7 @@ class Postgres:
 
     # -- copying ---------------------------------------------------------------------------------------
 
-    def copy(self, table: Table) -> None:
+    def copy(self, table: PostgresTable) -> None:
         """Begins to copy a table as it is now."""
         from psycopg import sql
 
@@ -356,7 +356,7 @@ class Postgres:
             raise
         self._reading = stack
 
-    def rows(self, table: Table, rows_max: int, bytes_max: int) -> list[tuple[str, bytes]]:
+    def rows(self, table: PostgresTable, rows_max: int, bytes_max: int) -> list[tuple[str, bytes]]:
         """The next documents of the table that is copied; none when all have been given."""
         assert self._rows is not None
         names = [name for name, _ in table.columns]
@@ -365,7 +365,7 @@ class Postgres:
         found: list[tuple[str, bytes]] = []
         size = 0
         for texts in self._rows:
-            one = row_of(names, converts, key, texts)
+            one = document_row(names, converts, key, texts)
             found.append(one)
             size += len(one[1])
             if len(found) >= rows_max or size >= bytes_max:
@@ -373,7 +373,7 @@ class Postgres:
         return found
 
 
-def _fetched(cursor: psycopg.ServerCursor[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+def _fetch_rows(cursor: psycopg.ServerCursor[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     """All rows, fetched in pieces of about the same size, however large a row is."""
     count = FETCH_ROWS_FIRST
     while rows := cursor.fetchmany(count):
@@ -386,6 +386,6 @@ def _fetched(cursor: psycopg.ServerCursor[tuple[Any, ...]]) -> Iterator[tuple[An
         count = min(FETCH_ROWS, max(1, FETCH_BYTES * len(rows) // max(1, size)))
 
 
-def primary_keys(tables: Mapping[str, Table]) -> dict[str, list[str]]:
+def primary_keys(tables: Mapping[str, PostgresTable]) -> dict[str, list[str]]:
     """The keys as they are written down, to see whether they change."""
     return {name: list(table.key) for name, table in tables.items()}

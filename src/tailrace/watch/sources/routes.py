@@ -16,8 +16,8 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
 from tailrace.watch import document, names
-from tailrace.watch.sources.config import check_name
-from tailrace.watch.sources.manager import Sources
+from tailrace.watch.sources.config import check_source_name
+from tailrace.watch.sources.manager import SourceManager
 
 BODY_BYTES: Final = 64 * 1024
 _HEAD: Final = answers.JSON_TYPE + answers.NO_STORE
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 class SourceRoutes:
     """Below `/v1/databases/{db}/`, for whoever may manage the database."""
 
-    def __init__(self, context: Context, sources: Sources) -> None:
+    def __init__(self, context: Context, sources: SourceManager) -> None:
         self._context = context
         self._sources = sources
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,20 +54,20 @@ class SourceRoutes:
         if verb == "resync":
             if method != b"POST":
                 raise answers.not_allowed("POST, OPTIONS")
-            self._spawn(exchange, self._resync(database, check_name(name)))
+            self._spawn(exchange, self._resync(database, check_source_name(name)))
         elif verb:
             raise TailraceError("not_found", "there is nothing at this path")
         elif reading:
-            found = self._sources.find(database, check_name(name))
+            found = self._sources.find(database, check_source_name(name))
             exchange.respond(200, _HEAD, orjson.dumps(found.shown()))
         elif method == b"PUT":
             given = document.load(exchange.body, BODY_BYTES)
             if isinstance(stream := given.get("stream"), str):
                 authorise(identity, Action.READ_STREAM, stream=stream)
-            self._spawn(exchange, self._put(database, check_name(name), given))
+            self._spawn(exchange, self._put(database, check_source_name(name), given))
         elif method == b"DELETE":
             keep = parse_query(exchange.query).get("keepSlot") == "1"
-            self._spawn(exchange, self._remove(database, check_name(name), keep))
+            self._spawn(exchange, self._remove(database, check_source_name(name), keep))
         else:
             raise answers.not_allowed("GET, PUT, DELETE, HEAD, OPTIONS")
 

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Final
 
 from tailrace.common.errors import TailraceError
-from tailrace.watch.sources.config import Secret
+from tailrace.watch.sources.config import SecretRef
 
 # Of the server itself and of its object store: only a pattern that begins like this lets them be used.
-_RESERVED: Final = ("TAILRACE_", "AWS_", "AZURE_", "GOOGLE_")
+_RESERVED_VARIABLES: Final = ("TAILRACE_", "AWS_", "AZURE_", "GOOGLE_")
 
 
-class SecretRules:
+class SecretPolicy:
     """What the operator lets sources use, by the names of variables and the directories of files."""
 
     def __init__(self, variables: Sequence[str], directories: Sequence[str]) -> None:
         self._variables = variables
         self._directories = directories
 
-    def check(self, secret: Secret | None) -> None:
+    def check(self, secret: SecretRef | None) -> None:
         if secret is None:
             return
         if secret.env is not None and not self._may_use_variable(secret.env):
@@ -35,7 +35,7 @@ class SecretRules:
             )
 
     def _may_use_variable(self, name: str) -> bool:
-        reserved = next((prefix for prefix in _RESERVED if name.startswith(prefix)), "")
+        reserved = next((prefix for prefix in _RESERVED_VARIABLES if name.startswith(prefix)), "")
         return any(fnmatchcase(name, pattern) and pattern.startswith(reserved) for pattern in self._variables)
 
     def _may_use_file(self, file: str) -> bool:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Final, Generic, ParamSpec, Protocol, TypeVar
 
 from tailrace.watch.collection import Collection
-from tailrace.watch.sources.source_follower import Followed, Follower
-from tailrace.watch.sources.source_ingest import Ingest
+from tailrace.watch.sources.source_follower import SourceContext, SourceRunner
+from tailrace.watch.sources.source_ingest import SourceIngest
 from tailrace.watch.sources.source_seen import SeenKeys
 from tailrace.watch.sources.source_thread import SourceThread
 
@@ -23,7 +23,7 @@ Table = TypeVar("Table")
 Table_contra = TypeVar("Table_contra", contravariant=True)
 
 
-class Adapter(Protocol[Table_contra]):
+class DatabaseAdapter(Protocol[Table_contra]):
     """A database as far as all of them are alike. Everything blocks, and belongs to one thread."""
 
     def open(self) -> None: ...
@@ -37,10 +37,10 @@ class Adapter(Protocol[Table_contra]):
         ...
 
 
-class Connector(Follower, Generic[Table]):
+class DatabaseConnector(SourceRunner, Generic[Table]):
     """Runs one database. Which changes there are is up to its kind."""
 
-    def __init__(self, followed: Followed, adapter: Adapter[Table]) -> None:
+    def __init__(self, followed: SourceContext, adapter: DatabaseAdapter[Table]) -> None:
         super().__init__(followed)
         self._thread = SourceThread(self._config.name)
         self._connection = adapter
@@ -80,7 +80,7 @@ class Connector(Follower, Generic[Table]):
 
     # -- copying ---------------------------------------------------------------------------------------
 
-    async def _load(self, ingest: Ingest, tables: Iterable[tuple[str, Table]]) -> None:
+    async def _load(self, ingest: SourceIngest, tables: Iterable[tuple[str, Table]]) -> None:
         """Copies tables, and writes down what differs from what there is in the collection of each."""
         self._status.loaded = 0
         for name, table in tables:
@@ -92,7 +92,7 @@ class Connector(Follower, Generic[Table]):
             finally:
                 seen.close()
 
-    async def _copy(self, ingest: Ingest, table: Table, collection: Collection, seen: SeenKeys) -> None:
+    async def _copy(self, ingest: SourceIngest, table: Table, collection: Collection, seen: SeenKeys) -> None:
         adapter, config = self._connection, self._config
         await self._call(adapter.copy, table)
         try:

@@ -14,14 +14,14 @@ from typing import Final, NamedTuple
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.watch.audit import Audit
-from tailrace.watch.book import Book
+from tailrace.watch.audit import AuditLog
+from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import Collection
 from tailrace.watch.sources.config import SourceConfig
 from tailrace.watch.sources.model import GapError, SourceError
-from tailrace.watch.sources.source_ingest import Ingest, SupersededError
+from tailrace.watch.sources.source_ingest import SourceIngest, SupersededError
 from tailrace.watch.sources.source_seen import SeenKeys
-from tailrace.watch.sources.source_states import SourceStates
+from tailrace.watch.sources.source_states import SourceLifecycle
 from tailrace.watch.sources.source_status import SourceStatus
 
 logger = logging.getLogger("tailrace.watch")
@@ -31,21 +31,21 @@ VIEW_ROWS: Final = 500
 ERROR_CHARS: Final = 500
 
 
-class Followed(NamedTuple):
+class SourceContext(NamedTuple):
     """A source, and all that whoever follows it has to do with."""
 
-    book: Book
-    states: SourceStates
+    book: CollectionRegistry
+    states: SourceLifecycle
     config: SourceConfig
     status: SourceStatus
     limits: Limits
-    audit: Audit
+    audit: AuditLog
 
 
-class Follower(ABC):
+class SourceRunner(ABC):
     """Runs one source until it is cancelled."""
 
-    def __init__(self, followed: Followed) -> None:
+    def __init__(self, followed: SourceContext) -> None:
         self._book, self._states, self._config, self._status, self._limits, self._audit = followed
         self._retry_s = RETRY_S_MIN
 
@@ -107,7 +107,7 @@ class Follower(ABC):
         self._status.error = reason
         await asyncio.Event().wait()
 
-    async def _remove_unseen(self, ingest: Ingest, collection: Collection, seen: SeenKeys) -> None:
+    async def _remove_unseen(self, ingest: SourceIngest, collection: Collection, seen: SeenKeys) -> None:
         """Documents that were not mentioned are gone."""
         after = ""
         while rows := self._book.view.now.documents_after(collection.number, after, VIEW_ROWS):

@@ -17,20 +17,30 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.watch import names
-from tailrace.watch.book import Book
-from tailrace.watch.change import MISSING, NULL, ChangeEntry, Images, Op, Prev, Source, Txn, encode
+from tailrace.watch.book import CollectionRegistry
+from tailrace.watch.change import (
+    IMAGE_MISSING,
+    RAW_NULL,
+    ChangeEntry,
+    ChangeImages,
+    ChangeOp,
+    ChangeSource,
+    PreviousVersion,
+    TransactionRef,
+    encode_change,
+)
 from tailrace.watch.collection import Collection
 from tailrace.watch.document import Document
 from tailrace.watch.sources.config import SourceConfig
-from tailrace.watch.sources.model import Position, SourceChange, SourceError, lsn_text
-from tailrace.watch.sources.source_progress import Progress, fact_of, read_progress
-from tailrace.watch.view import Row
-from tailrace.watch.writes import State
+from tailrace.watch.sources.model import SourceChange, SourceError, SourcePosition, format_lsn
+from tailrace.watch.sources.source_progress import SourceProgress, decode_progress, progress_fact
+from tailrace.watch.view import DocumentRow
+from tailrace.watch.writes import DocumentState
 
 CLEAR_DOCUMENTS = 500
 TURN_CHANGES = 64  # between two looks at what else the loop has to do
 LOAD = "load"
-OPS = ("insert", "update", "replace", "delete")
+CHANGE_OPS = ("insert", "update", "replace", "delete")
 
 
 class SupersededError(TailraceError):
@@ -40,43 +50,43 @@ class SupersededError(TailraceError):
         super().__init__("stale_epoch", "another connector follows the source")
 
 
-class _Plan:
+class _IngestPlan:
     """A batch as far as it is decided."""
 
-    def __init__(self, now_ns: int, position: Position, marked: str = "", token: str = "") -> None:
+    def __init__(self, now_ns: int, position: SourcePosition, marked: str = "", token: str = "") -> None:
         self.now_ns = now_ns
         self.time = format_rfc3339(now_ns)
         self.position = position
         self.marked = marked  # the collection, if it has a log of its own that the position belongs to
         self.token = token  # and up to where that has been read
-        self.states: dict[tuple[Collection, str], State] = {}
-        self.looked_up: dict[tuple[Collection, str], Row | None] = {}  # what the view has
+        self.states: dict[tuple[Collection, str], DocumentState] = {}
+        self.looked_up: dict[tuple[Collection, str], DocumentRow | None] = {}  # what the view has
         self.entries: dict[str, list[bytes]] = {}
 
     def next_index(self, lsn: int) -> int:
         return self.position.change + 1 if lsn == self.position.lsn else 0
 
 
-class Ingest:
+class SourceIngest:
     """One source's way into the log. `progress` is what is durable."""
 
     def __init__(
         self,
-        book: Book,
+        book: CollectionRegistry,
         database: str,
         config: SourceConfig,
         collections: Mapping[str, Collection],
-        progress: Progress,
+        progress: SourceProgress,
         document_bytes: int,
     ) -> None:
         self._book = book
         self._log = book.log
-        self._fact = fact_of(database, config.name)
+        self._fact = progress_fact(database, config.name)
         self._source = (config.kind, config.name)
         self._collections = collections
         self._bytes_max = document_bytes
         self.progress = progress
-        self.counts: dict[str, int] = dict.fromkeys(OPS, 0)
+        self.counts: dict[str, int] = dict.fromkeys(CHANGE_OPS, 0)
         self.repeats = 0  # changes that were known already
         # The place of the last change, and which documents it was about.
         self._here: tuple[tuple[int, int], set[tuple[str, str]]] = ((0, -1), set())
@@ -94,7 +104,7 @@ class Ingest:
         plan.token = token
         await self._commit(plan)
 
-    async def _taken(self, plan: _Plan, changes: Sequence[SourceChange]) -> _Plan:
+    async def _taken(self, plan: _IngestPlan, changes: Sequence[SourceChange]) -> _IngestPlan:
         """The plan with the changes, or with those behind the last that is a commit of its own."""
         for name, keys in _keys_of(changes).items():
             self._look_up(plan, self._collections[name], list(keys))
@@ -109,7 +119,7 @@ class Ingest:
                 plan = self._plan()
                 continue
             collection = self._collections[change.collection]
-            if change.image == MISSING:
+            if change.image == IMAGE_MISSING:
                 self._note_missing(plan, collection, change)
                 continue
             data = None if change.op == "delete" else self._filled(plan, collection, change)
@@ -133,7 +143,7 @@ class Ingest:
         keys.add(key)
         return False
 
-    def _filled(self, plan: _Plan, collection: Collection, change: SourceChange) -> bytes:
+    def _filled(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> bytes:
         """The whole document; large values that did not change are taken from the one there was."""
         if not change.unchanged:
             return change.data
@@ -159,13 +169,13 @@ class Ingest:
             for row in rows:
                 self._decide(plan, collection, row.id, None, begun)
             if not rows:
-                plan.position = Position(change.lsn, change.ordinal, self._index_in(plan, change.lsn))
+                plan.position = SourcePosition(change.lsn, change.ordinal, self._index_in(plan, change.lsn))
                 await self._commit(plan)
                 return
             after = rows[-1].id
             await self._commit(plan)
 
-    def _index_in(self, plan: _Plan, lsn: int) -> int:
+    def _index_in(self, plan: _IngestPlan, lsn: int) -> int:
         return plan.position.change if plan.position.lsn == lsn else -1
 
     # -- loading ---------------------------------------------------------------------------------------
@@ -192,7 +202,7 @@ class Ingest:
             self._decide(plan, collection, key, None, self._loaded(plan, collection))
         await self._commit(plan)
 
-    def _loaded(self, plan: _Plan, collection: Collection) -> SourceChange:
+    def _loaded(self, plan: _IngestPlan, collection: Collection) -> SourceChange:
         """A copied row happened nowhere in the log: it stands where the source was when copying began."""
         at = plan.position
         return SourceChange(at.lsn, at.ordinal, LOAD, plan.time, "put", collection.name, token=plan.token)
@@ -200,23 +210,23 @@ class Ingest:
     def move_to(self, lsn: int) -> None:
         """What is removed next is removed there."""
         if lsn > self.progress.lsn:
-            self.progress = self.progress.at(Position(lsn, 0, -1))
+            self.progress = self.progress.at(SourcePosition(lsn, 0, -1))
 
     # -- deciding --------------------------------------------------------------------------------------
 
-    def _plan(self, collection: str = "") -> _Plan:
+    def _plan(self, collection: str = "") -> _IngestPlan:
         now_ns, mark = self._log.clock.now_ns(), self.progress.marks.get(collection)
         if mark is None:
-            return _Plan(now_ns, self.progress.position)
-        return _Plan(now_ns, mark.position, collection, mark.token)
+            return _IngestPlan(now_ns, self.progress.position)
+        return _IngestPlan(now_ns, mark.position, collection, mark.token)
 
-    def _look_up(self, plan: _Plan, collection: Collection, keys: Sequence[str]) -> None:
+    def _look_up(self, plan: _IngestPlan, collection: Collection, keys: Sequence[str]) -> None:
         """The documents that a batch is about, all at once: nobody else writes to them."""
         self._book.check_applied(collection)
         found = self._book.view.find_many(collection.number, keys)
         plan.looked_up.update({(collection, key): found.get(key) for key in keys})
 
-    def _state(self, plan: _Plan, collection: Collection, key: str) -> State | None:
+    def _state(self, plan: _IngestPlan, collection: Collection, key: str) -> DocumentState | None:
         planned = plan.states.get((collection, key))
         if planned is not None:
             return planned
@@ -227,65 +237,65 @@ class Ingest:
             row = self._book.view.find(collection.number, key)
         if row is None:
             return None
-        return State(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
+        return DocumentState(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
 
     def _decide(
-        self, plan: _Plan, collection: Collection, key: str, data: bytes | None, change: SourceChange
+        self, plan: _IngestPlan, collection: Collection, key: str, data: bytes | None, change: SourceChange
     ) -> None:
         state = self._state(plan, collection, key)
         lives = state is not None and not state.deleted
         index = plan.next_index(change.lsn)
         if data is None and not lives:
             # It was never seen here, or is gone already: nothing changes, but it was read.
-            plan.position = Position(change.lsn, change.ordinal, index - 1)
+            plan.position = SourcePosition(change.lsn, change.ordinal, index - 1)
             return
         if data is not None and len(data) > self._bytes_max:
             raise SourceError(
                 f"the document {collection.name}/{key} has {len(data)} bytes;"
                 f" TAILRACE_WATCH_DOCUMENT_BYTES allows {self._bytes_max}"
             )
-        partition = names.partition_of(key, collection.config.partitions)
+        partition = names.partition_for_key(key, collection.config.partitions)
         stream = collection.stream(partition)
         found = self._log.find(stream)
         updated_ms = max(0 if found is None else found.last_ns, plan.now_ns) // 1_000_000
-        after = State(
+        after = DocumentState(
             (collection.purged[partition] if state is None else state.version) + 1,
             state.created_ms if state is not None and lives else updated_ms,
             updated_ms,
             data is None,
             data if data is not None else state.data if state is not None else b"{}",
         )
-        position = Position(change.lsn, change.ordinal, index)
-        changed: Op = "replace" if change.replaces else "update"
-        op: Op = "delete" if data is None else changed if lives else "insert"
+        position = SourcePosition(change.lsn, change.ordinal, index)
+        changed: ChangeOp = "replace" if change.replaces else "update"
+        op: ChangeOp = "delete" if data is None else changed if lives else "insert"
         entry = self._entry(collection, key, op, state if lives else None, after, change, position)
-        plan.entries.setdefault(stream, []).append(encode(entry))
+        plan.entries.setdefault(stream, []).append(encode_change(entry))
         plan.states[collection, key] = after
         plan.position = position
         self.counts[op] += 1
 
-    def _note_missing(self, plan: _Plan, collection: Collection, change: SourceChange) -> None:
+    def _note_missing(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> None:
         """Nobody knows what the document was then. That something happened is kept; the document stays."""
         state = self._state(plan, collection, change.key)
         index = plan.next_index(change.lsn)
         if state is None or state.deleted:
-            plan.position = Position(change.lsn, change.ordinal, index - 1)
+            plan.position = SourcePosition(change.lsn, change.ordinal, index - 1)
             return
-        position = Position(change.lsn, change.ordinal, index)
+        position = SourcePosition(change.lsn, change.ordinal, index)
         entry = self._entry(collection, change.key, "update", state, state, change, position)
-        partition = names.partition_of(change.key, collection.config.partitions)
-        plan.entries.setdefault(collection.stream(partition), []).append(encode(entry))
+        partition = names.partition_for_key(change.key, collection.config.partitions)
+        plan.entries.setdefault(collection.stream(partition), []).append(encode_change(entry))
         plan.position = position
 
     def _entry(
         self,
         collection: Collection,
         key: str,
-        op: Op,
-        before: State | None,
-        after: State,
+        op: ChangeOp,
+        before: DocumentState | None,
+        after: DocumentState,
         change: SourceChange,
-        position: Position,
+        position: SourcePosition,
     ) -> ChangeEntry:
         kind, name = self._source
         stored = after.deleted or collection.decided.store_before
@@ -294,7 +304,7 @@ class Ingest:
         confirmed = before is not None and stored and change.before == before.data
         image = "none" if after.deleted else change.image
         if self.offset is None:
-            lsn, token = lsn_text(position.lsn), change.token or position.token
+            lsn, token = format_lsn(position.lsn), change.token or position.token
         else:
             lsn = token = self.offset(position.lsn)
         return ChangeEntry(
@@ -302,21 +312,21 @@ class Ingest:
             collection=collection.name,
             documentKey=key,
             op=op,
-            before=msgspec.Raw(before.data) if before is not None and stored else NULL,
-            after=NULL if image in ("none", MISSING) else msgspec.Raw(after.data),
-            images=Images("none" if before is None else "full" if confirmed else "view", image),
+            before=msgspec.Raw(before.data) if before is not None and stored else RAW_NULL,
+            after=RAW_NULL if image in ("none", IMAGE_MISSING) else msgspec.Raw(after.data),
+            images=ChangeImages("none" if before is None else "full" if confirmed else "view", image),
             version=after.version,
             createdAt=after.created_ms,
-            prev=None if before is None else Prev(before.version, before.updated_ms),
-            txn=Txn(change.txn, position.change),
+            prev=None if before is None else PreviousVersion(before.version, before.updated_ms),
+            txn=TransactionRef(change.txn, position.change),
             commitTime=change.time,
-            source=Source(kind, name, token),
+            source=ChangeSource(kind, name, token),
             lsn=lsn,
         )
 
     # -- committing ------------------------------------------------------------------------------------
 
-    async def _commit(self, plan: _Plan, safe: int = 0) -> None:
+    async def _commit(self, plan: _IngestPlan, safe: int = 0) -> None:
         progress = self.progress
         if plan.marked:
             progress = progress.marked(plan.marked, plan.position, plan.token, ended=False)
@@ -331,18 +341,18 @@ class Ingest:
             # Read, and nothing came of it; should that be forgotten, it is read again.
             self.progress = progress
 
-    async def note(self, progress: Progress) -> None:
+    async def note(self, progress: SourceProgress) -> None:
         """Nothing but how far it is."""
         await self.commit([], progress, self._log.clock.now_ns())
 
     async def commit(
-        self, parts: Sequence[tuple[str, Sequence[bytes]]], progress: Progress, now_ns: int
+        self, parts: Sequence[tuple[str, Sequence[bytes]]], progress: SourceProgress, now_ns: int
     ) -> None:
         """Entries and the progress they make, in one record; returns when it is durable.
 
         Only the connector that was begun last may do this.
         """
-        if read_progress(self._log.streams.meta.get(self._fact)).epoch > self.progress.epoch:
+        if decode_progress(self._log.streams.meta.get(self._fact)).epoch > self.progress.epoch:
             raise SupersededError
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import time
 
-from tailrace.watch.sources.config import Mapped
-from tailrace.watch.sources.model import GapError, Position
-from tailrace.watch.sources.mongo import Mongo, Page
-from tailrace.watch.sources.source_connector import BUSY_S, Connector
-from tailrace.watch.sources.source_follower import Followed
-from tailrace.watch.sources.source_ingest import Ingest
-from tailrace.watch.sources.source_progress import Mark, Progress
+from tailrace.watch.sources.config import TableMapping
+from tailrace.watch.sources.model import GapError, SourcePosition
+from tailrace.watch.sources.mongo import MongoConnection, MongoPage
+from tailrace.watch.sources.source_connector import BUSY_S, DatabaseConnector
+from tailrace.watch.sources.source_follower import SourceContext
+from tailrace.watch.sources.source_ingest import SourceIngest
+from tailrace.watch.sources.source_progress import CollectionProgress, SourceProgress
 
 
-class MongoConnector(Connector[Mapped]):
+class MongoConnector(DatabaseConnector[TableMapping]):
     """Runs one MongoDB source until it is cancelled."""
 
-    def __init__(self, followed: Followed) -> None:
-        self._adapter = Mongo(followed.config)
+    def __init__(self, followed: SourceContext) -> None:
+        self._adapter = MongoConnection(followed.config)
         super().__init__(followed, self._adapter)
         self._checked_s = 0.0
 
@@ -53,17 +53,17 @@ class MongoConnector(Connector[Mapped]):
             await states.end_load(ingest)
             copied, until = (), None
 
-    async def _begin(self, ingest: Ingest) -> None:
+    async def _begin(self, ingest: SourceIngest) -> None:
         """Fixes where the log of each collection is read from, before anything is copied."""
         adapter, progress = self._adapter, ingest.progress
         await self._call(adapter.check, must_exist=progress.phase == "new")
-        marks: dict[str, Mark] = {}
+        marks: dict[str, CollectionProgress] = {}
         for mapped in self._config.tables:
             lsn, token = await self._call(adapter.now, mapped)
-            marks[mapped.collection] = Mark(token=token, lsn=lsn)
+            marks[mapped.collection] = CollectionProgress(token=token, lsn=lsn)
         system, _ = await self._call(adapter.state)
         newest = max(mark.lsn for mark in marks.values())
-        known = progress.at(Position(newest, -1, -1)).replaced(
+        known = progress.at(SourcePosition(newest, -1, -1)).replaced(
             system=system, marks=marks, reason=None, rescan=False
         )
         if self._config.initial == "now" and progress.phase == "new":
@@ -73,7 +73,7 @@ class MongoConnector(Connector[Mapped]):
 
     # -- following -------------------------------------------------------------------------------------
 
-    async def _follow(self, ingest: Ingest, until: int | None) -> Mapped | None:
+    async def _follow(self, ingest: SourceIngest, until: int | None) -> TableMapping | None:
         """Until the stream of a collection ends, which is told, or all is read that is older than `until`."""
         behind = {one.collection for one in self._config.tables}
         idle_s = self._limits.watch_source_idle_ms / 1000
@@ -96,7 +96,7 @@ class MongoConnector(Connector[Mapped]):
             pause_s = min(2 * pause_s, idle_s) if not found else BUSY_S
             await asyncio.sleep(pause_s if drained else 0)
 
-    async def _page(self, ingest: Ingest, mapped: Mapped) -> Page:
+    async def _page(self, ingest: SourceIngest, mapped: TableMapping) -> MongoPage:
         """Reads on in one collection, and writes it down."""
         config, mark = self._config, ingest.progress.marks[mapped.collection]
         adapter, began = self._adapter, time.monotonic()
@@ -109,7 +109,7 @@ class MongoConnector(Connector[Mapped]):
         await self._pace(len(page.changes), page.size_bytes, began)
         return page
 
-    async def _end(self, ingest: Ingest, mapped: Mapped, page: Page) -> None:
+    async def _end(self, ingest: SourceIngest, mapped: TableMapping, page: MongoPage) -> None:
         """Its collection was dropped or renamed, or another one has taken its name."""
         known = ingest.progress.marked(
             mapped.collection, ingest.progress.position_in(mapped.collection), page.token, ended=True
@@ -122,7 +122,7 @@ class MongoConnector(Connector[Mapped]):
 
     # -- looking after it ------------------------------------------------------------------------------
 
-    async def _check(self, ingest: Ingest) -> None:
+    async def _check(self, ingest: SourceIngest) -> None:
         """Whether it is what it was; and that nothing has happened for long is written down as well.
 
         MongoDB keeps its log for some time and for nobody: a token that is never moved would be lost.
@@ -138,5 +138,5 @@ class MongoConnector(Connector[Mapped]):
             await ingest.note(progress)
 
 
-def _newest(progress: Progress) -> int:
+def _newest(progress: SourceProgress) -> int:
     return max((mark.lsn for mark in progress.marks.values() if mark.ordinal >= 0), default=0)

@@ -13,13 +13,13 @@ from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
 from tailrace.watch.sources.model import SourceError
 
 
-class Entry(NamedTuple):
+class OriginEntry(NamedTuple):
     seq: int
     raw: bytes | memoryview
     time_ns: int
 
 
-class Origin(Protocol):
+class OriginStream(Protocol):
     """What it says of itself is true of now, or of the last page or news."""
 
     @property
@@ -31,7 +31,7 @@ class Origin(Protocol):
     @property
     def gone(self) -> bool: ...
     def offset(self, entry: int) -> str: ...
-    async def page(self, after: int, bytes_max: int, entries_max: int) -> list[Entry]: ...
+    async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]: ...
     async def news(self) -> None:
         """Returns when there may be more than before."""
         ...
@@ -39,10 +39,10 @@ class Origin(Protocol):
     def close(self) -> None: ...
 
 
-Elsewhere = Callable[[str], Awaitable[Origin]]  # finds a stream that is not in this log
+OpenRemoteOrigin = Callable[[str], Awaitable[OriginStream]]  # finds a stream that is not in this log
 
 
-def found_source(log: Log, name: str) -> Stream:
+def find_origin_stream(log: Log, name: str) -> Stream:
     """The stream, if it can be one that documents come from."""
     stream = log.find(name)
     if stream is None or stream.gone or stream.visible < 0:
@@ -53,7 +53,7 @@ def found_source(log: Log, name: str) -> Stream:
     return stream
 
 
-class OwnOrigin:
+class LocalOriginStream:
     """One of this log. It is read like by any live reader until it is closed."""
 
     def __init__(self, log: Log, stream: Stream) -> None:
@@ -79,10 +79,10 @@ class OwnOrigin:
     def on_published(self, stream: Stream) -> None:
         self._news.set()
 
-    async def page(self, after: int, bytes_max: int, entries_max: int) -> list[Entry]:
+    async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]:
         page = await self._log.reader.read_labelled(self._stream, after, bytes_max, entries_max)
         assert page.labels is not None
-        return [Entry(*row) for row in zip(page.entries(), page.parts, page.labels.times, strict=True)]
+        return [OriginEntry(*row) for row in zip(page.entries(), page.parts, page.labels.times, strict=True)]
 
     async def news(self) -> None:
         await self._news.wait()

@@ -7,11 +7,11 @@ import logging
 import time
 from typing import Final
 
-from tailrace.watch.sources.model import GapError, Position, SourceError
-from tailrace.watch.sources.postgres import Page, Postgres, Table, primary_keys
-from tailrace.watch.sources.source_connector import BUSY_S, Connector
-from tailrace.watch.sources.source_follower import Followed
-from tailrace.watch.sources.source_ingest import Ingest
+from tailrace.watch.sources.model import GapError, SourceError, SourcePosition
+from tailrace.watch.sources.postgres import PostgresConnection, PostgresPage, PostgresTable, primary_keys
+from tailrace.watch.sources.source_connector import BUSY_S, DatabaseConnector
+from tailrace.watch.sources.source_follower import SourceContext
+from tailrace.watch.sources.source_ingest import SourceIngest
 
 logger = logging.getLogger("tailrace.watch")
 
@@ -22,13 +22,13 @@ PEEK_BYTES: Final = 64 * 1024 * 1024  # about what the database puts aside for o
 MOVE_BYTES: Final = 1024 * 1024
 
 
-class PostgresConnector(Connector[Table]):
+class PostgresConnector(DatabaseConnector[PostgresTable]):
     """Runs one PostgreSQL source until it is cancelled."""
 
-    def __init__(self, followed: Followed) -> None:
-        self._adapter = Postgres(followed.config)
+    def __init__(self, followed: SourceContext) -> None:
+        self._adapter = PostgresConnection(followed.config)
         super().__init__(followed, self._adapter)
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, PostgresTable] = {}
         self._drained_at = -1  # how much of the log had been written when all of it was read
         self._boundary = 0  # an end of a record that was seen before
         self._checked_s = 0.0
@@ -51,14 +51,14 @@ class PostgresConnector(Connector[Table]):
         self._worked()
         await self._follow(ingest, None)
 
-    async def _begin(self, ingest: Ingest) -> None:
+    async def _begin(self, ingest: SourceIngest) -> None:
         """From nothing, or from what is left, to a source that is followed."""
         adapter, states = self._adapter, self._states
         progress = ingest.progress
         if progress.phase != "loading":
             start = await self._fresh_slot(ingest)
             self._status.confirmed = start
-            known = progress.at(Position(start, -1, -1)).replaced(
+            known = progress.at(SourcePosition(start, -1, -1)).replaced(
                 safe=start,
                 system=await self._call(adapter.system),
                 keys=primary_keys(self._tables),
@@ -77,7 +77,7 @@ class PostgresConnector(Connector[Table]):
         await self._follow(ingest, until)
         await states.end_load(ingest)
 
-    async def _fresh_slot(self, ingest: Ingest) -> int:
+    async def _fresh_slot(self, ingest: SourceIngest) -> int:
         """A slot that begins now. One that exists is ours only if we have said so, or have read from it."""
         adapter, progress, name = self._adapter, ingest.progress, self._config.slot
         if await self._call(adapter.slot) is not None:
@@ -90,7 +90,7 @@ class PostgresConnector(Connector[Table]):
 
     # -- following -------------------------------------------------------------------------------------
 
-    async def _follow(self, ingest: Ingest, until: int | None) -> None:
+    async def _follow(self, ingest: SourceIngest, until: int | None) -> None:
         """For ever, or until everything before a place in the log has been read."""
         pause_s = BUSY_S
         idle_s = self._limits.watch_source_idle_ms / 1000
@@ -111,14 +111,14 @@ class PostgresConnector(Connector[Table]):
             self._status.caught_up(self._drained_at >= 0)
             await asyncio.sleep(pause_s)
 
-    async def _round(self, ingest: Ingest) -> bool:
+    async def _round(self, ingest: SourceIngest) -> bool:
         """Reads what the log has now; True if nothing was left."""
         adapter, end, size_bytes = self._adapter, 0, 0
         asked = self._peek_changes
         await self._call(adapter.peek, asked)
         try:
             # The next page is decoded while this one is written down.
-            ahead: asyncio.Future[Page] | None = self._page()
+            ahead: asyncio.Future[PostgresPage] | None = self._page()
             while ahead is not None:
                 page = await ahead
                 ahead = None if page.last else self._page()
@@ -139,12 +139,12 @@ class PostgresConnector(Connector[Table]):
         self._peek_changes = PEEK_CHANGES if adapter.drained else max(PEEK_CHANGES, fitting)
         return adapter.drained
 
-    def _page(self) -> asyncio.Future[Page]:
+    def _page(self) -> asyncio.Future[PostgresPage]:
         return self._call(self._adapter.page, self._config.batch_changes, self._config.batch_bytes)
 
     # -- looking after the slot ------------------------------------------------------------------------
 
-    async def _check(self, ingest: Ingest) -> None:
+    async def _check(self, ingest: SourceIngest) -> None:
         """Whether the source can go on from where it is, and what is kept for it there."""
         adapter, progress, status = self._adapter, ingest.progress, self._status
         self._checked_s = time.monotonic()
@@ -171,7 +171,7 @@ class PostgresConnector(Connector[Table]):
         if primary_keys(self._tables) != progress.keys:
             raise GapError("the key of a table has changed")
 
-    async def _let_go(self, ingest: Ingest) -> None:
+    async def _let_go(self, ingest: SourceIngest) -> None:
         """Lets the database throw away what has nothing to do with us, as it would otherwise keep it for us.
 
         Only up to the end of a record that was there at the last look: since then all of it has been read.

@@ -12,38 +12,38 @@ import orjson
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.journal import JournalScan, files_to_replay
 from tailrace.log.records import Meta, decode_plain_append, decode_record
-from tailrace.watch.sources.model import START, Position
+from tailrace.watch.sources.model import START_POSITION, SourcePosition
 from tailrace.watch.view import Execute
 
-SOURCES: Final = "__sources__/"
-_FACT: Final = "watch/source/"
+SOURCES_PREFIX: Final = "__sources__/"
+_PROGRESS_FACT: Final = "watch/source/"
 
 # new: nothing was read yet. loading: is copied. live: is followed. stale: something is missing.
-Phase = Literal["new", "loading", "live", "stale"]
+SourcePhase = Literal["new", "loading", "live", "stale"]
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class CollectionProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far one collection has been read, of a source where each has a log of its own (MongoDB)."""
 
     token: str
     lsn: int
-    ordinal: int = START.ordinal
-    index: int = START.change
+    ordinal: int = START_POSITION.ordinal
+    index: int = START_POSITION.change
     ended: bool = False  # the token is that of the log's end: another one begins behind it
 
     @property
-    def position(self) -> Position:
-        return Position(self.lsn, self.ordinal, self.index)
+    def position(self) -> SourcePosition:
+        return SourcePosition(self.lsn, self.ordinal, self.index)
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class SourceProgress(msgspec.Struct, frozen=True, kw_only=True):
     """All that has to be known after a crash."""
 
-    phase: Phase = "new"
+    phase: SourcePhase = "new"
     epoch: int = 0  # rises at every start
-    lsn: int = START.lsn
-    ordinal: int = START.ordinal
-    index: int = START.change
+    lsn: int = START_POSITION.lsn
+    ordinal: int = START_POSITION.ordinal
+    index: int = START_POSITION.change
     safe: int = 0  # the slot was never moved further than to here
     system: str | None = None  # which database it was
     keys: dict[str, list[str]] = {}
@@ -51,33 +51,33 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     rescan: bool = False  # a stale source is to be loaded again
     again: int = 0  # of a stream: the entry where a snapshot begins that has not ended
     making: bool = False  # of PostgreSQL: the slot may be there, and then it is ours
-    marks: dict[str, Mark] = {}  # of MongoDB, by collection
+    marks: dict[str, CollectionProgress] = {}  # of MongoDB, by collection
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SourcePosition:
         """Of MongoDB: where the last change was, of whichever collection."""
-        return Position(self.lsn, self.ordinal, self.index)
+        return SourcePosition(self.lsn, self.ordinal, self.index)
 
     @property
     def tokens(self) -> dict[str, str]:
         return {collection: mark.token for collection, mark in self.marks.items()}
 
-    def at(self, position: Position) -> Progress:
+    def at(self, position: SourcePosition) -> SourceProgress:
         return self.replaced(lsn=position.lsn, ordinal=position.ordinal, index=position.change)
 
-    def position_in(self, collection: str) -> Position:
+    def position_in(self, collection: str) -> SourcePosition:
         mark = self.marks.get(collection)
         return self.position if mark is None else mark.position
 
-    def marked(self, collection: str, position: Position, token: str, *, ended: bool) -> Progress:
+    def marked(self, collection: str, position: SourcePosition, token: str, *, ended: bool) -> SourceProgress:
         """One collection was read up to a position, and nothing is behind it up to the token."""
         lsn, ordinal, index = position
         known = self.marks.get(collection)
         ended = ended or (known is not None and known.ended and known.token == token)
-        mark = Mark(token=token, lsn=lsn, ordinal=ordinal, index=index, ended=ended)
+        mark = CollectionProgress(token=token, lsn=lsn, ordinal=ordinal, index=index, ended=ended)
         return self.replaced(marks={**self.marks, collection: mark})
 
-    def replaced(self, **changed: Any) -> Progress:
+    def replaced(self, **changed: Any) -> SourceProgress:
         return msgspec.structs.replace(self, **changed)
 
     def encode(self) -> bytes:
@@ -102,19 +102,19 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def fact_of(database: str, name: str) -> str:
-    return f"{_FACT}{database}/{name}"
+def progress_fact(database: str, name: str) -> str:
+    return f"{_PROGRESS_FACT}{database}/{name}"
 
 
-def stream_of(database: str, name: str) -> str:
-    return f"{SOURCES}{database}/{name}"
+def source_stream_name(database: str, name: str) -> str:
+    return f"{SOURCES_PREFIX}{database}/{name}"
 
 
-def read_progress(raw: bytes | None) -> Progress:
-    return Progress() if raw is None else msgspec.json.decode(raw, type=Progress)
+def decode_progress(raw: bytes | None) -> SourceProgress:
+    return SourceProgress() if raw is None else msgspec.json.decode(raw, type=SourceProgress)
 
 
-def read_facts(data_dir: Path) -> dict[str, Progress]:
+def read_source_progress(data_dir: Path) -> dict[str, SourceProgress]:
     """The progress of all sources in a data directory, by database and name. A server may be at work."""
     found: dict[str, bytes] = {}
     checkpoint_seq = 0
@@ -135,7 +135,7 @@ def read_facts(data_dir: Path) -> dict[str, Progress]:
                     if isinstance(op, Meta):
                         found[op.key] = op.value or b""
     return {
-        key.removeprefix(_FACT): read_progress(value)
+        key.removeprefix(_PROGRESS_FACT): decode_progress(value)
         for key, value in sorted(found.items())
-        if key.startswith(_FACT) and value
+        if key.startswith(_PROGRESS_FACT) and value
     }

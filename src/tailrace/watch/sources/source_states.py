@@ -7,22 +7,27 @@ from collections.abc import Callable, Mapping
 
 from tailrace.common.errors import TailraceError
 from tailrace.watch import names
-from tailrace.watch.book import Book
-from tailrace.watch.collection import Collection, CollectionState, config_entry, control_entry
+from tailrace.watch.book import CollectionRegistry
+from tailrace.watch.collection import Collection, CollectionState, encode_config_entry, encode_control_entry
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.sources.config import SourceConfig
-from tailrace.watch.sources.source_ingest import Ingest, SupersededError
-from tailrace.watch.sources.source_progress import Progress, fact_of, read_progress, stream_of
+from tailrace.watch.sources.source_ingest import SourceIngest, SupersededError
+from tailrace.watch.sources.source_progress import (
+    SourceProgress,
+    decode_progress,
+    progress_fact,
+    source_stream_name,
+)
 
-Parts = list[tuple[str, list[bytes]]]
+StreamEntries = list[tuple[str, list[bytes]]]
 
 
-class SourceStates:
+class SourceLifecycle:
     """Every change of state is one commit: in all partitions, in the configuration, in the progress."""
 
     def __init__(
         self,
-        book: Book,
+        book: CollectionRegistry,
         gateway: Gateway,
         database: str,
         config: SourceConfig,
@@ -37,13 +42,15 @@ class SourceStates:
         self._config = config
         self._document_bytes = document_bytes
         self.collections = collections
-        self._ingest: Ingest | None = None
+        self._ingest: SourceIngest | None = None
         self._epoch = self.progress.epoch
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> SourceProgress:
         """What was decided last, which is as good as durable: nothing behind it can be without it."""
-        return read_progress(self._book.log.streams.meta.get(fact_of(self._database, self._config.name)))
+        return decode_progress(
+            self._book.log.streams.meta.get(progress_fact(self._database, self._config.name))
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -53,12 +60,12 @@ class SourceStates:
     def repeats(self) -> int:
         return 0 if self._ingest is None else self._ingest.repeats
 
-    def ingest(self) -> Ingest:
+    def ingest(self) -> SourceIngest:
         """The way into the log, from where the source is."""
         before, progress = self._ingest, self.progress
         if progress.epoch > self._epoch:
             raise SupersededError
-        fresh = Ingest(
+        fresh = SourceIngest(
             self._book, self._database, self._config, self.collections, progress, self._document_bytes
         )
         if before is not None:
@@ -110,19 +117,19 @@ class SourceStates:
         await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
         self._become("stale", reason)
 
-    async def begin_load(self, ingest: Ingest, progress: Progress) -> None:
+    async def begin_load(self, ingest: SourceIngest, progress: SourceProgress) -> None:
         """From here on the source is copied. What anybody has seen before is of another generation."""
         await self._begin(ingest, progress.replaced(phase="loading"), "load-begin")
 
-    async def begin_now(self, ingest: Ingest, progress: Progress) -> None:
+    async def begin_now(self, ingest: SourceIngest, progress: SourceProgress) -> None:
         """From here on the source is followed; what it had before is not asked for."""
         await self._begin(ingest, progress.replaced(phase="live"), "live")
 
-    async def reset(self, ingest: Ingest) -> None:
+    async def reset(self, ingest: SourceIngest) -> None:
         """The source begins anew: so does everybody who watches."""
         await self._begin(ingest, ingest.progress.replaced(phase="loading"), "load-begin")
 
-    async def end_load(self, ingest: Ingest) -> None:
+    async def end_load(self, ingest: SourceIngest) -> None:
         """The collections are what the source is: everybody may be told."""
         progress = ingest.progress.replaced(phase="live")
         now_ns = self._now_ns()
@@ -130,22 +137,24 @@ class SourceStates:
         await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
         self._become("live")
 
-    async def _begin(self, ingest: Ingest, progress: Progress, control: str) -> None:
+    async def _begin(self, ingest: SourceIngest, progress: SourceProgress, control: str) -> None:
         now_ns = self._now_ns()
         # A collection without any change has nothing that could be continued wrongly.
         older = [one for one in self.collections.values() if any(one.applied)]
         raised = {one: one.decided.replaced(generation=one.config.generation + 1) for one in older}
         for collection, config in raised.items():
             collection.pending = config  # what is set about it meanwhile builds on this
-        parts: Parts = []
+        parts: StreamEntries = []
         if raised:
-            entries = [config_entry(one.name, config, "update", now_ns) for one, config in raised.items()]
-            parts.append((names.collections_of(self._database), entries))
+            entries = [
+                encode_config_entry(one.name, config, "update", now_ns) for one, config in raised.items()
+            ]
+            parts.append((names.collections_stream_name(self._database), entries))
         for collection in self.collections.values():
             generation = self._book.generation(collection) + (collection in raised)
-            entries = [control_entry(control, generation)]
+            entries = [encode_control_entry(control, generation)]
             if collection in raised:
-                entries.insert(0, control_entry("generation", generation, reason="source"))
+                entries.insert(0, encode_control_entry("generation", generation, reason="source"))
             parts += [(stream, entries) for stream in collection.streams()]
         try:
             await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
@@ -165,14 +174,14 @@ class SourceStates:
     def _now_ns(self) -> int:
         return self._book.log.clock.now_ns()
 
-    def _told(self, progress: Progress, now_ns: int) -> tuple[str, list[bytes]]:
-        return stream_of(self._database, self._config.name), [progress.entry(now_ns)]
+    def _told(self, progress: SourceProgress, now_ns: int) -> tuple[str, list[bytes]]:
+        return source_stream_name(self._database, self._config.name), [progress.entry(now_ns)]
 
-    def _controls(self, *controls: str, **more: str) -> Parts:
-        parts: Parts = []
+    def _controls(self, *controls: str, **more: str) -> StreamEntries:
+        parts: StreamEntries = []
         for collection in self.collections.values():
             generation = self._book.generation(collection)
-            entries = [control_entry(control, generation, **more) for control in controls]
+            entries = [encode_control_entry(control, generation, **more) for control in controls]
             parts += [(stream, entries) for stream in collection.streams()]
         return parts
 

@@ -8,18 +8,23 @@ gone.
 from __future__ import annotations
 
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.watch.sources.model import GapError, Position, SourceChange, SourceError
-from tailrace.watch.sources.source_follower import Followed, Follower
-from tailrace.watch.sources.source_ingest import Ingest
-from tailrace.watch.sources.source_origin import Elsewhere, Origin, OwnOrigin, found_source
+from tailrace.watch.sources.model import GapError, SourceChange, SourceError, SourcePosition
+from tailrace.watch.sources.source_follower import SourceContext, SourceRunner
+from tailrace.watch.sources.source_ingest import SourceIngest
+from tailrace.watch.sources.source_origin import (
+    LocalOriginStream,
+    OpenRemoteOrigin,
+    OriginStream,
+    find_origin_stream,
+)
 from tailrace.watch.sources.source_seen import SeenKeys
-from tailrace.watch.sources.state import StateRecord, read_record
+from tailrace.watch.sources.state import StateRecord, read_state_record
 
 
-class StreamConnector(Follower):
+class StreamConnector(SourceRunner):
     """Runs one source of the kind `stream`."""
 
-    def __init__(self, followed: Followed, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(self, followed: SourceContext, elsewhere: OpenRemoteOrigin | None = None) -> None:
         super().__init__(followed)
         self._log = self._book.log
         self._types = {one.table: one.collection for one in self._config.tables}
@@ -36,13 +41,13 @@ class StreamConnector(Follower):
             origin.close()
             self._forget_mentioned()
 
-    async def _open(self) -> Origin:
+    async def _open(self) -> OriginStream:
         name = self._config.stream
         if self._elsewhere is not None and self._log.find(name) is None:
             return await self._elsewhere(name)
-        return OwnOrigin(self._log, found_source(self._log, name))
+        return LocalOriginStream(self._log, find_origin_stream(self._log, name))
 
-    async def _follow(self, origin: Origin) -> None:
+    async def _follow(self, origin: OriginStream) -> None:
         ingest = self._states.ingest()
         ingest.offset = origin.offset
         progress, incarnation = ingest.progress, origin.incarnation
@@ -52,7 +57,7 @@ class StreamConnector(Follower):
             await self._hold(progress.reason)
         goal: int | None = None
         if progress.phase in ("new", "stale"):
-            position = Position(origin.earliest, 0, -1)
+            position = SourcePosition(origin.earliest, 0, -1)
             known = progress.at(position).replaced(
                 system=incarnation, reason=None, rescan=False, again=origin.earliest + 1
             )
@@ -79,7 +84,7 @@ class StreamConnector(Follower):
                 raise SourceError(f"the stream {self._config.stream!r} was deleted")
             await origin.news()
 
-    async def _page(self, origin: Origin, ingest: Ingest, at: int, goal: int | None) -> int:
+    async def _page(self, origin: OriginStream, ingest: SourceIngest, at: int, goal: int | None) -> int:
         if origin.earliest > at:
             raise GapError("the stream does not reach back to where it was read")
         config = self._config
@@ -88,7 +93,7 @@ class StreamConnector(Follower):
             if goal is not None and seq > goal:
                 break  # the copy ends before it
             at = seq
-            record = read_record(raw)
+            record = read_state_record(raw)
             if record is None:
                 continue
             if record.control is None:
@@ -115,7 +120,9 @@ class StreamConnector(Follower):
         op = "delete" if record.data is None else "put"
         return SourceChange(seq, 0, record.txn, time, op, collection, record.key, record.data or b"")
 
-    async def _control(self, ingest: Ingest, control: str, seq: int, time: str, *, loading: bool) -> None:
+    async def _control(
+        self, ingest: SourceIngest, control: str, seq: int, time: str, *, loading: bool
+    ) -> None:
         unfinished = control == "snapshot-end" and ingest.progress.again
         if seq <= ingest.progress.lsn and not unfinished:
             return  # done before; it is read again for the keys behind it
@@ -147,7 +154,7 @@ class StreamConnector(Follower):
             seen.close()
         self._mentioned = None
 
-    async def _remove_others(self, ingest: Ingest, seq: int) -> None:
+    async def _remove_others(self, ingest: SourceIngest, seq: int) -> None:
         if self._mentioned is not None:
             ingest.move_to(seq)
             for collection, seen in self._mentioned.items():

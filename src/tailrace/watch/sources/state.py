@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 from tailrace.watch.sources.model import SourceError
-from tailrace.watch.sources.pgtypes import dump, json_value
+from tailrace.watch.sources.pgtypes import dump_row, parse_json_value
 
 
 class StateRecord(NamedTuple):
@@ -19,9 +19,9 @@ class StateRecord(NamedTuple):
     time: str | None = None
 
 
-def read_record(raw: bytes | memoryview) -> StateRecord | None:
+def read_state_record(raw: bytes | memoryview) -> StateRecord | None:
     """None for what is not of the protocol: it is older than the stream's profile."""
-    record = json_value(bytes(raw).decode())
+    record = parse_json_value(bytes(raw).decode())
     if isinstance(record, str):
         raise SourceError("a record is nested deeper than a document can be")
     headers = cast("dict[str, Any]", record).get("headers") if isinstance(record, dict) else None
@@ -36,5 +36,5 @@ def read_record(raw: bytes | memoryview) -> StateRecord | None:
     data: bytes | None = None
     if operation != "delete":
         value = given.get("value")
-        data = dump(cast("dict[str, Any]", value) if isinstance(value, dict) else {"value": value})
+        data = dump_row(cast("dict[str, Any]", value) if isinstance(value, dict) else {"value": value})
     return StateRecord(None, entity, key, data, named.get("txid"), named.get("timestamp"))
