@@ -13,13 +13,19 @@ import time
 import tracemalloc
 from typing import Any, NamedTuple
 
-from tailrace.watch.bloom import BloomFilter, bloom_key
-from tailrace.watch.change import RAW_NULL, Change, ChangeEntry, ChangeImages, PreviousVersion
-from tailrace.watch.document import flatten_document
+from tailrace.watch.cel import Call
+from tailrace.watch.document import (
+    RAW_NULL,
+    Change,
+    ChangeEntry,
+    ChangeImages,
+    PreviousVersion,
+    flatten_document,
+)
+from tailrace.watch.external_matching import BloomFilter, bloom_key
 from tailrace.watch.matcher import Interest, Matcher
 from tailrace.watch.predicate import Predicate, PredicatePart, equality_class
 from tailrace.watch.query import read_query
-from tailrace.watch.syntax import Call
 
 USERS = 100_000
 BROAD_USERS = 400

@@ -28,8 +28,7 @@ from support.sources import QUICK, changes, wait_phase
 from support.watch_client import Follower, Live
 from support.watch_jobs import examine
 from tailrace.watch.cel import CelProgram, compile_cel
-from tailrace.watch.change import decode_change
-from tailrace.watch.document import Document
+from tailrace.watch.document import Document, decode_change
 
 BASE = "/v1/databases/default"
 PATIENCE_S = 60.0

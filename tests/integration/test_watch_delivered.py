@@ -14,7 +14,7 @@ from support.server import ServerProcess
 from support.watch_client import Live
 from support.watch_jobs import BASE, Held, Tuple, change, metric, watch
 from tailrace.protocol import offsets
-from tailrace.watch.deliveries import DeliveredChange, DeliveredMatch, DeliveryBatch
+from tailrace.watch.external_matching import DeliveredChange, DeliveredMatch, DeliveryBatch
 
 PARTITIONS = 2
 QUERIES: dict[str, dict[str, Any]] = {

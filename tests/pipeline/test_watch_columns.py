@@ -17,13 +17,12 @@ from tailrace.common.errors import TailraceError
 from tailrace.pipeline.watch.cells import path_to
 from tailrace.pipeline.watch.columns import Lowered, lowered
 from tailrace.pipeline.watch.native import image_of, matching
-from tailrace.watch.cel import CelProgram, compile_cel
-from tailrace.watch.change import ChangeEntry, ChangeImages, PreviousVersion, decode_change, encode_change
+from tailrace.watch.cel import CelProgram, Node, compile_cel
 from tailrace.watch.collection import encode_control_entry
-from tailrace.watch.lower import NotCompilableError
+from tailrace.watch.document import ChangeEntry, ChangeImages, PreviousVersion, decode_change, encode_change
+from tailrace.watch.evaluator import NotCompilableError
 from tailrace.watch.predicate import Predicate, PredicatePart
 from tailrace.watch.query import read_query
-from tailrace.watch.syntax import Node
 
 TOGETHER = 6  # predicates in one query: each becomes a few hundred lines of Java
 

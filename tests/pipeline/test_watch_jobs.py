@@ -43,7 +43,7 @@ from tailrace.pipeline.watch.rescan import RescanOptions, run_rescan
 from tailrace.pipeline.watch.shadow import ShadowOptions, run_shadow
 from tailrace.pipeline.watch.stats import StatsOptions, run_stats
 from tailrace.spark.server import SERVERS
-from tailrace.watch.deliveries import DeliveryBatch
+from tailrace.watch.external_matching import DeliveryBatch
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

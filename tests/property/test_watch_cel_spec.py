@@ -11,9 +11,8 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.watch.cel import compile_cel
-from tailrace.watch.lower import NotCompilableError, compile_value
+from tailrace.watch.evaluator import EvaluationError, NotCompilableError, compile_value
 from tailrace.watch.predicate import Predicate, PredicatePart
-from tailrace.watch.values import EvaluationError
 
 CASES = Path(__file__).parent.parent / "conformance" / "cel" / "cases.jsonl"
 SUITES = ("basic", "comparisons", "conversions", "fields", "fp_math", "integer_math", "lists", "logic")

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tailrace.watch.cel import compile_cel
-from tailrace.watch.lower import NotCompilableError, compile_value
+from tailrace.watch.evaluator import EvaluationError, NotCompilableError, compile_value
 from tailrace.watch.predicate import Predicate, PredicatePart
-from tailrace.watch.values import EvaluationError
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "cel"
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from support.watch_changes import change_of
 from tailrace.common.errors import TailraceError
+from tailrace.watch.access_rules import AccessRule
 from tailrace.watch.cel import compile_cel
 from tailrace.watch.evaluation_cost import CostExceededError, StepBudget
 from tailrace.watch.matcher import Interest, Matcher
 from tailrace.watch.predicate import Predicate, PredicatePart
-from tailrace.watch.rules import AccessRule
 
 # The budget is meant to be used up in about 5 ms. Machines differ, and so do patterns to search for.
 CPU_S_MAX = 0.1

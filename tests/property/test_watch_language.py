@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 from support.watch_changes import change_of
 from support.watch_language import NAMES, TEXTS, Maker, quoted
 from tailrace.common.errors import TailraceError
+from tailrace.watch.access_rules import AccessRule
 from tailrace.watch.cel import cel_environments, compile_cel
-from tailrace.watch.change import Change
+from tailrace.watch.document import Change
 from tailrace.watch.evaluation_cost import CostExceededError
-from tailrace.watch.index import PredicateIndex, ProbeResult
+from tailrace.watch.evaluator import EvaluationError, compile_value
 from tailrace.watch.interval_index import IntervalIndex
-from tailrace.watch.lower import compile_value
 from tailrace.watch.matcher import BATCH_MIN, Interest, Matcher, MatchResult
 from tailrace.watch.predicate import EITHER, Predicate, PredicatePart
+from tailrace.watch.predicate_index import PredicateIndex, ProbeResult
 from tailrace.watch.query import read_query
-from tailrace.watch.rules import AccessRule
-from tailrace.watch.values import EvaluationError
 
 OPERATORS = ("==", "!=", "<", "<=", ">", ">=")
 

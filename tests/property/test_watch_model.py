@@ -18,10 +18,8 @@ import pytest
 from support.watch_room import DATABASE, Heard, PacedWire, Room
 from tailrace.auth import Identity
 from tailrace.watch.cel import CelProgram, compile_cel
-from tailrace.watch.realtime.messages import MessageRefusedError
-from tailrace.watch.realtime.resume import resume
 from tailrace.watch.realtime.session import RealtimeSession
-from tailrace.watch.realtime.subscribing import acknowledge, subscribe
+from tailrace.watch.realtime.subscription import MessageRefusedError, acknowledge, resume, subscribe
 
 WHERES = ("true", "doc.n > 5", "doc.n <= 5 && doc.tag == 'b'", "has(doc.extra)", "doc.tag != 'a'")
 RULES = (None, "doc.org == request.auth.claims.org", "doc.n < 9")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
 from tailrace.watch import names
-from tailrace.watch.realtime.messages import MessageRefusedError, read_positions
+from tailrace.watch.realtime.subscription import MessageRefusedError, read_positions
 
 SEGMENTS = st.sampled_from(
     [

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from support.watch_language import NAMES, Maker
 from tailrace.common.errors import TailraceError
+from tailrace.watch.access_rules import NO_AUTH, AccessRule, RuleAuth
 from tailrace.watch.cel import compile_cel
 from tailrace.watch.predicate import Predicate, PredicatePart
-from tailrace.watch.rules import NO_AUTH, AccessRule, RuleAuth
 
 PATHS = (
     "request.auth.userId",
@@ -73,7 +73,7 @@ def test_w47_a_rule_worked_in_is_the_rule(seed: int) -> None:
             expected = allowed and query.program.holds(doc=document)
             assert whole.matches(document) is expected, (source, where, auth, document)
             if expected and whole.branches:
-                from tailrace.watch.index import PredicateIndex, ProbeResult
+                from tailrace.watch.predicate_index import PredicateIndex, ProbeResult
 
                 index: PredicateIndex[Predicate] = PredicateIndex(1)
                 found: ProbeResult[Predicate] = ProbeResult()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from tailrace.watch.change import Change, ChangeEntry, ChangeImages, ChangeOp, PreviousVersion
+from tailrace.watch.document import Change, ChangeEntry, ChangeImages, ChangeOp, PreviousVersion
 
 
 def change_of(seq: int, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Change:

@@ -18,8 +18,8 @@ from tailrace.pipeline.watch.compiled import Compiled, SubscriptionSet, told_of
 from tailrace.pipeline.watch.place import Place
 from tailrace.pipeline.watch.subscriptions import fold
 from tailrace.protocol import offsets
-from tailrace.watch.change import Change, decode_change
-from tailrace.watch.deliveries import DeliveredChange, DeliveredMatch, DeliveryBatch, decode_delivery
+from tailrace.watch.document import Change, decode_change
+from tailrace.watch.external_matching import DeliveredChange, DeliveredMatch, DeliveryBatch, decode_delivery
 
 BASE = "/v1/databases/default"
 LAST = "zz-last"

@@ -16,20 +16,16 @@ from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
-from tailrace.watch.access import AccessRules
-from tailrace.watch.befores import BeforeImageLimits
-from tailrace.watch.book import CollectionRegistry
-from tailrace.watch.change import Change
-from tailrace.watch.collection import Collection
-from tailrace.watch.collections import CollectionRoutes
-from tailrace.watch.documents import DocumentWriter
+from tailrace.watch.access_rules import AccessRules
+from tailrace.watch.collection import BeforeImageLimits, Collection, CounterRegistry
+from tailrace.watch.collection_registry import CollectionRegistry, reset_after_view_loss
+from tailrace.watch.collection_routes import CollectionRoutes
+from tailrace.watch.document import Change
+from tailrace.watch.document_writer import DocumentWrite, DocumentWriter, WriteResult
 from tailrace.watch.names import PartitionPatterns, split_document_path
 from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.realtime.session import RealtimeSession
-from tailrace.watch.removal import reset_after_view_loss
-from tailrace.watch.tally import CounterRegistry
-from tailrace.watch.writes import DocumentWrite, WriteResult
 
 DATABASE = "default"
 PATIENCE_S = 30.0

@@ -9,18 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
+from tailrace.watch.access_rules import AccessRule
 from tailrace.watch.document import RESERVED_FIELDS
-from tailrace.watch.rules import AccessRule
-from tailrace.watch.rxdb.checkpoint import Checkpoint, PullCursor, encode_checkpoint, read_checkpoint
-from tailrace.watch.rxdb.push import (
+from tailrace.watch.resume_tokens import KeyRing, TokenSigner
+from tailrace.watch.rxdb.protocol import (
+    Checkpoint,
+    PullCursor,
     PushRow,
     PushVerdict,
     check_deleted_field,
     decide_push,
+    encode_checkpoint,
     json_equal,
+    read_checkpoint,
     read_push_rows,
 )
-from tailrace.watch.tokens import KeyRing, TokenSigner
 
 OLD, NEW, OTHER = {"n": 1}, {"n": 2}, {"n": 3}
 SIGNER = TokenSigner(KeyRing.first(0), 1000, lambda: 0)

@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 
 from support.watch_room import DATABASE, PacedWire, Room
-from tailrace.watch.change import decode_change
 from tailrace.watch.collection import Collection
+from tailrace.watch.document import decode_change
 from tailrace.watch.names import partition_for_key
 from tailrace.watch.realtime.session import RealtimeSession
-from tailrace.watch.realtime.subscribing import subscribe
+from tailrace.watch.realtime.subscription import subscribe
 from tailrace.watch.sources.config import read_source_config
-from tailrace.watch.sources.model import SourceChange
-from tailrace.watch.sources.source_ingest import SourceIngest, SupersededError
-from tailrace.watch.sources.source_progress import CollectionProgress
-from tailrace.watch.sources.source_states import SourceLifecycle
+from tailrace.watch.sources.ingest import SourceIngest, SourceLifecycle, SupersededError
+from tailrace.watch.sources.model import CollectionProgress, SourceChange
 
 CONFIG = read_source_config(
     DATABASE,

@@ -16,14 +16,17 @@ from tailrace.common.errors import TailraceError
 from tailrace.watch.sources.config import read_source_config
 from tailrace.watch.sources.model import SourceChange, SourceError
 from tailrace.watch.sources.mongo import MongoConnection, import_driver
-from tailrace.watch.sources.mongodecode import (
+from tailrace.watch.sources.mongo_decoder import (
     MongoDecoder,
+    decode_bson,
     decode_resume_token,
+    document_key,
+    document_row,
     encode_resume_token,
+    format_instant_ms,
     is_event_token,
     token_lsn,
 )
-from tailrace.watch.sources.mongotypes import decode_bson, document_key, document_row, format_instant_ms
 
 HEX = "65a1b2c3d4e5f60718293a4b"
 TIME = Timestamp(0x65A1B2C3, 7)

@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.watch.sources import pgoutput
+from tailrace.watch.sources import postgres_decoder
 from tailrace.watch.sources.config import SourceConfig, read_source_config
 from tailrace.watch.sources.model import GapError, SourceError, SourcePosition, read_position_token
-from tailrace.watch.sources.pgdecode import PostgresDecoder, TableTarget, document_key, format_instant_us
-from tailrace.watch.sources.pgtypes import TypeConverters, dump_row
 from tailrace.watch.sources.postgres import PostgresConnection, import_driver
+from tailrace.watch.sources.postgres_decoder import (
+    PostgresDecoder,
+    TableTarget,
+    TypeConverters,
+    document_key,
+    dump_row,
+    format_instant_us,
+)
 
 INT4, TEXT, INT4S, JSONB, MOOD = 23, 25, 1007, 3802, 90001
 TYPES = TypeConverters({INT4S: INT4, 1009: TEXT}, {MOOD: INT4})
@@ -25,12 +31,12 @@ def text(value: str) -> bytes:
     return value.encode() + b"\0"
 
 
-def row(*values: str | pgoutput.UnchangedValue | None) -> bytes:
+def row(*values: str | postgres_decoder.UnchangedValue | None) -> bytes:
     found = struct.pack(">H", len(values))
     for value in values:
         if value is None:
             found += b"n"
-        elif isinstance(value, pgoutput.UnchangedValue):
+        elif isinstance(value, postgres_decoder.UnchangedValue):
             found += b"u"
         else:
             raw = value.encode()
@@ -106,8 +112,8 @@ def test_a_value_that_did_not_change_is_taken_from_the_old_row_or_left_to_the_vi
     )
     whole = fed(
         reader,
-        change("U", 1, b"O", row("1", "long", "{1}"), b"N", row("1", pgoutput.UNCHANGED, "{2}")),
-        change("U", 1, b"N", row("1", pgoutput.UNCHANGED, "{3}")),
+        change("U", 1, b"O", row("1", "long", "{1}"), b"N", row("1", postgres_decoder.UNCHANGED, "{2}")),
+        change("U", 1, b"N", row("1", postgres_decoder.UNCHANGED, "{3}")),
     )
     assert json.loads(whole[0].data) == {"id": 1, "note": "long", "tags": [2]}
     assert whole[0].unchanged == ()
@@ -119,7 +125,7 @@ def test_a_key_that_changes_is_a_delete_and_an_insert() -> None:
     reader = decoder()
     fed(reader, begin(1), ORDERS)
     gone, put = fed(
-        reader, change("U", 1, b"K", row("1", None, None), b"N", row("2", pgoutput.UNCHANGED, None))
+        reader, change("U", 1, b"K", row("1", None, None), b"N", row("2", postgres_decoder.UNCHANGED, None))
     )
     assert (gone.op, gone.key, gone.ordinal) == ("delete", "1", 0)
     assert (put.op, put.key, put.ordinal, put.was, put.unchanged) == ("put", "2", 0, "1", ("note",))
@@ -155,7 +161,7 @@ def test_a_log_without_the_key_is_a_gap() -> None:
 def test_damage_is_not_read_as_something_else() -> None:
     for raw in (b"", b"X", b"I\0\0\0\1K\0\0", b"I\0\0\0\1N\0\1t\0\0\0\5abc", b"I\0\0\0\1N\0\1z"):
         with pytest.raises(ValueError, match="pgoutput"):
-            pgoutput.decode_message(raw)
+            postgres_decoder.decode_message(raw)
 
 
 def test_keys() -> None:

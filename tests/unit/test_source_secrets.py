@@ -8,8 +8,7 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings, split_list
-from tailrace.watch.sources.config import SecretRef
-from tailrace.watch.sources.secrets import SecretPolicy
+from tailrace.watch.sources.config import SecretPolicy, SecretRef
 
 
 def rules(settings: Settings) -> SecretPolicy:

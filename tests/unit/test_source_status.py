@@ -9,7 +9,7 @@ import pytest
 from tailrace.cli import source
 from tailrace.cli.session import Session
 from tailrace.common.clock import SystemClock
-from tailrace.watch.sources.source_status import SourceStatus
+from tailrace.watch.sources.model import SourceStatus
 
 UNKNOWN = ("lagBytes", "lagChanges", "lagSeconds", "loaded", "retainedBytes", "walStatus", "lastChangeAt")
 

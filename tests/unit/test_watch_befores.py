@@ -11,8 +11,8 @@ from msgspec import Raw
 
 from support.watch_room import DATABASE, Room
 from tailrace.log.log import append_to_streams
-from tailrace.watch.befores import ENTRY_BYTES, BeforeImageCache, BeforeImageLimits
-from tailrace.watch.change import (
+from tailrace.watch.collection import ENTRY_BYTES, BeforeImageCache, BeforeImageLimits
+from tailrace.watch.document import (
     RAW_NULL,
     BeforeUnknownError,
     ChangeEntry,
@@ -21,8 +21,7 @@ from tailrace.watch.change import (
     decode_change,
     encode_change,
 )
-from tailrace.watch.realtime.resume import resume
-from tailrace.watch.realtime.subscribing import subscribe
+from tailrace.watch.realtime.subscription import resume, subscribe
 
 
 def filled(bounds: BeforeImageLimits) -> BeforeImageCache:

@@ -7,7 +7,13 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.watch.bloom import FALSE_POSITIVE_MAX, SAMPLE_INTERVAL, SAMPLES_MIN, BloomFilter, bloom_key
+from tailrace.watch.external_matching import (
+    FALSE_POSITIVE_MAX,
+    SAMPLE_INTERVAL,
+    SAMPLES_MIN,
+    BloomFilter,
+    bloom_key,
+)
 
 
 @given(st.sets(st.binary(max_size=12), max_size=200), st.sets(st.binary(max_size=12), max_size=50))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.watch.deliveries import (
+from tailrace.watch.external_matching import (
     DeliveredChange,
     DeliveredMatch,
     DeliveryBatch,

@@ -11,13 +11,12 @@ import pytest
 from support.watch_room import DATABASE, Room
 from tailrace.common.metrics import LabeledValues
 from tailrace.watch import metrics
-from tailrace.watch.change import Change
-from tailrace.watch.collection import Collection
+from tailrace.watch.collection import OTHER_LABELS, STAGES, Collection, MetricLabels
+from tailrace.watch.document import Change
 from tailrace.watch.maintenance import Maintenance
 from tailrace.watch.realtime.session import RealtimeSession
-from tailrace.watch.realtime.subscribing import subscribe
-from tailrace.watch.sources.source_status import SourceStatus
-from tailrace.watch.tally import OTHER_LABELS, STAGES, MetricLabels
+from tailrace.watch.realtime.subscription import subscribe
+from tailrace.watch.sources.model import SourceStatus
 
 
 def connected(directory: Path, *, partitions: bool = False, **limits: int) -> Room:

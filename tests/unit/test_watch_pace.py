@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from support.watch_room import PacedWire, Room
-from tailrace.watch.realtime.resume import resume
 from tailrace.watch.realtime.session import RealtimeSession
-from tailrace.watch.realtime.subscribing import subscribe
+from tailrace.watch.realtime.subscription import resume, subscribe
 
 STREAMS = ("__changes__/default/c/0", "__changes__/default/c/1")
 

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.watch import view_files
-from tailrace.watch.cel import compile_cel
-from tailrace.watch.index import PredicateIndex, ProbeResult
+from tailrace.watch import document_view
+from tailrace.watch.cel import compile_cel, expression_shape
+from tailrace.watch.document_view import DocumentRow, DocumentView, PurgedTombstones, open_snapshot
 from tailrace.watch.names import PartitionPatterns, partition_for_key
 from tailrace.watch.predicate import EITHER, UNDECIDED, Predicate, PredicatePart, extract_conditions
+from tailrace.watch.predicate_index import DocumentSample, PredicateIndex, ProbeResult
 from tailrace.watch.query import read_query
 from tailrace.watch.realtime.objectives import BUCKET_S, MINUTES, BurnWindow
-from tailrace.watch.sample import DocumentSample
-from tailrace.watch.syntax import expression_shape
-from tailrace.watch.view import DocumentRow, DocumentView, PurgedTombstones, open_snapshot
 
 
 def predicate(*filters: tuple[str, str, Any]) -> Predicate:
@@ -148,13 +146,13 @@ def test_w8_a_published_view_is_the_view(tmp_path: Path) -> None:
         view.note_purged(number, 1, PurgedTombstones(9, 44))
         view.note_purged(number, 1, PurgedTombstones(4, 50))
     with open_snapshot(tmp_path / "view.db") as moment:
-        parts = [view_files.encode_part(part) for part in view_files.view_parts(moment, number)]
+        parts = [document_view.encode_part(part) for part in document_view.view_parts(moment, number)]
         assert moment.positions(number, 3) == [1198, 1199, 1200]
         assert moment.purged(number, 3)[1] == (9, 50)
-    back = [row for part in parts for row in view_files.decode_part(part)]
+    back = [row for part in parts for row in document_view.decode_part(part)]
     assert back == rows
-    with pytest.raises(view_files.InvalidViewError):
-        view_files.decode_part(parts[0][:100])
-    with pytest.raises(view_files.InvalidViewError):
-        view_files.decode_head(b"{}")
+    with pytest.raises(document_view.InvalidViewError):
+        document_view.decode_part(parts[0][:100])
+    with pytest.raises(document_view.InvalidViewError):
+        document_view.decode_head(b"{}")
     view.close()

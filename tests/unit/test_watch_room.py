@@ -12,11 +12,10 @@ import pytest
 from support.watch_room import DATABASE, PacedWire, Room
 from tailrace.auth import ANONYMOUS
 from tailrace.log.records import Trim
-from tailrace.watch.change import decode_change
-from tailrace.watch.realtime.resume import resume
+from tailrace.watch.document import decode_change
+from tailrace.watch.external_jobs import SubscriptionSummaries
 from tailrace.watch.realtime.session import RealtimeSession
-from tailrace.watch.realtime.subscribing import subscribe
-from tailrace.watch.summaries import SubscriptionSummaries
+from tailrace.watch.realtime.subscription import resume, subscribe
 
 
 def ask(room: Room, session: RealtimeSession, name: str, **given: Any) -> None:

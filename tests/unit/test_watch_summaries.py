@@ -11,16 +11,16 @@ import pytest
 from tailrace.pipeline.watch.compiled import Compiled, OtherMatcherError, SubscriptionSet, decode_set
 from tailrace.pipeline.watch.mask import Masker
 from tailrace.pipeline.watch.subscriptions import fold
-from tailrace.watch.change import RAW_NULL, ChangeEntry, ChangeImages, TransactionRef
-from tailrace.watch.predicate import PredicatePart, canonical_predicate
-from tailrace.watch.query import read_query
-from tailrace.watch.rules import AccessRule
-from tailrace.watch.summary import (
+from tailrace.watch.access_rules import AccessRule
+from tailrace.watch.document import RAW_NULL, ChangeEntry, ChangeImages, TransactionRef
+from tailrace.watch.external_matching import (
     SubscriptionSummary,
     build_predicate,
     encode_predicate_part,
     interest_from_summary,
 )
+from tailrace.watch.predicate import PredicatePart, canonical_predicate
+from tailrace.watch.query import read_query
 
 DOCUMENTS: list[dict[str, Any]] = [
     {"id": "a", "n": 7, "name": "x", "tags": ["red"], "email": "ada@example.com", "org": {"id": 1}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.watch.tokens import (
+from tailrace.watch.resume_tokens import (
     KEYS_MAX,
     KeyRing,
     ResumePosition,

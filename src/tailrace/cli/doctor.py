@@ -286,7 +286,7 @@ def _sources(settings: Settings) -> Finding:
 
     from tailrace.log.journal import JournalCorruptError
     from tailrace.log.records import UNREADABLE_ERRORS
-    from tailrace.watch.sources.source_progress import read_source_progress
+    from tailrace.watch.sources.model import read_source_progress
 
     if not (settings.data_dir / "journal").is_dir():
         return Finding("sources", "ok", "none")

@@ -171,7 +171,7 @@ def token(
     text: Annotated[str, Parameter(help="A resume token of a live query.")], /, *, json: AsJson = False
 ) -> None:
     """Print what a resume token says: collection, generation and position. No signature is checked."""
-    from tailrace.watch.tokens import describe_token
+    from tailrace.watch.resume_tokens import describe_token
 
     found = describe_token(text)
     if found is None:

@@ -20,8 +20,8 @@ from tailrace.log.log import append_to_streams
 from tailrace.log.model import Lifetime
 from tailrace.log.system_streams import AUDIT_STREAM
 from tailrace.log.transaction import Transaction
+from tailrace.watch.cel import expression_shape
 from tailrace.watch.collection import Collection
-from tailrace.watch.syntax import expression_shape
 
 if TYPE_CHECKING:
     from tailrace.watch.realtime.session import RealtimeSession

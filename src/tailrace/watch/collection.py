@@ -1,18 +1,152 @@
-"""A collection: what is set about it, and how far its changes have been looked at."""
+"""A collection: configuration, state, counters and cached before-images.
+
+What is counted for each collection, under labels of which there are never too many.
+
+The first so many collections have their own; what happens in all others is counted together. Whoever is
+counted with the others stays there, so that no counter ever goes down.
+
+What documents were before their latest changes, for a collection whose log does not keep that.
+
+A collection: what is set about it, and how far its changes have been looked at.
+
+Changes that leave out what their documents were before: the view still has it when they are looked at.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import orjson
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.metrics import Histogram
+from tailrace.common.server_metrics import MATCH_BUCKETS_S
 from tailrace.common.timestamps import format_rfc3339, parse_duration_s
 from tailrace.watch import names
-from tailrace.watch.befores import BeforeImageCache
-from tailrace.watch.tally import CollectionCounters
+from tailrace.watch.document import Change
+from tailrace.watch.document_view import DocumentRow, DocumentView
+
+MetricLabels = tuple[str, str]  # database and collection
+
+OTHER_LABELS: Final[MetricLabels] = ("*", "*")  # no name has a star
+# Where something that came twice was noticed, and left out.
+STAGES: Final = ("source", "write", "push", "snapshot")
+
+
+class CollectionCounters:
+    """The counters behind one pair of labels."""
+
+    __slots__ = ("bloom_rebuilds", "changes", "dropped", "labels", "latency", "matched")
+
+    def __init__(self, labels: MetricLabels) -> None:
+        self.labels = labels
+        self.changes: Counter[tuple[str, int]] = Counter()  # by op and partition
+        self.dropped: dict[str, int] = dict.fromkeys(STAGES, 0)
+        # Candidates, hits and library evaluations of what is watched no more.
+        self.matched = (0, 0, 0)
+        self.latency = Histogram(MATCH_BUCKETS_S)
+        self.bloom_rebuilds = 0
+
+    def add_matched(self, counts: tuple[int, int, int]) -> None:
+        candidates, hits, fallbacks = self.matched
+        self.matched = (candidates + counts[0], hits + counts[1], fallbacks + counts[2])
+
+
+class CounterRegistry:
+    """Owned by the loop thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.others = CollectionCounters(OTHER_LABELS)
+        self._own: dict[MetricLabels, CollectionCounters] = {}
+
+    def of(self, collection: Collection | None) -> CollectionCounters:
+        """Where a collection is counted; one that does not exist is one of the others."""
+        if collection is None:
+            return self.others
+        if collection.tally is None:
+            collection.tally = self._given((collection.database, collection.name))
+        return collection.tally
+
+    def _given(self, labels: MetricLabels) -> CollectionCounters:
+        if labels not in self._own and len(self._own) >= self._most:
+            return self.others
+        return self._own.setdefault(labels, CollectionCounters(labels))
+
+    def forget(self, collection: Collection) -> None:
+        """It is gone, and so are its numbers; those of the others stay."""
+        if collection.tally is not None and collection.tally is not self.others:
+            self._own.pop(collection.tally.labels, None)
+
+    def all(self) -> list[CollectionCounters]:
+        return [*self._own.values(), self.others]
+
+
+ENTRY_BYTES: Final = 250  # of one that is remembered, beside its content
+
+
+class BeforeImageLimits(NamedTuple):
+    """How much is remembered; whichever is reached first."""
+
+    changes_max: int
+    bytes_max: int
+    age_ms_max: int
+
+
+class _CachedImage(NamedTuple):
+    partition: int
+    seq: int
+    at_ms: int
+
+
+class BeforeImageCache:
+    """Oldest first; what goes is told by how far back each partition still reaches."""
+
+    __slots__ = ("_bounds", "_bytes", "_data", "_order", "forgotten")
+
+    def __init__(self, bounds: BeforeImageLimits, forgotten: Sequence[int]) -> None:
+        self._bounds = bounds
+        self._data: dict[tuple[int, int], bytes] = {}
+        self._order: deque[_CachedImage] = deque()
+        self._bytes = 0
+        # The last change of each partition, the ones before it included, that cannot be told any more.
+        self.forgotten = list(forgotten)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._bytes
+
+    def add(self, partition: int, seq: int, at_ms: int, data: bytes) -> None:
+        self._data[partition, seq] = data
+        self._order.append(_CachedImage(partition, seq, at_ms))
+        self._bytes += len(data) + ENTRY_BYTES
+        self._shrink(at_ms)
+
+    def find(self, partition: int, seq: int) -> bytes | None:
+        return self._data.get((partition, seq))
+
+    def reaches(self, positions: Sequence[int]) -> bool:
+        """Whether whoever has everything up to these positions can be told what followed."""
+        return not any(map(int.__lt__, positions, self.forgotten))
+
+    def _shrink(self, now_ms: int) -> None:
+        bounds, order = self._bounds, self._order
+        while order and (
+            len(order) > bounds.changes_max
+            or self._bytes > bounds.bytes_max
+            or now_ms - order[0].at_ms > bounds.age_ms_max
+        ):
+            partition, seq, _ = order.popleft()
+            self._bytes -= len(self._data.pop((partition, seq))) + ENTRY_BYTES
+            self.forgotten[partition] = max(self.forgotten[partition], seq)
+
 
 # loading: nobody is told anything before it is live. stale: what there is may be wrong.
 CollectionState = Literal["live", "loading", "lagging", "stale"]
@@ -170,3 +304,45 @@ def encode_database_entry(now_ns: int) -> bytes:
 def encode_control_entry(control: str, generation: int, **more: Any) -> bytes:
     """An entry of a change stream that is no change; readers that do not know it pass over it."""
     return orjson.dumps({"v": 1, "kind": "control", "control": control, "generation": generation, **more})
+
+
+def complete_before_images(
+    view: DocumentView,
+    collection: Collection,
+    changes: Sequence[Change],
+    rows: Iterable[DocumentRow],
+    bounds: BeforeImageLimits,
+) -> bool:
+    """Whether all of them, in the order of the log, say now what was there before.
+
+    `rows` are what was looked at already and is not in the view yet.
+    """
+    wanted = {change.entry.documentKey for change in changes if change.is_half}
+    known = {row.id: (row.version, row.data) for row in rows if row.id in wanted}
+    stored = view.find_many(collection.number, [one for one in wanted if one not in known])
+    known |= {row.id: (row.version, row.data) for row in stored.values()}
+    if collection.befores is None:
+        collection.befores = BeforeImageCache(bounds, [0] * collection.config.partitions)
+    whole = True
+    for change in changes:
+        entry = change.entry
+        if entry.documentKey not in wanted:
+            continue
+        if change.is_half:
+            version, data = known.get(entry.documentKey, (0, b""))
+            if entry.prev is not None and entry.prev.version == version:
+                change.complete(data)
+                collection.befores.add(change.partition, change.seq, change.updated_ms, data)
+            else:
+                whole = False
+        if entry.op != "delete":
+            known[entry.documentKey] = (entry.version, bytes(entry.after))
+    return whole
+
+
+def complete_from_cache(collection: Collection, change: Change) -> None:
+    """As `complete`, for a change that is read again: as long as it is remembered."""
+    if change.is_half and collection.befores is not None:
+        data = collection.befores.find(change.partition, change.seq)
+        if data is not None:
+            change.complete(data)

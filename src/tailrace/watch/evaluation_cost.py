@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Final, NamedTuple, cast
 
-from tailrace.watch.syntax import (
+from tailrace.watch.cel import (
     DOC,
     REQUEST,
     Call,

@@ -14,10 +14,10 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.model import Lifetime
 from tailrace.storage.object_store.interface import ObjectStoreError
 from tailrace.storage.retention_service import RetentionBound
-from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import Collection
+from tailrace.watch.collection_registry import CollectionRegistry
 from tailrace.watch.published_views import PublishedViews
-from tailrace.watch.token_keys import TokenKeys
+from tailrace.watch.resume_tokens import TokenKeys
 
 if TYPE_CHECKING:
     from tailrace.storage.sealing import SealingService

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from tailrace.common.server_metrics import ServerMetrics
-from tailrace.watch.collection import NATIVE, Collection
+from tailrace.watch.collection import NATIVE, Collection, MetricLabels
 from tailrace.watch.maintenance import Maintenance
 from tailrace.watch.realtime.gateway import Gateway
-from tailrace.watch.sources.source_ingest import CHANGE_OPS
-from tailrace.watch.tally import MetricLabels
+from tailrace.watch.sources.ingest import CHANGE_OPS
 
 STATES: Final = ("live", "loading", "lagging", "stale")
 

@@ -16,19 +16,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
-from tailrace.watch.cel import CelProgram
-from tailrace.watch.evaluation_cost import METER, CostExceededError, LibraryCostBound
-from tailrace.watch.lower import (
-    MISSING,
-    NotCompilableError,
-    TruthFunction,
-    compile_conjunction,
-    compile_truth,
-    field_getter,
-    is_metered,
-)
-from tailrace.watch.syntax import (
+from tailrace.watch.cel import (
     Call,
+    CelProgram,
     Const,
     Node,
     Select,
@@ -36,6 +26,16 @@ from tailrace.watch.syntax import (
     canonical_text,
     field_path,
     flatten_operands,
+)
+from tailrace.watch.evaluation_cost import METER, CostExceededError, LibraryCostBound
+from tailrace.watch.evaluator import (
+    MISSING,
+    NotCompilableError,
+    TruthFunction,
+    compile_conjunction,
+    compile_truth,
+    field_getter,
+    is_metered,
 )
 
 # Moves when the meaning of expressions does; part of every hash of a query.

@@ -20,11 +20,10 @@ from tailrace.storage.object_store.interface import (
     ObjectStoreError,
     open_object_store,
 )
-from tailrace.watch import view_files
-from tailrace.watch.book import CollectionRegistry
+from tailrace.watch import document_view
 from tailrace.watch.collection import Collection
-from tailrace.watch.view import PurgedTombstones, open_snapshot
-from tailrace.watch.view_files import InvalidViewError, PublishedViewHead
+from tailrace.watch.collection_registry import CollectionRegistry
+from tailrace.watch.document_view import InvalidViewError, PublishedViewHead, PurgedTombstones, open_snapshot
 
 logger = logging.getLogger("tailrace.watch")
 
@@ -54,7 +53,7 @@ class PublishedViews:
         return self._objects
 
     def _folder(self, collection: Collection) -> str:
-        return view_files.view_folder(collection.database, collection.name, collection.config.generation)
+        return document_view.view_folder(collection.database, collection.name, collection.config.generation)
 
     # -- publishing ------------------------------------------------------------------------------------
 
@@ -79,7 +78,9 @@ class PublishedViews:
                 await self._drop(folder, head.parts)
                 return False
             await store.replace(
-                view_files.head_key(folder), view_files.encode_head(head), None if found is None else found[1]
+                document_view.head_key(folder),
+                document_view.encode_head(head),
+                None if found is None else found[1],
             )
         except ObjectConflictError:
             await self._drop(folder, head.parts)
@@ -114,9 +115,9 @@ class PublishedViews:
             rows = 0
             try:
                 with open_snapshot(path) as moment:
-                    for part in view_files.view_parts(moment, view_number):
+                    for part in document_view.view_parts(moment, view_number):
                         rows += len(part)
-                        hand_over(view_files.encode_part(part))
+                        hand_over(document_view.encode_part(part))
                     return (
                         moment.positions(view_number, partitions),
                         moment.purged(view_number, partitions),
@@ -129,7 +130,7 @@ class PublishedViews:
         parts: list[str] = []
         try:
             while (part := await packed.get()) is not None:
-                name = view_files.part_name(number, len(parts))
+                name = document_view.part_name(number, len(parts))
                 parts.append(name)
                 await self._create(store, folder + name, part)
         except BaseException:
@@ -185,15 +186,15 @@ class PublishedViews:
         try:
             found = await self._head(collection)
             if found is not None:
-                await self._store().delete([view_files.head_key(folder)])
+                await self._store().delete([document_view.head_key(folder)])
                 await self._drop(folder, found[0].parts)
         except ObjectStoreError as error:
             logger.warning("the view of %s is left on the object store: %s", collection.name, error)
 
     async def _head(self, collection: Collection) -> tuple[PublishedViewHead, str] | None:
         try:
-            raw, etag = await self._store().get(view_files.head_key(self._folder(collection)))
-            return view_files.decode_head(raw), etag
+            raw, etag = await self._store().get(document_view.head_key(self._folder(collection)))
+            return document_view.decode_head(raw), etag
         except ObjectMissingError:
             return None
         except InvalidViewError as error:
@@ -213,7 +214,7 @@ class PublishedViews:
             view, number = self._book.view, collection.number
             for name in head.parts:
                 raw, _ = await self._store().get(self._folder(collection) + name)
-                rows = await self._context.loop.run_in_executor(None, view_files.decode_part, raw)
+                rows = await self._context.loop.run_in_executor(None, document_view.decode_part, raw)
                 with view.writing():
                     view.apply(number, rows, (), {})
             with view.writing():

@@ -7,10 +7,19 @@ from typing import Any, Final, NamedTuple, cast
 
 from tailrace.common.errors import TailraceError
 from tailrace.watch import names
-from tailrace.watch.cel import ITEMS_MAX, STRING_BYTES_MAX, compile_cel, invalid_query, query_too_complex
+from tailrace.watch.cel import (
+    ITEMS_MAX,
+    STRING_BYTES_MAX,
+    Call,
+    Const,
+    Node,
+    compile_cel,
+    invalid_query,
+    path_node,
+    query_too_complex,
+)
 from tailrace.watch.document import INT_MAX, INT_MIN
 from tailrace.watch.predicate import FieldPath, PredicatePart
-from tailrace.watch.syntax import Call, Const, Node, path_node
 
 FILTERS_MAX: Final = 32
 DOCUMENTS_MAX: Final = 100

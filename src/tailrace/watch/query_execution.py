@@ -13,14 +13,14 @@ import orjson
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.watch import document
-from tailrace.watch.access import AccessRules
-from tailrace.watch.book import CollectionRegistry
-from tailrace.watch.change import client_document
+from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import Collection
+from tailrace.watch.collection_registry import CollectionRegistry
+from tailrace.watch.document import client_document
+from tailrace.watch.document_view import DocumentRow, ViewSnapshot
 from tailrace.watch.evaluation_cost import CostExceededError
 from tailrace.watch.predicate import Predicate
 from tailrace.watch.query import Query, read_query, sort_key, sort_values
-from tailrace.watch.view import DocumentRow, ViewSnapshot
 
 SCAN_ROWS: Final = 200
 SLICE_S: Final = 0.005

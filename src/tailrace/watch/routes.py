@@ -15,15 +15,11 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import header_line, if_none_match
 from tailrace.watch import document, names
-from tailrace.watch.change import client_document
-from tailrace.watch.collections import CollectionRoutes
-from tailrace.watch.document import Document
-from tailrace.watch.documents import DocumentWriter
-from tailrace.watch.listing import DatabaseListingRoutes
+from tailrace.watch.collection_routes import CollectionRoutes, DatabaseListingRoutes, StatusRoute
+from tailrace.watch.document import Document, client_document
+from tailrace.watch.document_writer import DocumentWrite, DocumentWriter, WriteResult
 from tailrace.watch.query_execution import QueryExecutor
 from tailrace.watch.realtime.gateway import Gateway
-from tailrace.watch.status import StatusRoute
-from tailrace.watch.writes import DocumentWrite, WriteResult
 
 DATABASES_PATH: Final = b"/v1/databases"
 DATABASES_PREFIX: Final = DATABASES_PATH + b"/"

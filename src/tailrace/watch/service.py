@@ -1,4 +1,9 @@
-"""The parts of watch put together: the book of collections, who writes, who asks, who is told."""
+"""Wiring of the watch subsystem: documents, live queries, replication and sources of one server.
+
+Replication as the rest of the server sees it: its paths, its numbers, and what it has to be told.
+
+The parts of watch put together: the book of collections, who writes, who asks, who is told.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,68 @@ from typing import Final
 
 from tailrace.api.context import Context
 from tailrace.auth import Identity, TokenVerifier
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.exchange import Exchange
 from tailrace.watch import metrics
-from tailrace.watch.access import AccessRules
-from tailrace.watch.befores import BeforeImageLimits
-from tailrace.watch.book import CollectionRegistry
-from tailrace.watch.change import Change
-from tailrace.watch.collection import Collection
-from tailrace.watch.documents import DocumentWriter
-from tailrace.watch.jobs import JobRoutes
+from tailrace.watch.access_rules import AccessRules
+from tailrace.watch.collection import BeforeImageLimits, Collection, CounterRegistry
+from tailrace.watch.collection_registry import CollectionRegistry, reset_after_view_loss
+from tailrace.watch.document import Change
+from tailrace.watch.document_writer import DocumentWriter
+from tailrace.watch.external_jobs import JobRoutes, SubscriptionSummaries
 from tailrace.watch.maintenance import Maintenance
 from tailrace.watch.names import PartitionPatterns
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.realtime.routes import SSE_PATH, WS_PATH, RealtimeRoutes
-from tailrace.watch.removal import reset_after_view_loss
 from tailrace.watch.routes import DATABASES_PATH, DATABASES_PREFIX, DatabaseRoutes
-from tailrace.watch.rxdb_service import ReplicationService
+from tailrace.watch.rxdb.http_routes import REPLICATION_PREFIX, ReplicationRoutes
+from tailrace.watch.rxdb.replication import Replication
+from tailrace.watch.rxdb.websocket import REPLICATION_WS_PATH, RealtimeStreams, ReplicationSocketRoute
 from tailrace.watch.sources.manager import SourceManager
 from tailrace.watch.sources.routes import SourceRoutes
-from tailrace.watch.summaries import SubscriptionSummaries
-from tailrace.watch.tally import CounterRegistry
+
+
+class ReplicationService:
+    def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
+        self._replication = Replication(context, gateway, writer)
+        self._routes = ReplicationRoutes(self._replication)
+        self._socket = ReplicationSocketRoute(self._replication)
+        gateway.on_stream = RealtimeStreams(self._replication).start
+        self._connect(context.telemetry)
+
+    def start(self) -> None:
+        self._replication.start()
+
+    def handles(self, path: bytes) -> bool:
+        return path.startswith(REPLICATION_PREFIX) or path == REPLICATION_WS_PATH
+
+    def serve(
+        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
+    ) -> None:
+        if path == REPLICATION_WS_PATH:
+            self._socket.serve(exchange, method, identify)
+        else:
+            self._routes.serve(exchange, identify(exchange), method, path[len(REPLICATION_PREFIX) :])
+
+    def on_changed(self, collection: Collection) -> None:
+        """A change of it is durable, or its rules are others, or it is gone."""
+        self._replication.on_changed(collection)
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        return self._replication.recheck(stands)
+
+    def end_all(self) -> None:
+        self._replication.end_all()
+
+    def _connect(self, telemetry: ServerMetrics) -> None:
+        found = self._replication
+        rows = found.pushes.rows
+        telemetry.watch_replication_connections.read = lambda: len(found.wires)
+        telemetry.watch_pull.read = lambda: found.pulls
+        telemetry.watch_push_rows.each = lambda: [([result], count) for result, count in rows.items()]
+        telemetry.watch_conflicts.read = lambda: rows["conflict"]
+        telemetry.watch_resync.read = lambda: found.resyncs
+
 
 VIEW_FILE: Final = "watch.db"
 

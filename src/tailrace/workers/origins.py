@@ -17,12 +17,7 @@ from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
 from tailrace.protocol import offsets
 from tailrace.watch.sources.model import SourceError
-from tailrace.watch.sources.source_origin import (
-    LocalOriginStream,
-    OriginEntry,
-    OriginStream,
-    find_origin_stream,
-)
+from tailrace.watch.sources.stream import LocalOriginStream, OriginEntry, OriginStream, find_origin_stream
 from tailrace.workers.circle import Circle
 from tailrace.workers.homes import Homes
 from tailrace.workers.later import Later

@@ -24,7 +24,7 @@ from tailrace.pipeline.watch.subscriptions import read_set
 from tailrace.spark.sink_options import store_url
 from tailrace.storage.object_store.interface import ObjectMissingError
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa, pq
-from tailrace.watch.change import encode_change
+from tailrace.watch.document import encode_change
 
 HEAD: Final = "capture.json"
 SUBSCRIPTIONS: Final = "subscriptions.json"

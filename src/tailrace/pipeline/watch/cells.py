@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tailrace.watch.lower import NotCompilableError
-from tailrace.watch.values import INT_MIN
+from tailrace.watch.evaluator import INT_MIN, NotCompilableError
 
 if TYPE_CHECKING:
     from pyspark.sql import Column

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tailrace.pipeline.watch.cells import Cell, Cells, any_of, either, truth_cell
+from tailrace.watch.cel import DOC, Call, Const, Ident, ListLiteral, Node, Quantified, Select, children
 from tailrace.watch.evaluation_cost import STEPS_MAX
-from tailrace.watch.lower import NotCompilableError
-from tailrace.watch.syntax import DOC, Call, Const, Ident, ListLiteral, Node, Quantified, Select, children
+from tailrace.watch.evaluator import NotCompilableError
 
 if TYPE_CHECKING:
     from pyspark.sql import Column

@@ -6,10 +6,9 @@ from typing import Final
 
 import msgspec
 
-from tailrace.watch.change import Change
-from tailrace.watch.deliveries import DeliveredMatch
+from tailrace.watch.document import Change
+from tailrace.watch.external_matching import DeliveredMatch, SubscriptionSummary, interest_from_summary
 from tailrace.watch.matcher import Matcher
-from tailrace.watch.summary import SubscriptionSummary, interest_from_summary
 
 SCAN_MAX: Final = 1 << 30  # the gateway has refused what is too much for it
 

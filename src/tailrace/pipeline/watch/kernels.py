@@ -13,9 +13,9 @@ from tailrace.pipeline.watch.compiled import told_of
 from tailrace.pipeline.watch.place import ChangeRange
 from tailrace.pipeline.watch.subscriptions import compiled_set
 from tailrace.storage.segments.parquet import BINARY, STRING, pa
-from tailrace.watch import deliveries
-from tailrace.watch.change import Change, decode_change
-from tailrace.watch.deliveries import DeliveredChange, DeliveredMatch, DeliveryBatch
+from tailrace.watch import external_matching
+from tailrace.watch.document import Change, decode_change
+from tailrace.watch.external_matching import DeliveredChange, DeliveredMatch, DeliveryBatch
 
 BATCH_BYTES: Final = 1 << 20  # of items in one delivery
 BATCH_SEQS: Final = 1000  # examined by one delivery, at numbers that are multiples of it
@@ -107,7 +107,7 @@ class _Deliveries:
             items=self._items,
         )
         self._after, self._items, self._bytes = self._reached, [], 0
-        return [deliveries.encode_delivery(batch)]
+        return [external_matching.encode_delivery(batch)]
 
 
 def item_of(change: Change, lsn: str, told: list[DeliveredMatch]) -> DeliveredChange:

@@ -13,16 +13,16 @@ from typing import Any, Final, cast
 import msgspec
 import orjson
 
-from tailrace.watch import trees
-from tailrace.watch.change import ChangeEntry
-from tailrace.watch.predicate import canonical_predicate
-from tailrace.watch.summary import (
+from tailrace.watch import cel
+from tailrace.watch.cel import Call, Const, Node, Select, as_constant, children, field_path
+from tailrace.watch.document import ChangeEntry
+from tailrace.watch.external_matching import (
     EncodedPart,
     SubscriptionSummary,
     decode_predicate_part,
     interest_from_summary,
 )
-from tailrace.watch.syntax import Call, Const, Node, Select, as_constant, children, field_path
+from tailrace.watch.predicate import canonical_predicate
 
 COPIED_CHARACTERS_MIN: Final = 3  # a shorter text is found everywhere
 
@@ -129,11 +129,11 @@ class Masker:
         return msgspec.structs.replace(masked, predicate=meaning, predicateHash=whole.hash.hex())
 
     def _part(self, form: EncodedPart) -> EncodedPart:
-        node = trees.decode_expression(form.tree)
+        node = cel.decode_expression(form.tree)
         masked = self._node(node)
         if form.text is not None and (self._mentions(node) or form.variables is not None):
             raise UnmaskableError  # the text, or what the rule was told, would give it away
-        return EncodedPart(trees.encode_expression(masked), form.text)
+        return EncodedPart(cel.encode_expression(masked), form.text)
 
     def _node(self, node: Node) -> Node:
         if isinstance(node, Call):

@@ -19,7 +19,7 @@ import msgspec
 
 import tailrace
 from tailrace.pipeline.watch.compiled import Compiled, decode_set, told_of
-from tailrace.watch.change import decode_change
+from tailrace.watch.document import decode_change
 from tailrace.watch.matcher import Matcher
 from tailrace.watch.predicate import SEMANTICS
 

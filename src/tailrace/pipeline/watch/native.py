@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tailrace.pipeline.watch.cells import path_to
 from tailrace.pipeline.watch.columns import Field, lowered
+from tailrace.watch.cel import conjoin
 from tailrace.watch.document import RESERVED_FIELDS
-from tailrace.watch.lower import NotCompilableError
+from tailrace.watch.evaluator import NotCompilableError
 from tailrace.watch.query import read_query
-from tailrace.watch.syntax import conjoin
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

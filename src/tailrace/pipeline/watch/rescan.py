@@ -20,10 +20,9 @@ from tailrace.pipeline.watch.kernels import entries_of
 from tailrace.pipeline.watch.place import Bound, ChangeRange, Place
 from tailrace.pipeline.watch.views import find_head, publish_view
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
-from tailrace.watch import view_files
-from tailrace.watch.change import Change
-from tailrace.watch.view import PurgedTombstones
-from tailrace.watch.view_files import PublishedViewHead
+from tailrace.watch import document_view
+from tailrace.watch.document import Change
+from tailrace.watch.document_view import PublishedViewHead, PurgedTombstones
 
 EXAMPLES_MAX: Final = 100
 MENDED: Final = "rescan-"  # what corrections are named with
@@ -268,7 +267,7 @@ def base_rows(store: str, batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: names of parts of a published view in, their rows out."""
     for batch in batches:
         for name in batch.column("object").to_pylist():
-            rows = view_files.decode_part(blobs(store).get(name))
+            rows = document_view.decode_part(blobs(store).get(name))
             yield pa.RecordBatch.from_pylist(
                 [
                     {**row._asdict(), "deleted": bool(row.deleted), "digest": digest_of(row.data)}

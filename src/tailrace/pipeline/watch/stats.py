@@ -21,11 +21,16 @@ from tailrace.pipeline.watch.kernels import entries_of
 from tailrace.pipeline.watch.place import Bound, ChangeRange, Place
 from tailrace.pipeline.watch.subscriptions import compiled_set, put_set, read_set
 from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa
-from tailrace.watch.bloom import BITS_PER_KEY, HASHES, BloomFilter, bloom_key
 from tailrace.watch.document import RESERVED_FIELDS
-from tailrace.watch.lower import MISSING, field_getter
+from tailrace.watch.evaluator import MISSING, field_getter
+from tailrace.watch.external_matching import (
+    BITS_PER_KEY,
+    HASHES,
+    BloomFilter,
+    bloom_key,
+    interest_from_summary,
+)
 from tailrace.watch.predicate import Condition, equality_class
-from tailrace.watch.summary import interest_from_summary
 
 FOLDER: Final = "watch/stats/"
 DEPTH_MAX: Final = 4

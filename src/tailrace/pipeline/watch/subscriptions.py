@@ -14,7 +14,7 @@ from tailrace.protocol import offsets
 from tailrace.spark.process_cache import ProcessCache
 from tailrace.spark.server import Server
 from tailrace.storage.segments.parquet import pa
-from tailrace.watch.summary import SubscriptionSummary
+from tailrace.watch.external_matching import SubscriptionSummary
 
 FOLDER: Final = "watch/index/"
 SETS_KEPT: Final = 2

@@ -11,9 +11,8 @@ from typing import Any, Final, cast
 from tailrace.pipeline.watch.blobs import blobs
 from tailrace.pipeline.watch.place import ChangeRange, Place
 from tailrace.storage.segments.parquet import INT64, STRING, pa
-from tailrace.watch import view_files
-from tailrace.watch.view import DocumentRow, PurgedTombstones
-from tailrace.watch.view_files import PublishedViewHead
+from tailrace.watch import document_view
+from tailrace.watch.document_view import DocumentRow, PublishedViewHead, PurgedTombstones
 
 PUT: Final = pa.schema([("object", STRING), ("rows", INT64)])
 PUT_DDL: Final = "object string, rows bigint"
@@ -24,8 +23,8 @@ class PublicationError(RuntimeError):
 
 
 def find_head(store: str, folder: str) -> tuple[PublishedViewHead, str] | None:
-    found = blobs(store).find(view_files.head_key(folder))
-    return None if found is None else (view_files.decode_head(found[0]), found[1])
+    found = blobs(store).find(document_view.head_key(folder))
+    return None if found is None else (document_view.decode_head(found[0]), found[1])
 
 
 def publish_view(
@@ -44,7 +43,7 @@ def publish_view(
     # A name that nobody else chooses: the server may publish at the same time.
     run = f"{number:020}-{secrets.token_hex(4)}"
     at_ms = time.time_ns() // 1_000_000
-    rows = latest.select(*view_files.VIEW_COLUMNS).repartition("partition")
+    rows = latest.select(*document_view.VIEW_COLUMNS).repartition("partition")
     put = rows.mapInArrow(partial(put_rows, store, f"{folder}_{run}"), PUT_DDL).collect()
     parts = sorted(row["object"].removeprefix(folder) for row in put)
     for one in ranges:
@@ -62,8 +61,8 @@ def publish_view(
         parts=parts,
         rows=sum(row["rows"] for row in put),
     )
-    key = view_files.head_key(folder)
-    if not blobs(store).replace(key, view_files.encode_head(head), None if before is None else before[1]):
+    key = document_view.head_key(folder)
+    if not blobs(store).replace(key, document_view.encode_head(head), None if before is None else before[1]):
         blobs(store).delete([folder + name for name in parts])
         raise PublicationError("somebody else has just published a view of the collection")
     if before is not None:
@@ -80,12 +79,12 @@ def put_rows(store: str, prefix: str, batches: Iterator[Any]) -> Iterator[Any]:
     rows: list[DocumentRow] = []
     size = count = 0
     for batch in batches:
-        columns: list[list[Any]] = [batch.column(name).to_pylist() for name in view_files.VIEW_COLUMNS]
+        columns: list[list[Any]] = [batch.column(name).to_pylist() for name in document_view.VIEW_COLUMNS]
         for values in zip(*columns, strict=True):
             row = DocumentRow(*cast("tuple[str, int, int, int, int, int, int, bytes]", values))
             rows.append(row)
             size += len(row.data)
-            if len(rows) >= view_files.PART_ROWS_MAX or size >= view_files.PART_BYTES_MAX:
+            if len(rows) >= document_view.PART_ROWS_MAX or size >= document_view.PART_BYTES_MAX:
                 yield _put(store, f"{prefix}-{task}-{count:05}.parquet", rows)
                 rows, size, count = [], 0, count + 1
     if rows:
@@ -93,5 +92,5 @@ def put_rows(store: str, prefix: str, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _put(store: str, name: str, rows: list[DocumentRow]) -> Any:
-    blobs(store).create(name, view_files.encode_part(rows))
+    blobs(store).create(name, document_view.encode_part(rows))
     return pa.RecordBatch.from_pylist([{"object": name, "rows": len(rows)}], schema=PUT)

@@ -9,7 +9,7 @@ import orjson
 
 from tailrace.log.journal import crc32c_extend
 from tailrace.protocol.websocket_frames import encode_text
-from tailrace.watch.change import Change
+from tailrace.watch.document import Change
 
 
 class Envelope:

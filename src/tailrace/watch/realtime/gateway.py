@@ -1,4 +1,9 @@
-"""The gateway: every realtime connection, what they watch, and who is told of a change."""
+"""The gateway: all realtime sessions, the collections they watch, and matching of each change.
+
+A collection that somebody watches; it need not exist yet.
+
+The gateway: every realtime connection, what they watch, and who is told of a change.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +18,68 @@ import orjson
 
 from tailrace.api.context import Context
 from tailrace.auth import GrantStore, Identity, TokenVerifier
-from tailrace.watch.access import AccessRules
+from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.audit import AuditLog
-from tailrace.watch.book import CollectionRegistry
-from tailrace.watch.change import Change
-from tailrace.watch.collection import Collection
+from tailrace.watch.collection import Collection, CollectionCounters, MetricLabels
+from tailrace.watch.collection_registry import CollectionRegistry
+from tailrace.watch.document import Change
 from tailrace.watch.evaluation_cost import StepBudget
-from tailrace.watch.matcher import BATCH_MIN, MatchResult
+from tailrace.watch.matcher import BATCH_MIN, Matcher, MatchResult
 from tailrace.watch.realtime import envelopes
-from tailrace.watch.realtime.delivered import DeliveryReader
-from tailrace.watch.realtime.messages import MessageRefusedError
-from tailrace.watch.realtime.objectives import ServiceObjectives
-from tailrace.watch.realtime.replay import Replayer
-from tailrace.watch.realtime.samples import CostSampler
+from tailrace.watch.realtime.objectives import CostSampler, ServiceObjectives
+from tailrace.watch.realtime.replay import DeliveryReader, Replayer
 from tailrace.watch.realtime.session import RealtimeSession
-from tailrace.watch.realtime.subscription import PRIORITIES, Subscription
-from tailrace.watch.realtime.watched import WatchedCollection
-from tailrace.watch.tally import MetricLabels
-from tailrace.watch.token_keys import TokenKeys
-from tailrace.watch.tokens import ResumePosition, TokenSigner
+from tailrace.watch.realtime.subscription import PRIORITIES, MessageRefusedError, Subscription
+from tailrace.watch.resume_tokens import ResumePosition, TokenKeys, TokenSigner
+
+
+class WatchedCollection:
+    __slots__ = ("_book", "_tally", "database", "matcher", "name", "subscriptions")
+
+    def __init__(
+        self, book: CollectionRegistry, database: str, name: str, scan_max: int, turn: StepBudget
+    ) -> None:
+        self._book = book
+        self.database = database
+        self.name = name
+        self.matcher: Matcher[Subscription] = Matcher(scan_max, turn)
+        self.subscriptions: set[Subscription] = set()
+        self._tally = book.tallies.others
+
+    @property
+    def collection(self) -> Collection | None:
+        return self._book.find(self.database, self.name)
+
+    @property
+    def tally(self) -> CollectionCounters:
+        """Where it is counted. What is over is still counted where it was."""
+        if (found := self.collection) is not None:
+            self._tally = self._book.tallies.of(found)
+        return self._tally
+
+    @property
+    def applied(self) -> list[int]:
+        found = self.collection
+        return [0] * self._book.partitions_for(self.name) if found is None else found.applied
+
+    @property
+    def earliest(self) -> list[int]:
+        """What the log does not have any more, by partition."""
+        found = self.collection
+        return [0] * self._book.partitions_for(self.name) if found is None else self._book.earliest(found)
+
+    @property
+    def generation(self) -> int:
+        found = self.collection
+        if found is None:
+            return self._book.next_generation(self.database, self.name)
+        return self._book.generation(found)
+
+    @property
+    def state(self) -> str:
+        found = self.collection
+        return "live" if found is None or found.state == "lagging" else found.state
+
 
 __all__ = ["Gateway", "WatchedCollection"]
 

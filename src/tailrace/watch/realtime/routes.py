@@ -18,13 +18,17 @@ from tailrace.http.websocket import WebSocketConnection
 from tailrace.watch.query import read_query
 from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.gateway import Gateway
-from tailrace.watch.realtime.identity import authenticate
-from tailrace.watch.realtime.messages import MessageRefusedError, default_database
-from tailrace.watch.realtime.resume import resume
-from tailrace.watch.realtime.session import RealtimeSession
-from tailrace.watch.realtime.subscribing import acknowledge, subscribe, unsubscribe
-from tailrace.watch.rxdb.rxdb_realtime import stop_stream
-from tailrace.watch.tokens import Ticket
+from tailrace.watch.realtime.session import RealtimeSession, authenticate
+from tailrace.watch.realtime.subscription import (
+    MessageRefusedError,
+    acknowledge,
+    default_database,
+    resume,
+    subscribe,
+    unsubscribe,
+)
+from tailrace.watch.resume_tokens import Ticket
+from tailrace.watch.rxdb.websocket import stop_stream
 
 WS_PATH: Final = b"/realtime/ws"
 SSE_PATH: Final = b"/realtime/sse"

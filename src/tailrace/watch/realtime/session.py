@@ -1,4 +1,9 @@
-"""A realtime connection: what it watches, what it is told, and how much of that is still unsent."""
+"""A realtime session: authentication, delivery, flow control and heartbeats of one connection.
+
+A realtime connection: what it watches, what it is told, and how much of that is still unsent.
+
+Who is at the other end of a realtime connection: said once, renewed, and over at some time.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,24 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
 
-from tailrace.auth import Identity
-from tailrace.watch.change import Change
+from tailrace.auth import ANONYMOUS, Action, Identity, authorise
+from tailrace.common.errors import TailraceError
+from tailrace.watch import names
+from tailrace.watch.document import Change
+from tailrace.watch.matcher import MATCHER_VERSION
 from tailrace.watch.realtime import envelopes
 from tailrace.watch.realtime.envelopes import Envelope
-from tailrace.watch.realtime.subscribing import make_subscription, register_subscription
-from tailrace.watch.realtime.subscription import Subscription
+from tailrace.watch.realtime.subscription import (
+    MessageRefusedError,
+    Subscription,
+    default_database,
+    make_subscription,
+    register_subscription,
+)
 
 if TYPE_CHECKING:
     from tailrace.watch.realtime.gateway import Gateway
+
 
 SOFT, HARD, RECOVER = 0.7, 0.9, 0.6
 CHECK_INTERVAL_S_MAX: Final = 5.0  # between two looks at a connection to which nothing is unsent
@@ -330,3 +344,59 @@ class RealtimeSession:
                 tokens[subscription.id] = self.fresh_token(subscription)
         now_ms = self.gateway.context.clock.now_ns() // 1_000_000
         self.send(envelopes.reply("heartbeat", None, {"ts": now_ms, "tokens": tokens}), self.wire_token())
+
+
+def authenticate(session: RealtimeSession, message_id: str | None, payload: dict[str, Any]) -> None:
+    """`auth`: the first time, or again with a newer token. Claims that a rule uses may be others now."""
+    gateway = session.gateway
+    try:
+        identity = _verified(session, payload.get("token"))
+    except MessageRefusedError as refused:
+        gateway.auth_failed(refused.code)
+        raise
+    database = payload.get("database", session.database)
+    if database is None:
+        database = default_database(identity)
+    if not isinstance(database, str):
+        gateway.auth_failed("invalid_auth")
+        raise MessageRefusedError("invalid_auth", "auth names the database", close=4401)
+    names.check_database(database)
+    if session.database is not None and database != session.database and session.subscriptions:
+        raise MessageRefusedError("bad_message", "a connection with subscriptions cannot change its database")
+    try:
+        authorise(identity, Action.WATCH, db=database)
+    except TailraceError:
+        gateway.auth_failed("forbidden")
+        raise
+    gateway.book.database(database)
+    session.known_as(identity, database)
+    session.tokens_each = payload.get("tokens") == "each"
+    session.checksum = payload.get("checksum") is True
+    expires, limits = identity.expires_at, gateway.limits
+    answer = {
+        "status": "ok",
+        "connectionId": session.id,
+        "database": database,
+        "expiresAt": None if expires is None else int(expires * 1000),
+        "matcher": MATCHER_VERSION,
+        "limits": {"subscriptions": limits.watch_subscriptions, "messageBytes": limits.watch_message_bytes},
+    }
+    session.send(envelopes.reply("auth_ack", message_id, answer))
+    for subscription in tuple(session.subscriptions.values()):
+        digest = gateway.access.read_digest(identity, subscription.watched.collection)
+        if subscription.state != "invalid" and digest != subscription.digest:
+            session.invalidate(subscription, "auth-changed")
+
+
+def _verified(session: RealtimeSession, token: object) -> Identity:
+    verifier = session.gateway.verifier
+    if verifier is None:
+        return ANONYMOUS
+    if token is None and session.identity is not None:
+        return session.identity
+    if not isinstance(token, str):
+        raise MessageRefusedError("unauthorized", "auth needs a token", close=4401)
+    try:
+        return verifier.verify(b"Bearer " + token.encode("utf-8", "replace"))
+    except TailraceError as refusal:
+        raise MessageRefusedError("invalid_auth", refusal.message, close=4401) from None

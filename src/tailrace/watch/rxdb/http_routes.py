@@ -20,11 +20,15 @@ from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.protocol import stream_names
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
-from tailrace.watch.rxdb.checkpoint import Checkpoint, read_checkpoint
-from tailrace.watch.rxdb.push import DELETED_FIELD, check_deleted_field, read_push_rows
-from tailrace.watch.rxdb.rxdb import LIMIT_DEFAULT, LIMIT_MAX, PullRequest, Replication
-from tailrace.watch.rxdb.rxdb_feed import POLL_S, ReplicationFeed, ReplicationTransport
-from tailrace.watch.rxdb.rxdb_pages import DocumentShape
+from tailrace.watch.rxdb.feed import POLL_S, DocumentShape, ReplicationFeed, ReplicationTransport
+from tailrace.watch.rxdb.protocol import (
+    DELETED_FIELD,
+    Checkpoint,
+    check_deleted_field,
+    read_checkpoint,
+    read_push_rows,
+)
+from tailrace.watch.rxdb.replication import LIMIT_DEFAULT, LIMIT_MAX, PullRequest, Replication
 
 logger = logging.getLogger("tailrace.watch")
 

@@ -21,23 +21,17 @@ from tailrace.log.log import append_to_streams
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.watch import names
-from tailrace.watch.book import CollectionRegistry
 from tailrace.watch.collection import NATIVE, Collection, encode_config_entry
+from tailrace.watch.collection_registry import CollectionRegistry
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.sources import mongo, postgres
-from tailrace.watch.sources.config import SourceConfig, read_source_config
-from tailrace.watch.sources.model import SourceError
-from tailrace.watch.sources.secrets import SecretPolicy
-from tailrace.watch.sources.source_follower import SourceContext
-from tailrace.watch.sources.source_ingest import CHANGE_OPS
-from tailrace.watch.sources.source_mongo import MongoConnector
-from tailrace.watch.sources.source_origin import OpenRemoteOrigin
-from tailrace.watch.sources.source_postgres import PostgresConnector
-from tailrace.watch.sources.source_progress import progress_fact
-from tailrace.watch.sources.source_states import SourceLifecycle
-from tailrace.watch.sources.source_status import SourceStatus
-from tailrace.watch.sources.source_stream import StreamConnector
-from tailrace.watch.sources.source_thread import SourceThread
+from tailrace.watch.sources.config import SecretPolicy, SourceConfig, read_source_config
+from tailrace.watch.sources.connector import SourceContext, SourceThread
+from tailrace.watch.sources.ingest import CHANGE_OPS, SourceLifecycle
+from tailrace.watch.sources.model import SourceError, SourceStatus, progress_fact
+from tailrace.watch.sources.mongo import MongoConnector
+from tailrace.watch.sources.postgres import PostgresConnector
+from tailrace.watch.sources.stream import OpenRemoteOrigin, StreamConnector
 
 logger = logging.getLogger("tailrace.watch")
 

@@ -1,0 +1,203 @@
+"""Read and write rules of a collection, evaluated for an identity.
+
+Rules of a collection: who may read or write what. Absent allows, an error denies.
+
+What the rules of a collection let somebody see and do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import orjson
+
+from tailrace.auth import Identity
+from tailrace.common.errors import TailraceError
+from tailrace.watch.cel import (
+    REQUEST,
+    Call,
+    Const,
+    Ident,
+    ListLiteral,
+    MapLiteral,
+    Node,
+    Quantified,
+    Select,
+    children,
+    compile_cel,
+)
+from tailrace.watch.collection import Collection
+from tailrace.watch.document import Document
+from tailrace.watch.evaluation_cost import CostExceededError
+from tailrace.watch.predicate import Predicate, PredicatePart
+
+RuleAuth = dict[str, Any]
+NO_AUTH: Final[RuleAuth] = {}
+# Claims that differ from one token to the next of the same person.
+_TOKEN_CLAIMS: Final = frozenset({"exp", "iat", "nbf", "jti"})
+
+
+class AccessRule:
+    """One rule: its text, and what it comes to for somebody."""
+
+    def __init__(self, source: str, name: str) -> None:
+        self.source = source
+        self._node, self._program = compile_cel(source, rule=True, name=name)
+
+    def part_for(self, auth: RuleAuth, method: str) -> PredicatePart:
+        """The rule as a predicate on documents: what it says about the asker is worked out once."""
+        request = {"auth": auth, "method": method}
+        return PredicatePart(_fold_request(self._node, request), self._program, {"request": request})
+
+    def allows(self, auth: RuleAuth, method: str, flat: Document) -> bool:
+        try:
+            return Predicate([self.part_for(auth, method)]).matches(flat)
+        except CostExceededError:
+            return False
+
+    def meaning(self, auth: RuleAuth) -> bytes:
+        """What the rule comes to for a reader. A token that was only renewed comes to the same."""
+        claims = cast("dict[str, Any]", auth.get("claims", {}))
+        left_out = {name for name in _TOKEN_CLAIMS if name not in self.source}
+        seen = {**auth, "claims": {name: claims[name] for name in claims.keys() - left_out}}
+        part = self.part_for(seen, "read")
+        # What could not be worked out beforehand may look at anything.
+        rest = seen if _mentions(part.node, REQUEST) else {}
+        raw = orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(Predicate([part]).hash + raw).digest()[:16]
+
+
+def _mentions(node: Node, name: str) -> bool:
+    if isinstance(node, Ident):
+        return node.name == name
+    return any(_mentions(child, name) for child in children(node))
+
+
+def _fold_request(node: Node, request: dict[str, Any]) -> Node:
+    """The tree with every path into the request replaced by its value, where it has one."""
+    found = _lookup(node, request)
+    if found is not None:
+        return found
+    if isinstance(node, Select):
+        return Select(_fold_request(node.operand, request), node.field, node.test)
+    if isinstance(node, Call):
+        return Call(node.function, tuple(_fold_request(argument, request) for argument in node.args))
+    if isinstance(node, ListLiteral):
+        return ListLiteral(tuple(_fold_request(item, request) for item in node.items))
+    if isinstance(node, MapLiteral):
+        return MapLiteral(
+            tuple((_fold_request(key, request), _fold_request(value, request)) for key, value in node.entries)
+        )
+    if isinstance(node, Quantified):
+        return Quantified(
+            node.quantifier,
+            node.variable,
+            _fold_request(node.range, request),
+            _fold_request(node.condition, request),
+        )
+    return node
+
+
+def _lookup(node: Node, request: dict[str, Any]) -> Const | None:
+    if isinstance(node, Ident):
+        return Const(request) if node.name == REQUEST else None
+    if isinstance(node, Select):
+        operand, key = _lookup(node.operand, request), node.field
+        test = node.test
+    elif isinstance(node, Call) and node.function == "_[_]" and isinstance(node.args[1], Const):
+        operand, key = _lookup(node.args[0], request), node.args[1].value
+        test = False
+    else:
+        return None
+    held: object = None if operand is None else operand.value
+    if not isinstance(held, dict):
+        return None
+    known = cast("dict[str, Any]", held)
+    if test:
+        return Const(key in known)
+    return Const(known[key]) if key in known else None
+
+
+RULES_CACHED_MAX: Final = 1000
+
+
+class AccessRules:
+    """Rules by their text, compiled once."""
+
+    def __init__(self) -> None:
+        self._rules: OrderedDict[str, AccessRule] = OrderedDict()
+
+    def rule(self, source: str, name: str) -> AccessRule:
+        found = self._rules.get(source)
+        if found is None:
+            found = self._rules[source] = AccessRule(source, name)
+            if len(self._rules) > RULES_CACHED_MAX:
+                self._rules.popitem(last=False)
+        return found
+
+    def read_part(self, identity: Identity, collection: Collection | None) -> PredicatePart | None:
+        """The read rule as one more condition on documents; None if there is no rule."""
+        source = None if collection is None else collection.config.read_rule
+        if source is None:
+            return None
+        return self.rule(source, "readRule").part_for(rule_auth(identity), "read")
+
+    def read_digest(self, identity: Identity, collection: Collection | None) -> bytes:
+        """Changes when what the identity may read could."""
+        source = None if collection is None else collection.config.read_rule
+        if collection is None or source is None:
+            return b""
+        version = collection.config.rule_version.to_bytes(8, "big")
+        return version + self.rule(source, "readRule").meaning(rule_auth(identity))
+
+    def read_meaning(self, identity: Identity, collection: Collection | None) -> bytes:
+        """Changes when what the identity may read does; empty if there is no rule."""
+        source = None if collection is None else collection.config.read_rule
+        if source is None:
+            return b""
+        return self.rule(source, "readRule").meaning(rule_auth(identity))
+
+    def readable(self, identity: Identity, collection: Collection, flat: Document) -> bool:
+        part = self.read_part(identity, collection)
+        if part is None:
+            return True
+        try:
+            return Predicate([part]).matches(flat)
+        except CostExceededError:
+            return False
+
+    def writing(
+        self, identity: Identity
+    ) -> Callable[[Collection, str, Document | None, Document | None], None]:
+        """A check of each write: the rule has to hold on what there was and on what there will be."""
+
+        def check(collection: Collection, method: str, old: Document | None, new: Document | None) -> None:
+            source = collection.decided.write_rule  # which may not be durable yet, as this write is not
+            if source is None:
+                return
+            rule, auth = self.rule(source, "writeRule"), rule_auth(identity)
+            images = [image for image in (old, new) if image is not None]
+            if not images or not all(rule.allows(auth, method, image) for image in images):
+                raise TailraceError("forbidden", "the write rule of the collection says no")
+
+        return check
+
+
+def rule_auth(identity: Identity) -> RuleAuth:
+    """`request.auth`; empty without authentication, so that a rule that reads it denies."""
+    if identity.anonymous:
+        return NO_AUTH
+    claims: dict[str, Any] = orjson.loads(identity.claims)
+    roles = claims.get("roles")
+    username = claims.get("username", claims.get("preferred_username"))
+    found: RuleAuth = {
+        "userId": identity.sub,
+        "claims": claims,
+        "roles": roles if type(roles) is list else [],
+    }
+    if isinstance(username, str):
+        found["username"] = username
+    return found

@@ -1,0 +1,514 @@
+"""The document view: latest state of every document in SQLite, and its published form as Parquet files.
+
+The view: the latest state of every document, tombstones included, in an SQLite file of its own.
+
+It is derived from the change streams and says how far it has read each: whatever it lacks after a crash is
+read again, and a file that cannot be used is thrown away. One connection writes, on the loop thread; every
+reader that has to see one moment for a while borrows a connection of its own.
+
+Published views: a collection's documents at one position of its changes, as Parquet on the object store.
+
+    watch/views/<database>/<collection>/<generation>/_head.json
+    watch/views/<database>/<collection>/<generation>/_<number, 20 digits>-<part, 5 digits>.parquet
+
+The head names the parts and the position of each partition that they hold. It is replaced as a whole, after
+all of its parts are there; parts never change. No segment of a collection's path begins with an underscore,
+so these names cannot meet those of a collection below.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol, cast
+
+import apsw
+import msgspec
+
+from tailrace.common import private_files
+
+logger = logging.getLogger("tailrace.watch")
+
+VIEW_VERSION: Final = 3
+READERS_MAX: Final = 8
+
+_SCHEMA: Final = """
+CREATE TABLE facts(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE collections(
+    number INTEGER PRIMARY KEY, database TEXT NOT NULL, name TEXT NOT NULL, generation INTEGER NOT NULL,
+    documents INTEGER NOT NULL DEFAULT 0, UNIQUE(database, name));
+CREATE TABLE positions(
+    collection INTEGER NOT NULL, partition INTEGER NOT NULL, seq INTEGER NOT NULL,
+    PRIMARY KEY(collection, partition)) WITHOUT ROWID;
+CREATE TABLE purged(
+    collection INTEGER NOT NULL, partition INTEGER NOT NULL, version INTEGER NOT NULL, seq INTEGER NOT NULL,
+    PRIMARY KEY(collection, partition)) WITHOUT ROWID;
+CREATE TABLE documents(
+    collection INTEGER NOT NULL, id TEXT NOT NULL, partition INTEGER NOT NULL, seq INTEGER NOT NULL,
+    version INTEGER NOT NULL, created_ms INTEGER NOT NULL, updated_ms INTEGER NOT NULL,
+    deleted INTEGER NOT NULL, data BLOB NOT NULL, UNIQUE(collection, id));
+CREATE INDEX documents_by_seq ON documents(collection, partition, seq);
+CREATE INDEX tombstones ON documents(collection, updated_ms) WHERE deleted=1;
+CREATE TABLE writes(
+    collection INTEGER NOT NULL, write_id TEXT NOT NULL, at_ms INTEGER NOT NULL, place INTEGER NOT NULL,
+    id TEXT NOT NULL, version INTEGER NOT NULL, op TEXT NOT NULL, digest TEXT NOT NULL,
+    PRIMARY KEY(collection, write_id, place)) WITHOUT ROWID;
+CREATE INDEX writes_by_time ON writes(at_ms);
+"""
+_FIND: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
+FROM documents WHERE collection=? AND id=?"""
+IDS_PER_STATEMENT: Final = 50  # in one statement; a list that is shorter repeats its last
+_IDS: Final = ", ".join("?" * IDS_PER_STATEMENT)
+_FIND_MANY: Final = _FIND.replace("id=?", f"id IN ({_IDS})")
+_COUNT: Final = "SELECT count(*) FROM documents WHERE collection=? AND deleted=0 AND id=?"
+_LIVING: Final = _COUNT.replace("id=?", f"id IN ({_IDS})")
+_PUT: Final = """INSERT INTO documents(
+    collection, id, partition, seq, version, created_ms, updated_ms, deleted, data)
+VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(collection, id) DO UPDATE SET
+    seq=excluded.seq, version=excluded.version, created_ms=excluded.created_ms,
+    updated_ms=excluded.updated_ms, deleted=excluded.deleted, data=excluded.data"""
+_PUT_WRITE: Final = "INSERT OR REPLACE INTO writes VALUES(?, ?, ?, ?, ?, ?, ?, ?)"
+_AFTER: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
+FROM documents WHERE collection=? AND id>? AND deleted=0 ORDER BY id LIMIT ?"""
+_ALL: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
+FROM documents WHERE collection=? AND id>? ORDER BY id LIMIT ?"""
+_CHANGED: Final = """SELECT id, seq, updated_ms
+FROM documents WHERE collection=? AND partition=? AND seq>? ORDER BY seq LIMIT ?"""
+_UP_TO: Final = """SELECT seq, updated_ms
+FROM documents WHERE collection=? AND partition=? AND seq<=? ORDER BY seq DESC LIMIT 1"""
+_OVER: Final = """SELECT id, partition, version, seq FROM documents
+WHERE collection=? AND deleted=1 AND updated_ms<? ORDER BY updated_ms LIMIT ?"""
+_FORGET: Final = (
+    "DELETE FROM documents WHERE collection=?",
+    "DELETE FROM positions WHERE collection=?",
+    "DELETE FROM purged WHERE collection=?",
+    "DELETE FROM writes WHERE collection=?",
+    "DELETE FROM collections WHERE number=?",
+)
+
+
+class _Rows(Protocol):
+    def __iter__(self) -> Iterator[tuple[object, ...]]: ...
+    def fetchone(self) -> tuple[object, ...] | None: ...
+    def fetchall(self) -> list[tuple[object, ...]]: ...
+
+
+class Execute(Protocol):
+    """What we use of a connection's `execute`; the library's own annotation is only partly known."""
+
+    def __call__(self, query: str, bindings: Sequence[object] = ()) -> _Rows: ...
+
+
+class ExecuteMany(Protocol):
+    """Likewise of `executemany`."""
+
+    def __call__(self, query: str, bindings: Iterable[Sequence[object]]) -> object: ...
+
+
+class DocumentRow(NamedTuple):
+    """A document as the view has it. A tombstone keeps the data it had."""
+
+    id: str
+    partition: int
+    seq: int
+    version: int
+    created_ms: int
+    updated_ms: int
+    deleted: int
+    data: bytes
+
+
+class WriteRow(NamedTuple):
+    """What one write with an idempotency key did to one document."""
+
+    write_id: str
+    at_ms: int
+    place: int
+    id: str
+    version: int
+    op: str
+    digest: str = ""  # of what was asked for; empty if nobody wrote it down
+
+
+class PurgedTombstones(NamedTuple):
+    """The highest version and the last change among the tombstones of a partition that were given up."""
+
+    version: int
+    seq: int
+
+
+PIECE_BYTES: Final = 1024 * 1024  # of documents that are read at once
+NOTHING_PURGED: Final = PurgedTombstones(0, 0)
+
+
+def _document_row(found: tuple[object, ...]) -> DocumentRow:
+    return DocumentRow(*cast("tuple[str, int, int, int, int, int, int, bytes]", found))
+
+
+def _id_chunks(ids: Sequence[str]) -> Iterator[list[str]]:
+    """As many as a statement takes."""
+    for begin in range(0, len(ids), IDS_PER_STATEMENT):
+        some = list(ids[begin : begin + IDS_PER_STATEMENT])
+        yield some + some[-1:] * (IDS_PER_STATEMENT - len(some))
+
+
+def _open(path: Path) -> tuple[apsw.Connection, Execute]:
+    for suffix in ("", "-wal", "-shm"):
+        private_files.restrict_to_owner(path.with_name(path.name + suffix), private_files.FILE_MODE)
+    connection = apsw.Connection(str(path))
+    connection.set_busy_timeout(10_000)
+    execute = cast("Execute", connection.execute)  # pyright: ignore[reportUnknownMemberType]
+    execute("PRAGMA journal_mode=WAL")
+    execute("PRAGMA synchronous=NORMAL")
+    execute("PRAGMA cache_size=-8192")
+    return connection, execute
+
+
+class ViewSnapshot:
+    """The view as it was at one moment, for as long as the reader needs it."""
+
+    def __init__(self, execute: Execute) -> None:
+        self._execute = execute
+
+    def documents_after(
+        self, collection: int, after: str, limit: int, bytes_max: int = PIECE_BYTES
+    ) -> list[DocumentRow]:
+        """Living documents in the order of their ids, at least one if there is one, and no more than fit."""
+        rows: list[DocumentRow] = []
+        size = 0
+        for found in self._execute(_AFTER, (collection, after, limit)):
+            row = _document_row(found)
+            rows.append(row)
+            size += len(row.data)
+            if size >= bytes_max:
+                break
+        return rows
+
+    def rows_after(self, collection: int, after: str, limit: int) -> list[DocumentRow]:
+        """All there is, tombstones included, in the order of the ids."""
+        return [_document_row(found) for found in self._execute(_ALL, (collection, after, limit))]
+
+    def documents_named(self, collection: int, ids: Iterable[str]) -> list[DocumentRow]:
+        found = [self._execute(_FIND, (collection, document_id)).fetchone() for document_id in ids]
+        rows = [_document_row(row) for row in found if row is not None]
+        return [row for row in rows if not row.deleted]
+
+    def changed_after(
+        self, collection: int, partition: int, seq: int, limit: int
+    ) -> list[tuple[str, int, int]]:
+        """Id, number and time of the last change of each document behind `seq`, tombstones included."""
+        found = self._execute(_CHANGED, (collection, partition, seq, limit))
+        return [cast("tuple[str, int, int]", row) for row in found]
+
+    def last_before(self, collection: int, partition: int, before_ms: int, tail: int) -> int:
+        """A number such that every document whose last change is behind it changed at `before_ms` or later.
+
+        Times do not go back within a partition, so that it can be searched for.
+        """
+        low, high = 0, tail
+        while low < high:
+            middle = (low + high + 1) // 2
+            found = self._execute(_UP_TO, (collection, partition, middle)).fetchone()
+            if found is None or cast("int", found[1]) < before_ms:
+                low = middle
+            else:
+                high = cast("int", found[0]) - 1
+        return low
+
+    def positions(self, number: int, partitions: int) -> list[int]:
+        """How far each partition was read."""
+        found = [0] * partitions
+        for partition, seq in self._execute(
+            "SELECT partition, seq FROM positions WHERE collection=?", (number,)
+        ):
+            found[cast("int", partition)] = cast("int", seq)
+        return found
+
+    def purged(self, number: int, partitions: int) -> list[PurgedTombstones]:
+        """What is left of the tombstones that were given up, by partition."""
+        found = [NOTHING_PURGED] * partitions
+        for partition, version, seq in self._execute(
+            "SELECT partition, version, seq FROM purged WHERE collection=?", (number,)
+        ):
+            found[cast("int", partition)] = PurgedTombstones(cast("int", version), cast("int", seq))
+        return found
+
+
+class DocumentView:
+    """All collections of a server."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._free: list[tuple[apsw.Connection, Execute]] = []
+        self._connection, self._execute = self._opened()
+        self._execute_many = cast("ExecuteMany", self._connection.executemany)  # pyright: ignore[reportUnknownMemberType]
+        self.now = ViewSnapshot(self._execute)
+
+    def close(self) -> None:
+        for connection, _ in self._free:
+            connection.close()
+        self._free.clear()
+        self._connection.close()
+
+    def _opened(self) -> tuple[apsw.Connection, Execute]:
+        try:
+            return self._with_tables()
+        except (apsw.Error, OSError) as error:
+            logger.warning("the view of the collections cannot be used and is made again: %s", error)
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+            return self._with_tables()
+
+    def _with_tables(self) -> tuple[apsw.Connection, Execute]:
+        connection, execute = _open(self._path)
+        try:
+            if execute("SELECT 1 FROM sqlite_schema WHERE name='facts'").fetchone() is None:
+                execute("BEGIN IMMEDIATE")
+                for statement in _SCHEMA.split(";\n"):
+                    if statement.strip():
+                        execute(statement)
+                execute("INSERT INTO facts VALUES('version', ?)", (VIEW_VERSION,))
+                execute("COMMIT")
+            found = execute("SELECT value FROM facts WHERE key='version'").fetchone()
+            if found is None or found[0] != VIEW_VERSION:
+                raise OSError(f"it has the form {found and found[0]}, not {VIEW_VERSION}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection, execute
+
+    # -- collections -----------------------------------------------------------------------------------
+
+    def number_of(self, database: str, name: str, generation: int) -> int:
+        """The collection's number; what is known of another generation is forgotten."""
+        found = self._execute(
+            "SELECT number, generation FROM collections WHERE database=? AND name=?", (database, name)
+        ).fetchone()
+        if found is not None and found[1] == generation:
+            return cast("int", found[0])
+        with self.writing():
+            if found is not None:
+                self.forget(cast("int", found[0]))
+            self._execute(
+                "INSERT INTO collections(database, name, generation) VALUES(?, ?, ?)",
+                (database, name, generation),
+            )
+        return self._connection.last_insert_rowid()
+
+    def forget(self, number: int) -> None:
+        """Inside `writing`: nothing of the collection stays."""
+        for statement in _FORGET:
+            self._execute(statement, (number,))
+
+    def keep_as(self, number: int, generation: int) -> None:
+        """The same documents in another generation."""
+        self._execute("UPDATE collections SET generation=? WHERE number=?", (generation, number))
+
+    def positions(self, number: int, partitions: int) -> list[int]:
+        """How far each partition was read."""
+        return self.now.positions(number, partitions)
+
+    def count(self, number: int) -> int:
+        """Living documents."""
+        found = self._execute("SELECT documents FROM collections WHERE number=?", (number,)).fetchone()
+        return 0 if found is None else cast("int", found[0])
+
+    # -- documents -------------------------------------------------------------------------------------
+
+    def find(self, number: int, document_id: str) -> DocumentRow | None:
+        found = self._execute(_FIND, (number, document_id)).fetchone()
+        return None if found is None else _document_row(found)
+
+    def find_many(self, number: int, ids: Sequence[str]) -> dict[str, DocumentRow]:
+        """Those of the documents that there are, tombstones included."""
+        found: dict[str, DocumentRow] = {}
+        for some in _id_chunks(ids):
+            for row in map(_document_row, self._execute(_FIND_MANY, (number, *some))):
+                found[row.id] = row
+        return found
+
+    def remembered(self, number: int, write_id: str, since_ms: int) -> list[WriteRow]:
+        """What a write with this key did, if it is not too long ago."""
+        rows = self._execute(
+            "SELECT write_id, at_ms, place, id, version, op, digest FROM writes"
+            " WHERE collection=? AND write_id=? AND at_ms>=? ORDER BY place",
+            (number, write_id, since_ms),
+        )
+        return [WriteRow(*cast("tuple[str, int, int, str, int, str, str]", row)) for row in rows]
+
+    @contextmanager
+    def writing(self) -> Generator[None]:
+        self._execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._execute("ROLLBACK")
+            raise
+
+    def apply(
+        self, number: int, rows: Iterable[DocumentRow], writes: Iterable[WriteRow], positions: dict[int, int]
+    ) -> None:
+        """Inside `writing`: what a stretch of the log did, and how far it goes."""
+        execute, last = self._execute, {row.id: row for row in rows}  # what was in between nobody can see
+        if last:
+            added = sum(not row.deleted for row in last.values())
+            for ids in _id_chunks(list(last)):
+                added -= cast("tuple[int]", execute(_LIVING, (number, *ids)).fetchone())[0]
+            self._execute_many(_PUT, ((number, *row) for row in last.values()))
+            execute("UPDATE collections SET documents=documents+? WHERE number=?", (added, number))
+        self._execute_many(_PUT_WRITE, ((number, *write) for write in writes))
+        for partition, seq in positions.items():
+            execute("INSERT OR REPLACE INTO positions VALUES(?, ?, ?)", (number, partition, seq))
+
+    def purge(self, number: int, before_ms: int, limit: int) -> int:
+        """Gives up older tombstones; what has to be known of them stays. Tells how many there were."""
+        execute = self._execute
+        with self.writing():
+            found = execute(_OVER, (number, before_ms, limit)).fetchall()
+            for document_id, partition, version, seq in found:
+                execute("DELETE FROM documents WHERE collection=? AND id=?", (number, document_id))
+                self.note_purged(
+                    number, cast("int", partition), PurgedTombstones(cast("int", version), cast("int", seq))
+                )
+        return len(found)
+
+    def note_purged(self, number: int, partition: int, purged: PurgedTombstones) -> None:
+        """Inside `writing`."""
+        self._execute(
+            "INSERT INTO purged VALUES(?, ?, ?, ?) ON CONFLICT(collection, partition) DO UPDATE SET"
+            " version=max(version, excluded.version), seq=max(seq, excluded.seq)",
+            (number, partition, *purged),
+        )
+
+    def forget_writes(self, before_ms: int) -> None:
+        self._execute("DELETE FROM writes WHERE at_ms<?", (before_ms,))
+
+    @contextmanager
+    def moment(self) -> Generator[ViewSnapshot]:
+        """The view as it is now, whatever is written meanwhile. Not for long: old pages are kept for it."""
+        connection, execute = self._free.pop() if self._free else _open(self._path)
+        try:
+            execute("BEGIN")
+            execute("SELECT 1 FROM collections").fetchone()  # from here on the moment stands still
+            yield ViewSnapshot(execute)
+        finally:
+            if connection.in_transaction:
+                execute("ROLLBACK")
+            if len(self._free) < READERS_MAX:
+                self._free.append((connection, execute))
+            else:
+                connection.close()
+
+
+@contextmanager
+def open_snapshot(path: Path) -> Generator[ViewSnapshot]:
+    """A moment of its own for a thread of its own: copies of whole collections take a while."""
+    connection, execute = _open(path)
+    try:
+        execute("BEGIN")
+        execute("SELECT 1 FROM collections").fetchone()
+        yield ViewSnapshot(execute)
+    finally:
+        connection.close()
+
+
+VIEW_FORMAT: Final = 1
+PART_ROWS_MAX: Final = 50_000
+PART_BYTES_MAX: Final = 32 * 1024 * 1024
+PAGE_ROWS: Final = 500
+VIEW_COLUMNS: Final = ("id", "partition", "seq", "version", "created_ms", "updated_ms", "deleted", "data")
+
+
+class PublishedViewHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a published view is."""
+
+    database: str
+    collection: str
+    generation: int
+    number: int  # one more with each publication
+    at_ms: int
+    positions: list[int]
+    purged: list[PurgedTombstones]  # of each partition
+    parts: list[str]
+    rows: int
+    format: int = VIEW_FORMAT
+
+
+class InvalidViewError(Exception):
+    """What is on the object store is no published view."""
+
+
+def view_folder(database: str, collection: str, generation: int) -> str:
+    return f"watch/views/{database}/{collection}/{generation}/"
+
+
+def head_key(folder: str) -> str:
+    return f"{folder}_head.json"
+
+
+def part_name(number: int, part: int) -> str:
+    return f"_{number:020}-{part:05}.parquet"
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_head(head: PublishedViewHead) -> bytes:
+    return _encode(head)
+
+
+def decode_head(raw: bytes) -> PublishedViewHead:
+    try:
+        head = msgspec.json.decode(raw, type=PublishedViewHead)
+    except msgspec.MsgspecError as error:
+        raise InvalidViewError(f"the head of a view cannot be read: {error}") from None
+    if head.format != VIEW_FORMAT or len(head.positions) != len(head.purged):
+        raise InvalidViewError(f"the head of a view has the form {head.format}, not {VIEW_FORMAT}")
+    return head
+
+
+def view_parts(moment: ViewSnapshot, number: int) -> Iterator[list[DocumentRow]]:
+    """Every row of a collection, in pieces that are each one part."""
+    rows: list[DocumentRow] = []
+    size = 0
+    after = ""
+    while page := moment.rows_after(number, after, PAGE_ROWS):
+        after = page[-1].id
+        for row in page:
+            if rows and (len(rows) >= PART_ROWS_MAX or size + len(row.data) > PART_BYTES_MAX):
+                yield rows
+                rows, size = [], 0
+            rows.append(row)
+            size += len(row.data)
+    if rows:
+        yield rows
+
+
+def encode_part(rows: Iterable[DocumentRow]) -> bytes:
+    """Rows as a Parquet file. Arrow is loaded when the first view is published."""
+    from tailrace.storage.segments.parquet import pa, pq
+
+    columns: list[list[Any]] = [list(column) for column in zip(*rows, strict=True)]
+    columns[VIEW_COLUMNS.index("deleted")] = [bool(value) for value in columns[VIEW_COLUMNS.index("deleted")]]
+    kinds = (pa.string(), pa.int32(), *[pa.int64()] * 4, pa.bool_(), pa.binary())
+    arrays = [pa.array(values, kind) for values, kind in zip(columns, kinds, strict=True)]
+    sink = io.BytesIO()
+    pq.write_table(pa.table(arrays, names=list(VIEW_COLUMNS)), sink, compression="zstd", row_group_size=4096)
+    return sink.getvalue()
+
+
+def decode_part(raw: bytes) -> list[DocumentRow]:
+    from tailrace.storage.segments.parquet import pa, pq
+
+    try:
+        table = pq.read_table(io.BytesIO(raw))
+        columns: list[list[Any]] = [table.column(name).to_pylist() for name in VIEW_COLUMNS]
+    except (pa.ArrowException, KeyError, ValueError) as error:
+        raise InvalidViewError(f"a part of a view cannot be read: {error}") from None
+    columns[VIEW_COLUMNS.index("deleted")] = [int(value) for value in columns[VIEW_COLUMNS.index("deleted")]]
+    return [DocumentRow(*values) for values in zip(*columns, strict=True)]

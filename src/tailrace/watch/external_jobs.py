@@ -1,0 +1,437 @@
+"""Subscription summaries and the HTTP routes for matching jobs that run outside the server.
+
+`__subs__/<gateway>`: what is being watched, written down for matchers outside this process.
+
+Nobody pays for it as long as nobody asks: summaries are written while a job has said that it needs them, and
+for a while after it was last heard of, or always if that is set. One entry in each round keeps all of them
+alive; without it they are over after their time.
+
+What jobs beside the server ask of it: summaries of subscriptions, the rows of a view, corrections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Annotated, Any, Final
+
+import msgspec
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.auth import Action, Identity, authorise
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.http.exchange import Exchange
+from tailrace.log.log import append_to_streams
+from tailrace.log.model import Lifetime
+from tailrace.log.transaction import Transaction
+from tailrace.protocol import stream_names
+from tailrace.protocol.query_params import parse_query
+from tailrace.storage.retention_service import NO_END, RetentionBound
+from tailrace.watch import document_view, names
+from tailrace.watch.collection import NATIVE, Collection
+from tailrace.watch.collection_registry import CollectionRegistry
+from tailrace.watch.document_view import DocumentRow
+from tailrace.watch.document_writer import Correction, DocumentWriter, WriteResult
+from tailrace.watch.external_matching import (
+    DELIVERIES_PREFIX,
+    SUMMARIES_PREFIX,
+    SUMMARY_TTL_MS,
+    SubscriptionSummary,
+    encode_predicate_part,
+)
+from tailrace.watch.predicate import canonical_predicate
+from tailrace.watch.realtime.gateway import Gateway
+from tailrace.watch.realtime.subscription import Subscription
+
+logger = logging.getLogger("tailrace.watch")
+
+REFRESH_S: Final = 30.0
+FULL_REWRITE_MS: Final = 3_600_000  # after which everything is written anew, so that what was before may go
+SUMMARIES_KEPT_S: Final = 600
+DELIVERIES_KEPT_S: Final = 86_400
+LEASE_S_MAX: Final = 3600
+SUMMARY_PAGE_BYTES: Final = 1024 * 1024
+SUMMARY_PAGE_ENTRIES: Final = 500
+
+Json = dict[str, Any]
+
+
+class SubscriptionSummaries:
+    """Owned by the loop thread."""
+
+    def __init__(self, context: Context, gateway: Gateway) -> None:
+        self._context = context
+        self._log = context.log
+        self._gateway = gateway
+        self.name = f"g_{hashlib.sha256(context.deployment.encode()).hexdigest()[:12]}"
+        self.stream = SUMMARIES_PREFIX + self.name
+        self.deliveries = DELIVERIES_PREFIX + self.name
+        self._written: dict[str, int] = {}  # by key: what was written last, as a hash
+        self._begun = False
+        self._begun_ms = 0
+        self._begins = 0  # the entry in front of the last mark that everything begins anew
+        self._fresh: list[Subscription] = []  # whose summaries are in the page
+        self._until_s = 0.0
+        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._context.settings.watch_summaries:
+            self._keep(0)
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    @property
+    def _wanted(self) -> bool:
+        always = self._context.settings.watch_summaries
+        return always or self._context.loop.time() < self._until_s
+
+    async def announce(self, seconds: int, asker: Identity) -> Json:
+        """Somebody needs summaries for so long: where they are, and up to where they are complete now.
+
+        0 says that nobody does any more.
+        """
+        loop = self._context.loop
+        self._until_s = max(self._until_s, loop.time() + seconds) if seconds else 0.0
+        upto = self._tail()
+        if seconds:
+            upto = await self._write()
+            self._keep(REFRESH_S)
+        stream = self._log.find(self.stream)
+        grants = self._gateway.grants if seconds else None
+        # To append deliveries with and nothing else, for as long as the job was announced.
+        who = Identity(sub="watch-job", scopes=frozenset({"read", "system"}), streams=(self.deliveries,))
+        return {
+            "gateway": self.name,
+            "stream": self.stream,
+            "deliveries": self.deliveries,
+            "offset": "" if stream is None else stream.offset(upto),
+            "subscriptions": len(self._written),
+            "expires": self._now_ms() + seconds * 1000,
+            "token": None if grants is None else grants.give(who, seconds, asker),
+        }
+
+    def _keep(self, pause_s: float) -> None:
+        if self._task is None or self._task.done():
+            self._task = self._context.loop.create_task(self._refresh(pause_s))
+
+    async def _refresh(self, pause_s: float) -> None:
+        """Again and again, until nobody needs them."""
+        await asyncio.sleep(pause_s)
+        while self._wanted:
+            try:
+                await self._write()
+            except TailraceError as error:
+                logger.warning("summaries of subscriptions cannot be written: %s", error.message)
+            await asyncio.sleep(REFRESH_S)
+
+    def _now_ms(self) -> int:
+        return self._context.clock.now_ns() // 1_000_000
+
+    # -- one round -------------------------------------------------------------------------------------
+
+    async def _write(self) -> int:
+        """What has changed since the last round; now and then everything, behind a mark.
+
+        Tells the entry up to which they are complete.
+        """
+        async with self._lock:
+            page: list[bytes] = []
+            self._fresh = []
+            now_ms = self._now_ms()
+            # A round that is broken off is followed by one that begins anew.
+            begun, self._begun = self._begun, False
+            if not begun or now_ms - self._begun_ms >= FULL_REWRITE_MS:
+                self._begun_ms = now_ms
+                self._written.clear()
+                self._begins = self._tail()
+                page.append(self._entry("reset", None, None))
+                if self._log.find(self.deliveries) is None:
+                    begin = orjson.dumps({"v": 1, "kind": "control", "control": "begin"})
+                    await self._append(self.deliveries, [begin])
+                self._gateway.delivered.follow(self.deliveries)
+            async for entry in self._changes():
+                page.append(entry)
+                if len(page) >= SUMMARY_PAGE_ENTRIES or sum(map(len, page)) >= SUMMARY_PAGE_BYTES:
+                    await self._summarise(page)
+                    page = []
+            page.append(self._entry("gateway", self.name, {"expires": self._now_ms() + SUMMARY_TTL_MS}))
+            await self._summarise(page)
+            self._begun = True
+            return self._tail()
+
+    async def _summarise(self, page: list[bytes]) -> None:
+        await self._append(self.stream, page)
+        fresh, self._fresh = self._fresh, []
+        for subscription in fresh:
+            # Whoever reads on from here knows of it; that it is written down once more changes nothing.
+            subscription.written = subscription.written or self._tail()
+
+    def _tail(self) -> int:
+        stream = self._log.find(self.stream)
+        return 0 if stream is None else max(0, stream.visible)
+
+    def bounds(self) -> list[RetentionBound]:
+        """What may go of both streams: summaries that were all written anew since, and old deliveries."""
+        found: list[RetentionBound] = []
+        kept = ((self.stream, SUMMARIES_KEPT_S, self._begins), (self.deliveries, DELIVERIES_KEPT_S, NO_END))
+        for name, kept_s, upto in kept:
+            stream = self._log.find(name)
+            if stream is not None and stream.earliest < min(upto, stream.visible):
+                found.append(RetentionBound(stream.number, Lifetime(retention_s=kept_s), upto))
+        return found
+
+    async def _changes(self) -> AsyncIterator[bytes]:
+        current: dict[str, int] = {}
+        known, self._written = self._written, current
+        for watched in self._gateway.all_watched():
+            for place, subscription in enumerate(tuple(watched.subscriptions)):
+                if place % 100 == 99:
+                    await asyncio.sleep(0)  # others have something to do, too
+                if subscription.state == "invalid":
+                    continue
+                key = subscription.key
+                current[key] = hash((subscription.interest.whole.hash, subscription.options.priority))
+                before = known.pop(key, None)
+                if before == current[key]:
+                    subscription.written = subscription.written or self._tail()
+                else:
+                    self._fresh.append(subscription)
+                    operation = "insert" if before is None else "update"
+                    yield self._entry("sub", key, self._value(subscription), operation)
+        for key in known:
+            yield self._entry("sub", key, None, "delete")
+
+    def _value(self, subscription: Subscription) -> Json:
+        query, whole = subscription.query, subscription.interest.whole
+        identity = subscription.session.identity
+        assert identity is not None
+        watched = subscription.watched
+        rule = self._gateway.access.read_part(identity, watched.collection)
+        summary = SubscriptionSummary(
+            database=watched.database,
+            collection=watched.name,
+            predicate=canonical_predicate(
+                query.parts if rule is None else [*query.parts, rule], query.documents
+            ),
+            predicateHash=whole.hash.hex(),
+            parts=[encode_predicate_part(part) for part in query.parts],
+            ruleInputs=None if rule is None else encode_predicate_part(rule),
+            documents=None if query.documents is None else sorted(query.documents),
+            priority=subscription.options.priority,
+            position=list(subscription.positions),
+            expires=self._now_ms() + SUMMARY_TTL_MS,
+        )
+        return msgspec.to_builtins(summary)
+
+    def _entry(self, kind: str, key: str | None, value: Json | None, operation: str = "update") -> bytes:
+        """A state message; `reset` says that what was there before is over."""
+        timestamp = format_rfc3339(self._context.clock.now_ns())
+        if kind == "reset":
+            return orjson.dumps({"headers": {"control": "reset", "timestamp": timestamp}})
+        message: Json = {"type": kind, "key": key}
+        if value is not None:
+            message["value"] = value
+        message["headers"] = {"operation": operation, "timestamp": timestamp}
+        return orjson.dumps(message)
+
+    async def _append(self, name: str, entries: list[bytes]) -> None:
+        done: asyncio.Future[None] = self._context.loop.create_future()
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        append_to_streams(self._log, [(name, entries)], self._context.clock.now_ns(), reply, None)
+        await done
+
+
+JOB_KINDS: Final = ("summaries", "view", "corrections", "statistics")
+BODY_BYTES_MAX: Final = 5 * 1024 * 1024
+ROWS_MAX: Final = 1000
+ROWS_BYTES: Final = 4 * 1024 * 1024
+ROWS_PER_READ: Final = 16  # read at once: each may be as large as a document
+CORRECTIONS_MAX: Final = 500
+
+
+class SummariesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For how long summaries are needed; a job that is done says 0."""
+
+    seconds: Annotated[int, msgspec.Meta(ge=0, le=LEASE_S_MAX)] = 90
+
+
+class CorrectionsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Documents to be put right; `name` makes a repeat harmless."""
+
+    collection: str
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    corrections: Annotated[list[Correction], msgspec.Meta(min_length=1, max_length=CORRECTIONS_MAX)]
+
+
+class BloomStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Bloom filter that a job has made, and what it said to values that nobody looks for."""
+
+    keys: Annotated[int, msgspec.Meta(ge=0)]
+    absent: Annotated[int, msgspec.Meta(ge=0)]
+    wrong: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class StatisticsReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a job has found out about a collection."""
+
+    collection: str
+    bloom: BloomStatistics
+
+
+class JobRoutes:
+    """Below `/v1/databases/{db}/`, for whoever may manage the database."""
+
+    def __init__(
+        self,
+        context: Context,
+        book: CollectionRegistry,
+        writer: DocumentWriter,
+        summaries: SubscriptionSummaries,
+    ) -> None:
+        self._context = context
+        self._book = book
+        self._writer = writer
+        self._summaries = summaries
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def kind_of(self, raw: bytes) -> tuple[str, str] | None:
+        """Database and route, if the path behind the prefix is one of ours."""
+        path = stream_names.decode_name(raw)
+        database, _, kind = ("", "", "") if path is None else path.partition("/")
+        return (database, kind) if kind in JOB_KINDS else None
+
+    def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, kind: str) -> None:
+        authorise(identity, Action.MANAGE_DATABASE, db=database)
+        reading = kind == "view"
+        if method not in ((b"GET", b"HEAD") if reading else (b"POST",)):
+            raise answers.not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
+        self._book.database(database)
+        if reading:
+            _answer(exchange, self._rows(exchange, database))
+        elif kind == "summaries":
+            asked = _read(exchange, SummariesRequest)
+            self._spawn(exchange, self._summaries.announce(asked.seconds, identity))
+        elif kind == "statistics":
+            self._note(exchange, database, _read(exchange, StatisticsReport))
+        else:
+            self._correct(exchange, database, _read(exchange, CorrectionsRequest))
+
+    def _spawn(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
+        async def run() -> None:
+            try:
+                async with asyncio.timeout(self._context.limits.request_ms / 1000):
+                    body = await work
+            except TimeoutError:
+                answers.refuse(exchange, TailraceError("request_timeout", "the request took too long"))
+            except TailraceError as refusal:
+                answers.refuse(exchange, refusal)
+            except Exception:
+                answers.refuse(exchange, TailraceError("internal", "the request failed"))
+                raise
+            else:
+                _answer(exchange, body)
+
+        task = self._context.loop.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _collection(self, database: str, name: str) -> Collection:
+        found = self._book.find(database, names.check_collection(name))
+        if found is None or not found.durable:
+            raise TailraceError("not_found", f"there is no collection {name!r}")
+        self._book.check_applied(found)
+        return found
+
+    # -- the view --------------------------------------------------------------------------------------
+
+    def _rows(self, exchange: Exchange, database: str) -> Json:
+        """A page of the view as it is: no rule hides anything, tombstones are there."""
+        query = parse_query(exchange.query)
+        collection = self._collection(database, query.get("collection", ""))
+        rows: list[Json] = []
+        size, after, more = 0, query.get("after", ""), True
+        now = self._book.view.now
+        while more and len(rows) < ROWS_MAX and size < ROWS_BYTES:
+            found = now.rows_after(collection.number, after, ROWS_PER_READ)
+            rows += map(_shown, found)
+            size += sum(len(row.data) for row in found)
+            more = len(found) == ROWS_PER_READ
+            after = found[-1].id if found else after
+        purged = now.purged(collection.number, collection.config.partitions)
+        return {
+            "generation": self._book.generation(collection),
+            "folder": document_view.view_folder(database, collection.name, collection.config.generation),
+            "purged": [list(one) for one in purged],
+            "positions": collection.applied,
+            "rows": rows,
+            "next": after if more else None,
+        }
+
+    def _note(self, exchange: Exchange, database: str, found: StatisticsReport) -> None:
+        """Filters are made, and asked, by jobs: how good they are is known from what jobs say."""
+        collection, bloom = self._collection(database, found.collection), found.bloom
+        if bloom.wrong > bloom.absent:
+            raise TailraceError("invalid_request", "bloom: no more answers are wrong than there were")
+        collection.bloom_ratio = bloom.wrong / bloom.absent if bloom.absent else 0.0
+        self._book.tallies.of(collection).bloom_rebuilds += 1
+        _answer(exchange, {"collection": collection.name, "bloomRatio": collection.bloom_ratio})
+
+    def _correct(self, exchange: Exchange, database: str, asked: CorrectionsRequest) -> None:
+        collection = self._collection(database, asked.collection)
+        if collection.config.source != NATIVE:
+            raise TailraceError(
+                "read_only_collection",
+                "a collection with a source outside is put right by its connector",
+                headers=(("Allow", "GET, HEAD, OPTIONS"),),
+            )
+
+        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
+            if error is not None:
+                answers.refuse(exchange, error)
+            else:
+                _answer(exchange, {"results": [result.shown() for result in results]})
+
+        self._writer.correct(collection, asked.corrections, asked.name, answer)
+
+
+def _shown(row: DocumentRow) -> Json:
+    return {
+        "id": row.id,
+        "partition": row.partition,
+        "seq": row.seq,
+        "version": row.version,
+        "createdAt": row.created_ms,
+        "updatedAt": row.updated_ms,
+        "deleted": bool(row.deleted),
+        "data": orjson.Fragment(row.data),
+    }
+
+
+def _answer(exchange: Exchange, body: Json) -> None:
+    exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+
+
+def _read(exchange: Exchange, kind: type[Any]) -> Any:
+    if len(exchange.body) > BODY_BYTES_MAX:
+        raise TailraceError("payload_too_large", f"a body has at most {BODY_BYTES_MAX} bytes")
+    try:
+        return msgspec.json.decode(exchange.body or b"{}", type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TailraceError("invalid_request", f"the body cannot be understood: {error}") from None

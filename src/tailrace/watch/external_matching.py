@@ -1,0 +1,349 @@
+"""Formats shared with matchers outside the server: subscription summaries, deliveries, Bloom filters.
+
+Segmented Bloom filters: whether anybody may ask for a value, where the index that knows it is far away.
+
+A filter grows by segments of a fixed number of keys, so that it is never full. A key cannot be taken out;
+deletions are counted, and when there are many of them, or too many answers were wrong, a new filter is made
+of the keys there are. The old one serves until then. A key that was added is always found.
+
+Summaries of subscriptions: what a matcher outside the gateway has to know of them, and no more.
+
+The read rule is in it as what it comes to for the subscriber: of their claims only the values that the rule
+compares with are left.
+
+Deliveries: match results that come to a gateway from outside its process, and what it makes of them.
+
+A batch says which range of a partition was examined, matches or not. From that a gateway knows what it has
+missed: it believes nobody that batches are complete, in order, or sent once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import orjson
+import xxhash
+
+from tailrace.watch import cel
+from tailrace.watch.cel import CelProgram, compile_cel
+from tailrace.watch.evaluator import NotCompilableError, compile_truth
+from tailrace.watch.matcher import Interest
+from tailrace.watch.predicate import Predicate, PredicatePart
+
+KEYS_PER_SEGMENT: Final = 65_536
+BITS_PER_KEY: Final = 10
+HASHES: Final = 7
+SAMPLE_INTERVAL: Final = 256  # one answer in so many is checked
+SAMPLES_MIN: Final = 50
+FALSE_POSITIVE_MAX: Final = 0.02
+REBUILD_S: Final = 24 * 3600.0
+
+
+def bloom_key(path: tuple[str, ...], value_class: object) -> bytes:
+    """A field and a value as `class_of` has it."""
+    return orjson.dumps([path, value_class])
+
+
+class _Segment:
+    __slots__ = ("bits", "count", "size")
+
+    def __init__(self, keys: int) -> None:
+        self.size = keys * BITS_PER_KEY
+        self.bits = bytearray((self.size + 7) // 8)
+        self.count = 0
+
+    def add(self, first: int, step: int) -> None:
+        bits, size = self.bits, self.size
+        for turn in range(HASHES):
+            place = (first + turn * step) % size
+            bits[place >> 3] |= 1 << (place & 7)
+        self.count += 1
+
+    def holds(self, first: int, step: int) -> bool:
+        bits, size = self.bits, self.size
+        for turn in range(HASHES):
+            place = (first + turn * step) % size
+            if not bits[place >> 3] & 1 << (place & 7):
+                return False
+        return True
+
+
+def _hashes(key: bytes) -> tuple[int, int]:
+    both = xxhash.xxh3_128_intdigest(key)
+    return both >> 64, (both & 0xFFFF_FFFF_FFFF_FFFF) | 1
+
+
+class BloomFilter:
+    """The filter of one collection."""
+
+    def __init__(self, now_s: float, keys_each: int = KEYS_PER_SEGMENT) -> None:
+        self._keys_each = keys_each
+        self._segments = [_Segment(keys_each)]
+        self._made_s = now_s
+        self._discarded = 0
+        self._asked = 0
+        self._samples = 0
+        self._wrong = 0
+
+    def __len__(self) -> int:
+        return sum(segment.count for segment in self._segments)
+
+    def __contains__(self, key: bytes) -> bool:
+        first, step = _hashes(key)
+        return any(segment.holds(first, step) for segment in self._segments)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(segment.bits) for segment in self._segments)
+
+    @property
+    def segments(self) -> list[bytes]:
+        """The bits, as they can be put down elsewhere."""
+        return [bytes(segment.bits) for segment in self._segments]
+
+    def add(self, key: bytes) -> None:
+        if self._segments[-1].count >= self._keys_each:
+            self._segments.append(_Segment(self._keys_each))
+        self._segments[-1].add(*_hashes(key))
+
+    def discard(self) -> None:
+        """A key is nobody's any more; it is still found."""
+        self._discarded += 1
+
+    def is_sampled(self) -> bool:
+        """Whether this answer is to be checked against who really asks: `checked` is told then."""
+        self._asked += 1
+        return self._asked % SAMPLE_INTERVAL == 0
+
+    def checked(self, found: bool, really: bool) -> None:
+        """Of those that nobody asks for, how many were found all the same."""
+        if not really:
+            self._samples += 1
+            self._wrong += found
+
+    @property
+    def false_ratio(self) -> float:
+        return self._wrong / self._samples if self._samples else 0.0
+
+    def is_worn(self, now_s: float) -> bool:
+        """Whether a new filter should take the place of this one."""
+        if self._discarded * 2 > len(self):
+            return True
+        if self._samples >= SAMPLES_MIN and self.false_ratio > FALSE_POSITIVE_MAX:
+            return True
+        return now_s - self._made_s >= REBUILD_S
+
+    def rebuilt(self, keys: Iterable[bytes], now_s: float) -> BloomFilter:
+        """A filter of the keys there are; this one goes on until it is there."""
+        fresh = BloomFilter(now_s, self._keys_each)
+        for key in keys:
+            fresh.add(key)
+        return fresh
+
+
+SUMMARIES_PREFIX: Final = "__subs__/"
+SUMMARY_TTL_MS: Final = 90_000
+
+
+class EncodedPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A part of a predicate. `text` is there where the library has to evaluate it."""
+
+    tree: list[Any]
+    text: str | None = None
+    variables: dict[str, Any] | None = None  # of a rule: what it knows beside the document
+
+
+class SubscriptionSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One subscription."""
+
+    database: str
+    collection: str
+    predicate: str
+    predicateHash: str  # noqa: N815 - the name on the wire
+    parts: list[EncodedPart]
+    ruleInputs: EncodedPart | None  # noqa: N815 - as above
+    documents: list[str] | None
+    priority: str
+    position: list[int]
+    expires: int
+
+
+def encode_predicate_part(part: PredicatePart) -> EncodedPart:
+    try:
+        compile_truth(part.node)
+    except NotCompilableError:
+        assert part.program is not None, "what cannot be lowered came as text"
+        return EncodedPart(cel.encode_expression(part.node), part.program.source, part.variables)
+    return EncodedPart(cel.encode_expression(part.node))
+
+
+def decode_predicate_part(form: EncodedPart) -> PredicatePart:
+    program: CelProgram | None = None
+    if form.text is not None:
+        program = compile_cel(form.text, rule=form.variables is not None)[1]
+    return PredicatePart(cel.decode_expression(form.tree), program, form.variables)
+
+
+def build_predicate(
+    parts: Sequence[PredicatePart], rule: PredicatePart | None, documents: frozenset[str] | None
+) -> Predicate:
+    """Query and rule in one, as the gateway puts them together."""
+    return Predicate([*parts, rule] if rule is not None else parts, documents)
+
+
+def interest_from_summary(summary: SubscriptionSummary) -> Interest:
+    """The subscription as the matcher takes it."""
+    rule = None if summary.ruleInputs is None else decode_predicate_part(summary.ruleInputs)
+    documents = None if summary.documents is None else frozenset(summary.documents)
+    whole = build_predicate([decode_predicate_part(form) for form in summary.parts], rule, documents)
+    return Interest(whole, None if rule is None else Predicate([rule]))
+
+
+DELIVERIES_PREFIX: Final = "__deliveries__/"
+LOOKAHEAD_RANGES: Final = 16  # that may overlap; what is not found among them is read in the log
+# About what an extent and a key of it take in memory.
+RANGE_BYTES: Final = 200
+RANGE_KEY_BYTES: Final = 150
+
+
+class DeliveredMatch(msgspec.Struct, frozen=True):
+    """What a change is to one subscription."""
+
+    key: str
+    op: str
+    reason: str
+
+
+class DeliveredChange(msgspec.Struct, frozen=True):
+    """A change that concerns somebody."""
+
+    seq: int
+    lsn: str
+    op: str
+    subs: list[DeliveredMatch]
+    doc: dict[str, Any]
+
+
+class DeliveryBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a matcher found between two numbers of a partition, both included."""
+
+    v: int = 1
+    database: str
+    collection: str
+    partition: int
+    owner: str
+    leaseEpoch: int = 0  # noqa: N815 - the name on the wire
+    generation: int
+    index: str = ""  # the set of subscriptions that was matched
+    asOf: int = 0  # noqa: N815 - entry of the gateway's summaries up to which it was read
+    first: int = msgspec.field(name="from")
+    last: int = msgspec.field(name="to")
+    mode: str = "directed"
+    items: list[DeliveredChange]
+
+
+_decode = msgspec.json.Decoder(DeliveryBatch).decode
+encode_delivery = msgspec.json.Encoder().encode
+
+
+class _DeliveryKind(msgspec.Struct):
+    kind: str = ""
+
+
+_decode_kind = msgspec.json.Decoder(_DeliveryKind).decode
+
+
+def decode_delivery(raw: bytes) -> DeliveryBatch | None:
+    """A batch; None for entries of other kinds, which readers pass over."""
+    return None if _decode_kind(raw).kind else _decode(raw)
+
+
+class ExaminedRange(NamedTuple):
+    """A stretch of a partition that somebody has examined, and which of its changes concern whom."""
+
+    partition: int
+    first: int
+    last: int
+    as_of: int
+    seqs: dict[str, tuple[int, ...]]
+    size_bytes: int
+
+
+class RelevantRange(NamedTuple):
+    """The way on from a place, up to `last`: what of it concerns the asker, or None if nobody has looked."""
+
+    last: int
+    seqs: tuple[int, ...] | None
+
+
+class ExaminedRanges:
+    """What was examined of one collection by others than the gateway.
+
+    Whoever is behind asks for the way on from where it stands, so it makes no difference in which order
+    batches come, how often, or whether they come at all: where there is none, the log is read.
+    """
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self._extents: dict[int, list[ExaminedRange]] = {}  # by partition, in the order of where they begin
+        self._epochs: dict[int, int] = {}  # highest lease epoch, by partition
+
+    def take(self, batch: DeliveryBatch) -> ExaminedRange | None:
+        """Keeps what a batch says. One of another generation, of somebody who has lost the partition, or one
+        that was here before says nothing."""
+        partition = batch.partition
+        if batch.generation != self.generation or batch.leaseEpoch < self._epochs.get(partition, 0):
+            return None
+        if not 1 <= batch.first <= batch.last:
+            return None
+        self._epochs[partition] = batch.leaseEpoch
+        extent = _range_of_batch(batch)
+        known = self._extents.setdefault(partition, [])
+        place = bisect_left(known, _range_key(extent), key=_range_key)
+        if place < len(known) and _range_key(known[place]) == _range_key(extent):
+            return None
+        known.insert(place, extent)
+        return extent
+
+    def drop(self, extent: ExaminedRange) -> None:
+        """There is no room for it any more."""
+        known = self._extents.get(extent.partition, [])
+        place = bisect_left(known, _range_key(extent), key=_range_key)
+        if place < len(known) and known[place] is extent:
+            del known[place]
+
+    def ahead(self, key: str, written: int, partition: int, after: int) -> RelevantRange | None:
+        """The way on behind `after`, for a subscription that was written down at `written`: whoever had not
+        read that far has not examined anything for it. None if there is nothing but the log."""
+        known = self._extents.get(partition, [])
+        place = bisect_right(known, after + 1, key=_range_first)
+        for extent in reversed(known[max(0, place - LOOKAHEAD_RANGES) : place]):
+            if extent.last > after and extent.as_of >= written:
+                mine = extent.seqs.get(key, ())
+                return RelevantRange(extent.last, tuple(seq for seq in mine if seq > after))
+        for extent in known[place : place + LOOKAHEAD_RANGES]:
+            if extent.as_of >= written:
+                return RelevantRange(extent.first - 1, None)
+        return None
+
+
+def _range_of_batch(batch: DeliveryBatch) -> ExaminedRange:
+    seqs: dict[str, list[int]] = {}
+    for item in batch.items:
+        if batch.first <= item.seq <= batch.last:
+            for told in item.subs:
+                seqs.setdefault(told.key, []).append(item.seq)
+    found = {key: tuple(sorted(set(numbers))) for key, numbers in seqs.items()}
+    size = RANGE_BYTES + sum(RANGE_KEY_BYTES + 8 * len(numbers) for numbers in found.values())
+    return ExaminedRange(batch.partition, batch.first, batch.last, batch.asOf, found, size)
+
+
+def _range_key(extent: ExaminedRange) -> tuple[int, int, int]:
+    return extent.first, extent.last, extent.as_of
+
+
+def _range_first(extent: ExaminedRange) -> int:
+    return extent.first

@@ -1,0 +1,549 @@
+"""Replication over WebSocket: `/replication/ws`, and `stream` on `/realtime/ws`.
+
+`/replication/ws`: the WebSocket protocol of RxDB's own plugin, spoken as its server does.
+
+Frames are `{"id", "collection", "method", "params"}`, answers `{"id", "collection", "result"}`. There is no
+frame for errors: they close the connection, and the client comes back.
+
+`stream` on `/realtime/ws`: replication over a connection that has subscriptions, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, cast
+
+import orjson
+
+from tailrace.api import answers
+from tailrace.auth import ANONYMOUS, Action, Identity, authorise
+from tailrace.common.errors import TailraceError
+from tailrace.http.cors import AllowedOrigins
+from tailrace.http.exchange import Exchange
+from tailrace.http.websocket import WebSocketConnection
+from tailrace.protocol.websocket_frames import CONTINUATION, TEXT, encode_frame
+from tailrace.watch import document, names
+from tailrace.watch.document import Document
+from tailrace.watch.realtime import envelopes
+from tailrace.watch.realtime.envelopes import Envelope
+from tailrace.watch.realtime.session import RealtimeSession
+from tailrace.watch.realtime.subscription import MessageRefusedError, check_subscription_id, default_database
+from tailrace.watch.rxdb.feed import POLL_S, DocumentShape, ReplicationFeed, ReplicationTransport
+from tailrace.watch.rxdb.http_routes import read_limit, read_params, read_shape
+from tailrace.watch.rxdb.protocol import read_checkpoint, read_push_rows
+from tailrace.watch.rxdb.replication import LIMIT_DEFAULT, LIMIT_MAX, PullRequest, Replication
+
+logger = logging.getLogger("tailrace.watch")
+
+REPLICATION_WS_PATH: Final = b"/replication/ws"
+ID_CHARS_MAX: Final = 256
+COLLECTIONS_MAX: Final = 100  # that one connection may follow
+WAITING_MAX: Final = 64  # frames; beyond, the socket is not read
+AUTH_BYTES_MAX: Final = 64 * 1024
+HELD_BYTES_MAX: Final = 64 * 1024 * 1024  # from all who have not said who they are
+DRAIN_QUIET_S: Final = 0.25  # without a frame, after which a stopping server expects no more of them
+DRAIN_QUIET_S_MAX: Final = 1.5  # that a stopping server waits for that
+_PARAMS: Final = frozenset({"database", "deletedField", "stamps"})
+_CLOSES: Final = {
+    "unauthorized": 4401,
+    "forbidden": 4403,
+    "read_only_collection": 4403,
+    "checkpoint_expired": 4410,
+    "overloaded": 1013,
+    "unavailable": 1013,
+    "insufficient_storage": 1013,
+    "append_timeout": 1013,
+    "request_timeout": 1013,
+    "internal": 1011,
+}
+
+
+class ReplicationCall(NamedTuple):
+    """One frame of a client."""
+
+    id: str
+    collection: str
+    method: str
+    params: list[Any]
+
+
+class ReplicationSocket(ReplicationTransport):
+    """One client's connection: its frames are handled one after the other."""
+
+    def __init__(
+        self, replication: Replication, identity: Identity | None, database: str | None, shape: DocumentShape
+    ) -> None:
+        self.connection: WebSocketConnection | None = None
+        super().__init__(replication, identity)
+        self._database = database
+        self._shape = shape
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._held_bytes = 0
+        self._worker: asyncio.Task[None] | None = None
+        self._feeds: dict[str, tuple[ReplicationFeed, asyncio.Task[None]]] = {}
+        # A message in several frames must not have another one between them.
+        self._speaking = asyncio.Lock()
+        self._draining = False
+        self._heard = asyncio.Event()
+        self._kept_back: list[bytes] = []  # frames that go out with the close
+        self._kept_back_bytes = 0
+
+    # -- the connection --------------------------------------------------------------------------------
+
+    @property
+    def unsent_bytes(self) -> int:
+        return 0 if self.connection is None else self.connection.unsent_bytes
+
+    def close(self, code: int, reason: str) -> None:
+        if self.connection is not None:
+            self.connection.close(code, reason)
+        self.gone()
+
+    def drain(self) -> None:
+        """The plugin waits without end for the answer to a request that is lost with its connection.
+
+        One may be under way to us, and the next is sent as soon as one is answered. So answers are kept back
+        until no more requests come, and leave in one write with the close: what the client asks for after
+        that waits for its next connection.
+        """
+        if self.known is None:
+            super().drain()
+        elif not self._draining:
+            self._draining = True
+            self._end_feeds()
+            self.replication.spawn(self._drain())
+
+    async def _drain(self) -> None:
+        loop = self.replication.context.loop
+        until = loop.time() + DRAIN_QUIET_S_MAX
+        while not self.ended and loop.time() < until:
+            self._heard.clear()
+            try:
+                await asyncio.wait_for(self._heard.wait(), DRAIN_QUIET_S)
+            except TimeoutError:
+                if self._worker is None:
+                    break
+        if self._worker is not None:
+            await asyncio.wait((self._worker,))
+        if not self.ended:
+            self._let_out()
+            super().drain()
+
+    def _let_out(self) -> None:
+        assert self.connection is not None
+        for frame in self._kept_back:
+            self.connection.send_encoded(frame)
+            self.counted(len(frame))
+        self._kept_back.clear()
+        self.replication.held_bytes -= self._kept_back_bytes
+        self._kept_back_bytes = 0
+
+    def _end_feeds(self) -> None:
+        for _, task in self._feeds.values():
+            task.cancel()
+        self._feeds.clear()
+
+    def gone(self) -> None:
+        super().gone()
+        self._release_held()
+        self.replication.held_bytes -= self._kept_back_bytes
+        self._kept_back_bytes = 0
+        self._kept_back.clear()
+        self._waiting.clear()
+        self._end_feeds()
+        if self._worker is not None and self._worker is not asyncio.current_task():
+            self._worker.cancel()
+
+    def on_message(self, data: bytes, is_text: bool) -> None:
+        if self.ended:
+            return
+        self._heard.set()
+        if not is_text:
+            self.close(4400, "a message is a JSON object in a text frame")
+            return
+        if self.known is None and self._is_held(data):
+            return
+        if self.known is None:
+            self._waiting.appendleft(data)  # everything else waits for it
+        else:
+            self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        self._work_on()
+
+    def on_tick(self, now: float) -> None:
+        super().on_tick(now)
+        for feed, _ in self._feeds.values():
+            feed.remind(now)
+
+    def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
+        self.close(1009, f"a message has at most {self.replication.limits.watch_push_bytes} bytes")
+
+    def on_silence(self) -> None:
+        """The close says it all."""
+
+    def on_close(self, code: int, reason: str) -> None:
+        self.gone()
+
+    def fail(self, refusal: TailraceError) -> None:
+        self.close(_CLOSES.get(refusal.code, 4400), f"{refusal.code}: {refusal.message}")
+
+    def _is_held(self, data: bytes) -> bool:
+        """Whether a frame has to wait until somebody says who they are.
+
+        A client that reconnects says that last: frames that it could not send before go first.
+        """
+        if len(data) <= AUTH_BYTES_MAX and _is_auth_frame(data):
+            return False
+        self._held_bytes += len(data)
+        self.replication.held_bytes += len(data)
+        self._waiting_bytes += len(data)
+        if (
+            len(self._waiting) >= WAITING_MAX
+            or self._held_bytes > self.replication.limits.watch_push_bytes + AUTH_BYTES_MAX
+            or self.replication.held_bytes > HELD_BYTES_MAX
+        ):
+            self.close(4401, "say who you are first: auth")
+        else:
+            self._waiting.append(data)
+        return True
+
+    def _release_held(self) -> None:
+        self.replication.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+
+    # -- frames ----------------------------------------------------------------------------------------
+
+    def _work_on(self) -> None:
+        assert self.connection is not None
+        bytes_max = self.replication.limits.watch_push_bytes
+        if len(self._waiting) >= WAITING_MAX or self._waiting_bytes >= bytes_max:
+            self.connection.pause_reading()
+        if self._worker is None:
+            self._worker = self.replication.spawn(self._work())
+
+    async def _work(self) -> None:
+        try:
+            while self._waiting and not self.ended:
+                data = self._waiting.popleft()
+                self._waiting_bytes -= len(data)
+                await self._handle(self._read(data))
+                if self.known is None:
+                    break
+        except TailraceError as refusal:
+            self.fail(refusal)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("a frame of a replicating client failed")
+            self.close(1011, "internal error")
+        finally:
+            self._worker = None
+        if self.ended:
+            return
+        assert self.connection is not None
+        self.connection.resume_reading()
+
+    def _read(self, data: bytes) -> ReplicationCall:
+        found = document.parse_json(data, self.replication.limits.watch_push_bytes)
+        frame = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        call_id, name = frame.get("id"), frame.get("collection")
+        method, params = frame.get("method"), frame.get("params")
+        if (
+            not (isinstance(call_id, str) and isinstance(name, str) and isinstance(method, str))
+            or len(call_id) > ID_CHARS_MAX
+            or not isinstance(params, list)
+        ):
+            raise TailraceError("invalid_request", "a frame has id, collection, method and params")
+        return ReplicationCall(call_id, name, method, cast("list[Any]", params))
+
+    async def _handle(self, call: ReplicationCall) -> None:
+        if call.method == "auth":
+            self._authenticate(call.params)
+            return
+        if self.known is None:
+            raise TailraceError("unauthorized", "say who you are first: auth")
+        name = names.check_collection(call.collection)
+        if call.method == "masterChangesSince":
+            await self._pull(call, name)
+        elif call.method == "masterWrite":
+            await self._push(call, name)
+        elif call.method == "masterChangeStream$":
+            self._follow(name)
+        else:
+            raise TailraceError("invalid_request", f"there is no method {call.method[:40]!r}")
+
+    def _authenticate(self, params: list[Any]) -> None:
+        verifier = self.replication.gateway.verifier
+        if verifier is None:
+            return
+        given = cast("dict[str, Any]", params[0]) if params and isinstance(params[0], dict) else {}
+        token = next((value for name, value in given.items() if name.lower() == "authorization"), None)
+        if not isinstance(token, str):
+            raise TailraceError("unauthorized", "auth has the header authorization")
+        identity = verifier.verify(token.encode("utf-8", "replace"))
+        self._database = self._database or default_database(identity)
+        self.known = identity
+        self._allowed(Action.REPLICATION_PULL)
+        self._release_held()
+        for feed, _ in self._feeds.values():
+            feed.woken.set()  # somebody else may read other documents
+
+    def _allowed(self, action: Action) -> str:
+        """The database, if whoever is here may do this to it."""
+        if self._database is None:
+            raise TailraceError("invalid_request", "the connection names its database")
+        authorise(self.identity, action, db=self._database)
+        self.replication.book.database(self._database)
+        return self._database
+
+    # -- methods ---------------------------------------------------------------------------------------
+
+    async def _pull(self, call: ReplicationCall, name: str) -> None:
+        database = self._allowed(Action.REPLICATION_PULL)
+        given = call.params[0] if call.params else None
+        limit = read_limit(call.params[1] if len(call.params) > 1 else LIMIT_DEFAULT)
+        checkpoint = read_checkpoint(given, self.replication.signer)
+        asked = PullRequest(database, name, given, checkpoint, limit, self._shape)
+        pulled = await self.replication.pull(self.identity, asked, _answer_head(call), b"}")
+        await self._say(pulled.pieces)
+        feed = self._feeds.get(name)
+        if feed is not None:
+            feed[0].pulled, feed[0].joined = pulled.walk, True
+
+    async def _push(self, call: ReplicationCall, name: str) -> None:
+        database = self._allowed(Action.REPLICATION_PUSH)
+        limits = self.replication.limits
+        given = call.params[0] if call.params else None
+        rows = read_push_rows(given, limits.watch_batch_writes, self._shape.deleted_field)
+        settled: asyncio.Future[list[Document]] = self.replication.context.loop.create_future()
+
+        def told(conflicts: list[Document], refusal: TailraceError | None) -> None:
+            if settled.done():
+                return  # the client has left
+            if refusal is None:
+                settled.set_result(conflicts)
+            else:
+                settled.set_exception(refusal)
+
+        # The answer goes before what the feed tells of the same documents.
+        async with self._speaking:
+            self.replication.push(self.identity, database, name, rows, self._shape, self, told)
+            conflicts = await settled
+            await self._utter(_single_piece(_answer_head(call) + orjson.dumps(conflicts) + b"}"))
+
+    def _follow(self, name: str) -> None:
+        """A client says so once for each connection; saying it again changes nothing."""
+        database = self._allowed(Action.REPLICATION_PULL)
+        if name in self._feeds or self._draining:
+            return
+        if len(self._feeds) >= COLLECTIONS_MAX:
+            raise TailraceError("overloaded", f"a connection follows at most {COLLECTIONS_MAX} collections")
+        feed = ReplicationFeed(
+            self.replication, self, database, name, self._shape, LIMIT_DEFAULT, joined=False, client=self
+        )
+        self._feeds[name] = (feed, self.replication.follow(feed))
+
+    async def tell(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None:
+        head = b'{"id":"stream","collection":%b,"result":' % orjson.dumps(feed.name)
+        await self._say(_single_piece(head + result + b"}"))
+
+    async def _say(self, pieces: AsyncIterator[bytes]) -> None:
+        """One message, in as many frames as there are pieces, as fast as the client takes them."""
+        async with self._speaking:
+            await self._utter(pieces)
+
+    async def _utter(self, pieces: AsyncIterator[bytes]) -> None:
+        opcode, piece = TEXT, await anext(pieces)
+        while True:
+            following = await anext(pieces, None)
+            if not await self.room():
+                return
+            self._send_frame(encode_frame(opcode, piece, fin=following is None))
+            if following is None:
+                return
+            opcode, piece = CONTINUATION, following
+
+    def _send_frame(self, frame: bytes) -> None:
+        assert self.connection is not None
+        if self._draining and self.replication.held_bytes + len(frame) <= HELD_BYTES_MAX:
+            self._kept_back.append(frame)
+            self._kept_back_bytes += len(frame)
+            self.replication.held_bytes += len(frame)
+            return
+        self._let_out()  # there is no room to keep it back, nor for what comes before it
+        self.connection.send_encoded(frame)
+        self.counted(len(frame))
+
+
+def _is_auth_frame(data: bytes) -> bool:
+    try:
+        frame: Any = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return True  # it is handled now, and refused
+    return not isinstance(frame, dict) or cast("dict[str, Any]", frame).get("method") == "auth"
+
+
+def _answer_head(call: ReplicationCall) -> bytes:
+    return b'{"id":%b,"collection":%b,"result":' % (orjson.dumps(call.id), orjson.dumps(call.collection))
+
+
+async def _single_piece(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+class ReplicationSocketRoute:
+    def __init__(self, replication: Replication) -> None:
+        self._replication = replication
+        self._origins = AllowedOrigins(replication.context.settings)
+
+    def serve(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+        """A client may say who it is with the upgrade, or in a frame."""
+        if method not in (b"GET", b"HEAD"):
+            raise answers.not_allowed("GET, HEAD, OPTIONS")
+        replication = self._replication
+        given = read_params(exchange, _PARAMS)
+        shape = read_shape(given)
+        if not exchange.wants_websocket():
+            raise TailraceError(
+                "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
+            )
+        self._origins.check(exchange)
+        replication.check_room()
+        identity: Identity | None = None
+        if replication.gateway.verifier is None:
+            identity = ANONYMOUS
+        elif b"authorization" in exchange.headers:
+            identity = identify(exchange)
+        database = given.get("database")
+        if identity is not None:
+            database = database or default_database(identity)
+            authorise(identity, Action.REPLICATION_PULL, db=database or "")
+        if database is not None:
+            names.check_database(database)
+            if identity is not None:
+                replication.book.database(database)
+        socket = ReplicationSocket(replication, identity, database, shape)
+        try:
+            socket.connection = exchange.upgrade_websocket(
+                socket, message_bytes=replication.limits.watch_push_bytes
+            )
+        except BaseException:
+            socket.gone()
+            raise
+        socket.connection.drains_itself = True
+
+
+class StreamListener:
+    """A stream of a realtime connection: ends with the connection, or when it has to be begun again."""
+
+    def __init__(self, replication: Replication, session: RealtimeSession, stream_id: str) -> None:
+        self._replication = replication
+        self._session = session
+        self._id = stream_id
+        self._over = False
+
+    @property
+    def identity(self) -> Identity:
+        assert self._session.identity is not None
+        return self._session.identity
+
+    async def room(self) -> bool:
+        session = self._session
+        while not session.ended and not self._over:
+            if session.has_room and not self._replication.is_crowded:
+                return True
+            session.drained.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(session.drained.wait(), POLL_S)
+        return False
+
+    async def tell(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None:
+        database = feed.database
+        if pos is None:
+            self._end()
+            told = {
+                "subId": self._id,
+                "reason": "gap",
+                "generation": None,
+                "retryAfterMs": 0,
+                "autoResync": False,
+            }
+            self._session.send(envelopes.subscription_notice("resync-required", database, [self._id], told))
+            return
+        payload = b'{"streamId":%b,%b,"upToDate":%b}' % (
+            orjson.dumps(self._id),
+            result[1:-1],
+            b"true" if feed.is_up_to_date else b"false",
+        )
+        self._session.send(
+            Envelope(
+                b'{"type":"stream-event","version":1,"database":%b,"payload":%b,"extensions":{}}'
+                % (orjson.dumps(database), payload)
+            )
+        )
+
+    def fail(self, refusal: TailraceError) -> None:
+        self._end()
+        self._session.refuse(self._id, refusal.code, refusal.message, sub_id=self._id)
+
+    def _end(self) -> None:
+        self._over = True
+        self._session.streams.pop(self._id, None)
+
+
+class RealtimeStreams:
+    """Begins the streams of realtime connections."""
+
+    def __init__(self, replication: Replication) -> None:
+        self._replication = replication
+
+    def start(self, session: RealtimeSession, message_id: str | None, payload: dict[str, Any]) -> None:
+        replication = self._replication
+        stream_id = check_subscription_id(message_id, "the id of stream")
+        assert session.identity is not None
+        assert session.database is not None
+        authorise(session.identity, Action.REPLICATION_PULL, db=session.database)
+        name, limit = payload.get("collection"), payload.get("batchSize", LIMIT_DEFAULT)
+        if not isinstance(name, str):
+            raise MessageRefusedError("bad_message", "stream names its collection")
+        if type(limit) is not int or not 1 <= limit <= LIMIT_MAX:
+            raise MessageRefusedError("bad_message", f"batchSize is a number from 1 to {LIMIT_MAX}")
+        self._admit(session, stream_id)
+        names.check_collection(name)
+        checkpoint = read_checkpoint(payload.get("checkpoint"), replication.signer)
+        collection = replication.find(session.database, name)
+        walk = None if collection is None else replication.walk(session.identity, collection, checkpoint)
+        listener = StreamListener(replication, session, stream_id)
+        feed = ReplicationFeed(replication, listener, session.database, name, DocumentShape(), limit, walk)
+        generation = 1 if feed.walk is None else feed.walk.generation
+        acknowledged = {"status": "ok", "subId": stream_id, "kind": "stream", "generation": generation}
+        session.send(envelopes.reply("subscribe_ack", message_id, acknowledged))
+        session.streams[stream_id] = replication.follow(feed)
+
+    def _admit(self, session: RealtimeSession, stream_id: str) -> None:
+        known = session.subscriptions.get(stream_id)
+        if stream_id in session.streams or (known is not None and known.state != "invalid"):
+            raise MessageRefusedError("duplicate_id", f"there is a subscription {stream_id!r} already")
+        count = len(session.streams) + len(session.subscriptions)
+        if count >= self._replication.limits.watch_subscriptions:
+            raise MessageRefusedError(
+                "limit_exceeded",
+                f"a connection has at most {self._replication.limits.watch_subscriptions} subscriptions",
+                limit="subscriptions",
+            )
+
+
+def stop_stream(session: RealtimeSession, message_id: str | None, payload: dict[str, Any]) -> bool:
+    """Ends a stream; False if there is none of this name."""
+    given = payload.get("id")
+    task = session.streams.pop(given, None) if isinstance(given, str) else None
+    if task is None:
+        return False
+    task.cancel()
+    session.send(envelopes.reply("unsubscribe_ack", message_id, {"status": "ok"}))
+    return True

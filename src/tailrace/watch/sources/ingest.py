@@ -1,0 +1,568 @@
+"""Ingest: commits changes of a source with its progress, and sets the load state of its collections.
+
+Changes of a source become entries of change streams: one commit for a batch, the position in it.
+
+What the source gave before is known by its position and is left out, so that nothing is there twice however
+often it is read again. The source is the only one that writes to its collections.
+
+The collections of a source: loading, live or stale, and what that means for whoever watches them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import orjson
+
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.log.log import append_to_streams
+from tailrace.log.transaction import Transaction
+from tailrace.watch import names
+from tailrace.watch.collection import Collection, CollectionState, encode_config_entry, encode_control_entry
+from tailrace.watch.collection_registry import CollectionRegistry
+from tailrace.watch.document import (
+    IMAGE_MISSING,
+    RAW_NULL,
+    ChangeEntry,
+    ChangeImages,
+    ChangeOp,
+    ChangeSource,
+    Document,
+    PreviousVersion,
+    TransactionRef,
+    encode_change,
+)
+from tailrace.watch.document_view import DocumentRow
+from tailrace.watch.document_writer import DocumentState
+from tailrace.watch.realtime.gateway import Gateway
+from tailrace.watch.sources.config import SourceConfig
+from tailrace.watch.sources.model import (
+    SourceChange,
+    SourceError,
+    SourcePosition,
+    SourceProgress,
+    decode_progress,
+    format_lsn,
+    progress_fact,
+    source_stream_name,
+)
+
+CLEAR_DOCUMENTS = 500
+TURN_CHANGES = 64  # between two looks at what else the loop has to do
+LOAD = "load"
+CHANGE_OPS = ("insert", "update", "replace", "delete")
+
+
+class SupersededError(TailraceError):
+    """Another connector has taken the source over: this one has to stop."""
+
+    def __init__(self) -> None:
+        super().__init__("stale_epoch", "another connector follows the source")
+
+
+class _IngestPlan:
+    """A batch as far as it is decided."""
+
+    def __init__(self, now_ns: int, position: SourcePosition, marked: str = "", token: str = "") -> None:
+        self.now_ns = now_ns
+        self.time = format_rfc3339(now_ns)
+        self.position = position
+        self.marked = marked  # the collection, if it has a log of its own that the position belongs to
+        self.token = token  # and up to where that has been read
+        self.states: dict[tuple[Collection, str], DocumentState] = {}
+        self.looked_up: dict[tuple[Collection, str], DocumentRow | None] = {}  # what the view has
+        self.entries: dict[str, list[bytes]] = {}
+
+    def next_index(self, lsn: int) -> int:
+        return self.position.change + 1 if lsn == self.position.lsn else 0
+
+
+class SourceIngest:
+    """One source's way into the log. `progress` is what is durable."""
+
+    def __init__(
+        self,
+        book: CollectionRegistry,
+        database: str,
+        config: SourceConfig,
+        collections: Mapping[str, Collection],
+        progress: SourceProgress,
+        document_bytes: int,
+    ) -> None:
+        self._book = book
+        self._log = book.log
+        self._fact = progress_fact(database, config.name)
+        self._source = (config.kind, config.name)
+        self._collections = collections
+        self._bytes_max = document_bytes
+        self.progress = progress
+        self.counts: dict[str, int] = dict.fromkeys(CHANGE_OPS, 0)
+        self.repeats = 0  # changes that were known already
+        # The place of the last change, and which documents it was about.
+        self._here: tuple[tuple[int, int], set[tuple[str, str]]] = ((0, -1), set())
+        self.offset: Callable[[int], str] | None = None  # of a stream: what its positions are called
+
+    # -- following -------------------------------------------------------------------------------------
+
+    async def follow(self, changes: Sequence[SourceChange], safe: int = 0) -> None:
+        """Returns when they are durable, and with them that the source may be moved to `safe`."""
+        await self._commit(await self._taken(self._plan(), changes), safe)
+
+    async def follow_one(self, collection: str, changes: Sequence[SourceChange], token: str) -> None:
+        """The changes of one collection, whose log has been read up to the token."""
+        plan = await self._taken(self._plan(collection), changes)
+        plan.token = token
+        await self._commit(plan)
+
+    async def _taken(self, plan: _IngestPlan, changes: Sequence[SourceChange]) -> _IngestPlan:
+        """The plan with the changes, or with those behind the last that is a commit of its own."""
+        for name, keys in _keys_of(changes).items():
+            self._look_up(plan, self._collections[name], list(keys))
+        for number, change in enumerate(changes):
+            if self._was_taken(plan.position.place, change):
+                self.repeats += 1
+                self._book.tallies.of(self._collections[change.collection]).dropped["source"] += 1
+                continue
+            if change.op == "clear":
+                await self._commit(plan)
+                await self._clear(change)
+                plan = self._plan()
+                continue
+            collection = self._collections[change.collection]
+            if change.image == IMAGE_MISSING:
+                self._note_missing(plan, collection, change)
+                continue
+            data = None if change.op == "delete" else self._filled(plan, collection, change)
+            self._decide(plan, collection, change.key, data, change)
+            if number % TURN_CHANGES == TURN_CHANGES - 1:
+                await asyncio.sleep(0)
+        return plan
+
+    def _was_taken(self, position: tuple[int, int], change: SourceChange) -> bool:
+        """Whether the source gives it once more: it lies behind what was read, or is the last over again.
+
+        A message can be several changes, each of another document, so the place alone does not tell.
+        """
+        place, key = (change.lsn, change.ordinal), (change.collection, change.key)
+        if place > position:
+            self._here = (place, {key})
+            return False
+        here, keys = self._here
+        if place != here or place != position or key in keys:
+            return True
+        keys.add(key)
+        return False
+
+    def _filled(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> bytes:
+        """The whole document; large values that did not change are taken from the one there was."""
+        if not change.unchanged:
+            return change.data
+        state = self._state(plan, collection, change.was or change.key)
+        before: Document = {} if state is None else orjson.loads(state.data)
+        row = orjson.loads(change.data)
+        for name in change.unchanged:
+            if name in before:
+                row[name] = before[name]
+            else:
+                del row[name]  # it was never seen: the source was not copied
+        return orjson.dumps(row)
+
+    async def _clear(self, change: SourceChange) -> None:
+        """Deletes all documents, some at a time; cut off, the rest follows when the message is read again."""
+        collection = self._collections[change.collection]
+        view, after = self._book.view.now, ""
+        begun = change._replace(ordinal=change.ordinal - 1)
+        while True:
+            self._book.check_applied(collection)
+            rows = view.documents_after(collection.number, after, CLEAR_DOCUMENTS)
+            plan = self._plan()
+            for row in rows:
+                self._decide(plan, collection, row.id, None, begun)
+            if not rows:
+                plan.position = SourcePosition(change.lsn, change.ordinal, self._index_in(plan, change.lsn))
+                await self._commit(plan)
+                return
+            after = rows[-1].id
+            await self._commit(plan)
+
+    def _index_in(self, plan: _IngestPlan, lsn: int) -> int:
+        return plan.position.change if plan.position.lsn == lsn else -1
+
+    # -- loading ---------------------------------------------------------------------------------------
+
+    async def load(self, collection: Collection, rows: Sequence[tuple[str, bytes]]) -> int:
+        """Rows as they are at the source: those that differ become changes. Tells how many."""
+        plan = self._plan(collection.name)
+        differing = 0
+        self._look_up(plan, collection, [key for key, _ in rows])
+        for number, (key, data) in enumerate(rows):
+            state = self._state(plan, collection, key)
+            if state is None or state.deleted or state.data != data:
+                differing += 1
+                self._decide(plan, collection, key, data, self._loaded(plan, collection))
+            if number % TURN_CHANGES == TURN_CHANGES - 1:
+                await asyncio.sleep(0)
+        await self._commit(plan)
+        return differing
+
+    async def remove(self, collection: Collection, keys: Sequence[str]) -> None:
+        """Documents that the source does not have."""
+        plan = self._plan(collection.name)
+        for key in keys:
+            self._decide(plan, collection, key, None, self._loaded(plan, collection))
+        await self._commit(plan)
+
+    def _loaded(self, plan: _IngestPlan, collection: Collection) -> SourceChange:
+        """A copied row happened nowhere in the log: it stands where the source was when copying began."""
+        at = plan.position
+        return SourceChange(at.lsn, at.ordinal, LOAD, plan.time, "put", collection.name, token=plan.token)
+
+    def move_to(self, lsn: int) -> None:
+        """What is removed next is removed there."""
+        if lsn > self.progress.lsn:
+            self.progress = self.progress.at(SourcePosition(lsn, 0, -1))
+
+    # -- deciding --------------------------------------------------------------------------------------
+
+    def _plan(self, collection: str = "") -> _IngestPlan:
+        now_ns, mark = self._log.clock.now_ns(), self.progress.marks.get(collection)
+        if mark is None:
+            return _IngestPlan(now_ns, self.progress.position)
+        return _IngestPlan(now_ns, mark.position, collection, mark.token)
+
+    def _look_up(self, plan: _IngestPlan, collection: Collection, keys: Sequence[str]) -> None:
+        """The documents that a batch is about, all at once: nobody else writes to them."""
+        self._book.check_applied(collection)
+        found = self._book.view.find_many(collection.number, keys)
+        plan.looked_up.update({(collection, key): found.get(key) for key in keys})
+
+    def _state(self, plan: _IngestPlan, collection: Collection, key: str) -> DocumentState | None:
+        planned = plan.states.get((collection, key))
+        if planned is not None:
+            return planned
+        if (collection, key) in plan.looked_up:
+            row = plan.looked_up[collection, key]
+        else:
+            self._book.check_applied(collection)
+            row = self._book.view.find(collection.number, key)
+        if row is None:
+            return None
+        return DocumentState(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
+
+    def _decide(
+        self, plan: _IngestPlan, collection: Collection, key: str, data: bytes | None, change: SourceChange
+    ) -> None:
+        state = self._state(plan, collection, key)
+        lives = state is not None and not state.deleted
+        index = plan.next_index(change.lsn)
+        if data is None and not lives:
+            # It was never seen here, or is gone already: nothing changes, but it was read.
+            plan.position = SourcePosition(change.lsn, change.ordinal, index - 1)
+            return
+        if data is not None and len(data) > self._bytes_max:
+            raise SourceError(
+                f"the document {collection.name}/{key} has {len(data)} bytes;"
+                f" TAILRACE_WATCH_DOCUMENT_BYTES allows {self._bytes_max}"
+            )
+        partition = names.partition_for_key(key, collection.config.partitions)
+        stream = collection.stream(partition)
+        found = self._log.find(stream)
+        updated_ms = max(0 if found is None else found.last_ns, plan.now_ns) // 1_000_000
+        after = DocumentState(
+            (collection.purged[partition] if state is None else state.version) + 1,
+            state.created_ms if state is not None and lives else updated_ms,
+            updated_ms,
+            data is None,
+            data if data is not None else state.data if state is not None else b"{}",
+        )
+        position = SourcePosition(change.lsn, change.ordinal, index)
+        changed: ChangeOp = "replace" if change.replaces else "update"
+        op: ChangeOp = "delete" if data is None else changed if lives else "insert"
+        entry = self._entry(collection, key, op, state if lives else None, after, change, position)
+        plan.entries.setdefault(stream, []).append(encode_change(entry))
+        plan.states[collection, key] = after
+        plan.position = position
+        self.counts[op] += 1
+
+    def _note_missing(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> None:
+        """Nobody knows what the document was then. That something happened is kept; the document stays."""
+        state = self._state(plan, collection, change.key)
+        index = plan.next_index(change.lsn)
+        if state is None or state.deleted:
+            plan.position = SourcePosition(change.lsn, change.ordinal, index - 1)
+            return
+        position = SourcePosition(change.lsn, change.ordinal, index)
+        entry = self._entry(collection, change.key, "update", state, state, change, position)
+        partition = names.partition_for_key(change.key, collection.config.partitions)
+        plan.entries.setdefault(collection.stream(partition), []).append(encode_change(entry))
+        plan.position = position
+
+    def _entry(
+        self,
+        collection: Collection,
+        key: str,
+        op: ChangeOp,
+        before: DocumentState | None,
+        after: DocumentState,
+        change: SourceChange,
+        position: SourcePosition,
+    ) -> ChangeEntry:
+        kind, name = self._source
+        stored = after.deleted or collection.decided.store_before
+        # What was told of a document is what the view has. The source may say otherwise: what was looked up
+        # was newer than its change.
+        confirmed = before is not None and stored and change.before == before.data
+        image = "none" if after.deleted else change.image
+        if self.offset is None:
+            lsn, token = format_lsn(position.lsn), change.token or position.token
+        else:
+            lsn = token = self.offset(position.lsn)
+        return ChangeEntry(
+            database=collection.database,
+            collection=collection.name,
+            documentKey=key,
+            op=op,
+            before=msgspec.Raw(before.data) if before is not None and stored else RAW_NULL,
+            after=RAW_NULL if image in ("none", IMAGE_MISSING) else msgspec.Raw(after.data),
+            images=ChangeImages("none" if before is None else "full" if confirmed else "view", image),
+            version=after.version,
+            createdAt=after.created_ms,
+            prev=None if before is None else PreviousVersion(before.version, before.updated_ms),
+            txn=TransactionRef(change.txn, position.change),
+            commitTime=change.time,
+            source=ChangeSource(kind, name, token),
+            lsn=lsn,
+        )
+
+    # -- committing ------------------------------------------------------------------------------------
+
+    async def _commit(self, plan: _IngestPlan, safe: int = 0) -> None:
+        progress = self.progress
+        if plan.marked:
+            progress = progress.marked(plan.marked, plan.position, plan.token, ended=False)
+            progress = progress.at(max(progress.position, plan.position))
+        else:
+            progress = progress.at(plan.position)
+        if safe > progress.safe:
+            progress = progress.replaced(safe=safe)
+        if plan.entries or progress.safe != self.progress.safe:
+            await self.commit(list(plan.entries.items()), progress, plan.now_ns)
+        else:
+            # Read, and nothing came of it; should that be forgotten, it is read again.
+            self.progress = progress
+
+    async def note(self, progress: SourceProgress) -> None:
+        """Nothing but how far it is."""
+        await self.commit([], progress, self._log.clock.now_ns())
+
+    async def commit(
+        self, parts: Sequence[tuple[str, Sequence[bytes]]], progress: SourceProgress, now_ns: int
+    ) -> None:
+        """Entries and the progress they make, in one record; returns when it is durable.
+
+        Only the connector that was begun last may do this.
+        """
+        if decode_progress(self._log.streams.meta.get(self._fact)).epoch > self.progress.epoch:
+            raise SupersededError
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if settled.done():
+                return
+            if error is None:
+                settled.set_result(None)
+            else:
+                settled.set_exception(error)
+
+        facts = [(self._fact, progress.encode())]
+        append_to_streams(self._log, parts, now_ns, reply, None, facts)
+        await settled
+        self.progress = progress
+
+
+def _keys_of(changes: Sequence[SourceChange]) -> dict[str, dict[str, None]]:
+    """The documents of a batch, by collection, each once."""
+    found: dict[str, dict[str, None]] = {}
+    for change in changes:
+        if change.op != "clear":
+            keys = found.setdefault(change.collection, {})
+            keys[change.key] = None
+            if change.was is not None:
+                keys[change.was] = None
+    return found
+
+
+StreamEntries = list[tuple[str, list[bytes]]]
+
+
+class SourceLifecycle:
+    """Every change of state is one commit: in all partitions, in the configuration, in the progress."""
+
+    def __init__(
+        self,
+        book: CollectionRegistry,
+        gateway: Gateway,
+        database: str,
+        config: SourceConfig,
+        collections: Mapping[str, Collection],
+        document_bytes: int,
+        on_changed: Callable[[Collection], None],
+    ) -> None:
+        self._book = book
+        self._gateway = gateway
+        self._on_changed = on_changed
+        self._database = database
+        self._config = config
+        self._document_bytes = document_bytes
+        self.collections = collections
+        self._ingest: SourceIngest | None = None
+        self._epoch = self.progress.epoch
+
+    @property
+    def progress(self) -> SourceProgress:
+        """What was decided last, which is as good as durable: nothing behind it can be without it."""
+        return decode_progress(
+            self._book.log.streams.meta.get(progress_fact(self._database, self._config.name))
+        )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {} if self._ingest is None else dict(self._ingest.counts)
+
+    @property
+    def repeats(self) -> int:
+        return 0 if self._ingest is None else self._ingest.repeats
+
+    def ingest(self) -> SourceIngest:
+        """The way into the log, from where the source is."""
+        before, progress = self._ingest, self.progress
+        if progress.epoch > self._epoch:
+            raise SupersededError
+        fresh = SourceIngest(
+            self._book, self._database, self._config, self.collections, progress, self._document_bytes
+        )
+        if before is not None:
+            fresh.counts, fresh.repeats = before.counts, before.repeats
+        self._ingest = fresh
+        return fresh
+
+    async def settled(self) -> None:
+        """Waits until all that was decided so far is durable or undone: only then the view is right."""
+        newest = self._book.log.committer.newest
+        if newest is None:
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def tell(_: TailraceError | None) -> None:
+            if not done.done():
+                done.set_result(None)
+
+        newest.waiting.append(tell)
+        await done
+
+    def apply(self) -> None:
+        """After a start: the collections are as the source is."""
+        phase = self.progress.phase
+        for collection in self.collections.values():
+            collection.state = "loading" if phase == "new" else phase
+
+    # -- from one state to another ---------------------------------------------------------------------
+
+    async def raise_epoch(self) -> None:
+        """Whoever follows the source from now on, it is nobody who began before."""
+        self._epoch = self.progress.epoch
+        ingest = self.ingest()
+        before = self._epoch
+        # Known at once: whoever halts this while it waits goes on from what is decided.
+        self._epoch = ingest.progress.epoch + 1
+        try:
+            await ingest.commit([], ingest.progress.replaced(epoch=self._epoch), self._now_ns())
+        except TailraceError:
+            self._epoch = before
+            raise
+
+    async def lose(self, reason: str, *, rescan: bool) -> None:
+        """Something is missing: nobody is told anything until it is there again."""
+        ingest = self.ingest()
+        progress = ingest.progress.replaced(phase="stale", reason=reason, rescan=rescan)
+        now_ns = self._now_ns()
+        parts = self._controls("stale", reason=reason)
+        await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
+        self._become("stale", reason)
+
+    async def begin_load(self, ingest: SourceIngest, progress: SourceProgress) -> None:
+        """From here on the source is copied. What anybody has seen before is of another generation."""
+        await self._begin(ingest, progress.replaced(phase="loading"), "load-begin")
+
+    async def begin_now(self, ingest: SourceIngest, progress: SourceProgress) -> None:
+        """From here on the source is followed; what it had before is not asked for."""
+        await self._begin(ingest, progress.replaced(phase="live"), "live")
+
+    async def reset(self, ingest: SourceIngest) -> None:
+        """The source begins anew: so does everybody who watches."""
+        await self._begin(ingest, ingest.progress.replaced(phase="loading"), "load-begin")
+
+    async def end_load(self, ingest: SourceIngest) -> None:
+        """The collections are what the source is: everybody may be told."""
+        progress = ingest.progress.replaced(phase="live")
+        now_ns = self._now_ns()
+        parts = self._controls("load-end", "live")
+        await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
+        self._become("live")
+
+    async def _begin(self, ingest: SourceIngest, progress: SourceProgress, control: str) -> None:
+        now_ns = self._now_ns()
+        # A collection without any change has nothing that could be continued wrongly.
+        older = [one for one in self.collections.values() if any(one.applied)]
+        raised = {one: one.decided.replaced(generation=one.config.generation + 1) for one in older}
+        for collection, config in raised.items():
+            collection.pending = config  # what is set about it meanwhile builds on this
+        parts: StreamEntries = []
+        if raised:
+            entries = [
+                encode_config_entry(one.name, config, "update", now_ns) for one, config in raised.items()
+            ]
+            parts.append((names.collections_stream_name(self._database), entries))
+        for collection in self.collections.values():
+            generation = self._book.generation(collection) + (collection in raised)
+            entries = [encode_control_entry(control, generation)]
+            if collection in raised:
+                entries.insert(0, encode_control_entry("generation", generation, reason="source"))
+            parts += [(stream, entries) for stream in collection.streams()]
+        try:
+            await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
+        finally:
+            for collection, config in raised.items():
+                if collection.pending is config:
+                    collection.pending = None
+        for collection, config in raised.items():
+            collection.config = config
+            self._book.view.keep_as(collection.number, self._book.generation(collection))
+        self._become("live" if progress.phase == "live" else "loading")
+        for collection in raised:
+            self._gateway.invalidate_all(collection, "generation")
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _now_ns(self) -> int:
+        return self._book.log.clock.now_ns()
+
+    def _told(self, progress: SourceProgress, now_ns: int) -> tuple[str, list[bytes]]:
+        return source_stream_name(self._database, self._config.name), [progress.entry(now_ns)]
+
+    def _controls(self, *controls: str, **more: str) -> StreamEntries:
+        parts: StreamEntries = []
+        for collection in self.collections.values():
+            generation = self._book.generation(collection)
+            entries = [encode_control_entry(control, generation, **more) for control in controls]
+            parts += [(stream, entries) for stream in collection.streams()]
+        return parts
+
+    def _become(self, state: CollectionState, reason: str = "") -> None:
+        for collection in self.collections.values():
+            collection.state = state
+            self._gateway.on_state(collection, reason)
+            self._on_changed(collection)

@@ -1,0 +1,282 @@
+"""The stream source: documents from `state-protocol` records of a stream in this or another worker.
+
+A stream with the profile `state-protocol` as a source: its records as changes of documents.
+
+The stream that a source reads, wherever it lives: in this log, or in that of another worker.
+
+A stream of this server as a source: its `state-protocol` records become documents.
+
+The stream keeps its own history, so copying it is reading it from its first entry. Documents that are not
+mentioned between the beginning and the end of a copy, or of a snapshot that the stream itself announces, are
+gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol, cast
+
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.schema.append_validation import PROFILE_DOCUMENT
+from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
+from tailrace.watch.sources.connector import SeenKeys, SourceContext, SourceRunner
+from tailrace.watch.sources.ingest import SourceIngest
+from tailrace.watch.sources.model import GapError, SourceChange, SourceError, SourcePosition
+from tailrace.watch.sources.postgres_decoder import dump_row, parse_json_value
+
+
+class StateRecord(NamedTuple):
+    """What one record says: about a row of a type, or about the stream."""
+
+    control: str | None
+    type: str = ""
+    key: str = ""
+    data: bytes | None = None  # None: it was deleted
+    txn: str | None = None
+    time: str | None = None
+
+
+def read_state_record(raw: bytes | memoryview) -> StateRecord | None:
+    """None for what is not of the protocol: it is older than the stream's profile."""
+    record = parse_json_value(bytes(raw).decode())
+    if isinstance(record, str):
+        raise SourceError("a record is nested deeper than a document can be")
+    headers = cast("dict[str, Any]", record).get("headers") if isinstance(record, dict) else None
+    if not isinstance(headers, dict):
+        return None
+    named, given = cast("dict[str, Any]", headers), cast("dict[str, Any]", record)
+    if "control" in named:
+        return StateRecord(str(named["control"]))
+    operation, entity, key = named.get("operation"), given.get("type"), given.get("key")
+    if not isinstance(operation, str) or not isinstance(entity, str) or not isinstance(key, str):
+        return None
+    data: bytes | None = None
+    if operation != "delete":
+        value = given.get("value")
+        data = dump_row(cast("dict[str, Any]", value) if isinstance(value, dict) else {"value": value})
+    return StateRecord(None, entity, key, data, named.get("txid"), named.get("timestamp"))
+
+
+class OriginEntry(NamedTuple):
+    seq: int
+    raw: bytes | memoryview
+    time_ns: int
+
+
+class OriginStream(Protocol):
+    """What it says of itself is true of now, or of the last page or news."""
+
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def earliest(self) -> int: ...
+    @property
+    def visible(self) -> int: ...
+    @property
+    def gone(self) -> bool: ...
+    def offset(self, entry: int) -> str: ...
+    async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]: ...
+    async def news(self) -> None:
+        """Returns when there may be more than before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+OpenRemoteOrigin = Callable[[str], Awaitable[OriginStream]]  # finds a stream that is not in this log
+
+
+def find_origin_stream(log: Log, name: str) -> Stream:
+    """The stream, if it can be one that documents come from."""
+    stream = log.find(name)
+    if stream is None or stream.gone or stream.visible < 0:
+        raise SourceError(f"there is no stream {name!r}")
+    profile = read_profile((stream.visible_documents or {}).get(PROFILE_DOCUMENT))
+    if not isinstance(profile, StateProtocolProfile):
+        raise SourceError(f"the stream {name!r} has not the profile state-protocol")
+    return stream
+
+
+class LocalOriginStream:
+    """One of this log. It is read like by any live reader until it is closed."""
+
+    def __init__(self, log: Log, stream: Stream) -> None:
+        self._log = log
+        self._stream = stream
+        self._news = asyncio.Event()
+        self.incarnation = f"{stream.number}"
+        self.offset = stream.offset
+        stream.readers = [*(stream.readers or ()), self]
+
+    @property
+    def earliest(self) -> int:
+        return self._stream.earliest
+
+    @property
+    def visible(self) -> int:
+        return self._stream.visible
+
+    @property
+    def gone(self) -> bool:
+        return self._stream.removed or self._stream.gone
+
+    def on_published(self, stream: Stream) -> None:
+        self._news.set()
+
+    async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]:
+        page = await self._log.reader.read_labelled(self._stream, after, bytes_max, entries_max)
+        assert page.labels is not None
+        return [OriginEntry(*row) for row in zip(page.entries(), page.parts, page.labels.times, strict=True)]
+
+    async def news(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+
+    def close(self) -> None:
+        others = [one for one in self._stream.readers or () if one is not self]
+        self._stream.readers = others or None
+
+
+class StreamConnector(SourceRunner):
+    """Runs one source of the kind `stream`."""
+
+    def __init__(self, followed: SourceContext, elsewhere: OpenRemoteOrigin | None = None) -> None:
+        super().__init__(followed)
+        self._log = self._book.log
+        self._types = {one.table: one.collection for one in self._config.tables}
+        self._elsewhere = elsewhere
+        self._mentioned: dict[str, SeenKeys] | None = None
+
+    # -- a session -------------------------------------------------------------------------------------
+
+    async def _session(self) -> None:
+        origin = await self._open()
+        try:
+            await self._follow(origin)
+        finally:
+            origin.close()
+            self._forget_mentioned()
+
+    async def _open(self) -> OriginStream:
+        name = self._config.stream
+        if self._elsewhere is not None and self._log.find(name) is None:
+            return await self._elsewhere(name)
+        return LocalOriginStream(self._log, find_origin_stream(self._log, name))
+
+    async def _follow(self, origin: OriginStream) -> None:
+        ingest = self._states.ingest()
+        ingest.offset = origin.offset
+        progress, incarnation = ingest.progress, origin.incarnation
+        if progress.phase in ("live", "loading") and progress.system != incarnation:
+            raise GapError("it is another stream")
+        if progress.phase == "stale" and not progress.rescan:
+            await self._hold(progress.reason)
+        goal: int | None = None
+        if progress.phase in ("new", "stale"):
+            position = SourcePosition(origin.earliest, 0, -1)
+            known = progress.at(position).replaced(
+                system=incarnation, reason=None, rescan=False, again=origin.earliest + 1
+            )
+            await self._states.begin_load(ingest, known)
+        if ingest.progress.phase == "loading":
+            goal = origin.visible
+        self._status.connected, self._status.error = True, None
+        at = ingest.progress.lsn
+        if ingest.progress.again:
+            self._remember_mentioned()
+            at = min(at, ingest.progress.again - 1)
+        while True:
+            if goal is not None and at >= goal:
+                await self._remove_others(ingest, at)
+                await self._states.end_load(ingest)
+                goal = None
+            if at < origin.visible:
+                self._status.lag_changes = origin.visible - at
+                at = await self._page(origin, ingest, at, goal)
+                continue
+            self._worked()
+            self._status.caught_up(True)
+            if origin.gone:
+                raise SourceError(f"the stream {self._config.stream!r} was deleted")
+            await origin.news()
+
+    async def _page(self, origin: OriginStream, ingest: SourceIngest, at: int, goal: int | None) -> int:
+        if origin.earliest > at:
+            raise GapError("the stream does not reach back to where it was read")
+        config = self._config
+        changes: list[SourceChange] = []
+        for seq, raw, time_ns in await origin.page(at, config.batch_bytes, config.batch_changes):
+            if goal is not None and seq > goal:
+                break  # the copy ends before it
+            at = seq
+            record = read_state_record(raw)
+            if record is None:
+                continue
+            if record.control is None:
+                if (change := self._change(seq, record, time_ns)) is not None:
+                    changes.append(change)
+                continue
+            await ingest.follow(changes)
+            changes = []
+            await self._control(
+                ingest, record.control, seq, format_rfc3339(time_ns), loading=goal is not None
+            )
+        await ingest.follow(changes)
+        self._status.behind = at < origin.visible
+        return at
+
+    def _change(self, seq: int, record: StateRecord, time_ns: int) -> SourceChange | None:
+        collection = self._types.get(record.type)
+        if collection is None:
+            return None
+        if self._mentioned is not None and record.data is not None:
+            self._mentioned[collection].add([record.key])
+        time = record.time or format_rfc3339(time_ns)
+        self._status.changed(time)
+        op = "delete" if record.data is None else "put"
+        return SourceChange(seq, 0, record.txn, time, op, collection, record.key, record.data or b"")
+
+    async def _control(
+        self, ingest: SourceIngest, control: str, seq: int, time: str, *, loading: bool
+    ) -> None:
+        unfinished = control == "snapshot-end" and ingest.progress.again
+        if seq <= ingest.progress.lsn and not unfinished:
+            return  # done before; it is read again for the keys behind it
+        if control == "reset":
+            if not loading:
+                await self._states.reset(ingest)
+            clears = [
+                SourceChange(seq, n, None, time, "clear", one) for n, one in enumerate(self._types.values())
+            ]
+            await ingest.follow(clears)
+            if not loading:
+                await self._states.end_load(ingest)
+        elif loading:
+            return  # the copy is one snapshot itself
+        elif control == "snapshot-start":
+            self._remember_mentioned()
+            await ingest.note(ingest.progress.replaced(lsn=seq, ordinal=0, index=-1, again=seq))
+        elif control == "snapshot-end" and self._mentioned is not None:
+            await self._remove_others(ingest, seq)
+
+    # -- what was mentioned ----------------------------------------------------------------------------
+
+    def _remember_mentioned(self) -> None:
+        self._forget_mentioned()
+        self._mentioned = {collection: SeenKeys() for collection in self._types.values()}
+
+    def _forget_mentioned(self) -> None:
+        for seen in (self._mentioned or {}).values():
+            seen.close()
+        self._mentioned = None
+
+    async def _remove_others(self, ingest: SourceIngest, seq: int) -> None:
+        if self._mentioned is not None:
+            ingest.move_to(seq)
+            for collection, seen in self._mentioned.items():
+                await self._remove_unseen(ingest, self._states.collections[collection], seen)
+        self._forget_mentioned()
+        await ingest.note(ingest.progress.replaced(again=0))
