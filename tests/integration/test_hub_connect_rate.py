@@ -14,8 +14,8 @@ from support.calls import Caller, eventually
 from support.hub_client import Actor
 from support.hub_clients import OpenHub, open_hub
 from support.server import ServerProcess
-from tailrace.api.hub.admission import REFUSED_BURST, Admission
 from tailrace.common.limits import Limits
+from tailrace.hub.admission import REFUSED_BURST, Admission
 
 __all__ = ["open_hub"]
 

@@ -21,13 +21,13 @@ from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.log.transaction import Reply, Transaction, ignore_reply
-from tailrace.subscriptions import agent as agent_module
+from tailrace.subscriptions import runner as agent_module
 from tailrace.subscriptions import service as service_module
-from tailrace.subscriptions.agent import Agent
 from tailrace.subscriptions.config import Config
-from tailrace.subscriptions.machine import Answer, Step
 from tailrace.subscriptions.model import BEFORE_ALL, HEAD_PREFIX, LINK_PREFIX
+from tailrace.subscriptions.runner import Agent
 from tailrace.subscriptions.service import SubscriptionService
+from tailrace.subscriptions.state_machine import Answer, Step
 from tailrace.subscriptions.tokens import WakeToken
 
 WAIT_S = 60.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.hub.address import (
+from tailrace.hub.addresses import (
     Pattern,
     TopicFilter,
     TopicTrie,

@@ -7,8 +7,8 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.hub.buckets import Buckets, Rate, TokenBucket
-from tailrace.hub.seen import WAITERS_MAX, Seen, SeenMemory, SeenSet
+from tailrace.common.token_bucket import Buckets, Rate, TokenBucket
+from tailrace.hub.deduplication import WAITERS_MAX, Seen, SeenMemory, SeenSet
 
 SECOND_NS = 1_000_000_000
 MILLI_NS = 1_000_000

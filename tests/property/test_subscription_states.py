@@ -16,10 +16,10 @@ from hypothesis.stateful import (
 
 from tailrace.common.errors import TailraceError
 from tailrace.protocol.offsets import encode_offset
-from tailrace.subscriptions import machine
+from tailrace.subscriptions import state_machine
 from tailrace.subscriptions.config import Config
-from tailrace.subscriptions.machine import Ack, Answer, Step
 from tailrace.subscriptions.model import BEFORE_ALL, Head, Subscription, Wake, first_cursor, restore, saved
+from tailrace.subscriptions.state_machine import Ack, Answer, Step
 
 NAMES = ["events/a", "events/b", "events/c/d", "manual/x", "other"]
 TTL_MS = 1000
@@ -61,7 +61,7 @@ class SubscriptionStates(RuleBasedStateMachine):
         found = {name: self.log.tail(name) for name in {*existing, *config.streams}}
         self.disk: dict[str, bytes | None] = {}
         self.sub = Subscription("s1", Head(config, self.now_ms, 0))
-        step = machine.create(self.sub, found.items())
+        step = state_machine.create(self.sub, found.items())
         self.webhook = webhook
         self.numbers = 0
         self.issued: dict[int, str] = {}
@@ -91,7 +91,7 @@ class SubscriptionStates(RuleBasedStateMachine):
     def settle(self) -> None:
         """The loop's own work after every event: wakes that are due are issued."""
         self.observe_all()
-        self.commit(machine.next_wake(self.sub, self.now_ms, self.wake_id()))
+        self.commit(state_machine.next_wake(self.sub, self.now_ms, self.wake_id()))
 
     # -- the log moves --------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class SubscriptionStates(RuleBasedStateMachine):
         self.log.epochs[name] = epoch
         self.log.streams[name] = (epoch, count)
         cursor = first_cursor(encode_offset(epoch, count), empty=count == 0)
-        self.commit(machine.stream_created(self.sub, name, cursor))
+        self.commit(state_machine.stream_created(self.sub, name, cursor))
         self.settle()
 
     @rule(name=names)
@@ -117,15 +117,15 @@ class SubscriptionStates(RuleBasedStateMachine):
     def delete(self, name: str) -> None:
         if self.log.streams.pop(name, None) is not None:
             self.cursors.pop(name, None)
-            self.commit(machine.stream_deleted(self.sub, name))
+            self.commit(state_machine.stream_deleted(self.sub, name))
             self.settle()
 
     @rule(name=names, add=st.booleans())
     def link(self, name: str, add: bool) -> None:
         if add:
-            self.commit(machine.add_streams(self.sub, {name: self.log.tail(name)}))
+            self.commit(state_machine.add_streams(self.sub, {name: self.log.tail(name)}))
         else:
-            self.commit(machine.remove_stream(self.sub, name))
+            self.commit(state_machine.remove_stream(self.sub, name))
             if name not in self.sub.links:
                 self.cursors.pop(name, None)
         self.settle()
@@ -141,9 +141,9 @@ class SubscriptionStates(RuleBasedStateMachine):
     @precondition(lambda self: not self.webhook)
     @rule(target=wakes, worker=st.sampled_from(["one", "two"]))
     def claim(self, worker: str) -> Wake:
-        holder = machine.current_wake(self.sub, self.now_ms)
+        holder = state_machine.current_wake(self.sub, self.now_ms)
         try:
-            wake = self.commit(machine.claim(self.sub, worker, self.now_ms, self.wake_id()))
+            wake = self.commit(state_machine.claim(self.sub, worker, self.now_ms, self.wake_id()))
         except TailraceError as error:
             if error.code == "ALREADY_CLAIMED":
                 assert holder is not None
@@ -187,8 +187,8 @@ class SubscriptionStates(RuleBasedStateMachine):
 
     def respond(self, given: Answer, *, release: bool) -> None:
         before = (self.sub.head, dict(self.sub.links))
-        current = machine.current_wake(self.sub, self.now_ms)
-        decide = machine.release if release else machine.answer
+        current = state_machine.current_wake(self.sub, self.now_ms)
+        decide = state_machine.release if release else state_machine.answer
         try:
             step = decide(self.sub, given, self.now_ms, self.wake_id())
         except TailraceError as error:
@@ -214,9 +214,9 @@ class SubscriptionStates(RuleBasedStateMachine):
     def deliver(self, outcome: str, old: int) -> None:
         generation = self.sub.head.generation - old
         if outcome == "failed":
-            step = machine.failed(self.sub, generation, self.now_ms, 0.5)
+            step = state_machine.failed(self.sub, generation, self.now_ms, 0.5)
         else:
-            step = machine.delivered(
+            step = state_machine.delivered(
                 self.sub, generation, done=outcome == "done", now_ms=self.now_ms, wake_id=self.wake_id()
             )
         self.commit(step)
@@ -228,7 +228,7 @@ class SubscriptionStates(RuleBasedStateMachine):
     def pass_time(self, ms: int) -> None:
         self.now_ms += ms
         self.settle()
-        self.commit(machine.attempt(self.sub, self.now_ms))
+        self.commit(state_machine.attempt(self.sub, self.now_ms))
 
     @rule()
     def restart(self) -> None:
@@ -247,7 +247,7 @@ class SubscriptionStates(RuleBasedStateMachine):
         assert set(self.sub.pending) == expected
         if expected:
             assert self.sub.wake is not None
-        due_ms = machine.due_at_ms(self.sub)
+        due_ms = state_machine.due_at_ms(self.sub)
         if self.webhook and self.sub.wake is not None:
             assert due_ms is not None, "a webhook's wake always ends by itself"
         if not self.webhook and self.sub.wake is not None:

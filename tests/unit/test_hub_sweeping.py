@@ -9,7 +9,7 @@ import pytest
 from support.hub_world import World
 from tailrace.common.limits import Limits
 from tailrace.hub.boxes import BROADCASTS
-from tailrace.hub.sweeping import NAMES_AT_ONCE
+from tailrace.hub.sweep import NAMES_AT_ONCE
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 BOX, TOPIC = "hub/mbox/t/b", "hub/topic/news"

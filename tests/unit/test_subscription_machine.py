@@ -4,9 +4,8 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.protocol.offsets import START_OFFSET, encode_offset
-from tailrace.subscriptions import machine
+from tailrace.subscriptions import state_machine
 from tailrace.subscriptions.config import Config
-from tailrace.subscriptions.machine import Ack, Answer, Step
 from tailrace.subscriptions.model import (
     BEFORE_ALL,
     Head,
@@ -17,6 +16,7 @@ from tailrace.subscriptions.model import (
     restore,
     saved,
 )
+from tailrace.subscriptions.state_machine import Ack, Answer, Step
 
 NOW_MS = 1_767_225_600_000
 TTL_MS = 1000
@@ -44,7 +44,7 @@ def apply(sub: Subscription, step: Step) -> Wake | None:
 
 def subscription(setup: Config, existing: dict[str, str | None] | None = None) -> Subscription:
     sub = Subscription("s1", Head(setup, NOW_MS, 0))
-    apply(sub, machine.create(sub, (existing or {}).items()))
+    apply(sub, state_machine.create(sub, (existing or {}).items()))
     return sub
 
 
@@ -52,7 +52,7 @@ def woken(setup: Config) -> tuple[Subscription, Wake]:
     """A subscription with one stream, one new entry, and the wake for it."""
     sub = subscription(setup, {"events/a": T0})
     sub.observe("events/a", T1)
-    wake = apply(sub, machine.next_wake(sub, NOW_MS, "w_1"))
+    wake = apply(sub, state_machine.next_wake(sub, NOW_MS, "w_1"))
     assert wake is not None
     return sub, wake
 
@@ -84,35 +84,35 @@ def test_existing_streams_are_linked_at_their_tail() -> None:
         "__registry__": Link(T1, explicit=True, glob=False),
     }
     assert sub.links["events/b"].kind == "explicit"
-    assert machine.next_wake(sub, NOW_MS, "w") == Step()
+    assert state_machine.next_wake(sub, NOW_MS, "w") == Step()
 
 
 def test_the_wake_stream_is_never_linked() -> None:
     sub = subscription(config("pull", streams=("events/wake",)), {"events/wake": T1, "events/a": T1})
     assert list(sub.links) == ["events/a"]
-    assert machine.stream_created(sub, "events/wake", T0) == Step()
-    assert machine.add_streams(sub, {"events/wake": T1}) == Step()
+    assert state_machine.stream_created(sub, "events/wake", T0) == Step()
+    assert state_machine.add_streams(sub, {"events/wake": T1}) == Step()
 
 
 def test_a_stream_created_later_is_linked_before_its_content() -> None:
     sub = subscription(config())
-    apply(sub, machine.stream_created(sub, "events/a", first_cursor(T0, empty=True)))
+    apply(sub, state_machine.stream_created(sub, "events/a", first_cursor(T0, empty=True)))
     sub.observe("events/a", T0)
     assert sub.links["events/a"] == Link(T0, explicit=False, glob=True)
     assert not sub.pending
-    apply(sub, machine.stream_created(sub, "events/b", first_cursor(T2, empty=False)))
+    apply(sub, state_machine.stream_created(sub, "events/b", first_cursor(T2, empty=False)))
     sub.observe("events/b", T2)
     assert sub.links["events/b"].acked == START_OFFSET
     assert sub.pending == {"events/b": T2}
-    assert machine.stream_created(sub, "other", T0) == Step()
+    assert state_machine.stream_created(sub, "other", T0) == Step()
     # Told twice, nothing moves.
-    assert machine.stream_created(sub, "events/b", START_OFFSET) == Step()
+    assert state_machine.stream_created(sub, "events/b", START_OFFSET) == Step()
 
 
 def test_a_named_stream_that_comes_later_keeps_its_name() -> None:
     sub = subscription(config(pattern=None, streams=("manual/a",)), {"manual/a": None})
     assert sub.links["manual/a"].acked == BEFORE_ALL
-    apply(sub, machine.stream_created(sub, "manual/a", T0))
+    apply(sub, state_machine.stream_created(sub, "manual/a", T0))
     sub.observe("manual/a", T1)
     assert sub.links["manual/a"] == Link(T0, explicit=True, glob=False)
     assert sub.pending == {"manual/a": T1}
@@ -120,15 +120,15 @@ def test_a_named_stream_that_comes_later_keeps_its_name() -> None:
 
 def test_adding_and_removing_streams() -> None:
     sub = subscription(config(), {"events/a": T1})
-    apply(sub, machine.add_streams(sub, {"events/a": T3, "manual/b": T2, "manual/c": None}))
+    apply(sub, state_machine.add_streams(sub, {"events/a": T3, "manual/b": T2, "manual/c": None}))
     assert sub.links["events/a"] == Link(T1, explicit=True, glob=True)
     assert sub.links["manual/b"] == Link(T2, explicit=True, glob=False)
     assert sub.links["manual/c"].acked == BEFORE_ALL
-    assert machine.add_streams(sub, {"manual/b": T3}) == Step()
+    assert state_machine.add_streams(sub, {"manual/b": T3}) == Step()
     for path in ("events/a", "manual/b", "manual/c", "unknown"):
-        apply(sub, machine.remove_stream(sub, path))
+        apply(sub, state_machine.remove_stream(sub, path))
     assert sub.links == {"events/a": Link(T1, explicit=False, glob=True)}
-    assert machine.remove_stream(sub, "events/a") == Step()
+    assert state_machine.remove_stream(sub, "events/a") == Step()
 
 
 def test_a_deleted_stream_leaves_or_waits() -> None:
@@ -136,19 +136,19 @@ def test_a_deleted_stream_leaves_or_waits() -> None:
     sub.observe("events/a", T2)
     sub.observe("manual/a", T2)
     for path in ("events/a", "manual/a", "unknown"):
-        apply(sub, machine.stream_deleted(sub, path))
+        apply(sub, state_machine.stream_deleted(sub, path))
         sub.observe(path, None)
     assert sub.links == {"manual/a": Link(BEFORE_ALL, explicit=True, glob=False)}
     assert not sub.pending
     again = encode_offset(1, 0)
-    apply(sub, machine.stream_created(sub, "manual/a", again))
+    apply(sub, state_machine.stream_created(sub, "manual/a", again))
     sub.observe("manual/a", again)
     assert not sub.pending
 
 
 def test_deleting_keeps_the_generation() -> None:
     sub, wake = woken(config())
-    apply(sub, machine.delete(sub, NOW_MS + 5))
+    apply(sub, state_machine.delete(sub, NOW_MS + 5))
     assert sub.deleted
     assert sub.head == Head(None, NOW_MS, wake.generation, None, NOW_MS + 5)
     assert sub.links == {}
@@ -164,18 +164,18 @@ def test_pending_work_wakes_once() -> None:
     assert wake.tails == {"events/a": T1}
     assert wake.lease_until_ms == NOW_MS + TTL_MS
     sub.observe("events/a", T2)
-    assert machine.next_wake(sub, NOW_MS, "w_2") == Step()
+    assert state_machine.next_wake(sub, NOW_MS, "w_2") == Step()
 
 
 def test_a_wake_covers_a_bounded_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "WAKE_STREAMS_MAX", 2)
+    monkeypatch.setattr(state_machine, "WAKE_STREAMS_MAX", 2)
     sub = subscription(config(), {f"events/{name}": T0 for name in "abc"})
     for name in "cab":
         sub.observe(f"events/{name}", T1)
-    wake = apply(sub, machine.next_wake(sub, NOW_MS, "w_1"))
+    wake = apply(sub, state_machine.next_wake(sub, NOW_MS, "w_1"))
     assert wake is not None
     assert list(wake.tails) == ["events/c", "events/a"]
-    following = apply(sub, machine.delivered(sub, 1, done=True, now_ms=NOW_MS, wake_id="w_2"))
+    following = apply(sub, state_machine.delivered(sub, 1, done=True, now_ms=NOW_MS, wake_id="w_2"))
     assert following is not None
     assert following.tails == {"events/b": T1}
 
@@ -183,12 +183,14 @@ def test_a_wake_covers_a_bounded_number_of_streams(monkeypatch: pytest.MonkeyPat
 def test_done_in_the_response_acks_the_snapshot() -> None:
     sub, wake = woken(config())
     sub.observe("events/a", T2)
-    following = apply(sub, machine.delivered(sub, wake.generation, done=True, now_ms=NOW_MS, wake_id="w_2"))
+    following = apply(
+        sub, state_machine.delivered(sub, wake.generation, done=True, now_ms=NOW_MS, wake_id="w_2")
+    )
     assert sub.links["events/a"].acked == T1
     assert following is not None
     assert following.generation == 2
     assert following.tails == {"events/a": T2}
-    last = apply(sub, machine.delivered(sub, 2, done=True, now_ms=NOW_MS, wake_id="w_3"))
+    last = apply(sub, state_machine.delivered(sub, 2, done=True, now_ms=NOW_MS, wake_id="w_3"))
     assert last is None
     assert sub.wake is None
     assert sub.links["events/a"].acked == T2
@@ -197,33 +199,33 @@ def test_done_in_the_response_acks_the_snapshot() -> None:
 def test_a_snapshot_never_moves_a_cursor_back() -> None:
     sub, wake = woken(config())
     sub.observe("events/a", T3)
-    apply(sub, machine.answer(sub, answer_for(wake, ("events/a", T2)), NOW_MS, "w_2"))
-    apply(sub, machine.delivered(sub, 1, done=True, now_ms=NOW_MS, wake_id="w_3"))
+    apply(sub, state_machine.answer(sub, answer_for(wake, ("events/a", T2)), NOW_MS, "w_2"))
+    apply(sub, state_machine.delivered(sub, 1, done=True, now_ms=NOW_MS, wake_id="w_3"))
     assert sub.links["events/a"].acked == T2
     sub2, _ = woken(config())
-    apply(sub2, machine.stream_deleted(sub2, "events/a"))
-    apply(sub2, machine.delivered(sub2, 1, done=True, now_ms=NOW_MS, wake_id="w_2"))
+    apply(sub2, state_machine.stream_deleted(sub2, "events/a"))
+    apply(sub2, state_machine.delivered(sub2, 1, done=True, now_ms=NOW_MS, wake_id="w_2"))
     assert sub2.links == {}
 
 
 def test_callback_moves_cursors_and_ends_the_wake() -> None:
     sub, wake = woken(config())
-    apply(sub, machine.delivered(sub, 1, done=False, now_ms=NOW_MS, wake_id="w_x"))
-    step = machine.answer(sub, answer_for(wake, ("events/a", T1), done=True), NOW_MS, "w_2")
+    apply(sub, state_machine.delivered(sub, 1, done=False, now_ms=NOW_MS, wake_id="w_x"))
+    step = state_machine.answer(sub, answer_for(wake, ("events/a", T1), done=True), NOW_MS, "w_2")
     assert apply(sub, step) is None
     assert sub.wake is None
     assert sub.links["events/a"].acked == T1
-    assert code_of(machine.answer, sub, answer_for(wake, done=True), NOW_MS, "w_3") == "FENCED"
+    assert code_of(state_machine.answer, sub, answer_for(wake, done=True), NOW_MS, "w_3") == "FENCED"
 
 
 def test_an_answer_without_done_extends_the_lease() -> None:
     sub, wake = woken(config())
-    apply(sub, machine.delivered(sub, 1, done=False, now_ms=NOW_MS, wake_id="w_x"))
-    apply(sub, machine.answer(sub, answer_for(wake), NOW_MS + 900, "w_2"))
+    apply(sub, state_machine.delivered(sub, 1, done=False, now_ms=NOW_MS, wake_id="w_x"))
+    apply(sub, state_machine.answer(sub, answer_for(wake), NOW_MS + 900, "w_2"))
     assert sub.wake is not None
     assert sub.wake.lease_until_ms == NOW_MS + 900 + TTL_MS
-    assert machine.due_at_ms(sub) == NOW_MS + 900 + TTL_MS
-    assert machine.next_wake(sub, NOW_MS + 900 + TTL_MS - 1, "w_2") == Step()
+    assert state_machine.due_at_ms(sub) == NOW_MS + 900 + TTL_MS
+    assert state_machine.next_wake(sub, NOW_MS + 900 + TTL_MS - 1, "w_2") == Step()
 
 
 @pytest.mark.parametrize("kind", ["webhook", "pull"])
@@ -231,8 +233,8 @@ def test_fencing(kind: str) -> None:
     sub, wake = woken(config(kind))
     if kind == "pull":
         # Offered, not claimed: nobody can have a right to answer it yet.
-        assert code_of(machine.answer, sub, answer_for(wake), NOW_MS, "w_2") == "FENCED"
-        claimed = apply(sub, machine.claim(sub, "worker", NOW_MS, "w_2"))
+        assert code_of(state_machine.answer, sub, answer_for(wake), NOW_MS, "w_2") == "FENCED"
+        claimed = apply(sub, state_machine.claim(sub, "worker", NOW_MS, "w_2"))
         assert claimed is not None
         assert (claimed.id, claimed.generation) == (wake.id, wake.generation)
     stale = [
@@ -243,15 +245,15 @@ def test_fencing(kind: str) -> None:
         Answer(1, 1, "w_2"),
     ]
     for given in stale:
-        assert code_of(machine.answer, sub, given, NOW_MS, "w_3") == "FENCED"
-        assert code_of(machine.release, sub, given, NOW_MS, "w_3") == "FENCED"
-    assert machine.answer(sub, Answer(1, 1, "w_1"), NOW_MS, "w_3").changes
+        assert code_of(state_machine.answer, sub, given, NOW_MS, "w_3") == "FENCED"
+        assert code_of(state_machine.release, sub, given, NOW_MS, "w_3") == "FENCED"
+    assert state_machine.answer(sub, Answer(1, 1, "w_1"), NOW_MS, "w_3").changes
 
 
 def test_acks_are_all_checked_before_any_is_applied() -> None:
     sub = subscription(config(), {"events/a": T1, "events/b": T1})
     sub.observe("events/a", T2)
-    wake = apply(sub, machine.next_wake(sub, NOW_MS, "w_1"))
+    wake = apply(sub, state_machine.next_wake(sub, NOW_MS, "w_1"))
     assert wake is not None
     good = ("events/a", T2)
     for bad in (
@@ -263,9 +265,11 @@ def test_acks_are_all_checked_before_any_is_applied() -> None:
         ("events/a", BEFORE_ALL),
         ("events/a", ""),
     ):
-        assert code_of(machine.answer, sub, answer_for(wake, good, bad), NOW_MS, "w") == "INVALID_OFFSET"
+        assert (
+            code_of(state_machine.answer, sub, answer_for(wake, good, bad), NOW_MS, "w") == "INVALID_OFFSET"
+        )
     assert sub.links["events/a"].acked == T1
-    step = machine.answer(sub, answer_for(wake, good, ("events/a", T1), ("events/b", T1)), NOW_MS, "w")
+    step = state_machine.answer(sub, answer_for(wake, good, ("events/a", T1), ("events/b", T1)), NOW_MS, "w")
     apply(sub, step)
     assert sub.links["events/a"].acked == T2
     assert not sub.pending
@@ -274,90 +278,90 @@ def test_acks_are_all_checked_before_any_is_applied() -> None:
 def test_nothing_of_a_missing_stream_can_be_acked() -> None:
     sub = subscription(config(streams=("missing",)), {"events/a": T0, "missing": None})
     sub.observe("events/a", T1)
-    wake = apply(sub, machine.next_wake(sub, NOW_MS, "w_1"))
+    wake = apply(sub, state_machine.next_wake(sub, NOW_MS, "w_1"))
     assert wake is not None
     for offset in (BEFORE_ALL, T0, T1):
         given = answer_for(wake, ("missing", offset))
-        assert code_of(machine.answer, sub, given, NOW_MS, "w") == "INVALID_OFFSET"
+        assert code_of(state_machine.answer, sub, given, NOW_MS, "w") == "INVALID_OFFSET"
 
 
 def test_when_a_lease_runs_out_a_new_wake_follows() -> None:
     sub, wake = woken(config())
-    apply(sub, machine.delivered(sub, 1, done=False, now_ms=NOW_MS, wake_id="w_x"))
+    apply(sub, state_machine.delivered(sub, 1, done=False, now_ms=NOW_MS, wake_id="w_x"))
     late_ms = NOW_MS + TTL_MS
     # Over even before the timer says so.
-    assert code_of(machine.answer, sub, answer_for(wake), late_ms, "w_2") == "FENCED"
-    following = apply(sub, machine.next_wake(sub, late_ms, "w_2"))
+    assert code_of(state_machine.answer, sub, answer_for(wake), late_ms, "w_2") == "FENCED"
+    following = apply(sub, state_machine.next_wake(sub, late_ms, "w_2"))
     assert following is not None
     assert (following.id, following.generation) == ("w_2", 2)
-    apply(sub, machine.delivered(sub, 2, done=False, now_ms=late_ms, wake_id="w_x"))
-    apply(sub, machine.stream_deleted(sub, "events/a"))
-    step = machine.next_wake(sub, late_ms + TTL_MS, "w_3")
+    apply(sub, state_machine.delivered(sub, 2, done=False, now_ms=late_ms, wake_id="w_x"))
+    apply(sub, state_machine.stream_deleted(sub, "events/a"))
+    step = state_machine.next_wake(sub, late_ms + TTL_MS, "w_3")
     assert apply(sub, step) is None
     assert sub.wake is None
     assert sub.head.generation == 2
-    assert machine.due_at_ms(sub) is None
+    assert state_machine.due_at_ms(sub) is None
 
 
 def test_a_lease_does_not_run_out_while_the_hook_is_answering() -> None:
     sub, wake = woken(config())
     sub.delivering = wake.generation
-    assert machine.due_at_ms(sub) is None
-    assert machine.next_wake(sub, NOW_MS + 10 * TTL_MS, "w_2") == Step()
+    assert state_machine.due_at_ms(sub) is None
+    assert state_machine.next_wake(sub, NOW_MS + 10 * TTL_MS, "w_2") == Step()
     given = answer_for(wake, ("events/a", T1), done=True)
-    assert machine.answer(sub, given, NOW_MS + 10 * TTL_MS, "w_2").changes
+    assert state_machine.answer(sub, given, NOW_MS + 10 * TTL_MS, "w_2").changes
 
 
 # -- retries ----------------------------------------------------------------------------------------------
 
 
 def test_the_retry_schedule() -> None:
-    pauses = [machine.retry_pause_ms(failures, 0) for failures in range(1, 10)]
+    pauses = [state_machine.retry_pause_ms(failures, 0) for failures in range(1, 10)]
     assert pauses == [1000, 2000, 4000, 8000, 16_000, 32_000, 60_000, 60_000, 60_000]
-    assert machine.retry_pause_ms(1, -1) == 800
-    assert machine.retry_pause_ms(1, 1) == 1200
-    assert machine.retry_pause_ms(10**6, 1) == 72_000
+    assert state_machine.retry_pause_ms(1, -1) == 800
+    assert state_machine.retry_pause_ms(1, 1) == 1200
+    assert state_machine.retry_pause_ms(10**6, 1) == 72_000
 
 
 def test_a_failed_delivery_is_tried_again_with_the_same_wake() -> None:
     sub, wake = woken(config())
-    assert machine.due_at_ms(sub) == NOW_MS
-    apply(sub, machine.failed(sub, 1, NOW_MS, 0))
+    assert state_machine.due_at_ms(sub) == NOW_MS
+    apply(sub, state_machine.failed(sub, 1, NOW_MS, 0))
     assert sub.wake is not None
     assert sub.wake.failures == 1
-    assert machine.due_at_ms(sub) == NOW_MS + 1000
+    assert state_machine.due_at_ms(sub) == NOW_MS + 1000
     # The lease was over meanwhile, but the retry is what comes next.
-    assert machine.next_wake(sub, NOW_MS + 1000, "w_2") == Step()
-    assert machine.attempt(sub, NOW_MS + 999) == Step()
-    again = apply(sub, machine.attempt(sub, NOW_MS + 1000))
+    assert state_machine.next_wake(sub, NOW_MS + 1000, "w_2") == Step()
+    assert state_machine.attempt(sub, NOW_MS + 999) == Step()
+    again = apply(sub, state_machine.attempt(sub, NOW_MS + 1000))
     assert again is not None
     assert (again.id, again.generation, again.tails) == (wake.id, wake.generation, wake.tails)
     assert again.lease_until_ms == NOW_MS + 1000 + TTL_MS
     sub.delivering = 1
-    assert machine.attempt(sub, NOW_MS + 1000) == Step()
+    assert state_machine.attempt(sub, NOW_MS + 1000) == Step()
     sub.delivering = None
-    apply(sub, machine.failed(sub, 1, NOW_MS + 1000, 0))
-    assert machine.due_at_ms(sub) == NOW_MS + 3000
-    apply(sub, machine.delivered(sub, 1, done=False, now_ms=NOW_MS + 3000, wake_id="w_x"))
+    apply(sub, state_machine.failed(sub, 1, NOW_MS + 1000, 0))
+    assert state_machine.due_at_ms(sub) == NOW_MS + 3000
+    apply(sub, state_machine.delivered(sub, 1, done=False, now_ms=NOW_MS + 3000, wake_id="w_x"))
     assert sub.wake.attempt_at_ms is None
     assert sub.wake.failures == 0
 
 
 def test_a_worker_that_calls_back_after_all_stops_the_retries() -> None:
     sub, wake = woken(config())
-    apply(sub, machine.failed(sub, 1, NOW_MS, 0))
-    apply(sub, machine.answer(sub, answer_for(wake), NOW_MS + 500, "w_2"))
+    apply(sub, state_machine.failed(sub, 1, NOW_MS, 0))
+    apply(sub, state_machine.answer(sub, answer_for(wake), NOW_MS + 500, "w_2"))
     assert sub.wake is not None
     assert sub.wake.attempt_at_ms is None
-    assert machine.due_at_ms(sub) == NOW_MS + 500 + TTL_MS
+    assert state_machine.due_at_ms(sub) == NOW_MS + 500 + TTL_MS
 
 
 def test_the_outcome_of_an_old_delivery_changes_nothing() -> None:
     sub, wake = woken(config())
-    apply(sub, machine.answer(sub, answer_for(wake, done=True), NOW_MS, "w_2"))
+    apply(sub, state_machine.answer(sub, answer_for(wake, done=True), NOW_MS, "w_2"))
     assert sub.head.generation == 2
-    assert machine.delivered(sub, 1, done=True, now_ms=NOW_MS, wake_id="w_3") == Step()
-    assert machine.failed(sub, 1, NOW_MS, 0) == Step()
+    assert state_machine.delivered(sub, 1, done=True, now_ms=NOW_MS, wake_id="w_3") == Step()
+    assert state_machine.failed(sub, 1, NOW_MS, 0) == Step()
 
 
 # -- pull-wake --------------------------------------------------------------------------------------------
@@ -367,23 +371,23 @@ def test_claim_ack_release() -> None:
     sub, wake = woken(config("pull"))
     assert wake.lease_until_ms is None
     assert wake.attempt_at_ms is None
-    assert machine.due_at_ms(sub) is None
+    assert state_machine.due_at_ms(sub) is None
     sub.observe("events/a", T2)
-    claimed = apply(sub, machine.claim(sub, "worker-1", NOW_MS, "w_x"))
+    claimed = apply(sub, state_machine.claim(sub, "worker-1", NOW_MS, "w_x"))
     assert claimed is not None
     assert claimed.tails == {"events/a": T2}
     assert claimed.lease_until_ms == NOW_MS + TTL_MS
     with pytest.raises(TailraceError) as caught:
-        machine.claim(sub, "worker-2", NOW_MS, "w_x")
+        state_machine.claim(sub, "worker-2", NOW_MS, "w_x")
     assert caught.value.code == "ALREADY_CLAIMED"
     assert caught.value.extra == {"current_holder": "worker-1", "generation": 1}
-    step = machine.answer(sub, answer_for(claimed, ("events/a", T1), done=True), NOW_MS, "w_2")
+    step = state_machine.answer(sub, answer_for(claimed, ("events/a", T1), done=True), NOW_MS, "w_2")
     following = apply(sub, step)
     assert following is not None
     assert following.holder is None
-    claimed = apply(sub, machine.claim(sub, "worker-2", NOW_MS, "w_x"))
+    claimed = apply(sub, state_machine.claim(sub, "worker-2", NOW_MS, "w_x"))
     assert claimed is not None
-    released = apply(sub, machine.release(sub, answer_for(claimed), NOW_MS, "w_3"))
+    released = apply(sub, state_machine.release(sub, answer_for(claimed), NOW_MS, "w_3"))
     assert released is not None
     assert released.generation == 3
     assert sub.links["events/a"].acked == T1
@@ -391,44 +395,44 @@ def test_claim_ack_release() -> None:
 
 def test_a_claim_right_after_an_append_needs_no_wake() -> None:
     sub = subscription(config("pull"), {"events/a": T0})
-    assert code_of(machine.claim, sub, "worker", NOW_MS, "w_1") == "NO_PENDING_WORK"
+    assert code_of(state_machine.claim, sub, "worker", NOW_MS, "w_1") == "NO_PENDING_WORK"
     sub.observe("events/a", T1)
-    claimed = apply(sub, machine.claim(sub, "worker", NOW_MS, "w_1"))
+    claimed = apply(sub, state_machine.claim(sub, "worker", NOW_MS, "w_1"))
     assert claimed is not None
     assert (claimed.id, claimed.generation, claimed.holder) == ("w_1", 1, "worker")
-    apply(sub, machine.answer(sub, answer_for(claimed, ("events/a", T1), done=True), NOW_MS, "w_2"))
-    assert code_of(machine.claim, sub, "worker", NOW_MS, "w_3") == "NO_PENDING_WORK"
+    apply(sub, state_machine.answer(sub, answer_for(claimed, ("events/a", T1), done=True), NOW_MS, "w_2"))
+    assert code_of(state_machine.claim, sub, "worker", NOW_MS, "w_3") == "NO_PENDING_WORK"
 
 
 def test_a_claim_after_the_lease_takes_over() -> None:
     sub, _ = woken(config("pull"))
-    first = apply(sub, machine.claim(sub, "worker-1", NOW_MS, "w_x"))
+    first = apply(sub, state_machine.claim(sub, "worker-1", NOW_MS, "w_x"))
     assert first is not None
-    second = apply(sub, machine.claim(sub, "worker-2", NOW_MS + TTL_MS, "w_2"))
+    second = apply(sub, state_machine.claim(sub, "worker-2", NOW_MS + TTL_MS, "w_2"))
     assert second is not None
     assert (second.holder, second.generation) == ("worker-2", 2)
-    assert code_of(machine.answer, sub, answer_for(first), NOW_MS + TTL_MS, "w_3") == "FENCED"
+    assert code_of(state_machine.answer, sub, answer_for(first), NOW_MS + TTL_MS, "w_3") == "FENCED"
 
 
 def test_a_lease_ends_although_the_clock_was_set_back() -> None:
     sub, _ = woken(config("pull"))
-    apply(sub, machine.claim(sub, "worker-1", NOW_MS, "w_x"))
+    apply(sub, state_machine.claim(sub, "worker-1", NOW_MS, "w_x"))
     day_ms = 86_400_000
     for step_ms in (1, TTL_MS):
-        assert code_of(machine.claim, sub, "worker-2", NOW_MS - step_ms, "w_2") == "ALREADY_CLAIMED"
-        assert machine.due_in_ms(sub, NOW_MS - step_ms) == TTL_MS + step_ms
-    assert machine.due_in_ms(sub, NOW_MS - day_ms) == 0
-    second = apply(sub, machine.claim(sub, "worker-2", NOW_MS - day_ms, "w_2"))
+        assert code_of(state_machine.claim, sub, "worker-2", NOW_MS - step_ms, "w_2") == "ALREADY_CLAIMED"
+        assert state_machine.due_in_ms(sub, NOW_MS - step_ms) == TTL_MS + step_ms
+    assert state_machine.due_in_ms(sub, NOW_MS - day_ms) == 0
+    second = apply(sub, state_machine.claim(sub, "worker-2", NOW_MS - day_ms, "w_2"))
     assert second is not None
     assert second.lease_until_ms == NOW_MS - day_ms + TTL_MS
 
 
 def test_a_delivery_is_tried_again_although_the_clock_was_set_back() -> None:
     sub, wake = woken(config())
-    apply(sub, machine.failed(sub, wake.generation, NOW_MS, 0.0))
-    assert machine.attempt(sub, NOW_MS - 1) == Step()
-    assert machine.due_in_ms(sub, NOW_MS - 86_400_000) == 0
-    assert apply(sub, machine.attempt(sub, NOW_MS - 86_400_000)) is not None
+    apply(sub, state_machine.failed(sub, wake.generation, NOW_MS, 0.0))
+    assert state_machine.attempt(sub, NOW_MS - 1) == Step()
+    assert state_machine.due_in_ms(sub, NOW_MS - 86_400_000) == 0
+    assert apply(sub, state_machine.attempt(sub, NOW_MS - 86_400_000)) is not None
 
 
 # -- on disk ----------------------------------------------------------------------------------------------
@@ -437,12 +441,12 @@ def test_a_delivery_is_tried_again_although_the_clock_was_set_back() -> None:
 def test_state_survives_saving() -> None:
     setup = config("pull", streams=("x/y/z",))
     sub = Subscription("s1", Head(setup, NOW_MS, 5))
-    step = machine.create(sub, [("events/a", T0), ("x/y/z", None)])
+    step = state_machine.create(sub, [("events/a", T0), ("x/y/z", None)])
     disk = dict(saved("s1", step.changes))
     assert list(disk)[-1] == "subscription/s1"
     apply(sub, step)
     sub.observe("events/a", T1)
-    step = machine.claim(sub, "worker", NOW_MS, "w_1")
+    step = state_machine.claim(sub, "worker", NOW_MS, "w_1")
     disk.update(saved("s1", step.changes))
     apply(sub, step)
     records = [(key, value) for key, value in disk.items() if value is not None]
@@ -451,7 +455,7 @@ def test_state_survives_saving() -> None:
     assert orphans == []
     assert again["s1"].head == sub.head
     assert again["s1"].links == sub.links
-    deletion = saved("s1", machine.delete(sub, NOW_MS).changes)
+    deletion = saved("s1", state_machine.delete(sub, NOW_MS).changes)
     assert deletion[0][0] == "subscription/s1"
     disk.update(deletion)
     records = [(key, value) for key, value in disk.items() if value is not None]
@@ -461,10 +465,10 @@ def test_state_survives_saving() -> None:
 
 def test_links_that_belong_to_nothing_are_found() -> None:
     sub = subscription(config(), {"events/a": T0, "events/b/c": T0})
-    records = saved("s1", machine.create(sub, [("events/a", T0)]).changes)
+    records = saved("s1", state_machine.create(sub, [("events/a", T0)]).changes)
     half_made = [(key, value) for key, value in records[:-1] if value is not None]
     assert restore(half_made) == ({}, ["subscription-link/s1/events/a"])
-    records[-1] = saved("s1", machine.delete(sub, NOW_MS).changes)[0]
+    records[-1] = saved("s1", state_machine.delete(sub, NOW_MS).changes)[0]
     found, orphans = restore([(key, value) for key, value in records if value is not None])
     assert found["s1"].deleted
     assert found["s1"].links == {}
@@ -473,6 +477,6 @@ def test_links_that_belong_to_nothing_are_found() -> None:
 
 def test_confirming_moves_callbacks_only() -> None:
     sub = subscription(config())
-    apply(sub, machine.confirm(sub, "http://a.example"))
+    apply(sub, state_machine.confirm(sub, "http://a.example"))
     assert sub.head.base_url == "http://a.example"
-    assert machine.confirm(sub, "http://a.example") == Step()
+    assert state_machine.confirm(sub, "http://a.example") == Step()

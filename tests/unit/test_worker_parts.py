@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
-from tailrace.hub.buckets import Buckets, Rate
+from tailrace.common.token_bucket import Buckets, Rate
 from tailrace.workers.front import TOUCH_S_MAX, waits_s
 from tailrace.workers.gather import added, labelled
 from tailrace.workers.layout import Layout, chosen_workers, write_layout

@@ -10,7 +10,6 @@ from tailrace.api import answers
 from tailrace.api.answers import add_phase, not_allowed
 from tailrace.api.context import Context
 from tailrace.api.health import HealthRoutes
-from tailrace.api.hub.service import HubService
 from tailrace.api.identities import IdentityRoutes
 from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.routing_keys import RoutingKeyRoutes
@@ -35,6 +34,7 @@ from tailrace.auth import ANONYMOUS, GrantStore, Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
 from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
+from tailrace.hub.service import HubService
 from tailrace.protocol import http_headers, stream_names
 from tailrace.schema.adoption import Adoptions
 from tailrace.schema.append_validation import AppendValidator

@@ -10,10 +10,10 @@ from tailrace.auth import Identity
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.token_bucket import Buckets, Rate
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import ALONE_HEADER
 from tailrace.http.server import HttpServer
-from tailrace.hub.buckets import Buckets, Rate
 
 BUCKETS_MAX: Final = 20_000
 AT_ONCE: Final = 2  # seconds' worth, after a rest

@@ -24,7 +24,6 @@ from tailrace.api.cold_metrics import connect_cold
 from tailrace.api.context import Context
 from tailrace.api.declared import DeclaredStreams
 from tailrace.api.disk import DiskGuard
-from tailrace.api.hub.service import HubService
 from tailrace.api.identity_watch import IdentityWatch
 from tailrace.api.inspection.cold import connect_details
 from tailrace.api.inspection.memory import Node
@@ -38,7 +37,6 @@ from tailrace.api.proxies import proxies_of
 from tailrace.api.seal import SealRoute
 from tailrace.api.stream_metrics.sources import series_book
 from tailrace.api.stream_metrics.writer import MetricsWriter
-from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.auth import GrantStore, Identity, TokenVerifier
 from tailrace.common import file_descriptors, private_files, process
 from tailrace.common.clock import SYSTEM_CLOCK
@@ -50,6 +48,7 @@ from tailrace.common.settings_loading import CONFIG_NAME, unknown_variable_warni
 from tailrace.http.exchange import App
 from tailrace.http.server import HttpServer
 from tailrace.http.tls import Certificate
+from tailrace.hub.service import HubService
 from tailrace.log import listing
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
@@ -58,6 +57,7 @@ from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.subscriptions.routes import SubscriptionRoutes
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.watch.service import WatchService
 

@@ -197,7 +197,7 @@ def tail(
 ) -> None:
     """Follow the mailbox of an actor, without taking anything out of it, until Ctrl-C."""
     from tailrace.cli.session import connect, end_at_interrupt
-    from tailrace.hub.address import mailbox_stream, parse_address
+    from tailrace.hub.addresses import mailbox_stream, parse_address
 
     stream = mailbox_stream(parse_address(address))
     with connect(session) as client:

@@ -120,7 +120,7 @@ def replay(
 ) -> None:
     """Send what a mailbox has kept to another address, marked as replayed. The mailbox stays as it is."""
     from tailrace.cli.hub import join
-    from tailrace.hub.address import mailbox_stream, parse_address
+    from tailrace.hub.addresses import mailbox_stream, parse_address
 
     if address == to:
         raise UsageError("a mailbox is not replayed into itself")

@@ -11,10 +11,10 @@ from msgspec import Raw
 from tailrace.hub import copies
 from tailrace.hub.copies import Copy
 from tailrace.hub.deadlines import Deadlines
+from tailrace.hub.deduplication import Seen, SeenSet
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.ids import new_id
 from tailrace.hub.message import encode
-from tailrace.hub.seen import Seen, SeenSet
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ import msgspec
 from msgspec import Raw
 
 from tailrace.hub import copies
-from tailrace.hub.address import Pattern
+from tailrace.hub.addresses import Pattern
 from tailrace.hub.boxes import BROADCAST, BROADCASTS, BroadcastEntry
 from tailrace.hub.copies import Copy
 from tailrace.hub.cursors import Cursor
-from tailrace.hub.delivery import repeated, typed_data
+from tailrace.hub.deduplication import Seen, SeenSet
 from tailrace.hub.effects import Append, Settled
 from tailrace.hub.errors import HubError, hub_error
 from tailrace.hub.fields import Request
@@ -21,7 +21,7 @@ from tailrace.hub.ids import new_id
 from tailrace.hub.message import Common, common
 from tailrace.hub.presence import REGISTRY
 from tailrace.hub.registry import Query, Registration
-from tailrace.hub.seen import Seen, SeenSet
+from tailrace.hub.send import repeated, typed_data
 from tailrace.hub.session import Session
 from tailrace.hub.spreading import Recipient, spread
 

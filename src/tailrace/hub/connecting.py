@@ -12,7 +12,7 @@ import msgspec
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.hub import registering
-from tailrace.hub.address import parse_address
+from tailrace.hub.addresses import parse_address
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import in_grace

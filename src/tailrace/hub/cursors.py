@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from tailrace.hub.address import MAILBOXES
+from tailrace.hub.addresses import MAILBOXES
 from tailrace.hub.effects import Append, Settled
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ import msgspec
 from tailrace.hub import (
     broadcast,
     connecting,
-    delivery,
     discovery,
     mailbox_commands,
     publishing,
     registering,
+    send,
     watching,
 )
 from tailrace.hub.effects import Effect, Listen, Turn
@@ -58,7 +58,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     "hub:discover": discovery.discover,
     "hub:list_actors": discovery.list_actors,
     "hub:presence": lambda hub, session, request, now: hub.presence.request(session, request, now),
-    "hub:send": delivery.send,
+    "hub:send": send.send,
     "hub:reply": lambda hub, session, request, now: hub.asks.reply(session, request, now),
     "hub:broadcast": broadcast.broadcast,
     "hub:subscribe": lambda hub, session, request, now: hub.topics.subscribe(session, request, now),

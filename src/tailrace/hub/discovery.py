@@ -11,7 +11,7 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.hub import registering
-from tailrace.hub.address import Pattern
+from tailrace.hub.addresses import Pattern
 from tailrace.hub.effects import Found, Read
 from tailrace.hub.errors import HubError, field_error, hub_error
 from tailrace.hub.fields import Request

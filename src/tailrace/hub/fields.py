@@ -12,7 +12,7 @@ from tailrace.hub.members import members
 from tailrace.hub.message import Envelope
 
 if TYPE_CHECKING:
-    from tailrace.hub.delivery import Wanted
+    from tailrace.hub.send import Wanted
 
 _text: Final = msgspec.json.Decoder(str)
 _int: Final = msgspec.json.Decoder(int)

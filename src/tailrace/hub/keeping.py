@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tailrace.hub.address import mailbox_stream
+from tailrace.hub.addresses import mailbox_stream
 from tailrace.hub.asks import Ask
 from tailrace.hub.boxes import Box, Feed
 from tailrace.hub.copies import Copy
+from tailrace.hub.deduplication import Seen, SeenSet
 from tailrace.hub.effects import Append, Settled
 from tailrace.hub.errors import hub_error
 from tailrace.hub.ids import new_id
 from tailrace.hub.relay import REPLAY_MS, ROUTES_MAX, Plain, Route, may_reach, route_of
-from tailrace.hub.seen import Seen, SeenSet
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:

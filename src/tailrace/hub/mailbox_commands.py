@@ -12,7 +12,7 @@ from msgspec import Raw
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.hub import copies
-from tailrace.hub.address import mailbox_stream, parse_address, topic_stream
+from tailrace.hub.addresses import mailbox_stream, parse_address, topic_stream
 from tailrace.hub.boxes import (
     BROADCAST,
     BROADCASTS,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from tailrace.hub import copies
-from tailrace.hub.address import mailbox_stream
+from tailrace.hub.addresses import mailbox_stream
 from tailrace.hub.asks import Ask
 from tailrace.hub.boxes import (
     BROADCAST,

@@ -11,7 +11,7 @@ import msgspec
 
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
-from tailrace.hub.address import Pattern, TopicFilter
+from tailrace.hub.addresses import Pattern, TopicFilter
 from tailrace.hub.errors import HubError
 
 ABILITIES: Final = frozenset(

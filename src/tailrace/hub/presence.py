@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from tailrace.hub.address import Pattern
+from tailrace.hub.addresses import Pattern
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.flow import SENT, WAITING
 from tailrace.hub.ids import new_id

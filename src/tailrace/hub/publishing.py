@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tailrace.hub import copies
-from tailrace.hub.address import durable_problem, parse_topic, topic_stream
+from tailrace.hub.addresses import durable_problem, parse_topic, topic_stream
 from tailrace.hub.asks import TTL_MS_MAX, Ask
 from tailrace.hub.boxes import TOPIC
 from tailrace.hub.copies import Copy
-from tailrace.hub.delivery import repeated, typed_data
+from tailrace.hub.deduplication import Seen, SeenSet
 from tailrace.hub.effects import Append, Settled
 from tailrace.hub.errors import field_error, hub_error
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
 from tailrace.hub.ids import new_id
 from tailrace.hub.message import Common, common
-from tailrace.hub.seen import Seen, SeenSet
+from tailrace.hub.send import repeated, typed_data
 from tailrace.hub.session import Session
 from tailrace.hub.spreading import Recipient, spread
 from tailrace.hub.subscription import Subscription

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.common.limits import Limits
-from tailrace.hub.buckets import Buckets, Rate
+from tailrace.common.token_bucket import Buckets, Rate
 from tailrace.hub.errors import HubError
 from tailrace.hub.policy import Policy
 

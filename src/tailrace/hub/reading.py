@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tailrace.auth import Identity
-from tailrace.hub.address import MAILBOXES, TOPICS, parse_address
+from tailrace.hub.addresses import MAILBOXES, TOPICS, parse_address
 from tailrace.hub.errors import HubError
 from tailrace.hub.policy import Policy, actor_of
 from tailrace.hub.presence import REGISTRY

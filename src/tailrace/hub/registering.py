@@ -8,7 +8,7 @@ import msgspec
 
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.hub import mailbox_commands
-from tailrace.hub.address import mailbox_stream, parse_address
+from tailrace.hub.addresses import mailbox_stream, parse_address
 from tailrace.hub.effects import Append, Settled
 from tailrace.hub.errors import HubError, field_error, hub_error
 from tailrace.hub.fields import Request

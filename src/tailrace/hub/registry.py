@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from sortedcontainers import SortedDict
 
-from tailrace.hub.address import Pattern
+from tailrace.hub.addresses import Pattern
 
 if TYPE_CHECKING:
     from tailrace.hub.session import Session

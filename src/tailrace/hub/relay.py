@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from tailrace.hub.address import ADDRESS_BYTES_MAX, parse_address
-from tailrace.hub.delivery import Wanted
+from tailrace.hub.addresses import ADDRESS_BYTES_MAX, parse_address
 from tailrace.hub.effects import Send
 from tailrace.hub.errors import HubError
 from tailrace.hub.fields import Request
 from tailrace.hub.ids import new_id
 from tailrace.hub.members import DEPTH_MAX, check_text
 from tailrace.hub.message import NAME_BYTES_MAX, Envelope
+from tailrace.hub.send import Wanted
 from tailrace.hub.session import CONNECTED, Session
 
 if TYPE_CHECKING:

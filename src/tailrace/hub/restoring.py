@@ -8,7 +8,7 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.hub import copies
-from tailrace.hub.address import MAILBOXES, TOPICS
+from tailrace.hub.addresses import MAILBOXES, TOPICS
 from tailrace.hub.boxes import BROADCASTS, decode_broadcast
 from tailrace.hub.copies import Copy
 from tailrace.hub.cursors import Cursor, CursorRecord

@@ -14,11 +14,12 @@ import msgspec
 from tailrace.auth import Identity
 from tailrace.common.limits import Limits
 from tailrace.hub import copies
-from tailrace.hub.address import Pattern
+from tailrace.hub.addresses import Pattern
 from tailrace.hub.asks import Asks
 from tailrace.hub.burying import Burials
 from tailrace.hub.convoys import Convoys
 from tailrace.hub.dead_letters import DeadLetters
+from tailrace.hub.deduplication import SeenMemory, SeenSet
 from tailrace.hub.effects import Append, Close, Effect, Send, Settled
 from tailrace.hub.errors import DeniedError, HubError, encode_error
 from tailrace.hub.flow import Flow
@@ -29,10 +30,9 @@ from tailrace.hub.policy import Policy
 from tailrace.hub.presence import Presence
 from tailrace.hub.rates import Rates
 from tailrace.hub.registry import Registry
-from tailrace.hub.seen import SeenMemory, SeenSet
 from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
 from tailrace.hub.signatures import Key
-from tailrace.hub.sweeping import Sweeping
+from tailrace.hub.sweep import Sweeping
 from tailrace.hub.topics import Topics
 from tailrace.hub.trace import Trace
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.hub.address import TopicFilter
+from tailrace.hub.addresses import TopicFilter
 from tailrace.hub.session import Session
 
 

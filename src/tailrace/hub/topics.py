@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from tailrace.hub.address import TopicFilter, TopicTrie, topic_stream
+from tailrace.hub.addresses import TopicFilter, TopicTrie, topic_stream
 from tailrace.hub.boxes import TOPIC, Box, Member, group_path
 from tailrace.hub.cursors import Cursor
 from tailrace.hub.effects import Append, Found, Read, Settled

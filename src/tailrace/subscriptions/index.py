@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tailrace.subscriptions.agent import Agent
+from tailrace.subscriptions.runner import Agent
 
 
 class Index:

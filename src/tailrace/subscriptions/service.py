@@ -16,13 +16,13 @@ from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.subscriptions import machine, views
-from tailrace.subscriptions.agent import Agent, Job, Saved, Settled, Tail
+from tailrace.subscriptions import state_machine, views
 from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.index import Index
 from tailrace.subscriptions.keys import ServerKeys
-from tailrace.subscriptions.machine import Answer, Step
 from tailrace.subscriptions.model import BEFORE_ALL, HEAD_PREFIX, Head, Subscription, Wake, restore
+from tailrace.subscriptions.runner import Agent, Job, Saved, Settled, Tail
+from tailrace.subscriptions.state_machine import Answer, Step
 from tailrace.subscriptions.tokens import WakeToken, expired
 from tailrace.subscriptions.webhooks import Webhooks, new_wake_id
 
@@ -291,7 +291,7 @@ class SubscriptionService:
             )
 
         def decide(_now_ms: int) -> Step:
-            return machine.confirm(agent.sub, base_url)
+            return state_machine.confirm(agent.sub, base_url)
 
         def settled(_: Step, error: TailraceError | None) -> None:
             told(agent, False, error)
@@ -321,7 +321,7 @@ class SubscriptionService:
                 await asyncio.sleep(0)
 
         def decide(_now_ms: int) -> Step:
-            return machine.create(sub, existing.items())
+            return state_machine.create(sub, existing.items())
 
         def settled(_: Step, error: TailraceError | None) -> None:
             if error is None:
@@ -341,7 +341,7 @@ class SubscriptionService:
         sub = agent.sub
 
         def decide(now_ms: int) -> Step:
-            return machine.delete(sub, now_ms)
+            return state_machine.delete(sub, now_ms)
 
         def settled(step: Step, error: TailraceError | None) -> None:
             if error is None:
@@ -354,7 +354,7 @@ class SubscriptionService:
     def add_streams(self, agent: Agent, paths: Sequence[str], told: Settled) -> None:
         def decide(_now_ms: int) -> Step:
             tails = {path: self.tail(path) for path in paths}
-            return machine.add_streams(
+            return state_machine.add_streams(
                 agent.sub, {path: None if tail is None else tail.offset for path, tail in tails.items()}
             )
 
@@ -362,19 +362,19 @@ class SubscriptionService:
 
     def remove_stream(self, agent: Agent, path: str, told: Settled) -> None:
         def decide(_now_ms: int) -> Step:
-            return machine.remove_stream(agent.sub, path)
+            return state_machine.remove_stream(agent.sub, path)
 
         agent.submit(Job(decide, told))
 
     def claim(self, agent: Agent, worker: str, told: Settled) -> None:
         def decide(now_ms: int) -> Step:
-            return machine.claim(agent.sub, worker, now_ms, new_wake_id())
+            return state_machine.claim(agent.sub, worker, now_ms, new_wake_id())
 
         agent.submit(Job(decide, told))
 
     def answer(self, agent: Agent, token: WakeToken, given: Answer, told: Settled, *, release: bool) -> None:
         """A callback, ack or release. A superseded token is fenced; only a current one can be expired."""
-        decision = machine.release if release else machine.answer
+        decision = state_machine.release if release else state_machine.answer
 
         def decide(now_ms: int) -> Step:
             for ack in given.acks:

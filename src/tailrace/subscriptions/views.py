@@ -9,7 +9,7 @@ from urllib.parse import quote
 import orjson
 
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.subscriptions import machine
+from tailrace.subscriptions import state_machine
 from tailrace.subscriptions.model import Subscription, Wake
 
 CONTROL_PATH: Final = "/v1/stream/__ds"
@@ -54,7 +54,7 @@ def status(sub: Subscription) -> str:
 
 def streams_of(sub: Subscription, tails: Mapping[str, str]) -> list[dict[str, Any]]:
     """The links as a wake shows them; with very many links, those with work only."""
-    paths = list(sub.links) if len(sub.links) <= machine.LISTED_STREAMS_MAX else list(tails)
+    paths = list(sub.links) if len(sub.links) <= state_machine.LISTED_STREAMS_MAX else list(tails)
     listed: list[dict[str, Any]] = []
     for path in paths:
         link = sub.links.get(path)

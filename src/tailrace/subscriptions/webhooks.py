@@ -14,11 +14,11 @@ from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
-from tailrace.subscriptions import deliver, machine, ssrf, tokens, views
-from tailrace.subscriptions.agent import Agent, Job
+from tailrace.subscriptions import deliver, ssrf, state_machine, tokens, views
 from tailrace.subscriptions.keys import ServerKeys
-from tailrace.subscriptions.machine import Step
 from tailrace.subscriptions.model import Wake
+from tailrace.subscriptions.runner import Agent, Job
+from tailrace.subscriptions.state_machine import Step
 
 logger = logging.getLogger("tailrace.subscriptions")
 
@@ -99,11 +99,11 @@ class Webhooks:
             if sub.deleted:
                 return Step()
             if accepted:
-                return machine.delivered(
+                return state_machine.delivered(
                     sub, wake.generation, done=done, now_ms=now_ms, wake_id=new_wake_id()
                 )
             jitter = random.uniform(-1, 1)  # noqa: S311 (spreads retries, keeps no secret)
-            return machine.failed(sub, wake.generation, now_ms, jitter)
+            return state_machine.failed(sub, wake.generation, now_ms, jitter)
 
         agent.submit(Job(decide, _nobody, lasting=True))
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 from tailrace.api import parse
 from tailrace.api.app import CONTROL, TailraceApp
 from tailrace.api.context import Context
-from tailrace.api.hub.routes import MESSAGES_PATH as HUB_MESSAGES
 from tailrace.api.listing import list_action
 from tailrace.api.otlp import PATH as TRACES_PATH
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
@@ -25,6 +24,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import MODE_UPGRADE, App, Exchange
 from tailrace.http.handover import HandoverSender
 from tailrace.http.relay import ALONE_HEADER, restore_relayed_request
+from tailrace.hub.routes import MESSAGES_PATH as HUB_MESSAGES
 from tailrace.protocol.query_params import parse_query
 from tailrace.protocol.stream_names import check_creatable_name, is_sub_resource_name
 from tailrace.schema.profiles.touch_waits import TIMEOUT_MS_MAX

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from tailrace.http.relay import LineStreamReceiver, PeerClient, build_request, peer_unavailable_error
-from tailrace.subscriptions.agent import Tail
+from tailrace.subscriptions.runner import Tail
 from tailrace.workers.feed import FOLLOW, INTEREST, Interest, News
 
 logger = logging.getLogger("tailrace.workers")

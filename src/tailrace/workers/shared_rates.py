@@ -16,7 +16,7 @@ from typing import Final
 
 import xxhash
 
-from tailrace.hub.buckets import Rate
+from tailrace.common.token_bucket import Rate
 
 KINDS: Final = ("ops", "bytes")
 SLOTS: Final = 65_536

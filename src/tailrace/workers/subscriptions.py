@@ -14,11 +14,11 @@ from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
-from tailrace.subscriptions.agent import Agent, Saved, Settled, Tail
 from tailrace.subscriptions.config import Config
-from tailrace.subscriptions.machine import Step
 from tailrace.subscriptions.model import restore
+from tailrace.subscriptions.runner import Agent, Saved, Settled, Tail
 from tailrace.subscriptions.service import SubscriptionService
+from tailrace.subscriptions.state_machine import Step
 from tailrace.workers.feed import WAKE, WakeAppend
 from tailrace.workers.mirror import Mirrors
 from tailrace.workers.refusals import refusal_in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from tailrace.hub.address import format_address, parse_address
+from tailrace.hub.addresses import format_address, parse_address
 
 Runtime = Literal["browser", "cloudflare", "local", "seag", "beam"]
 

@@ -15,7 +15,7 @@ import msgspec
 
 from tailrace.api.proxies import network_of
 from tailrace.common.limits import Limits
-from tailrace.hub.buckets import Buckets, Rate
+from tailrace.common.token_bucket import Buckets, Rate
 
 SERVER: Final = ""  # the key of what all addresses share
 PER_ADDRESS_PER_S: Final = 20

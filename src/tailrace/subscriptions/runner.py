@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from tailrace.common.errors import TailraceError
-from tailrace.subscriptions import machine
-from tailrace.subscriptions.machine import Step
+from tailrace.subscriptions import state_machine
 from tailrace.subscriptions.model import (
     BEFORE_ALL,
     Change,
@@ -20,6 +19,7 @@ from tailrace.subscriptions.model import (
     first_cursor,
     saved,
 )
+from tailrace.subscriptions.state_machine import Step
 
 JOBS_MAX: Final = 1000
 # Created and deleted streams that one commit takes in.
@@ -166,8 +166,8 @@ class Agent:
 
     def _own_step(self) -> Step:
         now_ms = self._desk.now_ms()
-        step = machine.attempt(self.sub, now_ms)
-        return step if step.changes else machine.next_wake(self.sub, now_ms, self._desk.new_wake_id())
+        step = state_machine.attempt(self.sub, now_ms)
+        return step if step.changes else state_machine.next_wake(self.sub, now_ms, self._desk.new_wake_id())
 
     def _event_job(self) -> Job:
         """All that happened to different streams, as one step."""
@@ -182,10 +182,10 @@ class Agent:
             for path, exists in batch.items():
                 tail = self._desk.tail(path)
                 if not exists:
-                    changes.extend(machine.stream_deleted(self.sub, path).changes)
+                    changes.extend(state_machine.stream_deleted(self.sub, path).changes)
                 elif tail is not None:
                     cursor = first_cursor(tail.offset, empty=tail.empty)
-                    changes.extend(machine.stream_created(self.sub, path, cursor).changes)
+                    changes.extend(state_machine.stream_created(self.sub, path, cursor).changes)
             return Step(tuple(changes))
 
         def settled(_: Step, error: TailraceError | None) -> None:
@@ -280,7 +280,7 @@ class Agent:
         """One timer while something is due, none otherwise."""
         if self._stalled:
             return
-        due_ms = machine.due_in_ms(self.sub, self._desk.now_ms())
+        due_ms = state_machine.due_in_ms(self.sub, self._desk.now_ms())
         if due_ms is not None:
             self._set_timer(due_ms / 1000)
         elif self._timer is not None:

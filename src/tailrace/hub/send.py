@@ -8,16 +8,16 @@ import msgspec
 from msgspec import Raw
 
 from tailrace.hub import copies
-from tailrace.hub.address import parse_address
+from tailrace.hub.addresses import parse_address
 from tailrace.hub.asks import LEVELS, TTL_MS_MAX, Ask
 from tailrace.hub.copies import Copy
+from tailrace.hub.deduplication import Seen, SeenSet
 from tailrace.hub.effects import Settled
 from tailrace.hub.errors import APPLIED, HubError, field_error
 from tailrace.hub.fields import Fields, Request
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
 from tailrace.hub.ids import new_id
 from tailrace.hub.registry import Registration
-from tailrace.hub.seen import Seen, SeenSet
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tailrace.hub import copies
-from tailrace.hub.address import MAILBOXES, TOPICS
+from tailrace.hub.addresses import MAILBOXES, TOPICS
 from tailrace.hub.boxes import BROADCASTS
 from tailrace.hub.cursors import Cursor
 from tailrace.hub.effects import Found, Named, Names, Read, Remove

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tailrace.api.hub.storage import PAGE_BYTES, PAGE_ENTRIES, LogStreams
-from tailrace.hub.address import TOPICS
+from tailrace.hub.addresses import TOPICS
 from tailrace.hub.boxes import BROADCASTS
 from tailrace.hub.cursors import STREAM as CURSORS
 from tailrace.hub.dead_letters import STREAM as LETTERS
 from tailrace.hub.presence import REGISTRY
 from tailrace.hub.restoring import MESSAGES, Restoring
 from tailrace.hub.state import Hub
+from tailrace.hub.storage import PAGE_BYTES, PAGE_ENTRIES, LogStreams
 from tailrace.hub.topics import STREAM as SUBSCRIPTIONS
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log

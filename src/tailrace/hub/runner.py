@@ -12,7 +12,6 @@ from functools import partial
 from typing import Final
 
 from tailrace.api.context import Context
-from tailrace.api.hub.storage import JSON, LogStreams
 from tailrace.auth import Identity
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
@@ -35,6 +34,7 @@ from tailrace.hub.effects import (
 )
 from tailrace.hub.session import Session
 from tailrace.hub.state import Hub
+from tailrace.hub.storage import JSON, LogStreams
 from tailrace.log import records
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import NO_LIFETIME

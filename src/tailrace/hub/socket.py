@@ -5,10 +5,10 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Final
 
-from tailrace.api.hub.runner import Runner
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.hub import decide
 from tailrace.hub.ids import new_id
+from tailrace.hub.runner import Runner
 from tailrace.hub.session import Session
 
 MEASURED_EVERY: Final = 16

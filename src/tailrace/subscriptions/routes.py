@@ -16,10 +16,10 @@ from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import offsets, stream_names
 from tailrace.subscriptions import signing, ssrf, tokens, views
-from tailrace.subscriptions.agent import Agent, Settled
 from tailrace.subscriptions.config import STREAMS_MAX, Config, check_id, invalid, parse_config, parse_streams
-from tailrace.subscriptions.machine import Ack, Answer, Step
+from tailrace.subscriptions.runner import Agent, Settled
 from tailrace.subscriptions.service import SubscriptionService
+from tailrace.subscriptions.state_machine import Ack, Answer, Step
 
 JWKS_HEAD = (
     b"Content-Type: application/jwk-set+json\r\nCache-Control: public, max-age=%d\r\n" % signing.JWKS_CACHE_S

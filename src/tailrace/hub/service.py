@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, Final
 import jwt
 
 from tailrace.api.context import Context
-from tailrace.api.hub.restore import restore
-from tailrace.api.hub.routes import HubRoutes
-from tailrace.api.hub.runner import Runner
-from tailrace.api.hub.storage import LogStreams
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
@@ -25,8 +21,12 @@ from tailrace.http.exchange import Exchange
 from tailrace.hub import connecting, decide
 from tailrace.hub.policy import load_policy
 from tailrace.hub.reading import StreamRules
+from tailrace.hub.restore import restore
+from tailrace.hub.routes import HubRoutes
+from tailrace.hub.runner import Runner
 from tailrace.hub.signatures import SECRET_BYTES, Key
 from tailrace.hub.state import Hub, Options
+from tailrace.hub.storage import LogStreams
 from tailrace.log.model import Lifetime
 from tailrace.storage.retention_service import RetentionBound
 

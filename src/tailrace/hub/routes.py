@@ -9,9 +9,6 @@ import msgspec
 import orjson
 
 from tailrace.api import answers
-from tailrace.api.hub.admission import Admission, Refusal
-from tailrace.api.hub.runner import Runner
-from tailrace.api.hub.socket import HubSocket, RefusedSocket
 from tailrace.api.proxies import proxies_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import ERROR_STATUS, TailraceError
@@ -19,11 +16,14 @@ from tailrace.common.settings import Settings
 from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.hub import connecting, decide
-from tailrace.hub.address import parse_address
+from tailrace.hub.addresses import parse_address
+from tailrace.hub.admission import Admission, Refusal
 from tailrace.hub.errors import HubError
 from tailrace.hub.ids import new_id
 from tailrace.hub.policy import actor_of
+from tailrace.hub.runner import Runner
 from tailrace.hub.session import CONNECTED, Session
+from tailrace.hub.socket import HubSocket, RefusedSocket
 
 WS_PATH: Final = b"/hub/ws"
 MESSAGES_PATH: Final = b"/hub/messages"
