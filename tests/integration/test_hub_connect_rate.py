@@ -15,7 +15,7 @@ from support.hub_client import Actor
 from support.hub_clients import OpenHub, open_hub
 from support.server import ServerProcess
 from tailrace.common.limits import Limits
-from tailrace.hub.admission import REFUSED_BURST, Admission
+from tailrace.hub.admission import REFUSED_BURST, ConnectionAdmission
 
 __all__ = ["open_hub"]
 
@@ -89,7 +89,7 @@ def test_what_refusing_costs_is_bounded(start_server: StartServer) -> None:
 
 
 def test_a_hundred_connections_at_once_are_accepted_and_the_next_is_not() -> None:
-    admission = Admission(Limits())
+    admission = ConnectionAdmission(Limits())
     decisions = [admission.decide("127.0.0.1", 0, 0) for _ in range(101)]
     assert decisions[:100] == [None] * 100
     last = decisions[100]
@@ -99,7 +99,7 @@ def test_a_hundred_connections_at_once_are_accepted_and_the_next_is_not() -> Non
 
 
 def test_one_address_that_floods_takes_nothing_from_the_others() -> None:
-    admission = Admission(Limits())
+    admission = ConnectionAdmission(Limits())
     flood = [admission.decide("192.0.2.1", 0, 0) for _ in range(500)]
     assert sum(one is None for one in flood) == 100
     later = [admission.decide("192.0.2.1", 0, SECOND_NS // 2) for _ in range(500)]
@@ -109,7 +109,7 @@ def test_one_address_that_floods_takes_nothing_from_the_others() -> None:
 
 
 def test_one_address_that_floods_leaves_the_others_readable_refusals() -> None:
-    admission = Admission(Limits(hub_connects_per_s=1))
+    admission = ConnectionAdmission(Limits(hub_connects_per_s=1))
     for _ in range(5000):
         admission.decide("192.0.2.1", 0, 0)
     other = admission.decide("198.51.100.1", 0, 0)

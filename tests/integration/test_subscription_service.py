@@ -23,18 +23,18 @@ from tailrace.log.reader import Page
 from tailrace.log.transaction import Reply, Transaction, ignore_reply
 from tailrace.subscriptions import runner as agent_module
 from tailrace.subscriptions import service as service_module
-from tailrace.subscriptions.config import Config
-from tailrace.subscriptions.model import BEFORE_ALL, HEAD_PREFIX, LINK_PREFIX
-from tailrace.subscriptions.runner import Agent
+from tailrace.subscriptions.config import SubscriptionConfig
+from tailrace.subscriptions.model import BEFORE_FIRST, HEAD_PREFIX, LINK_PREFIX
+from tailrace.subscriptions.runner import SubscriptionRunner
 from tailrace.subscriptions.service import SubscriptionService
-from tailrace.subscriptions.state_machine import Answer, Step
+from tailrace.subscriptions.state_machine import Step, WakeAnswer
 from tailrace.subscriptions.tokens import WakeToken
 
 WAIT_S = 60.0
 
 
-def pull(pattern: str | None = "events/**", streams: tuple[str, ...] = ()) -> Config:
-    return Config("pull-wake", pattern, streams, None, "wake", 30_000, None)
+def pull(pattern: str | None = "events/**", streams: tuple[str, ...] = ()) -> SubscriptionConfig:
+    return SubscriptionConfig("pull-wake", pattern, streams, None, "wake", 30_000, None)
 
 
 class World:
@@ -77,23 +77,23 @@ class World:
         self.log.append(self.log.existing(name), AppendRequest(b"2", "application/json"), told, None)
         await asyncio.wait_for(future, WAIT_S)
 
-    async def subscribe(self, config: Config, name: str = "s") -> Agent:
+    async def subscribe(self, config: SubscriptionConfig, name: str = "s") -> SubscriptionRunner:
         future, told = self.settled()
         self.service.create(name, config, "http://here", told)
         return await asyncio.wait_for(future, WAIT_S)
 
-    async def claim(self, agent: Agent) -> Step:
+    async def claim(self, agent: SubscriptionRunner) -> Step:
         future, told = self.settled()
         self.service.claim(agent, "worker", told)
         step: Step = await asyncio.wait_for(future, WAIT_S)
         return step
 
-    async def finish(self, agent: Agent, claimed: Step) -> Step:
+    async def finish(self, agent: SubscriptionRunner, claimed: Step) -> Step:
         assert claimed.wake is not None
         wake = claimed.wake
         future, told = self.settled()
         token = WakeToken("s", wake.generation, 2**62)
-        given = Answer(wake.generation, wake.generation, wake.id, [], done=True)
+        given = WakeAnswer(wake.generation, wake.generation, wake.id, [], done=True)
         self.service.answer(agent, token, given, told, release=False)
         step: Step = await asyncio.wait_for(future, WAIT_S)
         return step
@@ -198,8 +198,8 @@ def test_what_happened_while_nobody_looked_is_found_at_the_start(tmp_path: Path)
         agent = world.service.find("s")
         sub = agent.sub
         await world.until(lambda: "events/new" in sub.links and "events/deleted" not in sub.links)
-        await world.until(lambda: sub.links["named/deleted"].acked == BEFORE_ALL)
-        await world.until(lambda: sub.links["named/later"].acked != BEFORE_ALL)
+        await world.until(lambda: sub.links["named/deleted"].acked == BEFORE_FIRST)
+        await world.until(lambda: sub.links["named/later"].acked != BEFORE_FIRST)
         assert sub.pending.keys() == {"events/kept", "events/new", "named/later"}
         assert sub.links["events/empty"].acked == "0" * 26
         await world.until(lambda: sub.wake is not None)
@@ -209,7 +209,7 @@ def test_what_happened_while_nobody_looked_is_found_at_the_start(tmp_path: Path)
 
 
 def test_a_journal_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "STALLED_S", 0.01)
+    monkeypatch.setattr(agent_module, "SAVE_RETRY_S", 0.01)
 
     async def act(world: World) -> None:
         await world.create("wake")
@@ -240,7 +240,7 @@ def test_a_journal_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_streams_that_appear_while_nothing_can_be_saved_are_linked_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_module, "STALLED_S", 0.01)
+    monkeypatch.setattr(agent_module, "SAVE_RETRY_S", 0.01)
 
     async def act(world: World) -> None:
         agent = await world.subscribe(pull())
@@ -271,7 +271,10 @@ def test_concurrent_puts_of_one_id(tmp_path: Path) -> None:
             future, told = world.settled()
 
             def noted(
-                agent: Agent, new: bool, error: TailraceError | None, told: Callable[..., None] = told
+                agent: SubscriptionRunner,
+                new: bool,
+                error: TailraceError | None,
+                told: Callable[..., None] = told,
             ) -> None:
                 outcomes.append(new)
                 told(agent, error)
@@ -389,7 +392,7 @@ def test_a_subscription_made_anew_is_heard_though_its_generations_begin_again(tm
 def test_an_event_whose_fate_is_unknown_is_tried_again_and_stands_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "ANNOUNCE_AGAIN_S", 0.01)
+    monkeypatch.setattr(service_module, "WAKE_EVENT_RETRY_S", 0.01)
 
     async def act(world: World) -> None:
         await world.create("wake")

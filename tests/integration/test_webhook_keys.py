@@ -18,8 +18,8 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import DAY_MS
 from tailrace.common.settings import Settings
 from tailrace.log.log import Log
-from tailrace.subscriptions.keys import SIGNING_KEYS, TOKEN_KEY, ServerKeys
-from tailrace.subscriptions.signing import ANNOUNCED_MS, CLOCK_SKEW_MS, REPLAY_WINDOW_MS, SavedKey
+from tailrace.subscriptions.keys import SIGNING_KEYS_RECORD, TOKEN_KEY_RECORD, ServerKeys
+from tailrace.subscriptions.signing import ANNOUNCED_MS, CLOCK_SKEW_MS, REPLAY_WINDOW_MS, StoredWebhookKey
 
 WAIT_S = 60.0
 AGE_S = Settings().limits.webhook_key_ms / 1000
@@ -100,7 +100,9 @@ def test_without_restarts_the_same_happens(tmp_path: Path) -> None:
         assert office.kids() == [new, old]
         await office.rotate_after((REPLAY_WINDOW_MS + CLOCK_SKEW_MS) / 1000)
         assert office.kids() == [new]
-        saved = msgspec.msgpack.decode(office.log.streams.meta[SIGNING_KEYS], type=list[SavedKey])
+        saved = msgspec.msgpack.decode(
+            office.log.streams.meta[SIGNING_KEYS_RECORD], type=list[StoredWebhookKey]
+        )
         assert len(saved) == 1, "the retired key's private half is gone"
 
     run(tmp_path, FakeClock(), act)
@@ -140,13 +142,13 @@ def test_a_server_with_an_old_key_announces_the_next_and_a_crash_changes_nothing
     tmp_path: Path, start_server: StartServer, hook: Hook
 ) -> None:
     now_ms = SYSTEM_CLOCK.now_ns() // 1_000_000
-    aged = msgspec.msgpack.encode([SavedKey(bytes(range(32)), now_ms - 91 * DAY_MS)])
+    aged = msgspec.msgpack.encode([StoredWebhookKey(bytes(range(32)), now_ms - 91 * DAY_MS)])
     data_dir = tmp_path / "aged"
 
     async def prepare() -> None:
         log = Log(data_dir, Settings().limits, SYSTEM_CLOCK, asyncio.get_running_loop())
         log.open()
-        log.put_metas([(SIGNING_KEYS, aged), (TOKEN_KEY, bytes(32))])
+        log.put_metas([(SIGNING_KEYS_RECORD, aged), (TOKEN_KEY_RECORD, bytes(32))])
         await log.close()
 
     asyncio.run(prepare())

@@ -7,8 +7,8 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.common.token_bucket import Buckets, Rate, TokenBucket
-from tailrace.hub.deduplication import WAITERS_MAX, Seen, SeenMemory, SeenSet
+from tailrace.common.token_bucket import Rate, TokenBucket, TokenBuckets
+from tailrace.hub.deduplication import WAITERS_MAX, SeenMemory, SeenMessage, SeenMessages
 
 SECOND_NS = 1_000_000_000
 MILLI_NS = 1_000_000
@@ -67,7 +67,7 @@ def test_more_than_a_bucket_holds_passes_once_and_is_paid_for_later() -> None:
 
 
 def test_identities_and_kinds_have_buckets_of_their_own() -> None:
-    buckets = Buckets({"send": Rate(1, 1), "publish": Rate(1, 1)})
+    buckets = TokenBuckets({"send": Rate(1, 1), "publish": Rate(1, 1)})
     assert [buckets.take("a", "send", 0), buckets.take("a", "send", 0)] == [0, 1000]
     assert [buckets.take("b", "send", 0), buckets.take("a", "publish", 0)] == [0, 0]
     assert buckets.take("a", "send", 0, rate=Rate(1, 2)) == 0
@@ -77,7 +77,7 @@ def test_identities_and_kinds_have_buckets_of_their_own() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, SECOND_NS)), max_size=200))
 def test_h1_buckets_are_bounded_and_full_ones_leave_first(calls: list[tuple[int, int]]) -> None:
-    buckets = Buckets({"send": Rate(10, 2)}, buckets_max=8)
+    buckets = TokenBuckets({"send": Rate(10, 2)}, buckets_max=8)
     now_ns = 0
     for identity, pause_ns in calls:
         now_ns += pause_ns
@@ -90,7 +90,7 @@ def test_h40_two_buckets_asked_together_are_those_asked_one_by_one(
     calls: list[tuple[int, bool, int]],
 ) -> None:
     kinds = {"send": Rate(3, 2), "bytes": Rate(5, 4)}
-    paired, single, crowded = Buckets(kinds), Buckets(kinds), Buckets(kinds, buckets_max=6)
+    paired, single, crowded = TokenBuckets(kinds), TokenBuckets(kinds), TokenBuckets(kinds, buckets_max=6)
     now_ns = 0
     for number, together, pause_ns in calls:
         now_ns += pause_ns
@@ -112,7 +112,7 @@ def test_h40_two_buckets_asked_together_are_those_asked_one_by_one(
 def test_h20_a_repeat_is_known_while_it_is_young_and_among_the_newest(
     steps: list[tuple[int, int, int]],
 ) -> None:
-    seen = SeenSet(entries_max=6, ttl_ms=50)
+    seen = SeenMessages(entries_max=6, ttl_ms=50)
     now_ms, model = 0, dict[str, tuple[int, int]]()
     evicted = -1
     for number, pause_ms, timestamp_ms in steps:
@@ -133,7 +133,7 @@ def test_h20_a_repeat_is_known_while_it_is_young_and_among_the_newest(
 
 
 def test_h20_a_repeat_gets_the_answers_of_the_first() -> None:
-    seen = SeenSet()
+    seen = SeenMessages()
     entry = seen.add("1", 0, 0)
     assert seen.get("1", 1) is entry
     assert seen.join(entry, "session a")
@@ -147,8 +147,8 @@ def test_h20_a_repeat_gets_the_answers_of_the_first() -> None:
 
 
 def test_h20_answers_are_bounded_in_bytes_and_their_messages_stay_known() -> None:
-    seen = SeenSet(answer_bytes_max=10_000)
-    entries: list[Seen] = []
+    seen = SeenMessages(answer_bytes_max=10_000)
+    entries: list[SeenMessage] = []
     for number in range(100):
         entry = seen.add(str(number), 0, number)
         seen.answer(entry, b"x" * 1000)
@@ -180,7 +180,7 @@ def test_h20_answers_are_bounded_in_bytes_and_their_messages_stay_known() -> Non
 )
 def test_what_all_remember_together_is_counted_to_the_byte(steps: list[tuple[str, int, int, int]]) -> None:
     memory = SeenMemory(8000)
-    sets = [SeenSet(entries_max=6, answer_bytes_max=1200, ttl_ms=50, memory=memory) for _ in range(3)]
+    sets = [SeenMessages(entries_max=6, answer_bytes_max=1200, ttl_ms=50, memory=memory) for _ in range(3)]
     now_ms = 0
     for what, number, name, size in steps:
         seen, identifier = sets[number], str(name)
@@ -210,7 +210,7 @@ def test_what_all_remember_together_is_counted_to_the_byte(steps: list[tuple[str
 def test_h20_a_message_without_an_answer_is_remembered_as_long_as_one_with(
     steps: list[tuple[int, int, bool]],
 ) -> None:
-    noted, added = SeenSet(entries_max=5, ttl_ms=50), SeenSet(entries_max=5, ttl_ms=50)
+    noted, added = SeenMessages(entries_max=5, ttl_ms=50), SeenMessages(entries_max=5, ttl_ms=50)
     now_ms = 0
     for number, pause_ms, has_answer in steps:
         now_ms += pause_ms

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.hub_world import Frame, MemoryStreams, World
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.hub.effects import Append, Settled
+from tailrace.hub.effects import Append, AppendOutcome
 from tailrace.hub.errors import ERROR_TYPES
 from tailrace.hub.session import Session
 
@@ -37,9 +37,9 @@ class FullDisk(MemoryStreams):
 
     is_full = False
 
-    def append(self, effect: Append, now_ms: int) -> Settled:
+    def append(self, effect: Append, now_ms: int) -> AppendOutcome:
         if self.is_full and effect.stream.startswith("hub/mbox/"):
-            return Settled(error=TailraceError("unavailable", "the disk is full"))
+            return AppendOutcome(error=TailraceError("unavailable", "the disk is full"))
         return super().append(effect, now_ms)
 
 

@@ -124,7 +124,7 @@ def test_memory_and_time_are_bounded_by_the_body(unit: str, wrapper: str) -> Non
     ("work", "text"),
     [
         (parse_pointer, "/" + "ab~0" * MIB),
-        (members.check_text, b'{"a":"' + b"\\n" * 2 * MIB + b'","b":' + b"[" * 65 + b"]" * 65 + b"}"),
+        (members.check_frame_text, b'{"a":"' + b"\\n" * 2 * MIB + b'","b":' + b"[" * 65 + b"]" * 65 + b"}"),
         (partial(language.tokenize, dialect=FILTER_DIALECT), 'a:"' + "b" * 4 * MIB + '"'),
         (partial(postgres_decoder.parse_array, convert=str), '{"' + "b" * 4 * MIB + '"}'),
     ],

@@ -17,9 +17,17 @@ from hypothesis.stateful import (
 from tailrace.common.errors import TailraceError
 from tailrace.protocol.offsets import encode_offset
 from tailrace.subscriptions import state_machine
-from tailrace.subscriptions.config import Config
-from tailrace.subscriptions.model import BEFORE_ALL, Head, Subscription, Wake, first_cursor, restore, saved
-from tailrace.subscriptions.state_machine import Ack, Answer, Step
+from tailrace.subscriptions.config import SubscriptionConfig
+from tailrace.subscriptions.model import (
+    BEFORE_FIRST,
+    Subscription,
+    SubscriptionHead,
+    Wake,
+    decode_subscriptions,
+    encode_changes,
+    first_cursor,
+)
+from tailrace.subscriptions.state_machine import Step, StreamAck, WakeAnswer
 
 NAMES = ["events/a", "events/b", "events/c/d", "manual/x", "other"]
 TTL_MS = 1000
@@ -49,7 +57,7 @@ class SubscriptionStates(RuleBasedStateMachine):
         for name in existing:
             self.log.streams[name] = (0, 2)
             self.log.epochs[name] = 0
-        config = Config(
+        config = SubscriptionConfig(
             type="webhook" if webhook else "pull-wake",
             pattern="events/**",
             streams=("events/a", "manual/x") if named else (),
@@ -60,7 +68,7 @@ class SubscriptionStates(RuleBasedStateMachine):
         )
         found = {name: self.log.tail(name) for name in {*existing, *config.streams}}
         self.disk: dict[str, bytes | None] = {}
-        self.sub = Subscription("s1", Head(config, self.now_ms, 0))
+        self.sub = Subscription("s1", SubscriptionHead(config, self.now_ms, 0))
         step = state_machine.create(self.sub, found.items())
         self.webhook = webhook
         self.numbers = 0
@@ -75,7 +83,7 @@ class SubscriptionStates(RuleBasedStateMachine):
         return f"w_{self.numbers}"
 
     def commit(self, step: Step) -> Wake | None:
-        self.disk.update(saved("s1", step.changes))
+        self.disk.update(encode_changes("s1", step.changes))
         for change in step.changes:
             self.sub.apply(change)
         self.observe_all()
@@ -169,26 +177,26 @@ class SubscriptionStates(RuleBasedStateMachine):
         self.answer(wake, data, done)
 
     def answer(self, wake: Wake, data: st.DataObject, done: bool) -> None:
-        acks: list[Ack] = []
+        acks: list[StreamAck] = []
         for path in data.draw(st.lists(st.sampled_from(NAMES), max_size=3)):
             tail = self.log.tail(path)
-            offsets = [tail or BEFORE_ALL, encode_offset(0, data.draw(st.integers(0, 4)))]
-            acks.append(Ack(path, data.draw(st.sampled_from(offsets))))
-        self.respond(Answer(wake.generation, wake.generation, wake.id, acks, done), release=False)
+            offsets = [tail or BEFORE_FIRST, encode_offset(0, data.draw(st.integers(0, 4)))]
+            acks.append(StreamAck(path, data.draw(st.sampled_from(offsets))))
+        self.respond(WakeAnswer(wake.generation, wake.generation, wake.id, acks, done), release=False)
 
     @precondition(lambda self: not self.webhook)
     @rule(wake=consumes(wakes))
     def release(self, wake: Wake) -> None:
-        self.respond(Answer(wake.generation, wake.generation, wake.id), release=True)
+        self.respond(WakeAnswer(wake.generation, wake.generation, wake.id), release=True)
 
     @rule(token=st.integers(0, 3), body=st.integers(0, 3), wake=wakes)
     def forge(self, token: int, body: int, wake: Wake) -> None:
-        self.respond(Answer(token, body, wake.id, [], True), release=False)
+        self.respond(WakeAnswer(token, body, wake.id, [], True), release=False)
 
-    def respond(self, given: Answer, *, release: bool) -> None:
+    def respond(self, given: WakeAnswer, *, release: bool) -> None:
         before = (self.sub.head, dict(self.sub.links))
         current = state_machine.current_wake(self.sub, self.now_ms)
-        decide = state_machine.release if release else state_machine.answer
+        decide = state_machine.release if release else state_machine.apply_answer
         try:
             step = decide(self.sub, given, self.now_ms, self.wake_id())
         except TailraceError as error:
@@ -214,9 +222,9 @@ class SubscriptionStates(RuleBasedStateMachine):
     def deliver(self, outcome: str, old: int) -> None:
         generation = self.sub.head.generation - old
         if outcome == "failed":
-            step = state_machine.failed(self.sub, generation, self.now_ms, 0.5)
+            step = state_machine.delivery_failed(self.sub, generation, self.now_ms, 0.5)
         else:
-            step = state_machine.delivered(
+            step = state_machine.delivery_succeeded(
                 self.sub, generation, done=outcome == "done", now_ms=self.now_ms, wake_id=self.wake_id()
             )
         self.commit(step)
@@ -228,12 +236,12 @@ class SubscriptionStates(RuleBasedStateMachine):
     def pass_time(self, ms: int) -> None:
         self.now_ms += ms
         self.settle()
-        self.commit(state_machine.attempt(self.sub, self.now_ms))
+        self.commit(state_machine.begin_attempt(self.sub, self.now_ms))
 
     @rule()
     def restart(self) -> None:
         records = [(key, value) for key, value in self.disk.items() if value is not None]
-        again = restore(records)[0]["s1"]
+        again = decode_subscriptions(records)[0]["s1"]
         assert again.head == self.sub.head
         assert again.links == self.sub.links
         self.sub = again
@@ -257,8 +265,8 @@ class SubscriptionStates(RuleBasedStateMachine):
     def cursors_stay_between_where_they_were_and_the_tail(self) -> None:
         for path, link in self.sub.links.items():
             tail = self.log.tail(path)
-            assert link.acked <= (tail or BEFORE_ALL)
-            assert (link.acked == BEFORE_ALL) == (tail is None)
+            assert link.acked <= (tail or BEFORE_FIRST)
+            assert (link.acked == BEFORE_FIRST) == (tail is None)
             assert link.acked >= self.cursors.get(path, "")
             self.cursors[path] = link.acked
 

@@ -12,24 +12,24 @@ from tailrace.common.limits import Limits
 from tailrace.hub import connecting, decide
 from tailrace.hub.effects import (
     Append,
+    AppendOutcome,
     Close,
-    Create,
+    CreateStream,
+    Defer,
+    DeleteStream,
     Effect,
-    Found,
-    Listen,
-    Named,
-    Names,
+    ListStreams,
     Read,
-    Remove,
+    ReadResult,
+    ResumeReading,
     Send,
-    Settled,
-    Spread,
-    Turn,
+    SendMany,
+    StreamSummary,
 )
 from tailrace.hub.policy import Policy
-from tailrace.hub.restoring import MESSAGES, Restoring
+from tailrace.hub.restoring import MESSAGE_STREAMS, HubRestore
 from tailrace.hub.session import Session
-from tailrace.hub.state import Hub, Options
+from tailrace.hub.state import Hub, HubOptions
 from tailrace.protocol import offsets
 
 START_MS = 1_767_225_600_000
@@ -63,10 +63,10 @@ class MemoryStreams:
         self.created_ms.pop(stream, None)
         self.trimmed.pop(stream, None)
 
-    def names(self, prefix: str, after: str, limit: int) -> list[Named]:
+    def names(self, prefix: str, after: str, limit: int) -> list[StreamSummary]:
         found = sorted(name for name in self.entries if name.startswith(prefix) and name > after)[:limit]
         return [
-            Named(
+            StreamSummary(
                 name,
                 self.earliest(name),
                 len(self.entries[name]),
@@ -92,21 +92,21 @@ class MemoryStreams:
     def bodies(self, stream: str) -> list[Any]:
         return [json.loads(body) for _, body in self.entries.get(stream, ())]
 
-    def append(self, effect: Append, now_ms: int) -> Settled:
+    def append(self, effect: Append, now_ms: int) -> AppendOutcome:
         if effect.producer is not None:
             name, epoch, seq = effect.producer
             known = self.producers.get((effect.stream, name))
             if known is not None and (epoch, seq) <= known:
-                return Settled(duplicate=True)
+                return AppendOutcome(duplicate=True)
             if seq != (0 if known is None or epoch > known[0] else known[1] + 1):
-                return Settled(error=TailraceError("producer_gap", "a gap", expected_seq=0))
+                return AppendOutcome(error=TailraceError("producer_gap", "a gap", expected_seq=0))
             self.producers[(effect.stream, name)] = (epoch, seq)
         entries = self.make(effect.stream, now_ms)
         place = 0
         for length in effect.lengths or [len(effect.body)]:
             entries.append((now_ms * 1_000_000, effect.body[place : place + length]))
             place += length + 1
-        return Settled(len(entries), self.offset(effect.stream, len(entries)))
+        return AppendOutcome(len(entries), self.offset(effect.stream, len(entries)))
 
 
 class HeldBack:
@@ -126,21 +126,21 @@ class World:
     """The hub, its streams, and the clock. Appends wait while `held`."""
 
     def __init__(
-        self, *, limits: Limits | None = None, policy: Policy | None = None, options: Options | None = None
+        self, *, limits: Limits | None = None, policy: Policy | None = None, options: HubOptions | None = None
     ) -> None:
         self.now = START_MS
         self.streams = MemoryStreams()
         self._secrets = count(1)
         self._ids = count(1)
         self.limits = limits or Limits()
-        self._policy, self._options = policy or Policy(), options or Options()
+        self._policy, self._options = policy or Policy(), options or HubOptions()
         self.hub = self._fresh()
         self.raw: list[bytes] = []  # what was sent, byte for byte
         self.said: dict[Session, list[Frame]] = {}
         self.closes: dict[Session, int] = {}
         self.unsent: dict[Session, int] = {}
         self.held: deque[Append] | None = None
-        self.turns: deque[Turn] | None = None  # a list: they wait for `turn`
+        self.turns: deque[Defer] | None = None  # a list: they wait for `turn`
         self._queue: deque[Effect] = deque()
         self._busy = False
 
@@ -164,7 +164,7 @@ class World:
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             self._write(effect.session, effect.frame)
-        elif isinstance(effect, Spread):
+        elif isinstance(effect, SendMany):
             for session, frame in effect.copies:
                 self._write(session, frame)
         elif isinstance(effect, Append):
@@ -176,21 +176,21 @@ class World:
             self._read(effect)
         elif isinstance(effect, Close):
             self.closes[effect.session] = effect.code
-            self.run(decide.closed(self.hub, effect.session, effect.code, self.now))
-        elif isinstance(effect, Turn):
+            self.run(decide.on_closed(self.hub, effect.session, effect.code, self.now))
+        elif isinstance(effect, Defer):
             if self.turns is not None:
                 self.turns.append(effect)
             else:
                 self._take_turn(effect)
-        elif isinstance(effect, Create):
+        elif isinstance(effect, CreateStream):
             self.streams.make(effect.stream, self.now)
-        elif isinstance(effect, Remove):
+        elif isinstance(effect, DeleteStream):
             self.streams.remove(effect.stream)
-        elif isinstance(effect, Names):
+        elif isinstance(effect, ListStreams):
             effect.then(self.streams.names(effect.prefix, effect.after, effect.names_max), self.now)
-            self.run(decide.finish(self.hub, self.now))
+            self.run(decide.collect_effects(self.hub, self.now))
         else:
-            assert isinstance(effect, Listen)
+            assert isinstance(effect, ResumeReading)
 
     def _write(self, session: Session, frame: bytes) -> None:
         self.raw.append(frame)
@@ -201,11 +201,11 @@ class World:
         settled = self.streams.append(effect, self.now)
         if effect.then is not None:
             effect.then(settled, self.now)
-            self.run(decide.finish(self.hub, self.now))
+            self.run(decide.collect_effects(self.hub, self.now))
 
-    def _take_turn(self, effect: Turn) -> None:
+    def _take_turn(self, effect: Defer) -> None:
         effect.then(self.now)
-        self.run(decide.finish(self.hub, self.now))
+        self.run(decide.collect_effects(self.hub, self.now))
 
     def turn(self) -> bool:
         """Lets whoever gave others a turn go on; False if nobody did."""
@@ -235,13 +235,13 @@ class World:
         if effect.since_ns is not None:
             after = sum(1 for time_ns, _ in entries if time_ns < effect.since_ns)
         if after < self.streams.earliest(effect.stream):
-            effect.then(Found(error=TailraceError("offset_gone", "trimmed")), self.now)
-            self.run(decide.finish(self.hub, self.now))
+            effect.then(ReadResult(error=TailraceError("offset_gone", "trimmed")), self.now)
+            self.run(decide.collect_effects(self.hub, self.now))
             return
         page = entries[after : after + effect.entries_max]
         numbered = tuple((after + 1 + place, time_ns, body) for place, (time_ns, body) in enumerate(page))
-        effect.then(Found(numbered, after + len(page)), self.now)
-        self.run(decide.finish(self.hub, self.now))
+        effect.then(ReadResult(numbered, after + len(page)), self.now)
+        self.run(decide.collect_effects(self.hub, self.now))
 
     # -- clients ---------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class World:
         session = Session(f"session-{next(self._ids)}", self.now)
         session.outbox.wire = HeldBack(self.unsent, session)
         self.said[session] = []
-        decide.opened(self.hub, session)
+        decide.on_opened(self.hub, session)
         return session
 
     def connect(self, address: str, *words: str, **metadata: Any) -> Session:
@@ -308,11 +308,11 @@ class World:
         return found
 
     def lose(self, session: Session, code: int = 1006) -> None:
-        self.run(decide.closed(self.hub, session, code, self.now))
+        self.run(decide.on_closed(self.hub, session, code, self.now))
 
     def drain(self, session: Session) -> None:
         self.unsent.pop(session, None)
-        self.run(decide.drained(self.hub, session, self.now))
+        self.run(decide.on_drained(self.hub, session, self.now))
 
     def wait(self, ms: int) -> None:
         """Time passes, second by second."""
@@ -329,7 +329,7 @@ class World:
         for name in self.streams.entries:
             if name.startswith("hub/topic/"):
                 self.hub.topics.kept.add(name.removeprefix("hub/topic/"))
-        restoring = Restoring(self.hub)
+        restoring = HubRestore(self.hub)
         for name, take in (
             ("hub/registry", restoring.registry),
             ("hub/subscriptions", restoring.subscription),
@@ -344,10 +344,10 @@ class World:
             restoring.letter(body)
         since_ns = (self.now - self.limits.hub_seen_ttl_ms) * 1_000_000
         for name, entries in self.streams.entries.items():
-            for place, (time_ns, body) in enumerate(entries if name.startswith(MESSAGES) else ()):
+            for place, (time_ns, body) in enumerate(entries if name.startswith(MESSAGE_STREAMS) else ()):
                 if time_ns >= since_ns:
                     restoring.message(name, place + 1, time_ns, body)
 
     def shut_down(self) -> None:
-        connecting.shut_down(self.hub, {}, self.now)
-        self.run(decide.finish(self.hub, self.now))
+        connecting.disconnect_all(self.hub, {}, self.now)
+        self.run(decide.collect_effects(self.hub, self.now))

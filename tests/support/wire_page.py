@@ -16,9 +16,9 @@ from support.hub_world import Frame, World
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.hub import decide
-from tailrace.hub.message import MEMBERS, encode, parse
+from tailrace.hub.message import ENVELOPE_MEMBERS, encode_envelope, parse_envelope
 from tailrace.hub.session import Session
-from tailrace.hub.state import Options
+from tailrace.hub.state import HubOptions
 
 _STEP = re.compile(r"^<!-- (?P<stage>.*?) -->$|^```json (?P<way>to|from)\n(?P<lines>.*?)^```$", re.M | re.S)
 _NAME = re.compile(r"<[a-z ]+>")
@@ -70,7 +70,7 @@ class Play:
 
     def _guarded(self) -> None:
         assert self.unread() == []
-        self.world = World(options=Options(verify=_verify))
+        self.world = World(options=HubOptions(verify=_verify))
 
     def _actor(self, address: str, *words: str) -> None:
         self.sessions[address] = self.world.actor(address, *words)
@@ -96,7 +96,7 @@ class Play:
         self.world.shut_down()
 
     def _silence(self, address: str) -> None:
-        self.world.run(decide.silent(self.world.hub, self.sessions[address], self.world.now))
+        self.world.run(decide.on_silence(self.world.hub, self.sessions[address], self.world.now))
 
     def _flood(self, address: str, count: str) -> None:
         for _ in range(int(count)):
@@ -106,7 +106,7 @@ class Play:
     def _oversize(self, address: str, message_id: str, size: str) -> None:
         prefix = b'{"id":"%b"' % message_id.encode()
         session = self.sessions[address]
-        self.world.run(decide.too_large(self.world.hub, session, prefix, int(size), self.world.now))
+        self.world.run(decide.on_too_large(self.world.hub, session, prefix, int(size), self.world.now))
 
     def say(self, line: str) -> None:
         """To the hub: what the page leaves out is as it is in every message."""
@@ -128,7 +128,7 @@ class Play:
         place = next((n for n, frame in enumerate(unread) if frame["type"] == shown["type"]), None)
         assert place is not None, f"nothing like {line} in {unread}"
         frame = unread.pop(place)
-        assert tuple(frame) == MEMBERS, "all members, in their order"
+        assert tuple(frame) == ENVELOPE_MEMBERS, "all members, in their order"
         return frame
 
     def compare(self, shown: Any, found: Any, place: str = "") -> None:
@@ -162,8 +162,8 @@ class Unread(list[Frame]):
 
 def assert_round_trip(text: bytes) -> None:
     """What was understood is written in the strict form, and understood as the same again."""
-    read = parse(text)
-    written = encode(
+    read = parse_envelope(text)
+    written = encode_envelope(
         id=read.id,
         from_=read.from_ or "",
         to=read.to or "",
@@ -175,8 +175,8 @@ def assert_round_trip(text: bytes) -> None:
         metadata=read.metadata,
         ttl=read.ttl,
     )
-    assert tuple(json.loads(written)) == MEMBERS
-    again = parse(written)
+    assert tuple(json.loads(written)) == ENVELOPE_MEMBERS
+    again = parse_envelope(written)
     for name in ("id", "from_", "to", "type", "pattern", "correlation_id", "timestamp", "ttl"):
         assert getattr(again, name) == getattr(read, name), name
     assert bytes(again.payload) == bytes(read.payload)

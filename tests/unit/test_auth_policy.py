@@ -18,8 +18,8 @@ from tailrace.auth import (
 from tailrace.auth.policy import DATABASE_ACTIONS, Access
 from tailrace.auth.tokens import SCOPES
 from tailrace.common.errors import TailraceError
-from tailrace.hub.policy import ActorRule, Policy, Rules, TopicRule
-from tailrace.hub.reading import StreamRules
+from tailrace.hub.policy import ActorRule, Policy, PolicyRules, TopicRule
+from tailrace.hub.reading import HubStreamAccess
 
 # The route table, row by row: the scopes that are let through, of the four there are.
 GRANTED_BY: dict[Action, set[str]] = {
@@ -219,7 +219,7 @@ def test_a_read_only_stream_says_what_it_allows() -> None:
     assert caught.value.headers == (("Allow", "GET, HEAD, OPTIONS"),)
 
 
-RULES = Rules(
+RULES = PolicyRules(
     actors=[
         ActorRule("@(blind/*)", discover=False, subscribe=False),
         ActorRule("@(box/*)", register=["@(shared/*)"]),
@@ -229,7 +229,7 @@ RULES = Rules(
 
 
 def under_rules(who: Identity, *, topics_open: bool = True) -> Identity:
-    return msgspec.structs.replace(who, hub=StreamRules(Policy(RULES, topics_open=topics_open)))
+    return msgspec.structs.replace(who, hub=HubStreamAccess(Policy(RULES, topics_open=topics_open)))
 
 
 def test_streams_of_the_hub_are_read_by_whom_its_rules_allow() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from support.steps import Stage, answer
 from tailrace.client import Client, ClientError, Retries
-from tailrace.client.operations import Operations
-from tailrace.client.producing import ProducerOptions, Sequencer
-from tailrace.client.steps import BrokenError
+from tailrace.client.operations import StreamOperations
+from tailrace.client.producing import BatchSequencer, ProducerOptions
+from tailrace.client.steps import BrokenConnectionError
 
 # A port that nothing listens on: whatever is sent fails with `connect_failed`, which is no ValueError.
 NOWHERE = "http://127.0.0.1:9"
@@ -80,8 +80,8 @@ def refused(status: int) -> Any:
     return answer(status, b'{"error":{"code":"content_type_mismatch","message":"the type differs"}}')
 
 
-def operations() -> Operations:
-    return Operations("shop/orders", ONCE, "application/json")
+def operations() -> StreamOperations:
+    return StreamOperations("shop/orders", ONCE, "application/json")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def operations() -> Operations:
         lambda: operations().create(content_type=None, lifetime={}, closed=False, body=None),
     ],
 )
-@pytest.mark.parametrize("reply", [refused(409), BrokenError("refused", sent=False)])
+@pytest.mark.parametrize("reply", [refused(409), BrokenConnectionError("refused", sent=False)])
 def test_an_error_names_its_stream(steps: Callable[[], Any], reply: Any) -> None:
     with pytest.raises(ClientError) as raised:
         Stage(reply).run(steps())
@@ -105,7 +105,7 @@ def test_an_error_names_its_stream(steps: Callable[[], Any], reply: Any) -> None
 
 
 def test_a_failed_batch_names_its_stream() -> None:
-    steps = Sequencer(operations(), ProducerOptions()).deliver([b"1"], None)
+    steps = BatchSequencer(operations(), ProducerOptions()).deliver([b"1"], None)
     with pytest.raises(ClientError) as raised:
         Stage(refused(409)).run(steps)
     assert raised.value.stream == "shop/orders"

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.client.batching import Batcher, BatchLimits
+from tailrace.client.batching import BatchLimits, ProducerBatcher
 
 
-def batcher(**limits: float) -> Batcher[object]:
-    return Batcher(BatchLimits(**limits), object)  # type: ignore[arg-type]
+def batcher(**limits: float) -> ProducerBatcher[object]:
+    return ProducerBatcher(BatchLimits(**limits), object)  # type: ignore[arg-type]
 
 
 def test_a_batch_waits_for_company() -> None:

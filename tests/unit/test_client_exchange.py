@@ -7,20 +7,20 @@ import pytest
 from support.steps import OFFSET, Stage, answer
 from tailrace.client import wire
 from tailrace.client.error import ClientError
-from tailrace.client.operations import Operations
+from tailrace.client.operations import StreamOperations
 from tailrace.client.retry import Backoff, Retries, retry_after_s
-from tailrace.client.steps import BrokenError, exchange
+from tailrace.client.steps import BrokenConnectionError, exchange
 
 RETRIES = Retries()
 READ = wire.read("s", offset="-1")
 APPEND = wire.append("s", b"x", content_type="text/plain")
-UNSENT = BrokenError("refused", sent=False)
-CUT = BrokenError("reset", sent=True)
+UNSENT = BrokenConnectionError("refused", sent=False)
+CUT = BrokenConnectionError("reset", sent=True)
 DONE = answer(204, stream_next_offset=OFFSET)
 
 
 @pytest.mark.parametrize("fault", [UNSENT, CUT, *(answer(s) for s in (408, 429, 500, 502, 503, 504, 507))])
-def test_a_read_survives_what_passes(fault: wire.Answer | BrokenError) -> None:
+def test_a_read_survives_what_passes(fault: wire.HttpResponse | BrokenConnectionError) -> None:
     stage = Stage(fault, answer(200))
     assert stage.run(exchange(READ, Backoff(RETRIES))).answer.status == 200
     assert len(stage.requests) == 2
@@ -35,7 +35,9 @@ def test_a_refusal_is_final(status: int) -> None:
 
 
 @pytest.mark.parametrize("fault", [UNSENT, answer(429), answer(507)])
-def test_an_append_that_cannot_have_happened_is_sent_again(fault: wire.Answer | BrokenError) -> None:
+def test_an_append_that_cannot_have_happened_is_sent_again(
+    fault: wire.HttpResponse | BrokenConnectionError,
+) -> None:
     stage = Stage(fault, DONE)
     assert not stage.run(exchange(APPEND, Backoff(RETRIES))).doubtful
     assert len(stage.requests) == 2
@@ -55,7 +57,7 @@ def test_an_append_that_may_have_happened_is_never_sent_again(status: int) -> No
     body = b'{"error":{"code":"append_timeout","message":"unknown"}}'
     stage = Stage(answer(status, body))
     with pytest.raises(ClientError) as caught:
-        stage.run(Operations("s", RETRIES, "text/plain").append(b"x"))
+        stage.run(StreamOperations("s", RETRIES, "text/plain").append(b"x"))
     assert caught.value.outcome_unknown
     assert len(stage.requests) == 1
 
@@ -63,23 +65,23 @@ def test_an_append_that_may_have_happened_is_never_sent_again(status: int) -> No
 @pytest.mark.parametrize("status", [400, 404, 409, 413])
 def test_a_refused_append_is_not_in_doubt(status: int) -> None:
     with pytest.raises(ClientError) as caught:
-        Stage(answer(status)).run(Operations("s", RETRIES, "text/plain").append(b"x"))
+        Stage(answer(status)).run(StreamOperations("s", RETRIES, "text/plain").append(b"x"))
     assert not caught.value.outcome_unknown
     assert caught.value.code == f"http_{status}"
 
 
 def test_closing_is_repeatable_closing_with_content_is_not() -> None:
     stage = Stage(CUT, answer(204, stream_next_offset=OFFSET, stream_closed="true"))
-    assert stage.run(Operations("s", RETRIES).close()).closed
+    assert stage.run(StreamOperations("s", RETRIES).close()).closed
     with pytest.raises(ClientError, match="may or may not"):
-        Stage(CUT).run(Operations("s", RETRIES, "text/plain").append(b"x", close=True))
+        Stage(CUT).run(StreamOperations("s", RETRIES, "text/plain").append(b"x", close=True))
 
 
 @pytest.mark.parametrize("status", [404, 410])
 def test_a_delete_whose_answer_was_lost_has_succeeded(status: int) -> None:
-    Stage(CUT, answer(status)).run(Operations("s", RETRIES).delete())
+    Stage(CUT, answer(status)).run(StreamOperations("s", RETRIES).delete())
     with pytest.raises(ClientError):
-        Stage(answer(status)).run(Operations("s", RETRIES).delete())
+        Stage(answer(status)).run(StreamOperations("s", RETRIES).delete())
 
 
 def test_patience_ends() -> None:

@@ -9,11 +9,11 @@ from tailrace.client.error import ClientError
 from tailrace.client.follow import Follower, Mode
 from tailrace.client.model import Page
 from tailrace.client.retry import Retries
-from tailrace.client.steps import BrokenError, HangUp, NextChunk, Open
-from tailrace.client.wire import Answer
+from tailrace.client.steps import BrokenConnectionError, CloseStream, NextChunk, OpenStream
+from tailrace.client.wire import HttpResponse
 
-CUT = BrokenError("reset", sent=True)
-UNSENT = BrokenError("refused", sent=False)
+CUT = BrokenConnectionError("reset", sent=True)
+UNSENT = BrokenConnectionError("refused", sent=False)
 LIVE = answer(200, content_type="text/event-stream")
 
 
@@ -21,7 +21,7 @@ def follower(mode: Mode = "long-poll", offset: str = "-1", **options: float) -> 
     return Follower("s", offset=offset, mode=mode, retries=Retries(), **options)  # type: ignore[arg-type]
 
 
-def page(body: bytes, next_offset: str, *, tail: bool = True, closed: bool = False) -> Answer:
+def page(body: bytes, next_offset: str, *, tail: bool = True, closed: bool = False) -> HttpResponse:
     headers = {"content_type": "application/json", "stream_next_offset": next_offset}
     if tail:
         headers["stream_up_to_date"] = "true"
@@ -50,7 +50,7 @@ def paths(stage: Stage) -> list[str]:
 
 
 def opened(stage: Stage) -> list[str]:
-    return [e.request.path.partition("?")[2] for e in stage.effects if isinstance(e, Open)]
+    return [e.request.path.partition("?")[2] for e in stage.effects if isinstance(e, OpenStream)]
 
 
 def test_catch_up_then_poll() -> None:
@@ -104,7 +104,7 @@ def test_data_without_its_position_is_read_again() -> None:
     stage = Stage(page(b"[]", "0"), LIVE, data(b"[1]") + control("a") + data(b"[2]"), CUT, page(b"[2]", "b"))
     assert bodies(stage, follower("sse"), 2) == [b"[1]", b"[2]"]
     assert paths(stage) == ["offset=-1", "offset=a"]
-    assert sum(isinstance(effect, HangUp) for effect in stage.effects) == 1
+    assert sum(isinstance(effect, CloseStream) for effect in stage.effects) == 1
 
 
 def test_data_left_over_from_a_lost_connection_is_not_mixed_in() -> None:
@@ -158,7 +158,7 @@ def test_what_does_not_pass_is_raised(mode: Mode, status: int) -> None:
 
 @pytest.mark.parametrize("fault", [CUT, UNSENT, answer(503), answer(429), answer(500), answer(408)])
 @pytest.mark.parametrize("mode", ["long-poll", "sse"])
-def test_what_passes_is_waited_out(mode: Mode, fault: Answer | BrokenError) -> None:
+def test_what_passes_is_waited_out(mode: Mode, fault: HttpResponse | BrokenConnectionError) -> None:
     stage = Stage(page(b"[]", "0"), *[fault] * 50, page(b"[1]", "a"))
     assert bodies(stage, follower(mode), 1) == [b"[1]"]
     assert len(stage.pauses) == 50

@@ -6,29 +6,29 @@ import pytest
 
 from support.steps import OFFSET, Stage, answer, header
 from tailrace.client.error import ClientError
-from tailrace.client.operations import Operations
-from tailrace.client.producing import SEQ_MAX, ProducerOptions, Sequencer
+from tailrace.client.operations import StreamOperations
+from tailrace.client.producing import SEQ_MAX, BatchSequencer, ProducerOptions
 from tailrace.client.retry import Retries
-from tailrace.client.steps import BrokenError
-from tailrace.client.wire import Answer, Request
+from tailrace.client.steps import BrokenConnectionError
+from tailrace.client.wire import HttpRequest, HttpResponse
 
-CUT = BrokenError("reset", sent=True)
+CUT = BrokenConnectionError("reset", sent=True)
 
 
-def accepted(seq: int, epoch: int = 0) -> Answer:
+def accepted(seq: int, epoch: int = 0) -> HttpResponse:
     return answer(200, stream_next_offset=OFFSET, producer_epoch=str(epoch), producer_seq=str(seq))
 
 
-def duplicate(highest: int, epoch: int = 0) -> Answer:
+def duplicate(highest: int, epoch: int = 0) -> HttpResponse:
     return answer(204, stream_next_offset=OFFSET, producer_epoch=str(epoch), producer_seq=str(highest))
 
 
-def gap(expected: int) -> Answer:
+def gap(expected: int) -> HttpResponse:
     body = b'{"error":{"code":"producer_gap","message":"gap"}}'
     return answer(409, body, producer_expected_seq=str(expected), producer_received_seq=str(SEQ_MAX))
 
 
-def stale(current: int) -> Answer:
+def stale(current: int) -> HttpResponse:
     body = b'{"error":{"code":"stale_epoch","message":"stale","current_epoch":%d}}' % current
     return answer(403, body, producer_epoch=str(current))
 
@@ -36,12 +36,12 @@ def stale(current: int) -> Answer:
 NEWER_EPOCH = answer(400, b'{"error":{"code":"invalid_header","message":"a new epoch starts at 0"}}')
 
 
-def sequencer(producer_id: str | None = None, epoch: int = 0, *, auto_claim: bool = True) -> Sequencer:
+def sequencer(producer_id: str | None = None, epoch: int = 0, *, auto_claim: bool = True) -> BatchSequencer:
     options = ProducerOptions(producer_id=producer_id, epoch=epoch, auto_claim=auto_claim)
-    return Sequencer(Operations("s", Retries(), "application/json"), options)
+    return BatchSequencer(StreamOperations("s", Retries(), "application/json"), options)
 
 
-def numbers(requests: list[Request]) -> list[tuple[int, int]]:
+def numbers(requests: list[HttpRequest]) -> list[tuple[int, int]]:
     return [
         (int(header(r, "Producer-Epoch") or b"-1"), int(header(r, "Producer-Seq") or b"-1")) for r in requests
     ]
@@ -58,7 +58,7 @@ def test_batches_are_numbered() -> None:
 
 
 @pytest.mark.parametrize("fault", [CUT, answer(408), answer(500), answer(503), answer(429), answer(507)])
-def test_a_retry_carries_the_same_number(fault: Answer | BrokenError) -> None:
+def test_a_retry_carries_the_same_number(fault: HttpResponse | BrokenConnectionError) -> None:
     stage = Stage(fault, fault, accepted(0), accepted(1))
     producer = sequencer()
     stage.run(producer.deliver([b"1"], None))
@@ -74,7 +74,7 @@ def test_a_duplicate_after_a_lost_answer_is_success() -> None:
 @pytest.mark.parametrize(
     ("told", "epoch"), [(gap(0), 0), (gap(58), 1), (stale(4), 5), (NEWER_EPOCH, 0)], ids=str
 )
-def test_a_named_producer_asks_before_it_writes(told: Answer, epoch: int) -> None:
+def test_a_named_producer_asks_before_it_writes(told: HttpResponse, epoch: int) -> None:
     stage = Stage(told, accepted(0, epoch))
     producer = sequencer("me")
     stage.run(producer.deliver([b"1"], None))
@@ -146,7 +146,7 @@ def test_ids_of_their_own_differ() -> None:
 # -- closing the stream
 
 
-def closed(status: int, seq: int, epoch: int = 0) -> Answer:
+def closed(status: int, seq: int, epoch: int = 0) -> HttpResponse:
     return answer(
         status,
         stream_next_offset=OFFSET,
@@ -196,6 +196,6 @@ def test_a_close_under_a_number_that_another_writer_used_is_not_taken_for_done()
 def test_a_close_asks_for_the_type_if_it_has_to_claim_an_epoch() -> None:
     head = answer(200, content_type="application/json", stream_next_offset=OFFSET)
     stage = Stage(head, gap(3), closed(204, 0, 1))
-    producer = Sequencer(Operations("s", Retries()), ProducerOptions(producer_id="p"))
+    producer = BatchSequencer(StreamOperations("s", Retries()), ProducerOptions(producer_id="p"))
     assert stage.run(producer.deliver([], None, close=True)).closed
     assert producer.epoch == 1

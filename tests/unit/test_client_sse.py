@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.client import sse
-from tailrace.client.sse import Event, EventParser
+from tailrace.client.sse import EventParser, ServerSentEvent
 
 STREAM = (
     b": keep-alive\n\n"
@@ -21,11 +21,11 @@ STREAM = (
     b"data:cr\r\r"
 )
 EVENTS = [
-    Event(b"data", b'[{"n":1}]'),
-    Event(b"control", b'{"streamNextOffset":"x"}'),
-    Event(b"data", b"one\n\n two\xff"),
-    Event(b"message", b"crlf"),
-    Event(b"message", b"cr"),
+    ServerSentEvent(b"data", b'[{"n":1}]'),
+    ServerSentEvent(b"control", b'{"streamNextOffset":"x"}'),
+    ServerSentEvent(b"data", b"one\n\n two\xff"),
+    ServerSentEvent(b"message", b"crlf"),
+    ServerSentEvent(b"message", b"cr"),
 ]
 
 

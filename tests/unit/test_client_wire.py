@@ -69,7 +69,7 @@ def test_fork_headers() -> None:
 
 
 def test_only_what_is_safe_is_repeatable() -> None:
-    producing = wire.Producing("p", 0, 0)
+    producing = wire.ProducerFields("p", 0, 0)
     assert wire.append("s", b"x", content_type=JSON, producing=producing).repeatable
     assert wire.append("s", b"", content_type=None, close=True).repeatable
     assert not wire.append("s", b"x", content_type=JSON).repeatable
@@ -100,17 +100,17 @@ class Row(msgspec.Struct, array_like=True):
     ],
 )
 def test_json_data(data: Any, body: bytes, parts: list[bytes]) -> None:
-    assert encode.body_of(data, JSON) == body
-    assert encode.parts_of(data, JSON) == parts
+    assert encode.encode_body(data, JSON) == body
+    assert encode.encode_parts(data, JSON) == parts
 
 
 def test_byte_data() -> None:
-    assert encode.body_of("é", "text/plain") == b"\xc3\xa9"
-    assert encode.parts_of(b"[1,2]", "text/plain") == [b"[1,2]"]
-    assert encode.join([b"a", b"b"], "text/plain") == b"ab"
+    assert encode.encode_body("é", "text/plain") == b"\xc3\xa9"
+    assert encode.encode_parts(b"[1,2]", "text/plain") == [b"[1,2]"]
+    assert encode.join_parts([b"a", b"b"], "text/plain") == b"ab"
     for data in ({"a": 1}, [b"a"], 1, None):
         with pytest.raises(TypeError, match="text/plain"):
-            encode.body_of(data, "text/plain")
+            encode.encode_body(data, "text/plain")
 
 
 def test_what_the_data_says_about_the_type() -> None:
@@ -120,10 +120,10 @@ def test_what_the_data_says_about_the_type() -> None:
 
 
 def test_groups_are_bounded() -> None:
-    cut = list(encode.groups([1, 22, b"333", 4], JSON, bytes_max=6, count_max=2))
+    cut = list(encode.group_parts([1, 22, b"333", 4], JSON, bytes_max=6, count_max=2))
     assert cut == [[b"1", b"22"], [b"333", b"4"]]
-    assert list(encode.groups([b"a", "b"], "text/plain", bytes_max=99, count_max=9)) == [[b"a"], [b"b"]]
-    assert list(encode.groups([], JSON, bytes_max=1, count_max=1)) == []
+    assert list(encode.group_parts([b"a", "b"], "text/plain", bytes_max=99, count_max=9)) == [[b"a"], [b"b"]]
+    assert list(encode.group_parts([], JSON, bytes_max=1, count_max=1)) == []
 
 
 def test_a_page_keeps_what_python_numbers_cannot() -> None:
@@ -139,7 +139,7 @@ def test_a_page_keeps_what_python_numbers_cannot() -> None:
     assert lone.raw_entries == texts, "text that was cut within a character is still a message"
     long = b"9" * 5000  # more digits than Python converts to a number
     assert Page(body=b'["\\ud800",%b]' % long, content_type=JSON, next_offset=OFFSET).raw_entries[1] == long
-    assert wire.number("9" * 5000) is None
+    assert wire.parse_number("9" * 5000) is None
 
 
 def test_errors_carry_what_the_server_said() -> None:
@@ -172,18 +172,22 @@ def test_a_refusal_without_a_body_is_told_in_words(
 ) -> None:
     headers = {} if challenge is None else {"www-authenticate": challenge}
     with pytest.raises(ClientError) as caught:
-        wire.check_head("orders", wire.Answer(status, headers))
+        wire.check_head("orders", wire.HttpResponse(status, headers))
     assert (caught.value.status, caught.value.code, caught.value.message) == (status, code, message)
 
 
 def test_a_token_may_end_with_a_line() -> None:
-    given = transport.settings("http://x", token="abc\n", timeout_s=1.0, connect_timeout_s=1.0, retries=None)
+    given = transport.make_settings(
+        "http://x", token="abc\n", timeout_s=1.0, connect_timeout_s=1.0, retries=None
+    )
     assert given.authorization() == b"Bearer abc"
 
 
 @pytest.mark.parametrize("wrong", ["a\nb", "a b", "ü"])
 def test_a_token_that_cannot_travel_is_not_shown(wrong: str) -> None:
-    given = transport.settings("http://x", token=wrong, timeout_s=1.0, connect_timeout_s=1.0, retries=None)
+    given = transport.make_settings(
+        "http://x", token=wrong, timeout_s=1.0, connect_timeout_s=1.0, retries=None
+    )
     with pytest.raises(ValueError, match="the token has characters") as caught:
         given.authorization()
     assert wrong not in str(caught.value)
@@ -192,14 +196,14 @@ def test_a_token_that_cannot_travel_is_not_shown(wrong: str) -> None:
 @pytest.mark.parametrize("url", ["localhost:1", "http://[::1", "http://", "http://x:port"])
 def test_a_base_url_is_checked_at_once(url: str) -> None:
     with pytest.raises(ValueError, match="base_url"):
-        transport.settings(url, token=None, timeout_s=1.0, connect_timeout_s=1.0, retries=None)
+        transport.make_settings(url, token=None, timeout_s=1.0, connect_timeout_s=1.0, retries=None)
 
 
 def test_an_answer_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ClientError, match="is this a Tailrace server"):
         wire.parse_page(answer(200, b"<html>"))
     with pytest.raises(ClientError, match="unexpected status 302"):
-        wire.check(answer(302), 200)
+        wire.check_status(answer(302), 200)
     with pytest.raises(ClientError, match="malformed list"):
         wire.parse_list(answer(200, b"<html>"))
 
@@ -210,5 +214,5 @@ def test_an_answer_that_is_not_ours_is_refused() -> None:
 def test_a_head_that_is_refused_for_now_has_the_code_of_other_requests(status: int, code: str) -> None:
     # It has no body that could say so.
     with pytest.raises(ClientError) as caught:
-        wire.check_head("s", wire.Answer(status, {}, b""))
+        wire.check_head("s", wire.HttpResponse(status, {}, b""))
     assert (caught.value.code, caught.value.status) == (code, status)

@@ -12,7 +12,7 @@ from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.hub.decide import HANDLERS
 from tailrace.hub.session import Session
-from tailrace.hub.state import Options
+from tailrace.hub.state import HubOptions
 
 A, B = "@(t/a)", "@(t/b)"
 
@@ -132,7 +132,7 @@ def test_a_token_is_refreshed_and_a_bad_one_is_refused() -> None:
             raise TailraceError("unauthorized", "no good")
         return Identity(sub="t/a", scopes=frozenset(), actor_id="t/a")
 
-    world = World(options=Options(verify=verify))
+    world = World(options=HubOptions(verify=verify))
     session = world.connect(A, authToken="good")
     assert world.taken(session)[0]["type"] == "hub:connected"
     refused = world.ask(session, "hub:refresh_token", None, metadata={"authToken": "bad"})

@@ -14,12 +14,12 @@ from websockets.asyncio.server import ServerConnection, serve
 from tailrace.client import ClientError, Retries
 from tailrace.client.hub import AsyncHub, Message, SigningKey, Timeouts, from_runtime, to_runtime
 from tailrace.client.hub.inbox import Inbox
-from tailrace.client.hub.keeping import Held, Paused
+from tailrace.client.hub.keeping import HeldRegistration, PausedTargets
 from tailrace.client.hub.model import Registration
-from tailrace.client.hub.wire import Request, error_of, socket_url
+from tailrace.client.hub.wire import OutgoingRequest, error_from_message, socket_url
 from tailrace.hub.errors import HubError
-from tailrace.hub.message import HUB, encode, parse
-from tailrace.hub.signatures import Key, verify
+from tailrace.hub.message import HUB_ADDRESS, encode_envelope, parse_envelope
+from tailrace.hub.signatures import SignatureKey, verify_signature
 
 QUICK = Retries(delay_s_first=0.01, delay_s_max=0.05, attempts_max=2)
 NOW_MS = 1_767_225_600_000
@@ -28,8 +28,8 @@ WAIT_S = 30.0
 
 def message(kind: str, payload: Any, **members: Any) -> Message:
     text = json.dumps(payload).encode()
-    members = {"id": "1", "from_": HUB, "to": "@(a)", "timestamp": NOW_MS, **members}
-    return Message(parse(encode(type=kind, payload=text, **members)))
+    members = {"id": "1", "from_": HUB_ADDRESS, "to": "@(a)", "timestamp": NOW_MS, **members}
+    return Message(parse_envelope(encode_envelope(type=kind, payload=text, **members)))
 
 
 def test_addresses_of_other_runtimes() -> None:
@@ -60,24 +60,24 @@ def test_errors_in_both_forms() -> None:
         message("hub:error", payload),
         message("hub:rate_limited", {"retryAfter": 120, "code": "rate_limited", "message": "slowly"}),
     ):
-        error = error_of(given)
+        error = error_from_message(given)
         assert error is not None
         assert (error.code, error.message, error.extra["retryAfter"]) == ("rate_limited", "slowly", 120)
         assert not error.outcome_unknown
-    unknown = error_of(message("hub:error", {"code": "timeout", "details": {"outcome": "unknown"}}))
+    unknown = error_from_message(message("hub:error", {"code": "timeout", "details": {"outcome": "unknown"}}))
     assert unknown is not None
     assert unknown.outcome_unknown
-    assert error_of(message("hub:published", {})) is None
+    assert error_from_message(message("hub:published", {})) is None
 
 
 @pytest.mark.parametrize("key_id", [None, "k1"])
 def test_h13_what_is_sent_is_signed(key_id: str | None) -> None:
     key = SigningKey(bytes(32), key_id)
-    request = Request(id="1", type="hub:send", payload={"to": "@(b)", "data": 1.5})
+    request = OutgoingRequest(id="1", type="hub:send", payload={"to": "@(b)", "data": 1.5})
     frame = request.frame("@(a)", NOW_MS, key)
-    signature = parse(frame).signature
+    signature = parse_envelope(frame).signature
     assert signature is not None
-    verify(frame, signature, [Key("k1", key.secret, NOW_MS)], NOW_MS)
+    verify_signature(frame, signature, [SignatureKey("k1", key.secret, NOW_MS)], NOW_MS)
     assert "00" not in repr(key)
 
 
@@ -103,7 +103,7 @@ def test_the_inbox_makes_whoever_fills_it_wait() -> None:
 
 
 def test_pauses() -> None:
-    paused = Paused()
+    paused = PausedTargets()
     paused.pause(["@(a)"])
     assert "@(a)" in paused
     assert "@(b)" not in paused
@@ -121,9 +121,9 @@ Script = Callable[[ServerConnection, dict[str, Any]], Awaitable[None]]
 
 
 def answer(request: dict[str, Any], kind: str, payload: Any, **metadata: Any) -> str:
-    text = encode(
+    text = encode_envelope(
         id="a",
-        from_=HUB,
+        from_=HUB_ADDRESS,
         to=request["from"],
         type=kind,
         payload=json.dumps(payload).encode(),
@@ -343,7 +343,7 @@ def test_a_token_is_refreshed_when_the_hub_says_that_it_expires() -> None:
 @pytest.mark.parametrize(("asked", "given"), [(90_000, 3600), (5, 60), (300, 300)])
 def test_a_registration_is_renewed_by_the_time_that_was_given(asked: int, given: int) -> None:
     registration = Registration("@(a)", 0, "token", ttl_seconds=given)
-    held = Held({"ttlSeconds": asked}, registration)
+    held = HeldRegistration({"ttlSeconds": asked}, registration)
     before = time.monotonic()
     held.renewed(registration)
     assert before + given / 2 <= held.renew_at <= time.monotonic() + given / 2

@@ -102,8 +102,8 @@ def test_h21_h27_everybody_hears_one_sender_in_order_and_acks_are_exact(
     program: list[tuple[str, Any]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convoys, "BATCH", 4)
-        patch.setattr(convoys, "LATE_MAX", 8)
+        patch.setattr(convoys, "BATCH_RECIPIENTS", 4)
+        patch.setattr(convoys, "JOIN_RECIPIENTS_MAX", 8)
         world = World()
         sender = world.actor(SENDER)
         sessions = dict(enumerate(crowd(world, 12)))

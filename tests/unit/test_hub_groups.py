@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from support.hub_world import World
-from tailrace.hub.policy import Policy, Rules
+from tailrace.hub.policy import Policy, PolicyRules
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 GROUP = {"topic": "jobs/#", "durable": True, "group": "workers"}
@@ -194,7 +194,7 @@ def test_commits_of_entries_that_were_not_given_out_are_refused(world: World) ->
 
 def test_a_message_waits_for_a_member_that_may_have_it() -> None:
     rules = {"topics": [{"topic": "jobs/secret", "subscribers": [C], "publicRead": False}]}
-    world = World(policy=Policy(msgspec.convert(rules, Rules)))
+    world = World(policy=Policy(msgspec.convert(rules, PolicyRules)))
     publisher, one = world.actor(A), member(world, B)
     publish(world, publisher, 0, topic="jobs/secret")
     assert jobs(world, one) == []

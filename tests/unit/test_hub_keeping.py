@@ -11,8 +11,8 @@ from support.hub_world import START_MS, World
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.hub.policy import Policy, Rules
-from tailrace.hub.state import Options
+from tailrace.hub.policy import Policy, PolicyRules
+from tailrace.hub.state import HubOptions
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 BOX = "hub/mbox/t/b"
@@ -536,7 +536,7 @@ class Tokens:
 
 
 def guarded(**more: Any) -> World:
-    return World(options=Options(verify=Tokens.verify), **more)
+    return World(options=HubOptions(verify=Tokens.verify), **more)
 
 
 def token(sub: str, **claims: Any) -> str:
@@ -656,7 +656,7 @@ def test_rules_from_a_file_decide() -> None:
     }
     import msgspec
 
-    world = guarded(policy=Policy(msgspec.convert(rules, Rules)))
+    world = guarded(policy=Policy(msgspec.convert(rules, PolicyRules)))
     browser = world.connect("@(browser/1)", authToken=token("browser/1"))
     for name in ("local/x", "local/admin", "svc/x"):
         session = world.connect(f"@({name})", authToken=token(name))

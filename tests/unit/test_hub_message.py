@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tailrace.common.errors import ERROR_STATUS, TailraceError
 from tailrace.hub import message
-from tailrace.hub.errors import HUB_CODES, HubError, encode_error, error_payload, hub_error
-from tailrace.hub.ids import Ids
-from tailrace.hub.members import compact, members, scan
+from tailrace.hub.errors import HUB_CODES, HubError, encode_error, error_payload, to_hub_error
+from tailrace.hub.ids import MessageIds
+from tailrace.hub.members import compact_json, parse_members, scan_members
 
 NOW_MS = 1_767_225_600_000
 LEAST: dict[str, Any] = {"id": "1", "type": "hub:heartbeat", "timestamp": NOW_MS}
@@ -36,12 +36,12 @@ def spliced(data: str) -> bytes:
 
 def refusal(text: bytes) -> HubError:
     with pytest.raises(HubError) as refused:
-        message.parse(text)
+        message.parse_envelope(text)
     return refused.value
 
 
 def test_absent_members_have_their_defaults() -> None:
-    envelope = message.parse(frame())
+    envelope = message.parse_envelope(frame())
     assert (envelope.from_, envelope.to, envelope.pattern, envelope.correlation_id) == (
         None,
         None,
@@ -54,34 +54,34 @@ def test_absent_members_have_their_defaults() -> None:
     assert envelope.signature is None
 
 
-@given(st.permutations(message.MEMBERS), st.sampled_from(["@(a/b)", "é", 'a"b', None]))
+@given(st.permutations(message.ENVELOPE_MEMBERS), st.sampled_from(["@(a/b)", "é", 'a"b', None]))
 def test_a_whole_envelope_is_understood_in_any_order(names: list[str], sender: str | None) -> None:
     whole = {**json.loads(WHOLE), "from": sender}
     text = json.dumps({name: whole[name] for name in names}, separators=(",", ":"), ensure_ascii=False)
-    found = message.parse(text.encode())
+    found = message.parse_envelope(text.encode())
     assert (found.id, found.from_, found.to, found.type, found.ttl) == ("1", sender, None, "t", 12)
     assert (bytes(found.payload), bytes(found.metadata), found.is_ask) == (b'{"n":1}', b"{}", True)
     assert found.timestamp == NOW_MS
 
 
 def test_nulls_are_as_good_as_absent() -> None:
-    envelope = message.parse(
+    envelope = message.parse_envelope(
         frame(payload=None, metadata=None, ttl=None, signature=None, correlationId=None, to=None)
     )
     assert bytes(envelope.metadata) == b"{}"
-    assert members(envelope.payload) == {}
+    assert parse_members(envelope.payload) == {}
 
 
 def test_a_message_expires_after_its_time_and_not_at_it() -> None:
-    envelope = message.parse(frame(ttl=10))
+    envelope = message.parse_envelope(frame(ttl=10))
     assert not envelope.is_expired(NOW_MS + 10)
     assert envelope.is_expired(NOW_MS + 11)
-    assert not message.parse(frame()).is_expired(2**60)
+    assert not message.parse_envelope(frame()).is_expired(2**60)
 
 
 def test_unknown_members_and_space_are_accepted() -> None:
     text = json.dumps({**LEAST, "payload": {"x": 1}, "extra": [1, {"id": 2}]}, indent=2).encode()
-    assert json.loads(bytes(message.parse(text).payload)) == {"x": 1}
+    assert json.loads(bytes(message.parse_envelope(text).payload)) == {"x": 1}
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_h3_depth_is_bounded(opening: bytes) -> None:
     def nested(levels: int) -> bytes:
         return frame()[:-1] + b',"payload":' + opening * levels + b"1" + closing * levels + b"}"
 
-    assert message.parse(nested(63)).id == "1"
+    assert message.parse_envelope(nested(63)).id == "1"
     assert "deeper" in refusal(nested(64)).message
     assert "deeper" in refusal(nested(100_000)).message
     assert refusal(frame()[:-1] + b',"payload":' + opening * 100_000).code == "invalid_message"
     flat = frame()[:-1] + b',"payload":[' + b'"[[{{",[],' * 100 + b"0]}"
-    assert message.parse(flat).id == "1"
+    assert message.parse_envelope(flat).id == "1"
 
 
 def test_h3_size_is_looked_at_before_anything_else() -> None:
@@ -195,29 +195,34 @@ def _value_texts() -> st.SearchStrategy[str]:
 
 @given(_value_texts())
 def test_h2_data_is_cut_out_byte_for_byte(data: str) -> None:
-    envelope = message.parse(spliced(data))
-    assert bytes(members(envelope.payload)["data"]) == data.encode()
-    out = message.encode(
-        id="2", from_="@(a)", to="@(b)", type="t", payload=members(envelope.payload)["data"], timestamp=1
+    envelope = message.parse_envelope(spliced(data))
+    assert bytes(parse_members(envelope.payload)["data"]) == data.encode()
+    out = message.encode_envelope(
+        id="2",
+        from_="@(a)",
+        to="@(b)",
+        type="t",
+        payload=parse_members(envelope.payload)["data"],
+        timestamp=1,
     )
     assert b'"payload":' + data.encode() + b',"pattern":"tell"' in out
-    assert bytes(message.parse(out).payload) == data.encode()
+    assert bytes(message.parse_envelope(out).payload) == data.encode()
 
 
 @given(_value_texts())
 def test_space_between_tokens_is_all_that_compacting_takes(data: str) -> None:
-    compacted = compact(data.encode()).decode()
+    compacted = compact_json(data.encode()).decode()
     assert json.loads(compacted, parse_int=str, parse_float=str) == json.loads(
         data, parse_int=str, parse_float=str
     )
-    assert compact(f" {compacted}\n".encode()).decode() == compacted
+    assert compact_json(f" {compacted}\n".encode()).decode() == compacted
 
 
 @given(st.binary(max_size=80))
 def test_h1_any_bytes_are_an_envelope_or_a_refusal(text: bytes) -> None:
     for tried in (text, frame()[:-1] + b"," + text + b"}", frame()[:-1] + b',"payload":' + text + b"}"):
         try:
-            message.parse(tried)
+            message.parse_envelope(tried)
         except HubError as refused:
             error = refused
         else:
@@ -228,14 +233,14 @@ def test_h1_any_bytes_are_an_envelope_or_a_refusal(text: bytes) -> None:
 @given(st.dictionaries(st.sampled_from(["a", "b", "é", '"', "\\"]), st.integers(), max_size=4))
 def test_the_slow_way_finds_what_the_fast_one_finds(value: dict[str, int]) -> None:
     text = json.dumps(value).encode()
-    fast, slow = members(text), scan(text)
+    fast, slow = parse_members(text), scan_members(text)
     assert {name: bytes(raw) for name, raw in fast.items()} == {
         name: bytes(raw) for name, raw in slow.items()
     }
 
 
 def test_output_has_the_eleven_members_in_order() -> None:
-    out = message.encode(
+    out = message.encode_envelope(
         id="i",
         from_="@(a/b)",
         to="@(c)",
@@ -244,12 +249,12 @@ def test_output_has_the_eleven_members_in_order() -> None:
         pattern="ask",
         correlation_id="c\n",
         timestamp=NOW_MS,
-        metadata=message.encode_metadata({"x": msgspec.Raw(b"1.0")}, via=message.HUB),
+        metadata=message.encode_metadata({"x": msgspec.Raw(b"1.0")}, via=message.HUB_ADDRESS),
         ttl=5,
     )
     assert b'"payload":[1, 2],' in out
     assert b'"metadata":{"x":1.0,"via":' in out
-    assert tuple(json.loads(out)) == message.MEMBERS
+    assert tuple(json.loads(out)) == message.ENVELOPE_MEMBERS
     assert json.loads(out) == {
         "id": "i",
         "from": "@(a/b)",
@@ -259,28 +264,28 @@ def test_output_has_the_eleven_members_in_order() -> None:
         "pattern": "ask",
         "correlationId": "c\n",
         "timestamp": NOW_MS,
-        "metadata": {"x": 1.0, "via": message.HUB},
+        "metadata": {"x": 1.0, "via": message.HUB_ADDRESS},
         "ttl": 5,
         "signature": None,
     }
 
 
 def test_copies_share_all_but_id_and_recipient() -> None:
-    shared = message.common(from_="@(a)", type="news", payload=b'{"v":2}', timestamp=1)
+    shared = message.encode_shared(from_="@(a)", type="news", payload=b'{"v":2}', timestamp=1)
     one, other = (json.loads(shared.frame(*names)) for names in (("1", "@(b)"), ("2", "@(c)")))
     assert (one["id"], one["to"], other["id"], other["to"]) == ("1", "@(b)", "2", "@(c)")
     assert {**one, "id": "", "to": ""} == {**other, "id": "", "to": ""}
 
 
 def test_ids_are_version_7_unique_and_growing_even_if_the_clock_is_not() -> None:
-    ids = Ids()
+    ids = MessageIds()
     made = [ids(now_ms) for now_ms in (5, 5, 4, NOW_MS, NOW_MS, NOW_MS - 1000, NOW_MS + 1)]
     assert all(str(uuid.UUID(text)) == text for text in made)
     assert {(uuid.UUID(text).version, uuid.UUID(text).variant) for text in made} == {(7, uuid.RFC_4122)}
     assert all(one < other for one, other in pairwise(made))
     assert uuid.UUID(made[-1]).int >> 80 == NOW_MS + 1
-    assert Ids()(5)[-8:] != made[0][-8:]
-    wrapping = Ids()
+    assert MessageIds()(5)[-8:] != made[0][-8:]
+    wrapping = MessageIds()
     wrapping._count = 2**16 - 3
     over = [wrapping(NOW_MS) for _ in range(6)]
     assert all(one < other for one, other in pairwise(over))
@@ -314,9 +319,9 @@ def test_a_code_without_a_typed_form_is_told_generically() -> None:
 
 
 def test_refusals_of_the_log_are_told_in_the_words_of_the_hub() -> None:
-    assert hub_error(TailraceError("stale_epoch", "old", current_epoch=3)).code == "producer_fenced"
-    assert hub_error(TailraceError("insufficient_storage", "full")).code == "unavailable"
-    hidden = hub_error(TailraceError("stream_exists", "secret"))
+    assert to_hub_error(TailraceError("stale_epoch", "old", current_epoch=3)).code == "producer_fenced"
+    assert to_hub_error(TailraceError("insufficient_storage", "full")).code == "unavailable"
+    hidden = to_hub_error(TailraceError("stream_exists", "secret"))
     assert (hidden.code, "secret" in hidden.message) == ("internal_error", False)
     assert json.loads(HubError("unknown_actor", "gone", {"actorAddress": "@(a)"}).body()) == {
         "error": {

@@ -11,9 +11,9 @@ from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.hub import decide
-from tailrace.hub.errors import HUB_CODES, HubError, error_payload, hub_error
+from tailrace.hub.errors import HUB_CODES, HubError, error_payload, to_hub_error
 from tailrace.hub.session import Session
-from tailrace.hub.state import Options
+from tailrace.hub.state import HubOptions
 
 A, B = "@(t/a)", "@(t/b)"
 VERSION = {"protocolVersion": "0.1.0"}
@@ -59,7 +59,7 @@ def test_errors_are_typed_with_and_without_the_capability(words: list[str]) -> N
     limited = world.ask(session, "hub:send", {"to": B, "type": "t"})
     assert limited["type"] == "hub:rate_limited"
     assert limited["payload"]["retryAfter"] > 0
-    world.run(decide.too_large(world.hub, session, b'{"id":"big"', 2_000_000, world.now))
+    world.run(decide.on_too_large(world.hub, session, b'{"id":"big"', 2_000_000, world.now))
     large = world.taken(session)[-1]
     assert (large["type"], large["correlationId"]) == ("hub:message_too_large", "big")
     assert (large["payload"]["messageSize"], large["payload"]["maxSize"]) == (2_000_000, 1_048_576)
@@ -79,7 +79,7 @@ def test_unauthorized_is_typed_and_names_action_and_reason() -> None:
     def verify(_: str) -> Identity:
         raise TailraceError("unauthorized", "the token is not good")
 
-    world = World(options=Options(verify=verify))
+    world = World(options=HubOptions(verify=verify))
     _, answer = connect(world, authToken="bearer x")
     assert answer["type"] == "hub:unauthorized"
     assert (answer["payload"]["action"], answer["payload"]["reason"]) == ("connect", "the token is not good")
@@ -96,7 +96,7 @@ def test_a_typed_error_has_the_members_of_the_generic_form_too() -> None:
 
 def test_refusals_of_lower_layers_have_all_members_of_their_typed_form() -> None:
     for code in ("payload_too_large", "forbidden", "unauthorized"):
-        kind, payload = error_payload(hub_error(TailraceError(code, "no")))
+        kind, payload = error_payload(to_hub_error(TailraceError(code, "no")))
         meaning = next(one for one in HUB_CODES.values() if one.typed == kind)
         assert payload.keys() >= set(meaning.members), code
 

@@ -15,7 +15,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.hub import decide
 from tailrace.hub.session import Session
-from tailrace.hub.state import RESERVE_MESSAGES, Options
+from tailrace.hub.state import RESERVE_MESSAGES, HubOptions
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 SMALL = Limits(hub_pause_bytes=2000, hub_outbound_bytes=4000, hub_pause_messages=20, hub_outbound_messages=40)
@@ -53,7 +53,7 @@ class Slow(World):
     def take(self, size: int) -> None:
         self.taken_bytes = min(self.sent_bytes, self.taken_bytes + size)
         self.look()
-        self.run(decide.drained(self.hub, self.slow, self.now))
+        self.run(decide.on_drained(self.hub, self.slow, self.now))
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,7 +103,7 @@ def test_h11_secrets_stay_with_those_who_have_them() -> None:
             raise TailraceError("unauthorized", "no good")
         return Identity(sub=token[5:], scopes=frozenset(), actor_id=token[5:])
 
-    world = World(options=Options(verify=verify, trace="all"))
+    world = World(options=HubOptions(verify=verify, trace="all"))
     sessions: list[Session] = []
     secrets: list[str] = []
     for name in ("t/a", "t/b"):
@@ -136,7 +136,7 @@ def test_h11_secrets_stay_with_those_who_have_them() -> None:
 @pytest.mark.parametrize("mode", ["off", "durable", "all"])
 def test_h46_tracing_changes_nothing_that_anybody_is_told(mode: str) -> None:
     def played(trace: str) -> tuple[World, list[Any]]:
-        world = World(options=Options(trace=trace))
+        world = World(options=HubOptions(trace=trace))
         sender, plain, kept = world.actor(A), world.actor(B), world.actor(C, durable=True)
         for number in range(5):
             for to in (B, C, "@(t/gone)"):

@@ -42,7 +42,7 @@ def compact(frame: Any) -> bytes:
 def short_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each frame that could go the short way did."""
     taken: list[bool] = []
-    relay = decide.relay
+    relay = decide.relay_plain_send
 
     def noted(*given: Any) -> Send | None:
         sent = relay(*given)

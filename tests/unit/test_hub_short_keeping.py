@@ -13,7 +13,7 @@ from support.hub_world import HUB, START_MS, World
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.hub import decide
-from tailrace.hub.effects import Append, Settled
+from tailrace.hub.effects import Append, AppendOutcome
 from tailrace.hub.session import Session
 
 A, KEPT, AWAY, PLAIN = "@(t/a)", "@(t/kept)", "@(t/away)", "@(t/plain)"
@@ -46,7 +46,7 @@ def compact(frame: Any) -> bytes:
 def short_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each frame that could go the short way did."""
     taken: list[bool] = []
-    keep = decide.keep
+    keep = decide.store_plain_send
 
     def noted(*given: Any) -> Append | None:
         kept = keep(*given)
@@ -189,9 +189,9 @@ def test_what_cannot_be_written_is_refused_and_may_be_sent_again() -> None:
     assert world.held is not None
     for effect in world.held:
         assert effect.then is not None
-        effect.then(Settled(error=TailraceError("unavailable", "the disk is full")), world.now)
+        effect.then(AppendOutcome(error=TailraceError("unavailable", "the disk is full")), world.now)
     world.held = None
-    world.run(decide.finish(world.hub, world.now))
+    world.run(decide.collect_effects(world.hub, world.now))
     said = world.taken(sender)
     assert [one["correlationId"] for one in said] == ["m-1", "m-2"]
     assert {one["payload"]["code"] for one in said} == {"unavailable"}

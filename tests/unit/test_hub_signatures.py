@@ -13,17 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.hub import message
-from tailrace.hub.canonical import canonical, number_text
+from tailrace.hub.canonical import canonical_json, format_number
 from tailrace.hub.errors import HubError
-from tailrace.hub.signatures import RETIRED_VALID_MS, VALID_MS, Key, sign, signed, verify
+from tailrace.hub.signatures import (
+    RETIRED_VALID_MS,
+    VALID_MS,
+    SignatureKey,
+    compute_signature,
+    sign_frame,
+    verify_signature,
+)
 
 NOW_MS = 1_767_225_600_000
 SECRET = bytes(range(32))
-KEY = Key("k1", SECRET, NOW_MS)
-FRAME = message.encode(
+KEY = SignatureKey("k1", SECRET, NOW_MS)
+FRAME = message.encode_envelope(
     id="0197f3c2-5a10-7c44-9b1e-0d5f6a7b8c90",
     from_="@(browser/widget-1)",
-    to=message.HUB,
+    to=message.HUB_ADDRESS,
     type="hub:send",
     payload=b'{"to":"@(a)","type":"t","data":{"n":1.0,"s":"\\u00e4"}}',
     timestamp=NOW_MS,
@@ -32,9 +39,9 @@ FRAME = message.encode(
 )
 
 
-def passes(frame: bytes, signature: str, key: Key = KEY, now_ms: int = NOW_MS) -> bool:
+def passes(frame: bytes, signature: str, key: SignatureKey = KEY, now_ms: int = NOW_MS) -> bool:
     try:
-        verify(frame, signature, [key], now_ms)
+        verify_signature(frame, signature, [key], now_ms)
     except HubError as refused:
         error = refused
     else:
@@ -46,11 +53,11 @@ def passes(frame: bytes, signature: str, key: Key = KEY, now_ms: int = NOW_MS) -
 def test_the_first_version_signs_the_members_as_they_are_written() -> None:
     content = FRAME.removesuffix(b',"signature":null}') + b"}"
     mac = base64.b64encode(hmac.new(SECRET, content, hashlib.sha256).digest()).decode()
-    assert sign(FRAME, SECRET) == mac
+    assert compute_signature(FRAME, SECRET) == mac
     assert passes(FRAME, mac)
     # The order and the space of the frame do not matter, the spelling of its values does not change.
     found = json.loads(FRAME)
-    moved = b'{ "payload" : ' + bytes(message.parse(FRAME).payload)
+    moved = b'{ "payload" : ' + bytes(message.parse_envelope(FRAME).payload)
     for name in ("ttl", "id", "from", "to", "type", "pattern", "correlationId", "timestamp", "metadata"):
         moved += b' , "%b" : ' % name.encode() + json.dumps(found[name], separators=(" , ", " : ")).encode()
     assert passes(moved + b"}", mac)
@@ -62,7 +69,7 @@ def test_the_second_version_signs_the_canonical_form() -> None:
     content["payload"]["data"]["n"] = 1
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     mac = base64.b64encode(hmac.new(SECRET, text, hashlib.sha256).digest()).decode()
-    assert sign(FRAME, SECRET, "k1") == f"v2:k1:{mac}"
+    assert compute_signature(FRAME, SECRET, "k1") == f"v2:k1:{mac}"
     assert passes(json.dumps(json.loads(FRAME), indent=1).encode(), f"v2:k1:{mac}")
     assert not passes(FRAME, f"v2:k2:{mac}")
 
@@ -70,7 +77,7 @@ def test_the_second_version_signs_the_canonical_form() -> None:
 @pytest.mark.parametrize("key_id", [None, "k1"])
 @given(position=st.integers(min_value=0), value=st.integers(0, 255))
 def test_h13_no_byte_can_be_changed(key_id: str | None, position: int, value: int) -> None:
-    signature = sign(FRAME, SECRET, key_id)
+    signature = compute_signature(FRAME, SECRET, key_id)
     changed = bytearray(FRAME)
     # What comes after the signed members is the signature itself.
     at = position % FRAME.index(b',"signature"')
@@ -78,7 +85,7 @@ def test_h13_no_byte_can_be_changed(key_id: str | None, position: int, value: in
         return
     changed[at] = value
     try:
-        before, after = message.parse(FRAME), message.parse(bytes(changed))
+        before, after = message.parse_envelope(FRAME), message.parse_envelope(bytes(changed))
     except HubError:
         return
     same = all(getattr(before, name) == getattr(after, name) for name in before.__struct_fields__[:4])
@@ -90,18 +97,18 @@ def test_h13_no_byte_can_be_changed(key_id: str | None, position: int, value: in
 
 def test_h13_a_signed_frame_carries_its_signature() -> None:
     for key_id in (None, "k1"):
-        frame = signed(FRAME, SECRET, key_id)
-        signature = message.parse(frame).signature
+        frame = sign_frame(FRAME, SECRET, key_id)
+        signature = message.parse_envelope(frame).signature
         assert signature is not None
         assert passes(frame, signature)
         assert not passes(frame.replace(b"1.0", b"2.0"), signature)
 
 
 def test_keys_age() -> None:
-    signature = sign(FRAME, SECRET)
+    signature = compute_signature(FRAME, SECRET)
     assert passes(FRAME, signature, now_ms=NOW_MS + VALID_MS - 1)
     assert not passes(FRAME, signature, now_ms=NOW_MS + VALID_MS)
-    retired = Key("k0", SECRET, NOW_MS, retired_ms=NOW_MS + 5)
+    retired = SignatureKey("k0", SECRET, NOW_MS, retired_ms=NOW_MS + 5)
     assert passes(FRAME, signature, retired, NOW_MS + 5 + RETIRED_VALID_MS - 1)
     assert not passes(FRAME, signature, retired, NOW_MS + 5 + RETIRED_VALID_MS)
     assert "secret" not in repr(KEY)
@@ -140,18 +147,18 @@ def test_improper_signatures_are_refused(signature: str) -> None:
 )
 def test_numbers_are_written_as_ecmascript_does(bits: str, text: str) -> None:
     """Samples of RFC 8785, appendix B."""
-    assert number_text(struct.unpack(">d", bytes.fromhex(bits))[0]) == text
+    assert format_number(struct.unpack(">d", bytes.fromhex(bits))[0]) == text
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_written_number_is_the_same_number(value: float) -> None:
-    assert float(number_text(value)) == value
+    assert float(format_number(value)) == value
 
 
 def test_names_are_sorted_as_utf16_and_strings_have_few_escapes() -> None:
     names = ["\u20ac", "\r", "\ufb33", "1", "\U0001f600", "\u0080", "\u00f6"]
     value = dict.fromkeys(names, '€$\x0f\nA\'B"\\\\"/')
-    written = canonical(json.dumps(value).encode())
+    written = canonical_json(json.dumps(value).encode())
     assert list(json.loads(written)) == ["\r", "1", "\u0080", "\u00f6", "\u20ac", "\U0001f600", "\ufb33"]
     assert '"\u20ac$\\u000f\\nA\'B\\"\\\\\\\\\\"/"'.encode() in written
     assert json.loads(written) == value
@@ -160,4 +167,4 @@ def test_names_are_sorted_as_utf16_and_strings_have_few_escapes() -> None:
 @pytest.mark.parametrize("text", [b'{"a":1,"a":2}', b"1e400", b"NaN", b'"\\ud800"', b"{", b""])
 def test_what_has_no_canonical_form_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
-        canonical(text)
+        canonical_json(text)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.hub_world import START_MS, World
 from tailrace.common.limits import Limits
 from tailrace.hub import decide
-from tailrace.hub.effects import Effect, Send, Spread
-from tailrace.hub.ids import PAIRS, RUN_MAX, Ids
+from tailrace.hub.effects import Effect, Send, SendMany
+from tailrace.hub.ids import HEX_PAIRS, ID_RUN_MAX, MessageIds
 from tailrace.hub.session import Session
 
 SENDER, TOPIC = "@(t/sender)", "news/all"
@@ -126,7 +126,7 @@ def test_a_publication_is_one_effect_for_all_plain_subscribers() -> None:
     receivers, sender = actors(world, 40), world.actor(SENDER)
     effects = decide.decide(world.hub, sender, frame(1, "hub:publish"), world.now)
     spread, answer = effects
-    assert isinstance(spread, Spread)
+    assert isinstance(spread, SendMany)
     assert [session for session, _ in spread.copies] == receivers
     assert isinstance(answer, Send)
     world.run(effects)
@@ -134,9 +134,9 @@ def test_a_publication_is_one_effect_for_all_plain_subscribers() -> None:
     assert published["payload"]["subscriberCount"] == 40
 
 
-@given(st.lists(st.one_of(st.none(), st.integers(1, RUN_MAX)), max_size=40), st.integers(0, 2**17))
+@given(st.lists(st.one_of(st.none(), st.integers(1, ID_RUN_MAX)), max_size=40), st.integers(0, 2**17))
 def test_ids_of_a_run_are_like_those_that_are_made_one_by_one(steps: list[int | None], begin: int) -> None:
-    ids, made = Ids(), list[str]()
+    ids, made = MessageIds(), list[str]()
     ids._count = begin
     for place, length in enumerate(steps):
         now_ms = START_MS + place // 3
@@ -145,7 +145,7 @@ def test_ids_of_a_run_are_like_those_that_are_made_one_by_one(steps: list[int | 
             continue
         start, number, end = ids.run(now_ms, length)
         for each in sorted({number, number + length // 2, number + length - 1}):
-            made.append((start + PAIRS[each >> 8] + PAIRS[each & 255] + end).decode())
+            made.append((start + HEX_PAIRS[each >> 8] + HEX_PAIRS[each & 255] + end).decode())
     made.append(ids(START_MS))
     assert all(one < other for one, other in pairwise(made))
     assert all(str(uuid.UUID(text)) == text and uuid.UUID(text).version == 7 for text in made)

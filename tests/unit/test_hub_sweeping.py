@@ -8,7 +8,7 @@ import pytest
 
 from support.hub_world import World
 from tailrace.common.limits import Limits
-from tailrace.hub.boxes import BROADCASTS
+from tailrace.hub.boxes import BROADCAST_STREAM
 from tailrace.hub.sweep import NAMES_AT_ONCE
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
@@ -193,11 +193,11 @@ def test_broadcasts_are_kept_until_durable_actors_have_read_them(world: World) -
     world.lose(receiver)
     world.say(sender, "hub:broadcast", {"type": "news", "data": 1, "excludeSelf": True})
     world.wait(2 * UNIT_MS)
-    assert BROADCASTS not in world.hub.sweeping.bounds
+    assert BROADCAST_STREAM not in world.hub.sweeping.bounds
     back = world.connect(B)
     world.say(back, "hub:register", {"actorAddress": B, "capabilities": ["x"], "durable": True})
     world.wait(6000)
-    assert world.hub.sweeping.bounds[BROADCASTS].upto == 1
+    assert world.hub.sweeping.bounds[BROADCAST_STREAM].upto == 1
 
 
 def test_all_mailboxes_are_looked_at_a_few_each_second(world: World) -> None:

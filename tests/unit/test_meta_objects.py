@@ -23,10 +23,21 @@ from tailrace.storage.meta_objects import (
     subscription_key,
 )
 from tailrace.storage.object_store.interface import check_key, open_object_store
-from tailrace.subscriptions.config import Config
-from tailrace.subscriptions.model import HEAD_PREFIX, Head, Link, SetHead, SetLink, Wake, restore, saved
+from tailrace.subscriptions.config import SubscriptionConfig
+from tailrace.subscriptions.model import (
+    HEAD_PREFIX,
+    SetHead,
+    SetLink,
+    StreamLink,
+    SubscriptionHead,
+    Wake,
+    decode_subscriptions,
+    encode_changes,
+)
 
-HEAD = Head(Config("pull-wake", "p/*", ("a",), None, "wake", 30_000, "é"), 5, 7, Wake("w", 7, {"a": "1"}))
+HEAD = SubscriptionHead(
+    SubscriptionConfig("pull-wake", "p/*", ("a",), None, "wake", 30_000, "é"), 5, 7, Wake("w", 7, {"a": "1"})
+)
 
 
 def names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
@@ -34,25 +45,25 @@ def names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def test_the_fields_are_those_the_subscriptions_write() -> None:
-    assert names(Config) == meta_objects.CONFIG_FIELDS
-    assert names(Head) == meta_objects.SUBSCRIPTION_FIELDS
-    assert names(Link) == meta_objects.LINK_FIELDS
+    assert names(SubscriptionConfig) == meta_objects.CONFIG_FIELDS
+    assert names(SubscriptionHead) == meta_objects.SUBSCRIPTION_FIELDS
+    assert names(StreamLink) == meta_objects.LINK_FIELDS
 
 
 def test_a_subscription_survives_being_an_object() -> None:
     changes = [
         SetHead(HEAD),
-        SetLink("a/b", Link("0" * 26, True, False)),
-        SetLink("c", Link("-1", False, True)),
+        SetLink("a/b", StreamLink("0" * 26, True, False)),
+        SetLink("c", StreamLink("-1", False, True)),
     ]
-    facts = {key: value for key, value in saved("s", changes) if value is not None}
+    facts = {key: value for key, value in encode_changes("s", changes) if value is not None}
     found = meta_objects.subscription_object(HEAD_PREFIX + "s", facts, 3)
     assert (found.id, found.wake_generation, found.as_of) == ("s", 7, 3)
     again = msgspec.json.decode(msgspec.json.encode(found), type=SubscriptionObject)
-    subs, orphans = restore(meta_objects.subscription_facts(again).items())
+    subs, orphans = decode_subscriptions(meta_objects.subscription_facts(again).items())
     assert not orphans
     assert subs["s"].head == msgspec.structs.replace(HEAD, wake=None)
-    assert subs["s"].links == {"a/b": Link("0" * 26, True, False), "c": Link("-1", False, True)}
+    assert subs["s"].links == {"a/b": StreamLink("0" * 26, True, False), "c": StreamLink("-1", False, True)}
 
 
 def test_cursors_are_set_back_and_never_forward() -> None:

@@ -23,7 +23,7 @@ WEBHOOK: dict[str, Any] = {
 PULL: dict[str, Any] = {"type": "pull-wake", "pattern": "events/*", "wake_stream": "wake/pool"}
 
 
-def parse(value: Any) -> config.Config:
+def parse(value: Any) -> config.SubscriptionConfig:
     return parse_config(json.dumps(value).encode(), LIMITS)
 
 

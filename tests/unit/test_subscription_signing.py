@@ -16,9 +16,9 @@ from tailrace.subscriptions.signing import (
     ANNOUNCED_MS,
     CLOCK_SKEW_MS,
     REPLAY_WINDOW_MS,
-    KeyRing,
-    decode_ring,
-    new_ring,
+    WebhookKeyRing,
+    decode_key_ring,
+    new_key_ring,
 )
 
 NOW_MS = 1_767_225_600_123
@@ -32,7 +32,7 @@ def unpadded(text: str) -> bytes:
 
 
 def test_a_signature_verifies_with_the_published_key() -> None:
-    ring = new_ring(NOW_MS)
+    ring = new_key_ring(NOW_MS)
     body = b'{"subscription_id":"s1"}'
     header = ring.current(NOW_MS).sign(body, NOW_MS)
     match = re.fullmatch(r"t=(\d+),kid=(ds_[A-Za-z0-9_-]+),ed25519=([A-Za-z0-9_-]+)", header)
@@ -55,19 +55,19 @@ def test_a_signature_verifies_with_the_published_key() -> None:
     assert unpadded(jwk["kid"].removeprefix("ds_")) == thumbprint
 
 
-def announced(ring: KeyRing, now_ms: int) -> KeyRing:
+def announced(ring: WebhookKeyRing, now_ms: int) -> WebhookKeyRing:
     changed = ring.changed(now_ms, AGE_MS)
     assert changed is not None
     return changed
 
 
-def kids(ring: KeyRing, now_ms: int) -> list[str]:
+def kids(ring: WebhookKeyRing, now_ms: int) -> list[str]:
     return [key["kid"] for key in json.loads(ring.jwks(now_ms))["keys"]]
 
 
 def test_keys_survive_saving() -> None:
-    ring = announced(new_ring(NOW_MS), SWITCH_MS)
-    again = decode_ring(ring.encode())
+    ring = announced(new_key_ring(NOW_MS), SWITCH_MS)
+    again = decode_key_ring(ring.encode())
     for now_ms in (NOW_MS, SWITCH_MS, SWITCH_MS + ANNOUNCED_MS):
         assert again.current(now_ms).kid == ring.current(now_ms).kid
         assert again.jwks(now_ms) == ring.jwks(now_ms)
@@ -75,12 +75,12 @@ def test_keys_survive_saving() -> None:
 
 
 def test_a_ring_that_was_saved_before_keys_had_a_beginning_is_read() -> None:
-    ring = decode_ring(msgspec.msgpack.encode([[bytes(32), NOW_MS, None]]))
+    ring = decode_key_ring(msgspec.msgpack.encode([[bytes(32), NOW_MS, None]]))
     assert ring.current(NOW_MS).signs_ms == NOW_MS
 
 
 def test_the_next_key_is_public_before_it_signs_and_the_last_one_after_it_signed() -> None:
-    first = new_ring(NOW_MS)
+    first = new_key_ring(NOW_MS)
     announce_ms = SWITCH_MS - ANNOUNCED_MS
     assert first.changes_at_ms(AGE_MS) == announce_ms
     assert first.changed(announce_ms - 1, AGE_MS) is None
@@ -94,7 +94,7 @@ def test_the_next_key_is_public_before_it_signs_and_the_last_one_after_it_signed
 
 
 def test_a_key_that_nobody_needs_is_not_kept() -> None:
-    ring = announced(new_ring(NOW_MS), SWITCH_MS - ANNOUNCED_MS)
+    ring = announced(new_key_ring(NOW_MS), SWITCH_MS - ANNOUNCED_MS)
     assert ring.changes_at_ms(AGE_MS) == FORGOTTEN_MS
     assert ring.changed(FORGOTTEN_MS - 1, AGE_MS) is None
     tidied = announced(ring, FORGOTTEN_MS)
@@ -105,7 +105,7 @@ def test_a_key_that_nobody_needs_is_not_kept() -> None:
 
 def test_a_server_that_slept_through_it_announces_before_it_switches() -> None:
     late_ms = SWITCH_MS + 100 * AGE_MS
-    first = new_ring(NOW_MS)
+    first = new_key_ring(NOW_MS)
     ring = announced(first, late_ms)
     old = first.current(NOW_MS).kid
     assert ring.current(late_ms + ANNOUNCED_MS - 1).kid == old
@@ -114,7 +114,7 @@ def test_a_server_that_slept_through_it_announces_before_it_switches() -> None:
 
 
 def test_a_clock_that_is_set_back_finds_a_key() -> None:
-    ring = announced(new_ring(NOW_MS), SWITCH_MS)
+    ring = announced(new_key_ring(NOW_MS), SWITCH_MS)
     assert ring.current(0).kid == ring.current(NOW_MS).kid
     assert len(kids(ring, 0)) == 2
 
@@ -123,7 +123,7 @@ def test_a_clock_that_is_set_back_finds_a_key() -> None:
 @given(steps=st.lists(st.integers(1, AGE_MS // 2), min_size=1, max_size=30))
 def test_whatever_was_signed_verifies_as_long_as_it_counts(steps: list[int]) -> None:
     """The receiver has a copy of the set as old as it may be; what it lacks, it may fetch."""
-    ring, now_ms = new_ring(NOW_MS), NOW_MS
+    ring, now_ms = new_key_ring(NOW_MS), NOW_MS
     signed: list[tuple[int, str]] = []
     copies = [(now_ms, set(kids(ring, now_ms)))]
     for step in steps:
@@ -140,7 +140,7 @@ def test_whatever_was_signed_verifies_as_long_as_it_counts(steps: list[int]) -> 
 
 
 def test_keys_that_may_have_leaked_are_given_up() -> None:
-    first = new_ring(NOW_MS)
+    first = new_key_ring(NOW_MS)
     ring = announced(first, SWITCH_MS)
     assert ring.made_since(0) is ring
     assert ring.made_since(NOW_MS) is ring

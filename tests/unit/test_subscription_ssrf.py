@@ -8,11 +8,11 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.subscriptions import ssrf
 
-STRICT = ssrf.Rules()
-LOOPBACK = ssrf.Rules(loopback=True)
+STRICT = ssrf.UrlRules()
+LOOPBACK = ssrf.UrlRules(loopback=True)
 
 
-def assert_rejected(url: str, rules: ssrf.Rules) -> None:
+def assert_rejected(url: str, rules: ssrf.UrlRules) -> None:
     with pytest.raises(TailraceError) as caught:
         ssrf.check_url(url, rules)
     assert caught.value.code == "WEBHOOK_URL_REJECTED"
@@ -107,7 +107,7 @@ def test_a_public_https_url_is_fine() -> None:
         "https://[::1/",
     ],
 )
-def test_urls_that_must_not_be_called(url: str, rules: ssrf.Rules) -> None:
+def test_urls_that_must_not_be_called(url: str, rules: ssrf.UrlRules) -> None:
     assert_rejected(url, rules)
 
 
@@ -127,10 +127,10 @@ def test_loopback_is_for_servers_on_loopback() -> None:
 
 
 def test_settings_make_the_rules() -> None:
-    assert ssrf.rules_of(Settings()).loopback
-    assert not ssrf.rules_of(Settings(host="0.0.0.0")).loopback
-    assert not ssrf.rules_of(Settings(loopback_webhooks="no")).loopback
-    rules = ssrf.rules_of(Settings(webhook_allow="worker.internal, http://Plain.internal/ ,10.0.0.7,,"))
+    assert ssrf.url_rules(Settings()).loopback
+    assert not ssrf.url_rules(Settings(host="0.0.0.0")).loopback
+    assert not ssrf.url_rules(Settings(loopback_webhooks="no")).loopback
+    rules = ssrf.url_rules(Settings(webhook_allow="worker.internal, http://Plain.internal/ ,10.0.0.7,,"))
     assert ssrf.check_url("https://worker.internal/", rules).any_address
     assert ssrf.check_url("http://plain.internal:8080/x", rules).any_address
     assert ssrf.check_url("https://plain.internal/x", rules).any_address
@@ -176,6 +176,6 @@ def test_good_names_give_the_addresses_to_connect_to() -> None:
 
 
 def test_the_system_resolver_knows_this_machine() -> None:
-    found = ssrf.resolve("localhost", 80)
+    found = ssrf.resolve_host("localhost", 80)
     assert found
     assert all(ipaddress.ip_address(text).is_loopback for text in found)

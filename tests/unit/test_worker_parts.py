@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
-from tailrace.common.token_bucket import Buckets, Rate
+from tailrace.common.token_bucket import Rate, TokenBuckets
 from tailrace.workers.front import TOUCH_S_MAX, waits_s
 from tailrace.workers.gather import added, labelled
 from tailrace.workers.layout import Layout, chosen_workers, write_layout
@@ -177,7 +177,7 @@ def test_workers_together_give_no_more_than_one_would(asks: list[tuple[int, int]
         path = Path(directory) / "rates"
         workers = [SharedBuckets(path, RATES) for _ in range(3)]
         now_ns = 10 * SECOND_NS
-        alone = Buckets(RATES)
+        alone = TokenBuckets(RATES)
         for worker, passed_ns in asks:
             now_ns += passed_ns
             expected = alone.take("sub ada", "ops", now_ns)

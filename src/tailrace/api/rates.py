@@ -10,7 +10,7 @@ from tailrace.auth import Identity
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.common.token_bucket import Buckets, Rate
+from tailrace.common.token_bucket import Rate, TokenBuckets
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import ALONE_HEADER
 from tailrace.http.server import HttpServer
@@ -34,7 +34,7 @@ class IdentityRates:
         self._vouching = vouching
         per_s = {"ops": limits.identity_ops_per_s, "bytes": limits.identity_bytes_per_s}
         self.rates = {kind: Rate(rate, AT_ONCE * rate) for kind, rate in per_s.items() if rate}
-        self.buckets: Book = Buckets(self.rates, buckets_max=BUCKETS_MAX)
+        self.buckets: Book = TokenBuckets(self.rates, buckets_max=BUCKETS_MAX)
         self.any = bool(self.rates)
         # Where other workers ask for parts of an answer: the request they do it for was counted there.
         self.inside: HttpServer | None = None

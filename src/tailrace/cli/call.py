@@ -130,7 +130,7 @@ def authorization(session: Session) -> dict[str, str]:
     from tailrace.client import transport
 
     try:
-        settings = transport.settings(
+        settings = transport.make_settings(
             session.url,
             token=session.token,
             timeout_s=_ANSWER_S_MAX,

@@ -68,7 +68,7 @@ def search(
     answer = _ask(session, stream, body)
     found = json.loads(answer)
     if session.json:
-        for hit in raw_json.elements(raw_json.members(answer)["hits"]):
+        for hit in raw_json.raw_elements(raw_json.raw_members(answer)["hits"]):
             put(one_line(hit) + b"\n")
         flush()
     else:

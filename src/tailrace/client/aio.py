@@ -12,22 +12,31 @@ from tailrace.client import transport, wire
 from tailrace.client.aio_producer import AsyncProducer
 from tailrace.client.encode import Data
 from tailrace.client.follow import Follower, Mode
-from tailrace.client.handles import AsyncClosing, FollowHandle, StreamHandle
+from tailrace.client.handles import AsyncContextManaged, FollowHandle, StreamHandle
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
-from tailrace.client.operations import Lister, Operations, Pager
-from tailrace.client.producing import ProducerOptions, Tuning
+from tailrace.client.operations import PageReader, StreamLister, StreamOperations
+from tailrace.client.producing import ProducerOptions, ProducerTuning
 from tailrace.client.retry import Retries
-from tailrace.client.steps import Effect, HangUp, NextChunk, Open, Pause, Reply, Send, Steps
+from tailrace.client.steps import (
+    CloseStream,
+    Effect,
+    NextChunk,
+    OpenStream,
+    Reply,
+    SendRequest,
+    Sleep,
+    Steps,
+)
 
 T = TypeVar("T")
 
 
-class AsyncPort:
+class AsyncTransport:
     """Carries out steps on an event loop. Holds at most one open answer."""
 
     __slots__ = ("_chunks", "_http", "_response", "_settings")
 
-    def __init__(self, http: httpx2.AsyncClient, settings: transport.Settings) -> None:
+    def __init__(self, http: httpx2.AsyncClient, settings: transport.TransportSettings) -> None:
         self._http = http
         self._settings = settings
         self._response: httpx2.Response | None = None
@@ -39,16 +48,16 @@ class AsyncPort:
             while True:
                 try:
                     reply = await self._perform(effect)
-                except transport.BREAKS as error:
-                    effect = steps.throw(transport.broken_from(error))
+                except transport.CONNECTION_ERRORS as error:
+                    effect = steps.throw(transport.broken_connection_from(error))
                 else:
                     effect = steps.send(reply)
         except StopIteration as stop:
             return stop.value
 
-    def another(self) -> AsyncPort:
+    def another(self) -> AsyncTransport:
         """A port of its own for a follower, on the same connection pool."""
-        return AsyncPort(self._http, self._settings)
+        return AsyncTransport(self._http, self._settings)
 
     async def hang_up(self) -> None:
         response, self._response = self._response, None
@@ -58,32 +67,32 @@ class AsyncPort:
 
     async def _perform(self, effect: Effect) -> Reply:
         match effect:
-            case Send():
+            case SendRequest():
                 response = await self._http.send(self._settings.build(self._http, effect.request))
-                return transport.answer_from(response, response.content)
-            case Pause():
+                return transport.response_from(response, response.content)
+            case Sleep():
                 await asyncio.sleep(effect.seconds)
-            case Open():
+            case OpenStream():
                 return await self._open(effect.request)
             case NextChunk():
                 return None if self._chunks is None else await anext(self._chunks, None)
-            case HangUp():
+            case CloseStream():
                 await self.hang_up()
         return None
 
-    async def _open(self, request: wire.Request) -> Reply:
+    async def _open(self, request: wire.HttpRequest) -> Reply:
         await self.hang_up()
         response = await self._http.send(self._settings.build(self._http, request), stream=True)
         self._response = response
         if response.status_code == 200:
             self._chunks = response.aiter_bytes()
-            return transport.answer_from(response, b"")
+            return transport.response_from(response, b"")
         body = await response.aread()
         await self.hang_up()
-        return transport.answer_from(response, body)
+        return transport.response_from(response, body)
 
 
-class AsyncClient(AsyncClosing):
+class AsyncClient(AsyncContextManaged):
     """A connection pool to one server. Use it as a context manager, or `close` it."""
 
     def __init__(
@@ -96,23 +105,23 @@ class AsyncClient(AsyncClosing):
         retries: Retries | None = None,
         http: httpx2.AsyncClient | None = None,
     ) -> None:
-        settings = transport.settings(
+        settings = transport.make_settings(
             base_url, token=token, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, retries=retries
         )
         self._owned = http is None
         self._http = http or httpx2.AsyncClient(limits=transport.pool_limits())
-        self._port = AsyncPort(self._http, settings)
+        self._port = AsyncTransport(self._http, settings)
         self._retries = settings.retries
 
     def stream(self, name: str, *, content_type: str | None = None) -> AsyncStream:
         """A handle on a stream. Sends nothing; the stream need not exist."""
-        return AsyncStream(self._port, Operations(name, self._retries, content_type))
+        return AsyncStream(self._port, StreamOperations(name, self._retries, content_type))
 
     async def streams(
         self, prefix: str = "", *, after: str = "", page_size: int = 100, system: bool = False
     ) -> AsyncIterator[StreamDescriptor]:
         """All streams whose name starts with the prefix, in byte order, page by page as needed."""
-        lister = Lister(self._retries, prefix=prefix, after=after, limit=page_size, system=system)
+        lister = StreamLister(self._retries, prefix=prefix, after=after, limit=page_size, system=system)
         while (rows := await self._port.run(lister.advance())) is not None:
             for row in rows:
                 yield row
@@ -122,7 +131,7 @@ class AsyncClient(AsyncClosing):
             await self._http.aclose()
 
 
-class AsyncStream(StreamHandle[AsyncPort]):
+class AsyncStream(StreamHandle[AsyncTransport]):
     """One stream of the server."""
 
     __slots__ = ()
@@ -197,21 +206,23 @@ class AsyncStream(StreamHandle[AsyncPort]):
         )
         return AsyncStream(self._port, await self._port.run(steps))
 
-    async def read(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> Page:
+    async def read(self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]) -> Page:
         """One page from the offset on; from the start without one.
 
         `key` gives entries with a routing key, `since` those of a time or later, `filter` those that match.
         """
         return await self._port.run(self._operations.read(offset=offset, **narrow))
 
-    async def pages(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> AsyncIterator[Page]:
+    async def pages(
+        self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]
+    ) -> AsyncIterator[Page]:
         """The pages with content up to the tail."""
-        pager = Pager(self._operations, offset=offset, narrow=narrow)
+        pager = PageReader(self._operations, offset=offset, narrow=narrow)
         while (page := await self._port.run(pager.advance())) is not None:
             yield page
 
     async def entries(
-        self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]
+        self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]
     ) -> AsyncIterator[Any]:
         """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
         async for page in self.pages(offset, **narrow):
@@ -224,7 +235,7 @@ class AsyncStream(StreamHandle[AsyncPort]):
         *,
         mode: Mode = "long-poll",
         give_up_s: float | None = None,
-        **narrow: Unpack[wire.Narrowing],
+        **narrow: Unpack[wire.ReadOptions],
     ) -> AsyncFollow:
         """Pages as they come, for ever, or until the stream is closed.
 
@@ -246,14 +257,14 @@ class AsyncStream(StreamHandle[AsyncPort]):
         self,
         producer_id: str | None = None,
         epoch: int = 0,
-        **tuning: Unpack[Tuning],
+        **tuning: Unpack[ProducerTuning],
     ) -> AsyncProducer:
         """A writer whose batches take effect exactly once. Without an id it gets one of its own."""
         options = ProducerOptions(producer_id=producer_id, epoch=epoch, **tuning)
         return AsyncProducer(self._port, self._operations, options)
 
 
-class AsyncFollow(FollowHandle[AsyncPort], AsyncClosing):
+class AsyncFollow(FollowHandle[AsyncTransport], AsyncContextManaged):
     """A reader that keeps up. Iterate over it; `offset` is where it stands."""
 
     __slots__ = ()

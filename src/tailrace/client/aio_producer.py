@@ -9,16 +9,16 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from tailrace.client import encode
-from tailrace.client.batching import Batch, Batcher
+from tailrace.client.batching import ProducerBatch, ProducerBatcher
 from tailrace.client.model import AppendResult
-from tailrace.client.operations import Operations
-from tailrace.client.producing import ProducerOptions, Sequencer, check_queued
+from tailrace.client.operations import StreamOperations
+from tailrace.client.producing import BatchSequencer, ProducerOptions, check_parts
 from tailrace.client.steps import Steps
 
 T = TypeVar("T")
 
 
-class Runner(Protocol):
+class AsyncStepRunner(Protocol):
     async def run(self, steps: Steps[T]) -> T: ...
 
 
@@ -41,10 +41,12 @@ class Receipt:
 class AsyncProducer:
     """As `Producer`, on an event loop. Belongs to the loop in which it is first used."""
 
-    def __init__(self, port: Runner, operations: Operations, options: ProducerOptions) -> None:
+    def __init__(self, port: AsyncStepRunner, operations: StreamOperations, options: ProducerOptions) -> None:
         self._port = port
-        self._sequencer = Sequencer(operations, options)
-        self._batcher: Batcher[asyncio.Future[AppendResult]] = Batcher(options, _new_future)
+        self._sequencer = BatchSequencer(operations, options)
+        self._batcher: ProducerBatcher[asyncio.Future[AppendResult]] = ProducerBatcher(
+            options, _new_async_future
+        )
         self._changed = asyncio.Event()
         self._content_type: str | None = None
         self._failure: Exception | None = None
@@ -62,8 +64,8 @@ class AsyncProducer:
 
     async def append(self, data: encode.Data, *, key: str | None = None) -> Receipt:
         """Queue data, waiting while the producer is full. Await the receipt to wait for the commit."""
-        parts = encode.parts_of(data, await self._type_for(data))
-        check_queued(parts, key)
+        parts = encode.encode_parts(data, await self._type_for(data))
+        check_parts(parts, key)
         for part in parts[:-1]:
             await self._queue(part, key)
         ticket = await self._queue(parts[-1], key)
@@ -97,8 +99,8 @@ class AsyncProducer:
         """
         parts: list[bytes] = []
         if data is not None:
-            parts = encode.parts_of(data, await self._type_for(data))
-            check_queued(parts, key)
+            parts = encode.encode_parts(data, await self._type_for(data))
+            check_parts(parts, key)
         self._check_usable()
         await self._end()
         self._raise_failure()
@@ -166,7 +168,7 @@ class AsyncProducer:
             batch.ticket.set_result(result)
             self._notify()
 
-    async def _next_batch(self) -> Batch[asyncio.Future[AppendResult]] | None:
+    async def _next_batch(self) -> ProducerBatch[asyncio.Future[AppendResult]] | None:
         while (batch := self._batcher.take(time.monotonic())) is None:
             due_in_s = self._batcher.due_in_s(time.monotonic())
             if due_in_s is None and self._closing:
@@ -178,7 +180,7 @@ class AsyncProducer:
                 pass
         return batch
 
-    def _fail(self, batch: Batch[asyncio.Future[AppendResult]], error: Exception) -> None:
+    def _fail(self, batch: ProducerBatch[asyncio.Future[AppendResult]], error: Exception) -> None:
         self._failure = error
         self._batcher.settle(batch)
         for ticket in [batch.ticket, *self._batcher.drop_all()]:
@@ -188,5 +190,5 @@ class AsyncProducer:
         self._notify()
 
 
-def _new_future() -> asyncio.Future[AppendResult]:
+def _new_async_future() -> asyncio.Future[AppendResult]:
     return asyncio.get_running_loop().create_future()

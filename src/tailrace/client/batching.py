@@ -31,7 +31,7 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
         check_seconds("linger_s", self.linger_s, may_be_zero=True)
 
 
-class Batch(Generic[Ticket]):
+class ProducerBatch(Generic[Ticket]):
     """Parts that go out in one request. All of them share one ticket, which the answer redeems."""
 
     __slots__ = ("key", "number", "opened_s", "parts", "size_bytes", "ticket")
@@ -45,7 +45,7 @@ class Batch(Generic[Ticket]):
         self.size_bytes = 0
 
 
-class Batcher(Generic[Ticket]):
+class ProducerBatcher(Generic[Ticket]):
     """The queue of a producer. `bytes_held` counts what waits and what is on its way."""
 
     __slots__ = (
@@ -61,7 +61,7 @@ class Batcher(Generic[Ticket]):
     def __init__(self, limits: BatchLimits, new_ticket: Callable[[], Ticket]) -> None:
         self._limits = limits
         self._new_ticket = new_ticket
-        self._queue: deque[Batch[Ticket]] = deque()
+        self._queue: deque[ProducerBatch[Ticket]] = deque()
         self._next_number = 1
         self._flush_through = 0
         self.bytes_held = 0
@@ -81,7 +81,7 @@ class Batcher(Generic[Ticket]):
     def add(self, part: bytes, key: str | None, now_s: float) -> Ticket:
         batch = self._queue[-1] if self._queue else None
         if batch is None or batch.key != key or not self._fits(batch, len(part)):
-            batch = Batch(self._next_number, key, now_s, self._new_ticket())
+            batch = ProducerBatch(self._next_number, key, now_s, self._new_ticket())
             self._next_number += 1
             self._queue.append(batch)
         batch.parts.append(part)
@@ -104,11 +104,11 @@ class Batcher(Generic[Ticket]):
             return 0.0
         return max(0.0, batch.opened_s + self._limits.linger_s - now_s)
 
-    def take(self, now_s: float) -> Batch[Ticket] | None:
+    def take(self, now_s: float) -> ProducerBatch[Ticket] | None:
         """Remove and return the oldest batch if it is due."""
         return self._queue.popleft() if self.due_in_s(now_s) == 0.0 else None
 
-    def settle(self, batch: Batch[Ticket]) -> None:
+    def settle(self, batch: ProducerBatch[Ticket]) -> None:
         """The batch was answered: its bytes make room for others."""
         assert batch.number == self.settled + 1, "batches settle in order"
         self.bytes_held -= batch.size_bytes
@@ -123,12 +123,12 @@ class Batcher(Generic[Ticket]):
         self._queue.clear()
         return tickets
 
-    def _fits(self, batch: Batch[Ticket], size_bytes: int) -> bool:
+    def _fits(self, batch: ProducerBatch[Ticket], size_bytes: int) -> bool:
         limits = self._limits
         return (
             len(batch.parts) < limits.batch_count_max
             and batch.size_bytes + size_bytes < limits.batch_bytes_max
         )
 
-    def _is_full(self, batch: Batch[Ticket]) -> bool:
+    def _is_full(self, batch: ProducerBatch[Ticket]) -> bool:
         return not self._fits(batch, 0)

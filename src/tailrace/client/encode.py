@@ -25,16 +25,16 @@ _raw_list = msgspec.json.Decoder(list[msgspec.Raw])
 
 def implied_type(data: Data) -> str | None:
     """The content type that the data leaves no choice about; None if it must come from the stream."""
-    return None if isinstance(data, str) or _octets(data) is not None else JSON_TYPE
+    return None if isinstance(data, str) or _as_bytes(data) is not None else JSON_TYPE
 
 
-def body_of(data: Data, content_type: str) -> bytes:
+def encode_body(data: Data, content_type: str) -> bytes:
     """The body of one append."""
-    octets = _octets(data)
+    octets = _as_bytes(data)
     if octets is not None:
         return octets
     if not is_json(content_type):
-        return _text(data, content_type)
+        return _encode_text(data, content_type)
     body = _encode(data)
     if body.startswith(b"[") and not isinstance(data, (list, tuple, msgspec.Raw)):
         # A set, for instance: one message, which the server would take apart as a batch.
@@ -42,11 +42,11 @@ def body_of(data: Data, content_type: str) -> bytes:
     return body
 
 
-def parts_of(data: Data, content_type: str) -> list[bytes]:
+def encode_parts(data: Data, content_type: str) -> list[bytes]:
     """The same append as the messages it is made of, for batching with others."""
     if not is_json(content_type):
-        return [body_of(data, content_type)]
-    octets = _octets(data)
+        return [encode_body(data, content_type)]
+    octets = _as_bytes(data)
     if octets is not None:
         text = octets.strip(b" \t\r\n")
         try:
@@ -62,14 +62,14 @@ def parts_of(data: Data, content_type: str) -> list[bytes]:
     return [_encode(data)]
 
 
-def join(parts: list[bytes], content_type: str) -> bytes:
+def join_parts(parts: list[bytes], content_type: str) -> bytes:
     """One body for many parts. On a byte stream a reader sees the same bytes however they were grouped."""
     if is_json(content_type):
         return b"[" + b",".join(parts) + b"]"
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def groups(
+def group_parts(
     items: Iterable[Data], content_type: str, *, bytes_max: int, count_max: int
 ) -> Iterator[list[bytes]]:
     """Cut items into bodies of a bounded size. Entries of byte streams are never joined.
@@ -79,7 +79,7 @@ def groups(
     group: list[bytes] = []
     size = 0
     for item in items:
-        part = _part(item, content_type)
+        part = _encode_part(item, content_type)
         if not is_json(content_type):
             yield [part]
             continue
@@ -92,18 +92,18 @@ def groups(
         yield group
 
 
-def _part(item: Data, content_type: str) -> bytes:
+def _encode_part(item: Data, content_type: str) -> bytes:
     """One item of several: of JSON one message, whatever it is."""
     try:
         if not is_json(content_type):
-            return body_of(item, content_type)
-        octets = _octets(item)
+            return encode_body(item, content_type)
+        octets = _as_bytes(item)
         return _encode(item) if octets is None else octets
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise NotEncodableError(str(error)) from error
 
 
-def _octets(data: Data) -> bytes | None:
+def _as_bytes(data: Data) -> bytes | None:
     """The bytes of what the wire can carry as it is; None for a value that has to be encoded."""
     if isinstance(data, bytes):
         return data
@@ -112,7 +112,7 @@ def _octets(data: Data) -> bytes | None:
     return None
 
 
-def _text(data: Data, content_type: str) -> bytes:
+def _encode_text(data: Data, content_type: str) -> bytes:
     if isinstance(data, str):
         return data.encode()
     raise TypeError(

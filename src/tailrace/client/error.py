@@ -25,7 +25,7 @@ NOT_ENCODABLE = "not_encodable"
 NO_ANSWER = 0
 
 # What a status without a body says about a server that takes nothing just now.
-_FOR_NOW = {
+_CODE_BY_UNAVAILABLE_STATUS = {
     429: ("overloaded", "the server has too much to do; try again"),
     503: ("unavailable", "the server cannot be asked just now; try again"),
     507: ("insufficient_storage", "the disk of the server is full"),
@@ -104,7 +104,7 @@ def error_from(status: int, headers: Mapping[str, str], body: bytes, *, unknown:
     )
 
 
-def refusal_of(stream: str, status: int, headers: Mapping[str, str]) -> ClientError | None:
+def error_from_status(stream: str, status: int, headers: Mapping[str, str]) -> ClientError | None:
     """What a status without a body says about a stream, in the server's own codes and words."""
     challenge = headers.get("www-authenticate", "")
     scope = re.search(r'scope="([^"]*)"', challenge)
@@ -118,8 +118,8 @@ def refusal_of(stream: str, status: int, headers: Mapping[str, str]) -> ClientEr
     elif status == 403:
         needed = f"this needs the scope {scope[1]}" if scope else "the token does not cover this stream"
         code, message = "forbidden", needed
-    elif status in _FOR_NOW:
-        code, message = _FOR_NOW[status]
+    elif status in _CODE_BY_UNAVAILABLE_STATUS:
+        code, message = _CODE_BY_UNAVAILABLE_STATUS[status]
     else:
         return None
     return ClientError(code, message, status=status, headers=headers)

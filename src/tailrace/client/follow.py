@@ -15,22 +15,22 @@ from tailrace.client.model import Page, is_json
 from tailrace.client.retry import Backoff, Retries, retry_after_s
 from tailrace.client.sse import EventParser, EventTooLargeError
 from tailrace.client.steps import (
-    BrokenError,
-    HangUp,
-    Pause,
+    BrokenConnectionError,
+    CloseStream,
+    Sleep,
     Steps,
     may_retry,
-    names_stream,
     next_chunk,
-    open_answer,
-    send,
+    open_stream,
+    send_request,
+    with_stream_name,
 )
 
 Mode = Literal["long-poll", "sse"]
 
 # The longest a server may hold a poll or stay silent on an event stream before it counts as gone. The
 # keep-alive of event streams comes every 15 s, idle polls are answered within 5 s unless configured longer.
-SILENCE_S_MAX = 45.0
+IDLE_S_MAX = 45.0
 ATTEMPTS_UNLIMITED = 2**62
 
 
@@ -66,7 +66,7 @@ class Follower:
         offset: str,
         mode: Mode,
         retries: Retries,
-        narrow: wire.Narrowing | None = None,
+        narrow: wire.ReadOptions | None = None,
         give_up_s: float | None = None,
     ) -> None:
         if mode not in ("long-poll", "sse"):
@@ -96,16 +96,16 @@ class Follower:
         self._data: bytes | None = None
         self._pending: list[tuple[bytes | None, bytes]] = []
 
-    @names_stream
+    @with_stream_name
     def advance(self) -> Steps[Page | None]:
         """The next page with content, or None once the stream is closed and all of it was handed out."""
         while not self.closed:
             try:
                 page = yield from self._next_page()
-            except BrokenError as broken:
+            except BrokenConnectionError as broken:
                 delay = self._backoff.next_delay()
                 if delay is None:
-                    yield HangUp()
+                    yield CloseStream()
                     code = CONNECTION_LOST if broken.sent else CONNECT_FAILED
                     raise ClientError(code, f"following {self.name} failed: {broken}") from broken
                 yield from self._restart(delay)
@@ -113,7 +113,7 @@ class Follower:
             except ClientError as error:
                 delay = self._delay_after(error)
                 if delay is None:
-                    yield HangUp()
+                    yield CloseStream()
                     raise
                 yield from self._restart(delay)
                 continue
@@ -121,14 +121,14 @@ class Follower:
                 self._accept(page)
                 if not page.is_empty:
                     return page
-        yield HangUp()
+        yield CloseStream()
         return None
 
     def _accept(self, page: Page) -> None:
         self.offset = page.next_offset
         self.up_to_date = page.up_to_date
         self.closed = page.closed
-        self._narrow = wire.from_here(self._narrow)
+        self._narrow = wire.continued_options(self._narrow)
         self._cursor = page.cursor or self._cursor
         if self._ever_answered:
             self._backoff.reset()
@@ -147,13 +147,13 @@ class Follower:
 
     def _restart(self, delay: float) -> Steps[None]:
         yield from self._hang_up()
-        yield Pause(delay)
+        yield Sleep(delay)
 
     def _hang_up(self) -> Steps[None]:
         self._open = False
         self._catching_up = True
         self._pending.clear()
-        yield HangUp()
+        yield CloseStream()
 
     def _next_page(self) -> Steps[Page | None]:
         if self._catching_up:
@@ -168,25 +168,25 @@ class Follower:
         # Also the start of every live connection: it turns `now`, `-1` and `since` into a position that
         # survives a reconnect, and it tells the content type, which an event stream does not.
         offset = None if self._narrow.get("since") is not None else self.offset
-        answer = yield from send(wire.read(self.name, offset=offset, **self._narrow))
-        wire.check(answer, 200)
+        answer = yield from send_request(wire.read(self.name, offset=offset, **self._narrow))
+        wire.check_status(answer, 200)
         page = wire.parse_page(answer)
         self._content_type = page.content_type
         self._catching_up = not page.up_to_date
         return page
 
     def _poll(self) -> Steps[Page]:
-        answer = yield from send(
+        answer = yield from send_request(
             wire.read(
                 self.name,
                 offset=self.offset,
                 live="long-poll",
                 cursor=self._cursor,
-                wait_s=SILENCE_S_MAX,
-                **wire.from_here(self._narrow),
+                wait_s=IDLE_S_MAX,
+                **wire.continued_options(self._narrow),
             )
         )
-        wire.check(answer, 200, 204)
+        wire.check_status(answer, 200, 204)
         return wire.parse_page(answer)
 
     def _listen(self) -> Steps[Page | None]:
@@ -198,7 +198,7 @@ class Follower:
             if chunk is None:
                 # An orderly end: the server rotates connections. Without a single event it is a fault.
                 if self._fresh:
-                    raise BrokenError("the event stream ended before its first event", sent=True)
+                    raise BrokenConnectionError("the event stream ended before its first event", sent=True)
                 yield from self._hang_up()
                 return None
             self._read_events(chunk)
@@ -206,17 +206,17 @@ class Follower:
         return wire.parse_live(control, data, content_type=self._content_type, base64=self._base64)
 
     def _connect(self) -> Steps[None]:
-        answer = yield from open_answer(
+        answer = yield from open_stream(
             wire.read(
                 self.name,
                 offset=self.offset,
                 live="sse",
                 cursor=self._cursor,
-                wait_s=SILENCE_S_MAX,
-                **wire.from_here(self._narrow),
+                wait_s=IDLE_S_MAX,
+                **wire.continued_options(self._narrow),
             )
         )
-        wire.check(answer, 200)
+        wire.check_status(answer, 200)
         self._base64 = answer.headers.get("stream-sse-data-encoding", "").lower() == "base64"
         self._parser = EventParser()
         self._data = None
@@ -224,7 +224,9 @@ class Follower:
         self._open = True
         if self._base64 == _is_text(self._content_type):
             # The stream had no type when we caught up and was given one since: catch up again to learn it.
-            raise BrokenError("the encoding of the event stream does not fit the content type", sent=True)
+            raise BrokenConnectionError(
+                "the encoding of the event stream does not fit the content type", sent=True
+            )
 
     def _read_events(self, chunk: bytes) -> None:
         try:

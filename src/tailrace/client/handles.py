@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from tailrace.client.follow import Follower
-from tailrace.client.operations import Operations
+from tailrace.client.operations import StreamOperations
 
 PortT = TypeVar("PortT")
 
@@ -17,7 +17,7 @@ class StreamHandle(Generic[PortT]):
 
     __slots__ = ("_operations", "_port")
 
-    def __init__(self, port: PortT, operations: Operations) -> None:
+    def __init__(self, port: PortT, operations: StreamOperations) -> None:
         self._port = port
         self._operations = operations
 
@@ -55,7 +55,7 @@ class FollowHandle(Generic[PortT]):
         return self._follower.closed
 
 
-class Closing(ABC):
+class ContextManaged(ABC):
     """Closed at the end of a `with` block."""
 
     __slots__ = ()
@@ -72,7 +72,7 @@ class Closing(ABC):
         self.close()
 
 
-class AsyncClosing(ABC):
+class AsyncContextManaged(ABC):
     """Closed at the end of an `async with` block."""
 
     __slots__ = ()

@@ -65,7 +65,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return [bytes(raw) for raw in _raw_list.decode(self.body)]
         except msgspec.DecodeError:
-            return raw_json.elements(self.body)
+            return raw_json.raw_elements(self.body)
 
     @property
     def is_empty(self) -> bool:

@@ -11,7 +11,7 @@ from tailrace.client.arguments import check_integer
 from tailrace.client.error import ClientError
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
 from tailrace.client.retry import Backoff, Retries
-from tailrace.client.steps import Outcome, Steps, exchange, names_stream
+from tailrace.client.steps import ExchangeResult, Steps, exchange, with_stream_name
 
 # `append_many` cuts its requests here: far below the server's 64 MiB, large enough to make requests rare.
 BATCH_BYTES_MAX = 1024 * 1024
@@ -20,7 +20,7 @@ BATCH_COUNT_MAX = 10_000
 _NOTHING = object()
 
 
-class Operations:
+class StreamOperations:
     """The operations on one stream. Remembers its content type, once known, for the appends."""
 
     __slots__ = ("content_type", "name", "retries")
@@ -33,10 +33,10 @@ class Operations:
         self.retries = retries
         self.content_type = content_type
 
-    def _exchange(self, request: wire.Request) -> Steps[Outcome]:
+    def _exchange(self, request: wire.HttpRequest) -> Steps[ExchangeResult]:
         return exchange(request, Backoff(self.retries))
 
-    @names_stream
+    @with_stream_name
     def create(
         self,
         *,
@@ -52,7 +52,7 @@ class Operations:
         payload = b""
         if body is not None:
             content_type = content_type or encode.implied_type(body)
-            payload = encode.body_of(body, content_type or wire.OCTETS_TYPE)
+            payload = encode.encode_body(body, content_type or wire.OCTETS_TYPE)
         request = wire.create(
             self.name,
             content_type=content_type,
@@ -64,14 +64,14 @@ class Operations:
             fork=fork,
         )
         outcome = yield from self._exchange(request)
-        wire.check(outcome.answer, 200, 201)
+        wire.check_status(outcome.answer, 200, 201)
         info = wire.parse_info(self.name, outcome.answer)
         if content_type is not None or fork is not None:
             # Created without a type, the stream takes that of its first append: nothing to remember yet.
             self.content_type = info.content_type
         return info
 
-    @names_stream
+    @with_stream_name
     def fork(
         self,
         target: str,
@@ -81,9 +81,9 @@ class Operations:
         closed: bool,
         body: encode.Data,
         lifetime: wire.Lifetime,
-    ) -> Steps[Operations]:
+    ) -> Steps[StreamOperations]:
         """Create the target; the result is for what comes next with it."""
-        operations = Operations(target, self.retries)
+        operations = StreamOperations(target, self.retries)
         yield from operations.create(
             content_type=None if body is None else self.content_type,
             lifetime=lifetime,
@@ -93,21 +93,21 @@ class Operations:
         )
         return operations
 
-    @names_stream
+    @with_stream_name
     def head(self) -> Steps[StreamInfo]:
         outcome = yield from self._exchange(wire.head(self.name))
         wire.check_head(self.name, outcome.answer)
         return wire.parse_info(self.name, outcome.answer)
 
-    @names_stream
+    @with_stream_name
     def delete(self) -> Steps[None]:
         outcome = yield from self._exchange(wire.delete(self.name))
         if outcome.doubtful and outcome.answer.status in (404, 410):
             # An earlier attempt whose answer got lost has done it.
             return
-        wire.check(outcome.answer, 200, 204)
+        wire.check_status(outcome.answer, 200, 204)
 
-    @names_stream
+    @with_stream_name
     def append(
         self,
         data: encode.Data,
@@ -118,18 +118,18 @@ class Operations:
         close: bool = False,
     ) -> Steps[AppendResult]:
         content_type = yield from self.type_for(data)
-        body = encode.body_of(data, content_type)
+        body = encode.encode_body(data, content_type)
         return (
             yield from self._append(
                 body, content_type=content_type, key=key, seq=seq, timestamp=timestamp, close=close
             )
         )
 
-    @names_stream
+    @with_stream_name
     def close(self) -> Steps[AppendResult]:
         return (yield from self._append(b"", content_type=None, close=True))
 
-    @names_stream
+    @with_stream_name
     def append_many(
         self,
         items: Iterable[encode.Data],
@@ -149,12 +149,12 @@ class Operations:
         if first is _NOTHING:
             return None
         content_type = yield from self.type_for(first)
-        groups = encode.groups(
+        groups = encode.group_parts(
             chain([first], items), content_type, bytes_max=BATCH_BYTES_MAX, count_max=BATCH_COUNT_MAX
         )
         try:
             for group in groups:
-                body = encode.join(group, content_type)
+                body = encode.join_parts(group, content_type)
                 result = yield from self._append(
                     body, content_type=content_type, key=key, timestamp=timestamp
                 )
@@ -181,7 +181,7 @@ class Operations:
             self.name, body, content_type=content_type, key=key, seq=seq, timestamp=timestamp, close=close
         )
         outcome = yield from self._exchange(request)
-        wire.check(outcome.answer, 200, 204, repeatable=request.repeatable)
+        wire.check_status(outcome.answer, 200, 204, repeatable=request.repeatable)
         if content_type is not None:
             self.content_type = content_type
         return wire.parse_append(outcome.answer)
@@ -197,19 +197,19 @@ class Operations:
         self.content_type = info.content_type
         return info.content_type
 
-    @names_stream
-    def read(self, *, offset: str | None, **narrow: Unpack[wire.Narrowing]) -> Steps[Page]:
+    @with_stream_name
+    def read(self, *, offset: str | None, **narrow: Unpack[wire.ReadOptions]) -> Steps[Page]:
         outcome = yield from self._exchange(wire.read(self.name, offset=offset, **narrow))
-        wire.check(outcome.answer, 200)
+        wire.check_status(outcome.answer, 200)
         return wire.parse_page(outcome.answer)
 
 
-class Pager:
+class PageReader:
     """Pages from a position up to the tail, one `advance` each."""
 
     __slots__ = ("_done", "_narrow", "_offset", "_operations")
 
-    def __init__(self, operations: Operations, *, offset: str | None, narrow: wire.Narrowing) -> None:
+    def __init__(self, operations: StreamOperations, *, offset: str | None, narrow: wire.ReadOptions) -> None:
         self._operations = operations
         self._offset = offset
         self._narrow = narrow
@@ -220,14 +220,14 @@ class Pager:
         while not self._done:
             page = yield from self._operations.read(offset=self._offset, **self._narrow)
             self._offset = page.next_offset
-            self._narrow = wire.from_here(self._narrow)
+            self._narrow = wire.continued_options(self._narrow)
             self._done = page.up_to_date
             if not page.is_empty:
                 return page
         return None
 
 
-class Lister:
+class StreamLister:
     """The list of streams, one page of names per `advance`."""
 
     __slots__ = ("_after", "_done", "_limit", "_prefix", "_retries", "_system")
@@ -248,7 +248,7 @@ class Lister:
             prefix=self._prefix, after=self._after, limit=self._limit, system=self._system
         )
         outcome = yield from exchange(request, Backoff(self._retries))
-        wire.check(outcome.answer, 200)
+        wire.check_status(outcome.answer, 200)
         rows, more = wire.parse_list(outcome.answer)
         self._done = not more or not rows
         if rows:

@@ -15,9 +15,9 @@ from tailrace.client.batching import BatchLimits
 from tailrace.client.error import OUTCOME_UNKNOWN, PRODUCER_CONFLICT, ClientError, error_from
 from tailrace.client.follow import ATTEMPTS_UNLIMITED
 from tailrace.client.model import AppendResult, is_json
-from tailrace.client.operations import Operations
+from tailrace.client.operations import StreamOperations
 from tailrace.client.retry import Backoff
-from tailrace.client.steps import Outcome, Steps, exchange, names_stream
+from tailrace.client.steps import ExchangeResult, Steps, exchange, with_stream_name
 
 SEQ_MAX = INTEGER_MAX
 PRODUCER_ID_BYTES_MAX = 256
@@ -39,7 +39,7 @@ class ProducerOptions(BatchLimits, frozen=True, kw_only=True):
             check_text("producer_id", self.producer_id, PRODUCER_ID_BYTES_MAX)
 
 
-class Tuning(TypedDict, total=False):
+class ProducerTuning(TypedDict, total=False):
     """The optional arguments of `producer`; `ProducerOptions` has their defaults."""
 
     auto_claim: bool
@@ -50,12 +50,12 @@ class Tuning(TypedDict, total=False):
     inflight_bytes_max: int
 
 
-class Sequencer:
+class BatchSequencer:
     """Epoch and sequence number of one producer on one stream, and how a batch is delivered with them."""
 
     __slots__ = ("_auto_claim", "_claimed", "_delivery_s_max", "_operations", "epoch", "producer_id", "seq")
 
-    def __init__(self, operations: Operations, options: ProducerOptions) -> None:
+    def __init__(self, operations: StreamOperations, options: ProducerOptions) -> None:
         self._operations = operations
         self.producer_id = options.producer_id or f"py-{secrets.token_hex(12)}"
         wire.header_value("Producer-Id", self.producer_id)
@@ -66,7 +66,7 @@ class Sequencer:
         # A made-up id has no history, and who refuses to claim has to know the epoch: no need to ask.
         self._claimed = options.producer_id is None or not options.auto_claim
 
-    @names_stream
+    @with_stream_name
     def content_type_for(self, data: encode.Data) -> Steps[str]:
         content_type = yield from self._operations.type_for(data)
         self._operations.content_type = content_type
@@ -77,7 +77,7 @@ class Sequencer:
         """Of the stream."""
         return self._operations.name
 
-    @names_stream
+    @with_stream_name
     def deliver(self, parts: list[bytes], key: str | None, *, close: bool = False) -> Steps[AppendResult]:
         """Commit one batch, exactly once; with `close` it is the last one of the stream, and may be empty."""
         content_type = self._operations.content_type
@@ -86,7 +86,7 @@ class Sequencer:
             content_type = yield from self.content_type_for(b"")
         if not self._claimed:
             yield from self._claim(content_type)
-        body = encode.join(parts, content_type) if parts else b""
+        body = encode.join_parts(parts, content_type) if parts else b""
         while True:
             outcome = yield from self._send(body, content_type if parts else None, key, self.seq, close=close)
             answer = outcome.answer
@@ -109,8 +109,8 @@ class Sequencer:
 
     def _send(
         self, body: bytes, content_type: str | None, key: str | None, seq: int, *, close: bool = False
-    ) -> Steps[Outcome]:
-        producing = wire.Producing(self.producer_id, self.epoch, seq)
+    ) -> Steps[ExchangeResult]:
+        producing = wire.ProducerFields(self.producer_id, self.epoch, seq)
         request = wire.append(
             self.name, body, content_type=content_type, key=key, producing=producing, close=close
         )
@@ -139,17 +139,17 @@ class Sequencer:
             raise error
         self._claimed = True
 
-    def _may_claim(self, outcome: Outcome) -> bool:
+    def _may_claim(self, outcome: ExchangeResult) -> bool:
         # Only before anything was written in this epoch, and only if nothing of ours can be stored already.
         # Later, a newer epoch means that this producer has been replaced, and it must not fight back.
         return self._auto_claim and self.seq == 0 and not outcome.doubtful
 
-    def _is_foreign(self, outcome: Outcome) -> bool:
+    def _is_foreign(self, outcome: ExchangeResult) -> bool:
         """Whether a duplicate cannot be a retry of ours."""
         highest = outcome.answer.headers.get("producer-seq")
         return not outcome.doubtful or (highest is not None and highest != str(self.seq))
 
-    def _conflict(self, outcome: Outcome) -> ClientError:
+    def _conflict(self, outcome: ExchangeResult) -> ClientError:
         return ClientError(
             OUTCOME_UNKNOWN if outcome.doubtful else PRODUCER_CONFLICT,
             f"another writer uses producer id {self.producer_id!r} in epoch {self.epoch}",
@@ -159,11 +159,11 @@ class Sequencer:
         )
 
 
-def _epoch(answer: wire.Answer) -> int | None:
-    return wire.number(answer.headers.get("producer-epoch"))
+def _epoch(answer: wire.HttpResponse) -> int | None:
+    return wire.parse_number(answer.headers.get("producer-epoch"))
 
 
-def check_queued(parts: list[bytes], key: str | None) -> None:
+def check_parts(parts: list[bytes], key: str | None) -> None:
     """What would end the producer when its batch is sent is refused when it is queued."""
     if not parts:
         raise ValueError("an empty list appends nothing")

@@ -13,9 +13,9 @@ import msgspec
 from tailrace.client.arguments import check_integer, check_seconds
 
 # These answers promise that nothing was changed, so that even an append may be sent again.
-REFUSED_UNTOUCHED = frozenset({429, 507})
+NOT_APPLIED_STATUSES = frozenset({429, 507})
 # These may hide a request that took effect; only repeatable requests are sent again after them.
-PASSING_FAULTS = frozenset({408, 500, 502, 503, 504})
+TRANSIENT_STATUSES = frozenset({408, 500, 502, 503, 504})
 
 
 class Retries(msgspec.Struct, frozen=True, kw_only=True):

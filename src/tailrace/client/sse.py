@@ -12,7 +12,7 @@ import msgspec
 EVENT_BYTES_MAX = 400 * 1024 * 1024
 
 
-class Event(msgspec.Struct, frozen=True):
+class ServerSentEvent(msgspec.Struct, frozen=True):
     """One dispatched event."""
 
     name: bytes
@@ -36,7 +36,7 @@ class EventParser:
         self._data: list[bytes] = []
         self._size = 0
 
-    def feed(self, chunk: bytes) -> list[Event]:
+    def feed(self, chunk: bytes) -> list[ServerSentEvent]:
         if self._skip_lf and chunk[:1] == b"\n":
             # The CR that ended the last line was the first half of a CRLF.
             chunk = chunk[1:]
@@ -58,9 +58,9 @@ class EventParser:
         self._partial_bytes = len(lines[-1])
         return [event for line in complete if (event := self._take(line)) is not None]
 
-    def _take(self, line: bytes) -> Event | None:
+    def _take(self, line: bytes) -> ServerSentEvent | None:
         if not line:
-            event = Event(self._name or b"message", b"\n".join(self._data)) if self._data else None
+            event = ServerSentEvent(self._name or b"message", b"\n".join(self._data)) if self._data else None
             self._name = b""
             self._data = []
             self._size = 0

@@ -15,49 +15,49 @@ from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from tailrace.client.error import CONNECT_FAILED, CONNECTION_LOST, OUTCOME_UNKNOWN, ClientError
-from tailrace.client.retry import PASSING_FAULTS, REFUSED_UNTOUCHED, Backoff, retry_after_s
-from tailrace.client.wire import Answer, Request
+from tailrace.client.retry import NOT_APPLIED_STATUSES, TRANSIENT_STATUSES, Backoff, retry_after_s
+from tailrace.client.wire import HttpRequest, HttpResponse
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendRequest(msgspec.Struct, frozen=True):
     """Send a request; the reply is the whole `Answer`."""
 
-    request: Request
+    request: HttpRequest
 
 
-class Pause(msgspec.Struct, frozen=True):
+class Sleep(msgspec.Struct, frozen=True):
     """Wait; the reply is None."""
 
     seconds: float
 
 
-class Open(msgspec.Struct, frozen=True):
+class OpenStream(msgspec.Struct, frozen=True):
     """Send a request whose answer is read chunk by chunk.
 
     The reply is an `Answer` without a body if the status is 200; any other answer comes whole, and nothing
     stays open.
     """
 
-    request: Request
+    request: HttpRequest
 
 
 class NextChunk(msgspec.Struct, frozen=True):
     """The reply is the next chunk of the open answer, or None at its end."""
 
 
-class HangUp(msgspec.Struct, frozen=True):
+class CloseStream(msgspec.Struct, frozen=True):
     """Close the open answer, if there is one; the reply is None."""
 
 
-Effect: TypeAlias = Send | Pause | Open | NextChunk | HangUp
-Reply: TypeAlias = Answer | bytes | None
+Effect: TypeAlias = SendRequest | Sleep | OpenStream | NextChunk | CloseStream
+Reply: TypeAlias = HttpResponse | bytes | None
 
 T = TypeVar("T")
 P = ParamSpec("P")
 Steps: TypeAlias = Generator[Effect, Reply, T]
 
 
-class BrokenError(Exception):
+class BrokenConnectionError(Exception):
     """The connection failed. Unless `sent` is false, the server may have got and obeyed the request."""
 
     def __init__(self, reason: str, *, sent: bool) -> None:
@@ -65,22 +65,22 @@ class BrokenError(Exception):
         self.sent = sent
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ExchangeResult(msgspec.Struct, frozen=True):
     """An answer, and whether an earlier attempt at the same request may have taken effect."""
 
-    answer: Answer
+    answer: HttpResponse
     doubtful: bool
 
 
-class Named(Protocol):
+class HasName(Protocol):
     @property
     def name(self) -> str: ...
 
 
-SelfT = TypeVar("SelfT", bound=Named)
+SelfT = TypeVar("SelfT", bound=HasName)
 
 
-def names_stream(
+def with_stream_name(
     operation: Callable[Concatenate[SelfT, P], Steps[T]],
 ) -> Callable[Concatenate[SelfT, P], Steps[T]]:
     """An operation on a stream whose errors say which stream it is."""
@@ -97,29 +97,29 @@ def names_stream(
     return named
 
 
-def send(request: Request) -> Steps[Answer]:
-    reply = yield Send(request)
-    assert isinstance(reply, Answer)
+def send_request(request: HttpRequest) -> Steps[HttpResponse]:
+    reply = yield SendRequest(request)
+    assert isinstance(reply, HttpResponse)
     return reply
 
 
-def open_answer(request: Request) -> Steps[Answer]:
-    reply = yield Open(request)
-    assert isinstance(reply, Answer)
+def open_stream(request: HttpRequest) -> Steps[HttpResponse]:
+    reply = yield OpenStream(request)
+    assert isinstance(reply, HttpResponse)
     return reply
 
 
 def next_chunk() -> Steps[bytes | None]:
     reply = yield NextChunk()
-    assert not isinstance(reply, Answer)
+    assert not isinstance(reply, HttpResponse)
     return reply
 
 
 def may_retry(status: int, *, repeatable: bool) -> bool:
-    return status in REFUSED_UNTOUCHED or (repeatable and status in PASSING_FAULTS)
+    return status in NOT_APPLIED_STATUSES or (repeatable and status in TRANSIENT_STATUSES)
 
 
-def exchange(request: Request, backoff: Backoff) -> Steps[Outcome]:
+def exchange(request: HttpRequest, backoff: Backoff) -> Steps[ExchangeResult]:
     """Send a request until there is an answer worth having, or patience ends.
 
     What is not repeatable goes out again only if it is certain that the server did nothing: the connection
@@ -128,26 +128,26 @@ def exchange(request: Request, backoff: Backoff) -> Steps[Outcome]:
     doubtful = False
     while True:
         try:
-            answer = yield from send(request)
-        except BrokenError as broken:
+            answer = yield from send_request(request)
+        except BrokenConnectionError as broken:
             doubtful = doubtful or broken.sent
             if broken.sent and not request.repeatable:
-                raise unknown_outcome(broken) from broken
+                raise outcome_unknown_error(broken) from broken
             delay = backoff.next_delay()
             if delay is None:
-                raise lost(broken, request, doubtful=doubtful) from broken
+                raise connection_error(broken, request, doubtful=doubtful) from broken
         else:
             if not may_retry(answer.status, repeatable=request.repeatable):
-                return Outcome(answer, doubtful)
+                return ExchangeResult(answer, doubtful)
             # A passing fault of the server may have come after the commit.
             delay = backoff.next_delay(retry_after_s(answer.headers))
             if delay is None:
-                return Outcome(answer, doubtful)
-            doubtful = doubtful or answer.status in PASSING_FAULTS
-        yield Pause(delay)
+                return ExchangeResult(answer, doubtful)
+            doubtful = doubtful or answer.status in TRANSIENT_STATUSES
+        yield Sleep(delay)
 
 
-def unknown_outcome(broken: BrokenError) -> ClientError:
+def outcome_unknown_error(broken: BrokenConnectionError) -> ClientError:
     return ClientError(
         OUTCOME_UNKNOWN,
         f"the connection failed after the append was sent, it may or may not have been committed: {broken}; "
@@ -156,7 +156,7 @@ def unknown_outcome(broken: BrokenError) -> ClientError:
     )
 
 
-def lost(broken: BrokenError, request: Request, *, doubtful: bool) -> ClientError:
+def connection_error(broken: BrokenConnectionError, request: HttpRequest, *, doubtful: bool) -> ClientError:
     return ClientError(
         CONNECTION_LOST if broken.sent else CONNECT_FAILED,
         f"{request.method} {request.path} failed: {broken}",

@@ -11,23 +11,32 @@ import httpx2
 from tailrace.client import transport, wire
 from tailrace.client.encode import Data
 from tailrace.client.follow import Follower, Mode
-from tailrace.client.handles import Closing, FollowHandle, StreamHandle
+from tailrace.client.handles import ContextManaged, FollowHandle, StreamHandle
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
-from tailrace.client.operations import Lister, Operations, Pager
-from tailrace.client.producing import ProducerOptions, Tuning
+from tailrace.client.operations import PageReader, StreamLister, StreamOperations
+from tailrace.client.producing import ProducerOptions, ProducerTuning
 from tailrace.client.retry import Retries
-from tailrace.client.steps import Effect, HangUp, NextChunk, Open, Pause, Reply, Send, Steps
+from tailrace.client.steps import (
+    CloseStream,
+    Effect,
+    NextChunk,
+    OpenStream,
+    Reply,
+    SendRequest,
+    Sleep,
+    Steps,
+)
 from tailrace.client.sync_producer import Producer
 
 T = TypeVar("T")
 
 
-class Port:
+class SyncTransport:
     """Carries out steps on blocking sockets. Holds at most one open answer."""
 
     __slots__ = ("_chunks", "_http", "_response", "_settings")
 
-    def __init__(self, http: httpx2.Client, settings: transport.Settings) -> None:
+    def __init__(self, http: httpx2.Client, settings: transport.TransportSettings) -> None:
         self._http = http
         self._settings = settings
         self._response: httpx2.Response | None = None
@@ -39,16 +48,16 @@ class Port:
             while True:
                 try:
                     reply = self._perform(effect)
-                except transport.BREAKS as error:
-                    effect = steps.throw(transport.broken_from(error))
+                except transport.CONNECTION_ERRORS as error:
+                    effect = steps.throw(transport.broken_connection_from(error))
                 else:
                     effect = steps.send(reply)
         except StopIteration as stop:
             return stop.value
 
-    def another(self) -> Port:
+    def another(self) -> SyncTransport:
         """A port of its own for a follower, on the same connection pool."""
-        return Port(self._http, self._settings)
+        return SyncTransport(self._http, self._settings)
 
     def hang_up(self) -> None:
         response, self._response = self._response, None
@@ -58,32 +67,32 @@ class Port:
 
     def _perform(self, effect: Effect) -> Reply:
         match effect:
-            case Send():
+            case SendRequest():
                 response = self._http.send(self._settings.build(self._http, effect.request))
-                return transport.answer_from(response, response.content)
-            case Pause():
+                return transport.response_from(response, response.content)
+            case Sleep():
                 time.sleep(effect.seconds)
-            case Open():
+            case OpenStream():
                 return self._open(effect.request)
             case NextChunk():
                 return next(self._chunks, None)
-            case HangUp():
+            case CloseStream():
                 self.hang_up()
         return None
 
-    def _open(self, request: wire.Request) -> Reply:
+    def _open(self, request: wire.HttpRequest) -> Reply:
         self.hang_up()
         response = self._http.send(self._settings.build(self._http, request), stream=True)
         self._response = response
         if response.status_code == 200:
             self._chunks = response.iter_bytes()
-            return transport.answer_from(response, b"")
+            return transport.response_from(response, b"")
         body = response.read()
         self.hang_up()
-        return transport.answer_from(response, body)
+        return transport.response_from(response, body)
 
 
-class Client(Closing):
+class Client(ContextManaged):
     """A connection pool to one server. Use it as a context manager, or `close` it."""
 
     def __init__(
@@ -96,23 +105,23 @@ class Client(Closing):
         retries: Retries | None = None,
         http: httpx2.Client | None = None,
     ) -> None:
-        settings = transport.settings(
+        settings = transport.make_settings(
             base_url, token=token, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, retries=retries
         )
         self._owned = http is None
         self._http = http or httpx2.Client(limits=transport.pool_limits())
-        self._port = Port(self._http, settings)
+        self._port = SyncTransport(self._http, settings)
         self._retries = settings.retries
 
     def stream(self, name: str, *, content_type: str | None = None) -> Stream:
         """A handle on a stream. Sends nothing; the stream need not exist."""
-        return Stream(self._port, Operations(name, self._retries, content_type))
+        return Stream(self._port, StreamOperations(name, self._retries, content_type))
 
     def streams(
         self, prefix: str = "", *, after: str = "", page_size: int = 100, system: bool = False
     ) -> Iterator[StreamDescriptor]:
         """All streams whose name starts with the prefix, in byte order, page by page as needed."""
-        lister = Lister(self._retries, prefix=prefix, after=after, limit=page_size, system=system)
+        lister = StreamLister(self._retries, prefix=prefix, after=after, limit=page_size, system=system)
         while (rows := self._port.run(lister.advance())) is not None:
             yield from rows
 
@@ -121,7 +130,7 @@ class Client(Closing):
             self._http.close()
 
 
-class Stream(StreamHandle[Port]):
+class Stream(StreamHandle[SyncTransport]):
     """One stream of the server."""
 
     __slots__ = ()
@@ -196,20 +205,20 @@ class Stream(StreamHandle[Port]):
         )
         return Stream(self._port, self._port.run(steps))
 
-    def read(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> Page:
+    def read(self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]) -> Page:
         """One page from the offset on; from the start without one.
 
         `key` gives entries with a routing key, `since` those of a time or later, `filter` those that match.
         """
         return self._port.run(self._operations.read(offset=offset, **narrow))
 
-    def pages(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> Iterator[Page]:
+    def pages(self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]) -> Iterator[Page]:
         """The pages with content up to the tail."""
-        pager = Pager(self._operations, offset=offset, narrow=narrow)
+        pager = PageReader(self._operations, offset=offset, narrow=narrow)
         while (page := self._port.run(pager.advance())) is not None:
             yield page
 
-    def entries(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> Iterator[Any]:
+    def entries(self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]) -> Iterator[Any]:
         """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
         for page in self.pages(offset, **narrow):
             yield from page.entries
@@ -220,7 +229,7 @@ class Stream(StreamHandle[Port]):
         *,
         mode: Mode = "long-poll",
         give_up_s: float | None = None,
-        **narrow: Unpack[wire.Narrowing],
+        **narrow: Unpack[wire.ReadOptions],
     ) -> Follow:
         """Pages as they come, for ever, or until the stream is closed.
 
@@ -242,14 +251,14 @@ class Stream(StreamHandle[Port]):
         self,
         producer_id: str | None = None,
         epoch: int = 0,
-        **tuning: Unpack[Tuning],
+        **tuning: Unpack[ProducerTuning],
     ) -> Producer:
         """A writer whose batches take effect exactly once. Without an id it gets one of its own."""
         options = ProducerOptions(producer_id=producer_id, epoch=epoch, **tuning)
         return Producer(self._port, self._operations, options)
 
 
-class Follow(FollowHandle[Port], Closing):
+class Follow(FollowHandle[SyncTransport], ContextManaged):
     """A reader that keeps up. Iterate over it; `offset` is where it stands."""
 
     __slots__ = ()

@@ -10,16 +10,16 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from tailrace.client import encode
-from tailrace.client.batching import Batch, Batcher
+from tailrace.client.batching import ProducerBatch, ProducerBatcher
 from tailrace.client.model import AppendResult
-from tailrace.client.operations import Operations
-from tailrace.client.producing import ProducerOptions, Sequencer, check_queued
+from tailrace.client.operations import StreamOperations
+from tailrace.client.producing import BatchSequencer, ProducerOptions, check_parts
 from tailrace.client.steps import Steps
 
 T = TypeVar("T")
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     def run(self, steps: Steps[T]) -> T: ...
 
 
@@ -30,10 +30,10 @@ class Producer:
     every later call raises it.
     """
 
-    def __init__(self, port: Runner, operations: Operations, options: ProducerOptions) -> None:
+    def __init__(self, port: StepRunner, operations: StreamOperations, options: ProducerOptions) -> None:
         self._port = port
-        self._sequencer = Sequencer(operations, options)
-        self._batcher: Batcher[Future[AppendResult]] = Batcher(options, _new_future)
+        self._sequencer = BatchSequencer(operations, options)
+        self._batcher: ProducerBatcher[Future[AppendResult]] = ProducerBatcher(options, _new_future)
         self._changed = threading.Condition()
         self._content_type: str | None = None
         self._failure: BaseException | None = None
@@ -55,8 +55,8 @@ class Producer:
         The future is done when the batch with the last of it is committed. Nobody has to wait for it:
         `flush` and `close` raise what went wrong.
         """
-        parts = encode.parts_of(data, self._type_for(data))
-        check_queued(parts, key)
+        parts = encode.encode_parts(data, self._type_for(data))
+        check_parts(parts, key)
         with self._changed:
             for part in parts[:-1]:
                 self._queue(part, key)
@@ -92,8 +92,8 @@ class Producer:
         """
         parts: list[bytes] = []
         if data is not None:
-            parts = encode.parts_of(data, self._type_for(data))
-            check_queued(parts, key)
+            parts = encode.encode_parts(data, self._type_for(data))
+            check_parts(parts, key)
         with self._changed:
             self._check_usable()
         self._end()
@@ -157,7 +157,7 @@ class Producer:
                 self._changed.notify_all()
             batch.ticket.set_result(result)
 
-    def _next_batch(self) -> Batch[Future[AppendResult]] | None:
+    def _next_batch(self) -> ProducerBatch[Future[AppendResult]] | None:
         with self._changed:
             while (batch := self._batcher.take(time.monotonic())) is None:
                 due_in_s = self._batcher.due_in_s(time.monotonic())
@@ -166,7 +166,7 @@ class Producer:
                 self._changed.wait(due_in_s)
             return batch
 
-    def _fail(self, batch: Batch[Future[AppendResult]], error: BaseException) -> None:
+    def _fail(self, batch: ProducerBatch[Future[AppendResult]], error: BaseException) -> None:
         with self._changed:
             self._failure = error
             self._batcher.settle(batch)

@@ -9,15 +9,15 @@ import msgspec
 
 from tailrace.client.arguments import check_seconds
 from tailrace.client.retry import Retries
-from tailrace.client.steps import BrokenError
-from tailrace.client.wire import Answer, Request
+from tailrace.client.steps import BrokenConnectionError
+from tailrace.client.wire import HttpRequest, HttpResponse
 
 # Nothing has left this machine when one of these is raised.
 _NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)
 
 # What the network or the other side did. Errors of our own making (a malformed URL, an illegal header) are
 # not among them: they would fail again.
-BREAKS = (
+CONNECTION_ERRORS = (
     httpx2.TimeoutException,
     httpx2.NetworkError,
     httpx2.RemoteProtocolError,
@@ -32,7 +32,7 @@ CONNECTIONS_IDLE_MAX = 100
 CONNECTION_IDLE_S_MAX = 30.0
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a client reaches its server."""
 
     base_url: str
@@ -51,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("the token has characters that no header can carry")
         return b"Bearer " + token.encode()
 
-    def build(self, http: httpx2.Client | httpx2.AsyncClient, request: Request) -> httpx2.Request:
+    def build(self, http: httpx2.Client | httpx2.AsyncClient, request: HttpRequest) -> httpx2.Request:
         headers = [(name.encode("ascii"), value) for name, value in request.headers]
         if (authorization := self.authorization()) is not None:
             headers.append((b"Authorization", authorization))
@@ -65,14 +65,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def settings(
+def make_settings(
     base_url: str,
     *,
     token: str | Callable[[], str] | None,
     timeout_s: float,
     connect_timeout_s: float,
     retries: Retries | None,
-) -> Settings:
+) -> TransportSettings:
     if not base_url.startswith(("http://", "https://")):
         raise ValueError(f"base_url must start with http:// or https://: {base_url!r}")
     try:
@@ -83,7 +83,7 @@ def settings(
     check_seconds("connect_timeout_s", connect_timeout_s)
     if not host:
         raise ValueError(f"base_url names no host: {base_url!r}")
-    return Settings(
+    return TransportSettings(
         base_url=base_url.rstrip("/"),
         token=token,
         timeout_s=timeout_s,
@@ -100,11 +100,11 @@ def pool_limits() -> httpx2.Limits:
     )
 
 
-def broken_from(error: httpx2.RequestError) -> BrokenError:
+def broken_connection_from(error: httpx2.RequestError) -> BrokenConnectionError:
     reason = str(error) or type(error).__name__
-    return BrokenError(reason, sent=not isinstance(error, _NOT_SENT))
+    return BrokenConnectionError(reason, sent=not isinstance(error, _NOT_SENT))
 
 
-def answer_from(response: httpx2.Response, body: bytes) -> Answer:
+def response_from(response: httpx2.Response, body: bytes) -> HttpResponse:
     headers: Mapping[str, str] = {name.lower(): value for name, value in response.headers.items()}
-    return Answer(response.status_code, headers, body)
+    return HttpResponse(response.status_code, headers, body)

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from tailrace.client.arguments import check_integer
-from tailrace.client.error import INVALID_ANSWER, INVALID_NAME, ClientError, error_from, refusal_of
+from tailrace.client.error import INVALID_ANSWER, INVALID_NAME, ClientError, error_from, error_from_status
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
 
 STREAM_ROOT = "/v1/stream/"
@@ -28,7 +28,7 @@ TIME_NS_MAX = 2**63 - 1
 Time: TypeAlias = datetime | int | str
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class HttpRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be sent. `repeatable` says that sending it twice has the effect of sending it once."""
 
     method: str
@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
 
 
-class Answer(msgspec.Struct, frozen=True):
+class HttpResponse(msgspec.Struct, frozen=True):
     """A whole answer. Header names are in lower case."""
 
     status: int
@@ -56,7 +56,7 @@ class Lifetime(TypedDict, total=False):
     retention_bytes: int | None
 
 
-class Narrowing(TypedDict, total=False):
+class ReadOptions(TypedDict, total=False):
     """Which entries a read gives: options of `read`, `pages`, `entries` and `follow`."""
 
     key: str | None
@@ -64,7 +64,7 @@ class Narrowing(TypedDict, total=False):
     filter: str | None
 
 
-class Producing(msgspec.Struct, frozen=True):
+class ProducerFields(msgspec.Struct, frozen=True):
     """The identity of one idempotent append."""
 
     producer_id: str
@@ -139,7 +139,7 @@ def create(
     key: str | None = None,
     timestamp: Time | None = None,
     fork: ForkPoint | None = None,
-) -> Request:
+) -> HttpRequest:
     headers = _Headers()
     headers.put("Content-Type", content_type)
     headers.put("Stream-TTL", _duration_text(lifetime.get("ttl"), "ttl"))
@@ -158,7 +158,7 @@ def create(
             check_integer("sub_offset", fork.sub_offset)
         headers.put("Stream-Fork-Sub-Offset", fork.sub_offset)
     # PUT is repeatable: a stream that exists with this configuration is left as it is, content included.
-    return Request(method="PUT", path=stream_path(name), headers=tuple(headers), body=body)
+    return HttpRequest(method="PUT", path=stream_path(name), headers=tuple(headers), body=body)
 
 
 def append(
@@ -170,8 +170,8 @@ def append(
     key: str | None = None,
     seq: str | None = None,
     timestamp: Time | None = None,
-    producing: Producing | None = None,
-) -> Request:
+    producing: ProducerFields | None = None,
+) -> HttpRequest:
     headers = _Headers()
     headers.put("Content-Type", content_type)
     headers.put("Stream-Closed", "true" if close else None)
@@ -182,7 +182,7 @@ def append(
         headers.put("Producer-Id", producing.producer_id)
         headers.put("Producer-Epoch", producing.epoch)
         headers.put("Producer-Seq", producing.seq)
-    return Request(
+    return HttpRequest(
         method="POST",
         path=stream_path(name),
         headers=tuple(headers),
@@ -192,12 +192,12 @@ def append(
     )
 
 
-def head(name: str) -> Request:
-    return Request(method="HEAD", path=stream_path(name))
+def head(name: str) -> HttpRequest:
+    return HttpRequest(method="HEAD", path=stream_path(name))
 
 
-def delete(name: str) -> Request:
-    return Request(method="DELETE", path=stream_path(name))
+def delete(name: str) -> HttpRequest:
+    return HttpRequest(method="DELETE", path=stream_path(name))
 
 
 def read(
@@ -207,8 +207,8 @@ def read(
     live: str | None = None,
     cursor: str | None = None,
     wait_s: float = 0.0,
-    **narrow: Unpack[Narrowing],
-) -> Request:
+    **narrow: Unpack[ReadOptions],
+) -> HttpRequest:
     parameters: list[tuple[str, str]] = []
     if offset is not None:
         parameters.append(("offset", offset))
@@ -222,15 +222,15 @@ def read(
     if cursor is not None:
         parameters.append(("cursor", cursor))
     query = f"?{urlencode(parameters, quote_via=quote)}" if parameters else ""
-    return Request(method="GET", path=stream_path(name) + query, wait_s=wait_s)
+    return HttpRequest(method="GET", path=stream_path(name) + query, wait_s=wait_s)
 
 
-def from_here(narrow: Narrowing) -> Narrowing:
+def continued_options(narrow: ReadOptions) -> ReadOptions:
     """What still narrows the reads that go on from a position: a time has led to it, and no longer counts."""
     return {"key": narrow.get("key"), "filter": narrow.get("filter")}
 
 
-def list_streams(*, prefix: str, after: str, limit: int, system: bool) -> Request:
+def list_streams(*, prefix: str, after: str, limit: int, system: bool) -> HttpRequest:
     parameters = {"limit": str(limit)}
     if prefix:
         parameters["prefix"] = prefix
@@ -238,10 +238,10 @@ def list_streams(*, prefix: str, after: str, limit: int, system: bool) -> Reques
         parameters["after"] = after
     if system:
         parameters["system"] = "true"
-    return Request(method="GET", path=f"{LIST_PATH}?{urlencode(parameters, quote_via=quote)}")
+    return HttpRequest(method="GET", path=f"{LIST_PATH}?{urlencode(parameters, quote_via=quote)}")
 
 
-def check(answer: Answer, *expected: int, repeatable: bool = True) -> None:
+def check_status(answer: HttpResponse, *expected: int, repeatable: bool = True) -> None:
     """Raise the error an unexpected answer stands for."""
     if answer.status in expected:
         return
@@ -254,14 +254,17 @@ def check(answer: Answer, *expected: int, repeatable: bool = True) -> None:
     raise error_from(answer.status, answer.headers, answer.body, unknown=unknown)
 
 
-def check_head(name: str, answer: Answer) -> None:
+def check_head(name: str, answer: HttpResponse) -> None:
     """Raise the error that the answer to a HEAD stands for. It has no body that could tell."""
-    if answer.status != 200 and (refusal := refusal_of(name, answer.status, answer.headers)) is not None:
+    if (
+        answer.status != 200
+        and (refusal := error_from_status(name, answer.status, answer.headers)) is not None
+    ):
         raise refusal
-    check(answer, 200)
+    check_status(answer, 200)
 
 
-def required(answer: Answer, name: str) -> str:
+def required_header(answer: HttpResponse, name: str) -> str:
     value = answer.headers.get(name)
     if value is None:
         raise ClientError(
@@ -273,50 +276,50 @@ def required(answer: Answer, name: str) -> str:
     return value
 
 
-def _flag(answer: Answer, name: str) -> bool:
+def _header_flag(answer: HttpResponse, name: str) -> bool:
     return answer.headers.get(name, "").lower() == "true"
 
 
-def number(text: str | None) -> int | None:
+def parse_number(text: str | None) -> int | None:
     """The value of a header that is a whole number; None if it is absent or something else."""
     text = text or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX else None
 
 
-def parse_info(name: str, answer: Answer) -> StreamInfo:
+def parse_info(name: str, answer: HttpResponse) -> StreamInfo:
     headers = answer.headers
     return StreamInfo(
         name=name,
         content_type=headers.get("content-type", OCTETS_TYPE),
-        next_offset=required(answer, "stream-next-offset"),
-        closed=_flag(answer, "stream-closed"),
+        next_offset=required_header(answer, "stream-next-offset"),
+        closed=_header_flag(answer, "stream-closed"),
         created=answer.status == 201,
         earliest_offset=headers.get("stream-earliest-offset"),
-        ttl_s=number(headers.get("stream-ttl")),
+        ttl_s=parse_number(headers.get("stream-ttl")),
         expires_at=headers.get("stream-expires-at"),
         retention=headers.get("stream-retention"),
-        retention_bytes=number(headers.get("stream-retention-bytes")),
+        retention_bytes=parse_number(headers.get("stream-retention-bytes")),
     )
 
 
-def parse_append(answer: Answer) -> AppendResult:
+def parse_append(answer: HttpResponse) -> AppendResult:
     return AppendResult(
-        next_offset=required(answer, "stream-next-offset"),
-        closed=_flag(answer, "stream-closed"),
+        next_offset=required_header(answer, "stream-next-offset"),
+        closed=_header_flag(answer, "stream-closed"),
         # 204 is the plain success, too; only with producer headers does it mean that nothing was added.
         duplicate=answer.status == 204 and "producer-seq" in answer.headers,
     )
 
 
-def parse_page(answer: Answer) -> Page:
+def parse_page(answer: HttpResponse) -> Page:
     """The page of a 200, or the empty page of an idle or closed long-poll (204)."""
     headers = answer.headers
     return Page(
         body=answer.body,
         content_type=headers.get("content-type", OCTETS_TYPE),
-        next_offset=required(answer, "stream-next-offset"),
-        up_to_date=_flag(answer, "stream-up-to-date"),
-        closed=_flag(answer, "stream-closed"),
+        next_offset=required_header(answer, "stream-next-offset"),
+        up_to_date=_header_flag(answer, "stream-up-to-date"),
+        closed=_header_flag(answer, "stream-closed"),
         end_offset=headers.get("stream-end-offset"),
         earliest_offset=headers.get("stream-earliest-offset"),
         etag=headers.get("etag"),
@@ -352,7 +355,7 @@ def parse_live(control: bytes, data: bytes | None, *, content_type: str, base64:
     )
 
 
-def parse_list(answer: Answer) -> tuple[list[StreamDescriptor], bool]:
+def parse_list(answer: HttpResponse) -> tuple[list[StreamDescriptor], bool]:
     """The rows of a page and whether there are more."""
     try:
         rows = _list_decoder.decode(answer.body)

@@ -75,7 +75,7 @@ class TokenBucket:
             self._filled_ns = now_ns
 
 
-class Buckets:
+class TokenBuckets:
     """The buckets of all identities, one for each kind. A full one is like a new one, and is forgotten."""
 
     __slots__ = ("_buckets", "_buckets_max", "_pairs", "_rates")

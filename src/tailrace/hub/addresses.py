@@ -12,12 +12,12 @@ from tailrace.hub.errors import field_error
 ADDRESS_BYTES_MAX: Final = 256
 SEGMENTS_MAX: Final = 8
 PATTERN_BYTES_MAX: Final = 256
-STARS_MAX: Final = 8
+WILDCARDS_MAX: Final = 8
 TOPIC_BYTES_MAX: Final = 256
-MAILBOXES: Final = "hub/mbox/"
-TOPICS: Final = "hub/topic/"
+MAILBOX_PREFIX: Final = "hub/mbox/"
+TOPIC_PREFIX: Final = "hub/topic/"
 # Addresses that were seen lately are not looked at again. A full cache holds about 3 MiB.
-_KNOWN_MAX: Final = 8192
+_ADDRESS_CACHE_MAX: Final = 8192
 
 _PATH: Final = re.compile(r"[A-Za-z0-9_.:~-]+(?:/[A-Za-z0-9_.:~-]+)*+")
 _TOPIC: Final = re.compile(r"[A-Za-z0-9/_.:~-]+")
@@ -31,13 +31,13 @@ ValueT = TypeVar("ValueT", bound=Hashable)
 def parse_address(text: str, field: str = "actorAddress") -> str:
     """The path of an address: `browser/w-1` of `@(browser/w-1)`. `field` is named in the refusal."""
     try:
-        return _path_of(text)
+        return _parse_path(text)
     except ValueError as error:
         raise field_error(field, str(error)) from None
 
 
-@lru_cache(_KNOWN_MAX)
-def _path_of(text: str) -> str:
+@lru_cache(_ADDRESS_CACHE_MAX)
+def _parse_path(text: str) -> str:
     if len(text) > ADDRESS_BYTES_MAX:
         raise ValueError(f"an address has at most {ADDRESS_BYTES_MAX} bytes")
     path = text[2:-1]
@@ -64,19 +64,19 @@ def format_address(path: str) -> str:
 
 def mailbox_stream(path: str) -> str:
     """Where the messages of a durable actor are kept."""
-    return f"{MAILBOXES}{path}"
+    return f"{MAILBOX_PREFIX}{path}"
 
 
 def topic_stream(topic: str) -> str:
-    return f"{TOPICS}{topic}"
+    return f"{TOPIC_PREFIX}{topic}"
 
 
-def owns(owner: str, path: str) -> bool:
+def is_own_path(owner: str, path: str) -> bool:
     """Whether a path is the owner's own, or below it."""
     return path == owner or path.startswith(f"{owner}/")
 
 
-class Pattern:
+class AddressPattern:
     """A pattern of discovery: `*` is any run of characters, everything else is literal.
 
     The pieces between the stars are looked for from left to right, each as early as it can be: an early
@@ -86,10 +86,12 @@ class Pattern:
     __slots__ = ("_first", "_last", "_middle", "_shortest", "_starred", "text")
 
     def __init__(self, text: str, field: str = "pattern") -> None:
-        if len(text.encode("utf-8", "surrogatepass")) > PATTERN_BYTES_MAX or text.count("*") > STARS_MAX:
-            raise field_error(field, f"a pattern has at most {PATTERN_BYTES_MAX} bytes and {STARS_MAX} stars")
+        if len(text.encode("utf-8", "surrogatepass")) > PATTERN_BYTES_MAX or text.count("*") > WILDCARDS_MAX:
+            raise field_error(
+                field, f"a pattern has at most {PATTERN_BYTES_MAX} bytes and {WILDCARDS_MAX} stars"
+            )
         self.text = text
-        pieces = _unwrapped(text).split("*")
+        pieces = _strip_brackets(text).split("*")
         self._starred = len(pieces) > 1
         self._first, self._last = pieces[0], pieces[-1]
         self._middle = [piece for piece in pieces[1:-1] if piece]
@@ -107,7 +109,7 @@ class Pattern:
 
     def matches(self, address: str) -> bool:
         """Whether an address, or the path of one, matches."""
-        path = _unwrapped(address)
+        path = _strip_brackets(address)
         if not self._starred:
             return path == self._first
         if len(path) < self._shortest or not path.startswith(self._first) or not path.endswith(self._last):
@@ -121,7 +123,7 @@ class Pattern:
         return True
 
 
-def _unwrapped(text: str) -> str:
+def _strip_brackets(text: str) -> str:
     return text[2:-1] if text.startswith("@(") and text.endswith(")") else text
 
 
@@ -131,12 +133,12 @@ def parse_topic(text: str, field: str = "topic", *, durable: bool = False) -> st
         raise field_error(
             field, f"a topic has 1 to {TOPIC_BYTES_MAX} of A-Z, a-z, 0-9, '/', '_', '-', '.', ':', '~'"
         )
-    if durable and (problem := durable_problem(text)):
+    if durable and (problem := durable_topic_error(text)):
         raise field_error(field, problem)
     return text
 
 
-def durable_problem(topic: str) -> str | None:
+def durable_topic_error(topic: str) -> str | None:
     """Why no stream can keep this topic, or None if one can."""
     segments = topic.split("/")
     if "" in segments:
@@ -183,11 +185,11 @@ class TopicFilter:
         return all(want in ("+", has) for want, has in zip(wanted, segments, strict=False))
 
 
-class _Node(Generic[ValueT]):
+class _TrieNode(Generic[ValueT]):
     __slots__ = ("below", "ends", "rests")
 
     def __init__(self) -> None:
-        self.below: dict[str, _Node[ValueT]] = {}
+        self.below: dict[str, _TrieNode[ValueT]] = {}
         # Kept in the order in which they came; a dict is a set with an order.
         self.ends: dict[ValueT, None] = {}
         self.rests: dict[ValueT, None] = {}
@@ -203,7 +205,7 @@ class TopicTrie(Generic[ValueT]):
     __slots__ = ("_root", "_size")
 
     def __init__(self) -> None:
-        self._root: _Node[ValueT] = _Node()
+        self._root: _TrieNode[ValueT] = _TrieNode()
         self._size = 0
 
     def __len__(self) -> int:
@@ -214,7 +216,7 @@ class TopicTrie(Generic[ValueT]):
         for segment in wanted.segments:
             below = node.below.get(segment)
             if below is None:
-                below = node.below[segment] = _Node()
+                below = node.below[segment] = _TrieNode()
             node = below
         held = node.rests if wanted.rest else node.ends
         self._size += value not in held
@@ -244,7 +246,7 @@ class TopicTrie(Generic[ValueT]):
         found: list[ValueT] = []
         level = [self._root]
         for segment in topic.split("/"):
-            following: list[_Node[ValueT]] = []
+            following: list[_TrieNode[ValueT]] = []
             for node in level:
                 if node.rests:
                     found.extend(node.rests)

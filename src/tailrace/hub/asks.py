@@ -9,27 +9,27 @@ import msgspec
 from msgspec import Raw
 
 from tailrace.hub import copies
-from tailrace.hub.copies import Copy
-from tailrace.hub.deadlines import Deadlines
-from tailrace.hub.deduplication import Seen, SeenSet
+from tailrace.hub.copies import OutgoingMessage
+from tailrace.hub.deadlines import RequestDeadlines
+from tailrace.hub.deduplication import SeenMessage, SeenMessages
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.ids import new_id
-from tailrace.hub.message import encode
+from tailrace.hub.message import encode_envelope
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
-    from tailrace.hub.fields import Request
+    from tailrace.hub.fields import HubRequest
     from tailrace.hub.state import Hub
 
-LEVELS: Final = ("delivered", "accepted", "processed")
-PARTIAL_MAX: Final = 1000
-CLOSED_MAX: Final = 10_000
-ORPHANS_MAX: Final = 10_000
-TTL_MS_MAX: Final = 300_000
+ACK_LEVELS: Final = ("delivered", "accepted", "processed")
+PARTIAL_REPLIES_MAX: Final = 1000
+CLOSED_REQUESTS_MAX: Final = 10_000
+ORPHANED_REQUESTS_MAX: Final = 10_000
+REQUEST_TTL_MS_MAX: Final = 300_000
 _quoted: Final = msgspec.json.Encoder().encode
 
 
-class Ask(msgspec.Struct, eq=False):
+class PendingRequest(msgspec.Struct, eq=False):
     """One request that is not answered in full."""
 
     request_id: str
@@ -48,7 +48,7 @@ class Ask(msgspec.Struct, eq=False):
     offset: str | None = None
     partials: int = 0
     duplicate: bool = False
-    seen: tuple[SeenSet, Seen] | None = None
+    seen: tuple[SeenMessages, SeenMessage] | None = None
     done: bool = False
 
     @property
@@ -61,14 +61,14 @@ class Ask(msgspec.Struct, eq=False):
         return b',"originalMessageId":%b,"replyBy":%d' % (_quoted(self.request_id), self.deadline_ms)
 
 
-class Asks:
+class PendingRequests:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._by_copy: dict[str, Ask] = {}
+        self._by_copy: dict[str, PendingRequest] = {}
         # Those that are to be replied to, by the request's id, then by the copy's.
-        self._by_request: dict[str, dict[str, Ask]] = {}
-        self._stored: dict[str, dict[int, Ask]] = {}  # by stream and entry
-        self.deadlines = Deadlines()
+        self._by_request: dict[str, dict[str, PendingRequest]] = {}
+        self._stored: dict[str, dict[int, PendingRequest]] = {}  # by stream and entry
+        self.deadlines = RequestDeadlines()
         # Copies whose asks are over: a late reply is told from a forged one, and kept as a dead letter.
         self._closed: OrderedDict[str, tuple[str, str, str]] = OrderedDict()
         self._orphans: OrderedDict[str, None] = OrderedDict()  # copies of asks that nobody waits for just now
@@ -83,7 +83,7 @@ class Asks:
             details = {"retryAfter": 1000, "kind": "ask", "reason": "open_asks"}
             raise HubError("rate_limited", "too many asks are open on this session", details)
 
-    def begin(self, ask: Ask) -> None:
+    def begin(self, ask: PendingRequest) -> None:
         """From here on it has a deadline and an outcome."""
         self._by_copy[ask.copy_id] = ask
         if ask.expects_reply:
@@ -95,14 +95,14 @@ class Asks:
         self.deadlines.add(ask)
 
     def rebuild(
-        self, copy: Copy, recipient: str, stream: str, entry: int, offset: str, now_ms: int
-    ) -> Ask | None:
+        self, copy: OutgoingMessage, recipient: str, stream: str, entry: int, offset: str, now_ms: int
+    ) -> PendingRequest | None:
         """An ask that this process does not know of: it was stored before a restart."""
-        metadata = copies.metadata_of(copy)
+        metadata = copies.parse_metadata(copy)
         original, by = metadata.get("originalMessageId"), metadata.get("replyBy")
         if copy.pattern != "ask" or original is None or by is None or int(bytes(by)) <= now_ms:
             return None
-        ask = Ask(
+        ask = PendingRequest(
             msgspec.json.decode(original, type=str),
             None,
             copy.sender[2:-1],
@@ -132,11 +132,11 @@ class Asks:
                 return True
         return False
 
-    def sent_to(self, ask: Ask, session: Session) -> None:
+    def sent_to(self, ask: PendingRequest, session: Session) -> None:
         ask.recipient_session = session
         session.owner_of[ask.copy_id] = None
 
-    def _end(self, ask: Ask) -> None:
+    def _end(self, ask: PendingRequest) -> None:
         if ask.done:
             return
         ask.done = True
@@ -158,7 +158,7 @@ class Asks:
             ask.recipient_session.owner_of.pop(ask.copy_id, None)
         if ask.expects_reply:
             self._closed[ask.copy_id] = (ask.asker_path, ask.request_id, ask.recipient)
-            if len(self._closed) > CLOSED_MAX:
+            if len(self._closed) > CLOSED_REQUESTS_MAX:
                 self._closed.popitem(last=False)
         if ask.seen is not None and not ask.seen[1].finished:
             ask.seen[1].finished = True
@@ -166,7 +166,7 @@ class Asks:
     # -- levels ----------------------------------------------------------------------------------------
 
     def committed(
-        self, ask: Ask, stream: str, entry: int, offset: str | None, *, online: bool, now_ms: int
+        self, ask: PendingRequest, stream: str, entry: int, offset: str | None, *, online: bool, now_ms: int
     ) -> None:
         """The message is an entry of a stream."""
         ask.stream, ask.entry, ask.offset, ask.reached = stream, entry, offset, "accepted"
@@ -179,7 +179,9 @@ class Asks:
         if "delivered" in ask.levels and not online:
             self._ack(ask, "delivered", "queued", "accepted", now_ms)
 
-    def handed(self, ask: Ask, now_ms: int, *, waits: bool = False, processed: bool = False) -> None:
+    def handed(
+        self, ask: PendingRequest, now_ms: int, *, waits: bool = False, processed: bool = False
+    ) -> None:
         """The recipient's connection has it, or will have it when the client is back."""
         if "delivered" in ask.levels:
             status = "queued" if waits else "delivered"
@@ -189,7 +191,7 @@ class Asks:
         if ask.reached is None or ask.reached == "accepted":
             ask.reached = "delivered"
 
-    def stored_at(self, stream: str, entry: int, recipient: str) -> Ask | None:
+    def stored_at(self, stream: str, entry: int, recipient: str) -> PendingRequest | None:
         """What an entry asks of this one among those who are given it."""
         waiting = self._stored.get(stream)
         found = None if waiting is None else waiting.get(entry)
@@ -207,7 +209,7 @@ class Asks:
             if "processed" in ask.levels:
                 self._ack(ask, "processed", "processed", "processed", now_ms)
 
-    def failed(self, ask: Ask, error: HubError, now_ms: int) -> None:
+    def failed(self, ask: PendingRequest, error: HubError, now_ms: int) -> None:
         """None of the levels that are left can be reached, nor a reply come."""
         if ask.done:
             return
@@ -217,14 +219,14 @@ class Asks:
             self._say(ask, self._error_frame(ask, error, now_ms), final=place == levels - 1)
         self._end(ask)
 
-    def answered(self, ask: Ask, frame: bytes) -> None:
+    def answered(self, ask: PendingRequest, frame: bytes) -> None:
         """All that was asked for is reached, and this is what says so."""
         if not ask.done:
             ask.levels.clear()
             self._say(ask, frame, final=True)
             self._end(ask)
 
-    def _ack(self, ask: Ask, wanted: str, status: str, level: str, now_ms: int) -> None:
+    def _ack(self, ask: PendingRequest, wanted: str, status: str, level: str, now_ms: int) -> None:
         ask.levels.remove(wanted)
         payload = (
             b'{"messageId":%b,"deliveredAt":%d,"status":"%b","level":"%b","stream":%b,"offset":%b,"duplicate":%b}'
@@ -243,8 +245,8 @@ class Asks:
         if not ask.open:
             self._end(ask)
 
-    def _frame(self, ask: Ask, kind: str, payload: bytes, now_ms: int) -> bytes:
-        return encode(
+    def _frame(self, ask: PendingRequest, kind: str, payload: bytes, now_ms: int) -> bytes:
+        return encode_envelope(
             id=new_id(now_ms),
             from_=self._hub.options.address,
             to=f"@({ask.asker_path})",
@@ -255,12 +257,12 @@ class Asks:
             metadata=ask.trace,
         )
 
-    def _error_frame(self, ask: Ask, error: HubError, now_ms: int) -> bytes:
+    def _error_frame(self, ask: PendingRequest, error: HubError, now_ms: int) -> bytes:
         return self._hub.error_frame(
             ask.asker_path, error, now_ms, request_id=ask.request_id, trace=ask.trace
         )
 
-    def _say(self, ask: Ask, frame: bytes, *, final: bool) -> None:
+    def _say(self, ask: PendingRequest, frame: bytes, *, final: bool) -> None:
         """To the asker, and to whoever repeated the same request meanwhile."""
         told: tuple[object, ...] = ()
         if ask.seen is not None:
@@ -273,7 +275,7 @@ class Asks:
 
     # -- replies ---------------------------------------------------------------------------------------
 
-    def reply(self, session: Session, request: Request, now_ms: int) -> None:
+    def reply(self, session: Session, request: HubRequest, now_ms: int) -> None:
         """The answer of an actor. Only who was asked may give it; the asker is taken from the ask."""
         correlation = request.envelope.correlation_id
         if correlation is None:
@@ -286,9 +288,9 @@ class Asks:
         ok = request.payload.truth("ok") is not False
         if not final:
             ask.partials += 1
-            if ask.partials > PARTIAL_MAX:
+            if ask.partials > PARTIAL_REPLIES_MAX:
                 raise HubError(
-                    "invalid_request", f"at most {PARTIAL_MAX} partial replies", {"field": "final"}
+                    "invalid_request", f"at most {PARTIAL_REPLIES_MAX} partial replies", {"field": "final"}
                 )
         body: dict[str, Any] = {"ok": ok}
         raw = request.payload.raw
@@ -297,12 +299,12 @@ class Asks:
         else:
             body["error"] = raw.get("error", Raw(b"null"))
         body["final"] = final
-        metadata = copies.extended(
-            copies.carried(request),
+        metadata = copies.append_metadata(
+            copies.forwarded_metadata(request),
             b'"via":%b,"originalMessageId":%b'
             % (msgspec.json.encode(self._hub.options.address), msgspec.json.encode(ask.request_id)),
         )
-        copy = Copy(
+        copy = OutgoingMessage(
             new_id(now_ms),
             f"@({ask.recipient})",
             f"@({ask.asker_path})",
@@ -316,7 +318,7 @@ class Asks:
         self._hub.trace.note("replied", copy, now_ms, kind="reply", stream=ask.stream, offset=ask.offset)
         self._send_reply(ask, copy, final=final, now_ms=now_ms)
 
-    def _asked(self, session: Session, correlation: str) -> Ask | None:
+    def _asked(self, session: Session, correlation: str) -> PendingRequest | None:
         found = self._by_copy.get(correlation)
         candidates = [found] if found is not None else list(self._by_request.get(correlation, {}).values())
         for ask in candidates:
@@ -325,7 +327,7 @@ class Asks:
                 return ask
         return None
 
-    def _send_reply(self, ask: Ask, copy: Copy, *, final: bool, now_ms: int) -> None:
+    def _send_reply(self, ask: PendingRequest, copy: OutgoingMessage, *, final: bool, now_ms: int) -> None:
         hub = self._hub
         asker = ask.asker
         if asker is None or not asker.alive:
@@ -346,20 +348,20 @@ class Asks:
                 ask.expects_reply = True  # it was one: what comes after it is late
                 self._end(ask)
 
-    def _too_late(self, session: Session, request: Request, correlation: str, now_ms: int) -> None:
+    def _too_late(self, session: Session, request: HubRequest, correlation: str, now_ms: int) -> None:
         closed = self._closed.get(correlation)
         if closed is None or closed[2] not in session.addresses:
             return
         asker, request_id, recipient = closed
-        copy = Copy(
+        copy = OutgoingMessage(
             new_id(now_ms),
             f"@({recipient})",
             f"@({asker})",
             "hub:reply",
             bytes(request.envelope.payload),
             now_ms,
-            copies.extended(
-                copies.carried(request), b'"originalMessageId":' + msgspec.json.encode(request_id)
+            copies.append_metadata(
+                copies.forwarded_metadata(request), b'"originalMessageId":' + msgspec.json.encode(request_id)
             ),
             correlation_id=request_id,
         )
@@ -380,12 +382,12 @@ class Asks:
 
     def tick(self, now_ms: int) -> None:
         for ask in self.deadlines.take_due(now_ms):
-            self.failed(ask, _timeout(ask, None), now_ms)
+            self.failed(ask, _timeout_error(ask, None), now_ms)
 
-    def _orphaned(self, ask: Ask) -> None:
+    def _orphaned(self, ask: PendingRequest) -> None:
         """Whoever asked is away: it may ask again under the same id, or find the reply in its mailbox."""
         self._orphans[ask.copy_id] = None
-        if len(self._orphans) > ORPHANS_MAX:
+        if len(self._orphans) > ORPHANED_REQUESTS_MAX:
             oldest = self._by_copy.get(self._orphans.popitem(last=False)[0])
             if oldest is not None:
                 self._end(oldest)  # what is in the log says enough to begin it again when it is handed over
@@ -397,7 +399,7 @@ class Asks:
             if ask is None:
                 continue
             if ask.stream is None:
-                self.failed(ask, _timeout(ask, "recipient_left"), now_ms)
+                self.failed(ask, _timeout_error(ask, "recipient_left"), now_ms)
             else:
                 ask.recipient_session = None
         session.owner_of.clear()
@@ -416,7 +418,7 @@ class Asks:
         session.asked.clear()
 
 
-def _timeout(ask: Ask, reason: str | None) -> HubError:
+def _timeout_error(ask: PendingRequest, reason: str | None) -> HubError:
     details: dict[str, object] = {
         "reached": ask.reached,
         "stream": ask.stream,

@@ -10,21 +10,21 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Raw
 
-from tailrace.hub.copies import Copy
-from tailrace.hub.registry import Options
+from tailrace.hub.copies import OutgoingMessage
+from tailrace.hub.registry import DeliveryOptions
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
     from tailrace.hub.cursors import Cursor
-    from tailrace.hub.subscription import Subscription
+    from tailrace.hub.subscription import TopicSubscription
 
 MAILBOX, BROADCAST, TOPIC = "mailbox", "broadcast", "topic"
-BROADCASTS: Final = "hub/broadcast/0"
+BROADCAST_STREAM: Final = "hub/broadcast/0"
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
 # How far a group goes beyond its oldest message that is not committed: what lies between is written down.
-AHEAD_MAX: Final = 4096
+GROUP_WINDOW_MAX: Final = 4096
 
-PLAIN: Final = Options()
+DEFAULT_OPTIONS: Final = DeliveryOptions()
 
 HasRoom = Callable[[Session], bool]
 
@@ -41,21 +41,21 @@ class BroadcastEntry(msgspec.Struct, rename="camel"):
 decode_broadcast: Final = msgspec.json.Decoder(BroadcastEntry).decode
 
 
-class Flight(msgspec.Struct, eq=False, gc=False):
+class InFlightEntry(msgspec.Struct, eq=False, gc=False):
     """An entry that was handed over and is not committed."""
 
     due_ms: int  # when it is handed over again
     size: int
-    copy: Copy  # without its payload
-    holder: Member | None = None  # of a group
+    copy: OutgoingMessage  # without its payload
+    holder: GroupMember | None = None  # of a group
 
 
-class Ahead(msgspec.Struct, eq=False, gc=False):
+class PrefetchedEntry(msgspec.Struct, eq=False, gc=False):
     """An entry that was read and is not handed over."""
 
     entry: int
     time_ns: int
-    copy: Copy
+    copy: OutgoingMessage
     seq: int
     mine: bool = True  # False: a broadcast to others
 
@@ -86,13 +86,13 @@ class Feed:
         self.subscription_id: str | None = None
         self.sent = cursor.committed  # the last entry that was handed over, or passed over
         self.handed_before = cursor.delivered  # up to here an earlier session may have it
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, InFlightEntry] = {}
         self.flights_bytes = 0
         self.deliveries: dict[int, int] = {}  # of entries that are not committed
-        self.ahead: deque[Ahead] = deque()
+        self.ahead: deque[PrefetchedEntry] = deque()
         self.reading = False
 
-    def take_off(self, entry: int, flight: Flight) -> None:
+    def take_off(self, entry: int, flight: InFlightEntry) -> None:
         self.flights[entry] = flight
         self.flights_bytes += flight.size
         if flight.holder is not None:
@@ -135,7 +135,7 @@ class Feed:
             self.touch_down(entry)
 
 
-class Box:
+class DeliveryQueue:
     """All feeds of one actor, in memory while its owner is online or something is being appended."""
 
     __slots__ = ("appends", "feeds", "live", "mailbox", "options", "path", "session")
@@ -145,7 +145,7 @@ class Box:
         self.feeds: dict[str, Feed] = {}
         self.mailbox: Feed | None = None  # one of them; a group has none
         self.session: Session | None = None
-        self.options = PLAIN
+        self.options = DEFAULT_OPTIONS
         self.appends = 0  # being committed
         self.live = True  # everything durable was handed over: what comes next can be, at once
 
@@ -155,7 +155,7 @@ class Box:
         return f"@({self.path})"
 
     @property
-    def holder(self) -> Member | None:
+    def holder(self) -> GroupMember | None:
         return None
 
     @property
@@ -197,11 +197,11 @@ class Box:
         return self.online if at_once else has_room(session)
 
 
-class Member(msgspec.Struct, eq=False):
+class GroupMember(msgspec.Struct, eq=False):
     """One session's part in a durable group."""
 
-    subscription: Subscription
-    options: Options
+    subscription: TopicSubscription
+    options: DeliveryOptions
     in_flight: int = 0
     bytes: int = 0
 
@@ -211,15 +211,15 @@ class Member(msgspec.Struct, eq=False):
         )
 
 
-class GroupBox(Box):
+class GroupQueue(DeliveryQueue):
     """The feeds of a durable group. Each message goes to one member, and is committed by itself."""
 
     __slots__ = ("_turn", "chosen", "members")
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.members: list[Member] = []
-        self.chosen: Member | None = None
+        self.members: list[GroupMember] = []
+        self.chosen: GroupMember | None = None
         self._turn = 0
 
     @property
@@ -227,7 +227,7 @@ class GroupBox(Box):
         return "" if self.chosen is None else f"@({self.chosen.subscription.owner})"
 
     @property
-    def holder(self) -> Member | None:
+    def holder(self) -> GroupMember | None:
         return self.chosen
 
     @property
@@ -253,7 +253,7 @@ class GroupBox(Box):
     def is_ready(self, has_room: HasRoom, *, at_once: bool = False) -> bool:
         """Chooses the member with the fewest messages in flight, then in turn."""
         self._turn += 1
-        best: Member | None = None
+        best: GroupMember | None = None
         for place in range(len(self.members)):
             member = self.members[(self._turn + place) % len(self.members)]
             session = member.subscription.session
@@ -263,13 +263,13 @@ class GroupBox(Box):
                 best = member
         self.chosen = best
         if best is None or any(
-            feed.sent - feed.cursor.committed >= AHEAD_MAX for feed in self.feeds.values()
+            feed.sent - feed.cursor.committed >= GROUP_WINDOW_MAX for feed in self.feeds.values()
         ):
             return False
         self.session, self.options = best.subscription.session, best.options
         return True
 
-    def leave(self, subscription: Subscription) -> None:
+    def leave(self, subscription: TopicSubscription) -> None:
         """What a member had in its hands goes to the others."""
         for member in [one for one in self.members if one.subscription is subscription]:
             self.members.remove(member)
@@ -283,7 +283,7 @@ class GroupBox(Box):
             if member.subscription.session is session:
                 self._give_back(member)
 
-    def _give_back(self, member: Member) -> None:
+    def _give_back(self, member: GroupMember) -> None:
         for feed in self.feeds.values():
             held = [entry for entry, flight in feed.flights.items() if flight.holder is member]
             if held:
@@ -291,6 +291,6 @@ class GroupBox(Box):
         self.live = False
 
 
-def group_path(group: str, topics: str) -> str:
+def group_queue_path(group: str, topics: str) -> str:
     """What stands for a durable group where an actor has its path. No address looks like this."""
     return f"_group/{quote(group, safe='')}/{topics}"

@@ -8,22 +8,22 @@ import msgspec
 from msgspec import Raw
 
 from tailrace.hub import copies
-from tailrace.hub.addresses import Pattern
-from tailrace.hub.boxes import BROADCAST, BROADCASTS, BroadcastEntry
-from tailrace.hub.copies import Copy
+from tailrace.hub.addresses import AddressPattern
+from tailrace.hub.boxes import BROADCAST, BROADCAST_STREAM, BroadcastEntry
+from tailrace.hub.copies import OutgoingMessage
 from tailrace.hub.cursors import Cursor
-from tailrace.hub.deduplication import Seen, SeenSet
-from tailrace.hub.effects import Append, Settled
-from tailrace.hub.errors import HubError, hub_error
-from tailrace.hub.fields import Request
+from tailrace.hub.deduplication import SeenMessage, SeenMessages
+from tailrace.hub.effects import Append, AppendOutcome
+from tailrace.hub.errors import HubError, to_hub_error
+from tailrace.hub.fields import HubRequest
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
 from tailrace.hub.ids import new_id
-from tailrace.hub.message import Common, common
-from tailrace.hub.presence import REGISTRY
-from tailrace.hub.registry import Query, Registration
-from tailrace.hub.send import repeated, typed_data
+from tailrace.hub.message import SharedEnvelope, encode_shared
+from tailrace.hub.presence import REGISTRY_STREAM
+from tailrace.hub.registry import Registration, RegistryQuery
+from tailrace.hub.send import check_duplicate, read_type_and_data
 from tailrace.hub.session import Session
-from tailrace.hub.spreading import Recipient, spread
+from tailrace.hub.spreading import Recipient, send_to_many
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
@@ -32,7 +32,7 @@ PROGRESS_RECIPIENTS: Final = 1000
 PROGRESS_MS: Final = 100
 
 
-class Broadcast:
+class ActiveBroadcast:
     """One broadcast under way. Others are served between its batches: see `convoys`."""
 
     __slots__ = (
@@ -59,10 +59,10 @@ class Broadcast:
         self,
         hub: Hub,
         session: Session,
-        request: Request,
+        request: HubRequest,
         recipients: list[Registration],
-        copy: Copy,
-        seen: tuple[SeenSet, Seen],
+        copy: OutgoingMessage,
+        seen: tuple[SeenMessages, SeenMessage],
         query: dict[str, object],
     ) -> None:
         self._hub = hub
@@ -72,7 +72,7 @@ class Broadcast:
         self._query = query
         self._copy = copy
         self._seen = seen
-        self._frame: Common = common(
+        self._frame: SharedEnvelope = encode_shared(
             from_=copy.sender,
             type=copy.type,
             payload=copy.payload,
@@ -111,24 +111,24 @@ class Broadcast:
             Raw(self._frame.frame(self._copy.id, hub.options.address)),
             sorted(self._stored),
             self._query,
-            streams.offset(REGISTRY, streams.tail(REGISTRY) or 0),
+            streams.offset(REGISTRY_STREAM, streams.tail(REGISTRY_STREAM) or 0),
         )
         body = msgspec.json.encode(entry)
-        hub.append(Append(BROADCASTS, body, self._kept, key=self._copy.sender.encode()))
+        hub.append(Append(BROADCAST_STREAM, body, self._kept, key=self._copy.sender.encode()))
 
-    def _kept(self, settled: Settled, now_ms: int) -> None:
+    def _kept(self, settled: AppendOutcome, now_ms: int) -> None:
         hub = self._hub
         if settled.error is not None:
             self._seen[0].forget(self._request.id)
             hub.count("messages", "broadcast/refused")
-            hub.refuse_request(self.session, self._request, hub_error(settled.error), now_ms)
+            hub.refuse_request(self.session, self._request, to_hub_error(settled.error), now_ms)
             hub.convoys.remove(self, now_ms)
             return
         hub.count("messages", "broadcast/ok")
         self.entry, self.offset = settled.entry, settled.offset
-        hub.mailboxes.begun.setdefault(BROADCASTS, settled.entry)
+        hub.mailboxes.begun.setdefault(BROADCAST_STREAM, settled.entry)
         offset, trace = settled.offset, hub.trace
-        trace.note("accepted", self._copy, now_ms, kind="broadcast", stream=BROADCASTS, offset=offset)
+        trace.note("accepted", self._copy, now_ms, kind="broadcast", stream=BROADCAST_STREAM, offset=offset)
         hub.convoys.go_on(self.session, now_ms)
 
     def give(self, most: int, now_ms: int) -> int:
@@ -166,7 +166,7 @@ class Broadcast:
                 self.failed += 1
             else:
                 recipients.append((recipient, path))
-        left = spread(hub, session, self._frame, recipients, now_ms)
+        left = send_to_many(hub, session, self._frame, recipients, now_ms)
         self.delivered += len(recipients) - len(left)
         for recipient, path in left:
             frame = self._frame.frame(new_id(now_ms), f"@({path})")
@@ -195,7 +195,7 @@ class Broadcast:
             self._hold_for(found.path)
             self.queued += 1
             return
-        feed = self._hub.mailboxes.feed(box, BROADCASTS, BROADCAST, begin=self.entry - 1)
+        feed = self._hub.mailboxes.feed(box, BROADCAST_STREAM, BROADCAST, begin=self.entry - 1)
         copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=found.address)
         self._hub.mailboxes.arrived(box, feed, self.entry, copy, now_ms)
         if feed.sent >= self.entry:
@@ -206,9 +206,9 @@ class Broadcast:
     def _hold_for(self, path: str) -> None:
         """Somebody away begins here if it never read a broadcast: it is not to go before."""
         cursors = self._hub.mailboxes.cursors
-        if cursors.of(path, BROADCASTS) is None:
-            cursors.put(path, BROADCASTS, Cursor(self.entry - 1, self.entry - 1))
-            cursors.moved(path, BROADCASTS)
+        if cursors.of(path, BROADCAST_STREAM) is None:
+            cursors.put(path, BROADCAST_STREAM, Cursor(self.entry - 1, self.entry - 1))
+            cursors.moved(path, BROADCAST_STREAM)
 
     def tell_progress(self, now_ms: int) -> None:
         if "broadcast-progress" not in self.session.features:
@@ -230,17 +230,17 @@ class Broadcast:
         self._hub.reply(self.session, self._request, "hub:broadcast_progress", payload, now_ms)
 
 
-def broadcast(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
-    kind, data = typed_data(request.payload)
+def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
+    kind, data = read_type_and_data(request.payload)
     capability, text = request.text("targetCapability"), request.payload.text("pattern")
     excludes = request.truth("excludeSelf") is True
-    pattern = None if text is None else Pattern(text)
+    pattern = None if text is None else AddressPattern(text)
     if not hub.policy.may(session.actor, "broadcast"):
         raise hub.denied(session, "broadcast", "denied by policy", "", now_ms)
-    seen = repeated(hub, session, request, now_ms)
+    seen = check_duplicate(hub, session, request, now_ms)
     if seen is None:
         return
-    query = Query(
+    query = RegistryQuery(
         pattern,
         "" if pattern is None else pattern.prefix,
         () if capability is None else (capability,),
@@ -258,16 +258,16 @@ def broadcast(hub: Hub, session: Session, request: Request, now_ms: int) -> None
         seen[0].forget(request.id)
         raise
     own = b'"broadcast":true,"via":%b,"hubSeq":%d' % (hub.via, hub.next_seq(now_ms))
-    copy = Copy(
+    copy = OutgoingMessage(
         new_id(now_ms),
         f"@({request.sender})",
         "",
         kind,
         data,
         now_ms,
-        copies.extended(copies.carried(request), own),
+        copies.append_metadata(copies.forwarded_metadata(request), own),
         correlation_id=request.id,
         ttl=request.envelope.ttl,
     )
     asked: dict[str, object] = {"pattern": text, "capability": capability, "excludeSelf": excludes}
-    hub.convoys.add(Broadcast(hub, session, request, recipients, copy, seen, asked), now_ms)
+    hub.convoys.add(ActiveBroadcast(hub, session, request, recipients, copy, seen, asked), now_ms)

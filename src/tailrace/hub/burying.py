@@ -11,23 +11,25 @@ from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
 from tailrace.hub import copies
-from tailrace.hub.boxes import BROADCAST, Box, Feed, decode_broadcast
-from tailrace.hub.effects import Found, Read, Settled
+from tailrace.hub.boxes import BROADCAST, DeliveryQueue, Feed, decode_broadcast
+from tailrace.hub.effects import AppendOutcome, Read, ReadResult
 from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX
-from tailrace.hub.message import parse
+from tailrace.hub.message import parse_envelope
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
-Buried = Callable[[TailraceError | None, int], None]
+RejectedCallback = Callable[[TailraceError | None, int], None]
 
 
-class Burials:
+class RejectedMessages:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._waiting: dict[tuple[str, str, int], list[Buried]] = {}  # by owner, stream and entry
+        self._waiting: dict[tuple[str, str, int], list[RejectedCallback]] = {}  # by owner, stream and entry
 
-    def bury(self, box: Box, feed: Feed, entries: set[int], then: Buried, now_ms: int) -> None:
+    def bury(
+        self, box: DeliveryQueue, feed: Feed, entries: set[int], then: RejectedCallback, now_ms: int
+    ) -> None:
         """`then` is told once, when all letters are durable or one cannot be written."""
         left = set(entries)
         if not left:
@@ -46,7 +48,7 @@ class Burials:
         for entry in sorted(entries):
             self._join(box, feed, entry, lambda error, now, entry=entry: one_done(entry, error, now))
 
-    def _join(self, box: Box, feed: Feed, entry: int, done: Buried) -> None:
+    def _join(self, box: DeliveryQueue, feed: Feed, entry: int, done: RejectedCallback) -> None:
         key = (box.path, feed.stream, entry)
         waiting = self._waiting.get(key)
         if waiting is not None:
@@ -55,20 +57,22 @@ class Burials:
         self._waiting[key] = [done]
         attempts = feed.deliveries.get(entry, 1)
 
-        def settled(result: Settled, now_ms: int) -> None:
+        def settled(result: AppendOutcome, now_ms: int) -> None:
             for each in self._waiting.pop(key):
                 each(result.error, now_ms)
 
-        def found(page: Found, now_ms: int) -> None:
+        def found(page: ReadResult, now_ms: int) -> None:
             """The whole message goes into the letter, so it has to be read. One that was trimmed is gone."""
             if page.error is not None and page.error.code != "offset_gone":
-                settled(Settled(error=page.error), now_ms)
+                settled(AppendOutcome(error=page.error), now_ms)
                 return
             if not page.entries:
-                settled(Settled(), now_ms)
+                settled(AppendOutcome(), now_ms)
                 return
             ((number, time_ns, body),) = page.entries
-            copy = copies.stored(parse(_message(feed, body), STORED_BYTES_MAX))
+            copy = copies.outgoing_from_envelope(
+                parse_envelope(_stored_message(feed, body), STORED_BYTES_MAX)
+            )
             self._hub.mailboxes.bury(
                 box, feed, number, copy, "rejected", attempts, time_ns, now_ms, then=settled
             )
@@ -76,5 +80,5 @@ class Burials:
         self._hub.effects.append(Read(feed.stream, entry - 1, 1, PAGE_BYTES, found))
 
 
-def _message(feed: Feed, body: bytes) -> bytes:
+def _stored_message(feed: Feed, body: bytes) -> bytes:
     return bytes(decode_broadcast(body).message) if feed.kind == BROADCAST else body

@@ -14,7 +14,7 @@ _ESCAPED: Final = re.compile(r'["\\\x00-\x1f]')
 _SHORT: Final = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 
 
-def canonical(text: bytes, *, without: str | None = None) -> bytes:
+def canonical_json(text: bytes, *, without: str | None = None) -> bytes:
     """The canonical form of a JSON text, if wished without one member of the outermost object.
 
     ValueError for what has no such form: names that come twice, half a surrogate pair, numbers too great.
@@ -27,20 +27,20 @@ def canonical(text: bytes, *, without: str | None = None) -> bytes:
     return "".join(parts).encode()
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique_members(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name comes twice")
     return found
 
 
-def _refuse(text: str) -> NoReturn:
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
 
 
 # Every number is what JavaScript would read, whole ones too.
 _decoder: Final = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_int=float, parse_float=float, parse_constant=_refuse
+    object_pairs_hook=_unique_members, parse_int=float, parse_float=float, parse_constant=_refuse_constant
 )
 
 
@@ -48,9 +48,9 @@ def _write(value: object, parts: list[str]) -> None:
     if value is None or isinstance(value, bool):
         parts.append("null" if value is None else "true" if value else "false")
     elif isinstance(value, str):
-        parts.append(_text(value))
+        parts.append(_format_string(value))
     elif isinstance(value, float):
-        parts.append(number_text(value))
+        parts.append(format_number(value))
     elif isinstance(value, dict):
         _write_object(cast("dict[str, object]", value), parts)
     else:
@@ -68,20 +68,20 @@ def _write_object(value: dict[str, object], parts: list[str]) -> None:
         sorted(value, key=lambda name: name.encode("utf-16-be", "surrogatepass"))
     ):
         parts.append("," if position else "")
-        parts.append(_text(name))
+        parts.append(_format_string(name))
         parts.append(":")
         _write(value[name], parts)
     parts.append("}")
 
 
-def _text(value: str) -> str:
+def _format_string(value: str) -> str:
     def escape(found: re.Match[str]) -> str:
         return _SHORT.get(found[0]) or f"\\u{ord(found[0]):04x}"
 
     return f'"{_ESCAPED.sub(escape, value)}"'
 
 
-def number_text(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as ECMAScript writes it: the shortest digits that come back as the same number."""
     if not math.isfinite(value):
         raise ValueError("the number is too great")

@@ -14,19 +14,19 @@ from tailrace.common.errors import TailraceError
 from tailrace.hub import registering
 from tailrace.hub.addresses import parse_address
 from tailrace.hub.errors import HubError, field_error
-from tailrace.hub.fields import Request
-from tailrace.hub.flow import in_grace
-from tailrace.hub.outbox import NO_WIRE
-from tailrace.hub.policy import actor_of, claims_of
+from tailrace.hub.fields import HubRequest
+from tailrace.hub.flow import in_token_grace
+from tailrace.hub.outbox import NO_CONNECTION
+from tailrace.hub.policy import principal_from_identity, read_claims
 from tailrace.hub.session import CONNECTED, CONNECTING, DISCONNECTED, DISCONNECTING, FEATURES, Session
 from tailrace.hub.signing import check_signature
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
-VERSION: Final = "0.1.0"
-SUPPORTED: Final = (VERSION,)
-OFFERED: Final = (
+PROTOCOL_VERSION: Final = "0.1.0"
+SUPPORTED_VERSIONS: Final = (PROTOCOL_VERSION,)
+OFFERED_FEATURES: Final = (
     "typed-errors",
     "resume",
     "presence",
@@ -37,36 +37,38 @@ OFFERED: Final = (
     "mailbox",
     "as-of",
 )
-GRACE_MS: Final = 60_000
-LEEWAY_MS: Final = 30_000
-REFRESH_MS: Final = 60_000
+TOKEN_GRACE_MS: Final = 60_000
+CLOCK_LEEWAY_MS: Final = 30_000
+REFRESH_INTERVAL_MS: Final = 60_000
 NONCES_MAX: Final = 16
 FEATURE_SETS_MAX: Final = 2 ** len(FEATURES)
-WORDS_MAX: Final = 256
-REFRESH_SECONDS: Final = 3600
+CLIENT_CAPABILITIES_MAX: Final = 256
+MINTED_TOKEN_S: Final = 3600
 _SEMVER: Final = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:[-+].{0,64})?")
 
 
-def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     """The first message. After a refusal the error is flushed and the socket closed."""
     try:
         _check_version(request)
-        identity = _authenticated(hub, session, request, now_ms)
+        identity = _authenticate(hub, session, request, now_ms)
         path = _identity_path(hub, session, request, identity)
-        words = _words(request)
-        if len(words) > WORDS_MAX:
-            raise field_error("capabilities", f"capabilities must be a list of at most {WORDS_MAX} words")
-        actor = actor_of(identity, path)
+        words = _client_capabilities(request)
+        if len(words) > CLIENT_CAPABILITIES_MAX:
+            raise field_error(
+                "capabilities", f"capabilities must be a list of at most {CLIENT_CAPABILITIES_MAX} words"
+            )
+        actor = principal_from_identity(identity, path)
         check_signature(hub, session, path, request, now_ms)
     except HubError as error:
         hub.audit(session, "refuse", error.code, error.message, now_ms)
         hub.refuse_request(session, request, error, now_ms)
         hub.close(session, 1008, error.code)
         return
-    features = _features(frozenset(words) & FEATURES)
-    resumed = _resumable(hub, request, path)
+    features = _shared_feature_set(frozenset(words) & FEATURES)
+    resumed = _find_resumable(hub, request, path)
     if resumed is not None:
-        _resume(hub, session, resumed)
+        _take_over_session(hub, session, resumed)
         session.waiting, resumed.waiting = resumed.waiting, session.waiting
         session.detached_bytes = resumed.detached_bytes
     session.identity, session.actor = identity, actor
@@ -75,20 +77,20 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
     session.state = CONNECTED
     request.sender = path
-    _make_room(hub, session, now_ms)
+    _close_oldest_sessions(hub, session, now_ms)
     hub.sessions[session.id] = session
     hub.add_identity(session)
     if "resume" in features:
         session.resume_token = f"rsm-{hub.make_secret()}"
         hub.by_resume[session.resume_token] = session
     hub.audit(session, "connect", "", "resumed" if resumed is not None else "ok", now_ms)
-    _connected(hub, session, request, resumed is not None, now_ms)
+    _send_connected(hub, session, request, resumed is not None, now_ms)
     if resumed is not None:
         hub.flow.release(session)
         hub.mailboxes.came_back(session, now_ms)
 
 
-def _words(request: Request) -> list[str]:
+def _client_capabilities(request: HubRequest) -> list[str]:
     words = request.metadata.texts("capabilities")
     if words is None:
         words = request.payload.texts("capabilities")
@@ -96,25 +98,25 @@ def _words(request: Request) -> list[str]:
 
 
 @lru_cache(FEATURE_SETS_MAX)
-def _features(found: frozenset[str]) -> frozenset[str]:
+def _shared_feature_set(found: frozenset[str]) -> frozenset[str]:
     """One object for all sessions that ask for the same."""
     return found
 
 
-def _check_version(request: Request) -> None:
+def _check_version(request: HubRequest) -> None:
     metadata, payload = request.metadata, request.payload
     asked = metadata.text("protocolVersion") or payload.text("protocolVersion") or payload.text("version")
     match = _SEMVER.fullmatch(asked or "")
-    if match is None or match[1] != VERSION.partition(".")[0]:
+    if match is None or match[1] != PROTOCOL_VERSION.partition(".")[0]:
         details = {
             "clientVersion": asked,
-            "serverVersion": VERSION,
-            "supportedVersions": list(SUPPORTED),
+            "serverVersion": PROTOCOL_VERSION,
+            "supportedVersions": list(SUPPORTED_VERSIONS),
         }
-        raise HubError("version_mismatch", f"this hub speaks version {VERSION}", details)
+        raise HubError("version_mismatch", f"this hub speaks version {PROTOCOL_VERSION}", details)
 
 
-def _authenticated(hub: Hub, session: Session, request: Request, now_ms: int) -> Identity:
+def _authenticate(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Identity:
     verify = hub.options.verify
     if verify is None:
         return ANONYMOUS
@@ -124,10 +126,10 @@ def _authenticated(hub: Hub, session: Session, request: Request, now_ms: int) ->
     if not token:
         details = {"action": "connect", "reason": "no token"}
         raise HubError("unauthorized", "this hub needs a token", details)
-    return _verified(hub, token, "connect", now_ms)
+    return _verify_token(hub, token, "connect", now_ms)
 
 
-def _verified(hub: Hub, token: str, action: str, now_ms: int) -> Identity:
+def _verify_token(hub: Hub, token: str, action: str, now_ms: int) -> Identity:
     """The identity of a token that is good, and was issued not too long ago."""
     verify = hub.options.verify
     assert verify is not None
@@ -139,14 +141,14 @@ def _verified(hub: Hub, token: str, action: str, now_ms: int) -> Identity:
             raise HubError("unavailable", error.message) from None
         details = {"action": action, "reason": error.message}
         raise HubError("unauthorized", error.message, details) from None
-    issued_s, age_ms = claims_of(identity).iat, hub.limits.hub_token_age_ms
-    if issued_s is not None and age_ms and now_ms - issued_s * 1000 > age_ms + LEEWAY_MS:
+    issued_s, age_ms = read_claims(identity).iat, hub.limits.hub_token_age_ms
+    if issued_s is not None and age_ms and now_ms - issued_s * 1000 > age_ms + CLOCK_LEEWAY_MS:
         reason = "the token was issued too long ago"
         raise HubError("unauthorized", reason, {"action": action, "reason": reason})
     return identity
 
 
-def _identity_path(hub: Hub, session: Session, request: Request, identity: Identity) -> str:
+def _identity_path(hub: Hub, session: Session, request: HubRequest, identity: Identity) -> str:
     if hub.dev:
         # Whoever cannot say a proper name is given one.
         try:
@@ -160,7 +162,7 @@ def _identity_path(hub: Hub, session: Session, request: Request, identity: Ident
         raise HubError("unauthorized", "actorId or sub of the token is no address", details) from None
 
 
-def _resumable(hub: Hub, request: Request, path: str) -> Session | None:
+def _find_resumable(hub: Hub, request: HubRequest, path: str) -> Session | None:
     """The session that a token stands for. Single use, and only for who it was given to."""
     token = request.metadata.text("resumeToken") or request.payload.text("resumeToken")
     found = None if token is None else hub.by_resume.get(token)
@@ -169,7 +171,7 @@ def _resumable(hub: Hub, request: Request, path: str) -> Session | None:
     return found if found.path == path or hub.dev else None
 
 
-def _resume(hub: Hub, session: Session, old: Session) -> None:
+def _take_over_session(hub: Hub, session: Session, old: Session) -> None:
     """The new connection takes everything over that the old one had."""
     if old.resume_token is not None:
         hub.by_resume.pop(old.resume_token, None)
@@ -197,37 +199,37 @@ def _resume(hub: Hub, session: Session, old: Session) -> None:
     hub.asks.moved(old, session)
 
 
-def _make_room(hub: Hub, session: Session, now_ms: int) -> None:
+def _close_oldest_sessions(hub: Hub, session: Session, now_ms: int) -> None:
     """An identity has so many sessions; one more ends the oldest. Without authentication the identity is
     the address: a page that is reloaded takes the place of its old connection."""
     held = hub.by_identity.get(session.path, {})
     living = [one for one in held if one.alive and one is not session]
     while len(living) >= hub.limits.hub_connections_per_identity:
         oldest = living.pop(0)
-        say_goodbye(hub, oldest, "duplicate_connection", "another connection has taken over", now_ms)
+        send_disconnect(hub, oldest, "duplicate_connection", "another connection has taken over", now_ms)
         if oldest.detached:
-            end(hub, oldest, now_ms)
+            end_session(hub, oldest, now_ms)
         else:
             hub.close(oldest, 1000, "duplicate_connection")
 
 
-def say_goodbye(hub: Hub, session: Session, reason: str, message: str, now_ms: int, **more: Any) -> None:
+def send_disconnect(hub: Hub, session: Session, reason: str, message: str, now_ms: int, **more: Any) -> None:
     payload = {"reason": reason, "message": message, **more}
     hub.notice(session, "hub:disconnect", payload, now_ms)
 
 
-def _connected(hub: Hub, session: Session, request: Request, resumed: bool, now_ms: int) -> None:
+def _send_connected(hub: Hub, session: Session, request: HubRequest, resumed: bool, now_ms: int) -> None:
     limits = hub.limits
     payload = {
         "sessionId": session.id,
-        "serverVersion": VERSION,
+        "serverVersion": PROTOCOL_VERSION,
         "maxMessageSize": limits.hub_message_bytes,
         "heartbeatInterval": limits.hub_heartbeat_ms,
         "capabilities": {
             "maxActorsPerInstance": limits.hub_registry_actors,
             "supportsBackpressure": True,
             "supportedContentTypes": ["application/json"],
-            "features": list(OFFERED),
+            "features": list(OFFERED_FEATURES),
         },
         "resumeToken": session.resume_token,
         "resumed": resumed,
@@ -241,31 +243,31 @@ def _connected(hub: Hub, session: Session, request: Request, resumed: bool, now_
     hub.reply(session, request, "hub:connected", payload, now_ms, msgspec.json.encode(metadata))
 
 
-def heartbeat(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def heartbeat(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     said = request.payload.integer("timestamp")
     for found in session.addresses.values():
         if found.renews_on_heartbeat and found.expires_ms > now_ms:
-            registering.extend(hub, found, now_ms)
+            registering.extend_registration(hub, found, now_ms)
     payload = {"timestamp": request.envelope.timestamp if said is None else said, "serverTime": now_ms}
     hub.reply(session, request, "hub:heartbeat_ack", payload, now_ms)
 
 
-def disconnect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def disconnect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     payload = {"acknowledged": True, "sessionId": session.id, "cleanedUp": True}
     hub.reply(session, request, "hub:disconnect", payload, now_ms)
     hub.close(session, 1000, "client_requested")
 
 
-def refresh(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def refresh_token(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     """A newer token for the same identity, or one that the hub makes."""
     nonce = request.metadata.text("nonce") or request.payload.text("nonce")
-    used = {known: at for known, at in (session.nonces or {}).items() if now_ms - at < REFRESH_MS}
+    used = {known: at for known, at in (session.nonces or {}).items() if now_ms - at < REFRESH_INTERVAL_MS}
     if nonce is not None:
         if nonce in used or len(used) >= NONCES_MAX:
             raise HubError("replay_detected", "this nonce was used a moment ago")
         used[nonce] = now_ms
     session.nonces = used or None
-    wait_ms = session.refreshed_ms + REFRESH_MS - now_ms
+    wait_ms = session.refreshed_ms + REFRESH_INTERVAL_MS - now_ms
     if session.refreshed_ms and wait_ms > 0:
         raise HubError(
             "rate_limited", "a token is refreshed once a minute", {"retryAfter": wait_ms, "kind": "refresh"}
@@ -275,22 +277,22 @@ def refresh(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     if hub.dev:
         identity = session.identity
     elif given is not None:
-        identity = _refreshed(hub, given, now_ms)
+        identity = _verify_refreshed_token(hub, given, now_ms)
     else:
         current = request.payload.text("token")
         if current is None:
             raise field_error("authToken", "authToken is missing")
-        identity = _refreshed(hub, current, now_ms)
+        identity = _verify_refreshed_token(hub, current, now_ms)
         if hub.options.mint is None:
             raise HubError("invalid_token", "this hub makes no tokens")
         if identity.actor_id == session.path:
-            minted = hub.options.mint(identity, REFRESH_SECONDS)
-            identity = _refreshed(hub, minted, now_ms)
+            minted = hub.options.mint(identity, MINTED_TOKEN_S)
+            identity = _verify_refreshed_token(hub, minted, now_ms)
     if not hub.dev and identity.actor_id != session.path:
         hub.audit(session, "refresh", "", "other identity", now_ms)
         details = {"action": "refresh", "reason": "the token is another identity's"}
         raise HubError("unauthorized", "the token is another identity's", details)
-    session.identity, session.actor = identity, actor_of(identity, session.path)
+    session.identity, session.actor = identity, principal_from_identity(identity, session.path)
     session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
     session.told_expiring = False
     session.refreshed_ms = now_ms
@@ -301,9 +303,9 @@ def refresh(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     hub.mailboxes.on_room(session, now_ms)
 
 
-def _refreshed(hub: Hub, token: str, now_ms: int) -> Identity:
+def _verify_refreshed_token(hub: Hub, token: str, now_ms: int) -> Identity:
     try:
-        return _verified(hub, token, "refresh", now_ms)
+        return _verify_token(hub, token, "refresh", now_ms)
     except HubError as error:
         if error.code != "unauthorized":
             raise
@@ -319,13 +321,13 @@ def socket_closed(hub: Hub, session: Session, code: int, now_ms: int) -> None:
     resumable = "resume" in session.features and session.state == CONNECTED and not hub.draining
     if resumable and code not in (1000, 1001):
         session.detached_until_ms = now_ms + hub.limits.hub_resume_window_ms
-        session.outbox.wire = NO_WIRE
+        session.outbox.wire = NO_CONNECTION
         hub.flow.ended(session, now_ms)
         return
-    end(hub, session, now_ms)
+    end_session(hub, session, now_ms)
 
 
-def end(hub: Hub, session: Session, now_ms: int) -> None:
+def end_session(hub: Hub, session: Session, now_ms: int) -> None:
     """Exactly once. What it costs depends on what the session owns, not on the size of the hub."""
     if session.state == DISCONNECTED:
         return
@@ -341,14 +343,14 @@ def end(hub: Hub, session: Session, now_ms: int) -> None:
     hub.presence.session_ended(session)
     for path in tuple(session.boxes):
         hub.mailboxes.leave(path, session)
-    registering.session_ended(hub, session, now_ms)
+    registering.release_addresses(hub, session, now_ms)
     session.frames_held = None
 
 
 # -- time ------------------------------------------------------------------------------------------------
 
 
-def tick(hub: Hub, session: Session, now_ms: int) -> None:
+def tick_session(hub: Hub, session: Session, now_ms: int) -> None:
     """Once a second, of every session."""
     if session.state == CONNECTING:
         if now_ms - session.opened_ms >= hub.limits.hub_connect_ms:
@@ -360,53 +362,53 @@ def tick(hub: Hub, session: Session, now_ms: int) -> None:
         return
     if session.detached:
         if now_ms >= session.detached_until_ms:
-            end(hub, session, now_ms)
+            end_session(hub, session, now_ms)
         return
     session.minute.roll(session, now_ms)
     hub.flow.on_second(session, now_ms)
     if session.expires_ms is None:
         return
     remaining = session.expires_ms - now_ms
-    if remaining <= GRACE_MS and not session.told_expiring:
+    if remaining <= TOKEN_GRACE_MS and not session.told_expiring:
         session.told_expiring = True
         if "token-refresh" in session.features:
             payload = {"tokenExpiresAt": session.expires_ms, "remaining": max(0, remaining)}
             hub.notice(session, "hub:token_expiring", payload, now_ms)
-    if in_grace(session, now_ms) and -remaining >= GRACE_MS:
-        dismiss(hub, session, "the token has expired", now_ms)
+    if in_token_grace(session, now_ms) and -remaining >= TOKEN_GRACE_MS:
+        disconnect_unauthorized(hub, session, "the token has expired", now_ms)
 
 
-def dismiss(hub: Hub, session: Session, reason: str, now_ms: int) -> None:
+def disconnect_unauthorized(hub: Hub, session: Session, reason: str, now_ms: int) -> None:
     """It may not go on, at once."""
     hub.audit(session, "dismiss", "", reason, now_ms)
-    say_goodbye(hub, session, "unauthorized", reason, now_ms)
+    send_disconnect(hub, session, "unauthorized", reason, now_ms)
     if session.detached:
-        end(hub, session, now_ms)
+        end_session(hub, session, now_ms)
     else:
         hub.close(session, 1008, reason)
 
 
-def rules_changed(hub: Hub, now_ms: int) -> None:
+def disconnect_denied(hub: Hub, now_ms: int) -> None:
     """Whoever holds an address that it could not register any more is sent away."""
     for session in tuple(hub.sessions.values()):
         if not all(hub.policy.may_register(session.actor, path) for path in session.addresses):
-            dismiss(hub, session, "the rules have changed", now_ms)
+            disconnect_unauthorized(hub, session, "the rules have changed", now_ms)
 
 
-def recheck(hub: Hub, stands: Callable[[Identity], bool], now_ms: int) -> int:
+def disconnect_revoked(hub: Hub, stands: Callable[[Identity], bool], now_ms: int) -> int:
     """Sessions whose identity has lost its right end now, and cannot be resumed."""
     lost = [one for one in hub.sessions.values() if not stands(one.identity)]
     for session in lost:
-        dismiss(hub, session, "the token was revoked", now_ms)
+        disconnect_unauthorized(hub, session, "the token was revoked", now_ms)
     return len(lost)
 
 
-def shut_down(hub: Hub, delays: dict[str, int], now_ms: int) -> None:
+def disconnect_all(hub: Hub, delays: dict[str, int], now_ms: int) -> None:
     """SIGTERM: everybody is told when to come back; the delays spread them."""
     hub.draining = True
     for session in tuple(hub.sessions.values()):
         if session.detached:
             continue
         after = delays.get(session.id, 0)
-        say_goodbye(hub, session, "server_shutdown", "restarting", now_ms, reconnectAfter=after)
+        send_disconnect(hub, session, "server_shutdown", "restarting", now_ms, reconnectAfter=after)
         hub.close(session, 1001, "server_shutdown")

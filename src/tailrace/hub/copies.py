@@ -7,12 +7,12 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from tailrace.hub.fields import Request
-from tailrace.hub.members import members
-from tailrace.hub.message import Envelope, encode
+from tailrace.hub.fields import HubRequest
+from tailrace.hub.members import parse_members
+from tailrace.hub.message import Envelope, encode_envelope
 
 # Metadata that is the hub's own, or nobody else's business.
-OWNED: Final = frozenset(
+HUB_METADATA: Final = frozenset(
     (
         *("via", "forwarded", "originalFrom", "originalMessageId", "broadcast", "publication", "topic"),
         *("mailbox", "redelivered", "deliveryCount", "subscriptionIds", "hubSeq", "verified", "forwarding"),
@@ -20,11 +20,11 @@ OWNED: Final = frozenset(
     )
 )
 # Metadata that says how to send, and is of no use to the recipient.
-_ASKED: Final = frozenset(("ack", "requireAck", "expectReply", "renewOnHeartbeat"))
-TRACE: Final = ("traceId", "spanId", "traceparent")
+_DELIVERY_OPTIONS: Final = frozenset(("ack", "requireAck", "expectReply", "renewOnHeartbeat"))
+TRACE_FIELDS: Final = ("traceId", "spanId", "traceparent")
 
 
-class Copy(msgspec.Struct, eq=False, gc=False):
+class OutgoingMessage(msgspec.Struct, eq=False, gc=False):
     """An envelope for one recipient. `metadata` has no closing brace yet: more may follow."""
 
     id: str
@@ -40,7 +40,7 @@ class Copy(msgspec.Struct, eq=False, gc=False):
 
     def frame(self, more: bytes = b"") -> bytes:
         """As bytes; `more` are further members of the metadata, each with a leading comma."""
-        return encode(
+        return encode_envelope(
             id=self.id,
             from_=self.sender,
             to=self.to,
@@ -57,31 +57,35 @@ class Copy(msgspec.Struct, eq=False, gc=False):
         return self.ttl is not None and self.timestamp + self.ttl < now_ms
 
 
-def carried(request: Request) -> bytes:
+def forwarded_metadata(request: HubRequest) -> bytes:
     """The sender's metadata as far as it is passed on, as `{"a":1` or `{`: without the closing brace."""
     raw = request.metadata.raw
-    if OWNED.isdisjoint(raw) and _ASKED.isdisjoint(raw):
+    if HUB_METADATA.isdisjoint(raw) and _DELIVERY_OPTIONS.isdisjoint(raw):
         text = bytes(request.envelope.metadata).strip()
         return text[:-1].rstrip() if raw else b"{"
-    kept = {name: value for name, value in raw.items() if name not in OWNED and name not in _ASKED}
+    kept = {
+        name: value
+        for name, value in raw.items()
+        if name not in HUB_METADATA and name not in _DELIVERY_OPTIONS
+    }
     return msgspec.json.encode(kept)[:-1] if kept else b"{"
 
 
-def extended(metadata: bytes, more: bytes) -> bytes:
+def append_metadata(metadata: bytes, more: bytes) -> bytes:
     """Open metadata with further members; `more` has no leading comma."""
     return metadata + more if metadata == b"{" else metadata + b"," + more
 
 
-def traced(request: Request) -> bytes:
+def trace_metadata(request: HubRequest) -> bytes:
     """What ties a reply or an error to its request's trace."""
-    found = {name: request.metadata.raw[name] for name in TRACE if name in request.metadata.raw}
+    found = {name: request.metadata.raw[name] for name in TRACE_FIELDS if name in request.metadata.raw}
     return msgspec.json.encode(found) if found else b"{}"
 
 
-def stored(envelope: Envelope) -> Copy:
+def outgoing_from_envelope(envelope: Envelope) -> OutgoingMessage:
     """A copy that was kept in a stream, to be handed over."""
     metadata = bytes(envelope.metadata).strip()
-    return Copy(
+    return OutgoingMessage(
         envelope.id,
         envelope.from_ or "",
         envelope.to or "",
@@ -95,5 +99,5 @@ def stored(envelope: Envelope) -> Copy:
     )
 
 
-def metadata_of(copy: Copy) -> dict[str, Raw]:
-    return members(copy.metadata + b"}")
+def parse_metadata(copy: OutgoingMessage) -> dict[str, Raw]:
+    return parse_members(copy.metadata + b"}")

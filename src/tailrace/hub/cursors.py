@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from tailrace.hub.addresses import MAILBOXES
-from tailrace.hub.effects import Append, Settled
+from tailrace.hub.addresses import MAILBOX_PREFIX
+from tailrace.hub.effects import Append, AppendOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tailrace.hub.state import Hub
 
-STREAM: Final = "hub/cursors/0"
+CURSORS_STREAM: Final = "hub/cursors/0"
 DIRTY_MAX: Final = 1000
-WRITTEN_AGAIN_MS: Final = 12 * 3600 * 1000
-NEW: Final = -1
+CURSOR_REWRITE_MS: Final = 12 * 3600 * 1000
+NEVER_WRITTEN: Final = -1
 
 
 class Cursor(msgspec.Struct, eq=False):
@@ -71,9 +71,9 @@ class Cursors:
         """One from the log may be there since long, and is written again soon."""
         self._cursors.setdefault(path, {})[stream] = cursor
         cursor.moved_ms = cursor.moved_ms or self.now_ms
-        if not stream.startswith(MAILBOXES):
+        if not stream.startswith(MAILBOX_PREFIX):
             self._holders.setdefault(stream, set()).add(path)
-        self._written.setdefault((path, stream), 0 if restored else NEW)
+        self._written.setdefault((path, stream), 0 if restored else NEVER_WRITTEN)
 
     def drop(self, path: str, stream: str) -> None:
         """Of a stream that is not there: it says nothing."""
@@ -104,7 +104,9 @@ class Cursors:
     def forget(self, path: str, stream: str) -> None:
         """Its stream is gone."""
         if self._take_out(path, stream):
-            self._hub.append(Append(STREAM, _message(path, stream, None), key=path.encode()))
+            self._hub.append(
+                Append(CURSORS_STREAM, _encode_cursor_event(path, stream, None), key=path.encode())
+            )
 
     def moved(self, path: str, stream: str) -> None:
         cursor = self.of(path, stream)
@@ -126,20 +128,20 @@ class Cursors:
         """Positions that did not move for long, a few at a time. Once a second."""
         self.now_ms = now_ms
         for (path, stream), at_ms in list(islice(self._written.items(), DIRTY_MAX)):
-            if at_ms != NEW and now_ms - at_ms < WRITTEN_AGAIN_MS:
+            if at_ms != NEVER_WRITTEN and now_ms - at_ms < CURSOR_REWRITE_MS:
                 return
             self._written[(path, stream)] = now_ms
             self._written.move_to_end((path, stream))
-            if at_ms != NEW:
+            if at_ms != NEVER_WRITTEN:
                 self._dirty[(path, stream)] = 1
                 self._hub.unwritten = True
 
-    def commit(self, path: str, stream: str, then: Callable[[Settled, int], None]) -> None:
+    def commit(self, path: str, stream: str, then: Callable[[AppendOutcome, int], None]) -> None:
         """Written at once: somebody waits for it."""
         self._dirty.pop((path, stream), None)
         self._append(path, stream, then)
 
-    def _append(self, path: str, stream: str, then: Callable[[Settled, int], None] | None) -> None:
+    def _append(self, path: str, stream: str, then: Callable[[AppendOutcome, int], None] | None) -> None:
         cursor = self.of(path, stream)
         if cursor is None or self._hub.streams.tail(stream) is None:
             return
@@ -148,13 +150,15 @@ class Cursors:
             streams.offset(stream, cursor.committed),
             streams.offset(stream, cursor.delivered),
             cursor.moved_ms,
-            runs(cursor.passed),
+            to_ranges(cursor.passed),
             streams.offset(stream, cursor.read_upto) if cursor.read_upto > cursor.delivered else None,
         )
-        self._hub.append(Append(STREAM, _message(path, stream, record), then, key=path.encode()))
+        self._hub.append(
+            Append(CURSORS_STREAM, _encode_cursor_event(path, stream, record), then, key=path.encode())
+        )
 
 
-def runs(entries: Iterable[int]) -> list[tuple[int, int]]:
+def to_ranges(entries: Iterable[int]) -> list[tuple[int, int]]:
     """Numbers as runs: most of them follow each other."""
     found: list[tuple[int, int]] = []
     for entry in sorted(entries):
@@ -165,13 +169,13 @@ def runs(entries: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-def key_of(path: str, stream: str) -> str:
+def cursor_key(path: str, stream: str) -> str:
     """How the log names a position."""
     return f"@({path}) {stream}"
 
 
-def _message(path: str, stream: str, record: CursorRecord | None) -> bytes:
-    key = key_of(path, stream)
+def _encode_cursor_event(path: str, stream: str, record: CursorRecord | None) -> bytes:
+    key = cursor_key(path, stream)
     if record is None:
         return msgspec.json.encode({"type": "cursor", "key": key, "headers": {"operation": "delete"}})
     return msgspec.json.encode(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
-from tailrace.hub.copies import Copy, stored
-from tailrace.hub.effects import Append, Settled
+from tailrace.hub.copies import OutgoingMessage, outgoing_from_envelope
+from tailrace.hub.effects import Append, AppendOutcome
 from tailrace.hub.ids import new_id
-from tailrace.hub.message import parse
+from tailrace.hub.message import parse_envelope
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from tailrace.hub.session import Session
     from tailrace.hub.state import Hub
 
-STREAM: Final = "hub/dead-letters"
-PER_SECOND: Final = 100  # of one identity; beyond, equal ones are merged
+DEAD_LETTERS_STREAM: Final = "hub/dead-letters"
+LETTERS_PER_SECOND_MAX: Final = 100  # of one identity; beyond, equal ones are merged
 MERGED_MAX: Final = 10_000
 WAITING_BYTES_MAX: Final = 2**30  # it was let in before
 
 
-class Letter(msgspec.Struct, rename="camel"):
+class DeadLetter(msgspec.Struct, rename="camel"):
     """One entry of the stream."""
 
     id: str
@@ -46,12 +46,12 @@ class DeadLetters:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._seconds: dict[str, list[int]] = {}  # by identity: [second, letters]
-        self._merged: dict[tuple[str, str, str], Letter] = {}
+        self._merged: dict[tuple[str, str, str], DeadLetter] = {}
 
     def write(
         self,
         reason: str,
-        copy: Copy,
+        copy: OutgoingMessage,
         now_ms: int,
         *,
         stream: str | None = None,
@@ -60,12 +60,12 @@ class DeadLetters:
         attempts: int = 0,
         accepted_ms: int | None = None,
         trace: Any = None,
-        then: Callable[[Settled, int], None] | None = None,
+        then: Callable[[AppendOutcome, int], None] | None = None,
     ) -> None:
         """Off the path. Accepted messages are never merged; others are, once there are too many."""
         self._hub.count("dead_letters", reason)
         self._hub.trace.note("dead", copy, now_ms, stream=stream, offset=offset, reason=reason)
-        letter = Letter(
+        letter = DeadLetter(
             f"dl-{new_id(now_ms)}",
             reason,
             copy.sender,
@@ -101,16 +101,18 @@ class DeadLetters:
             self._seconds[sender] = [second, 1]
             return True
         noted[1] += 1
-        return noted[1] <= PER_SECOND
+        return noted[1] <= LETTERS_PER_SECOND_MAX
 
-    def _append(self, letter: Letter, then: Callable[[Settled, int], None] | None = None) -> None:
-        self._hub.append(Append(STREAM, msgspec.json.encode(letter), then, key=letter.to.encode()))
+    def _append(self, letter: DeadLetter, then: Callable[[AppendOutcome, int], None] | None = None) -> None:
+        self._hub.append(
+            Append(DEAD_LETTERS_STREAM, msgspec.json.encode(letter), then, key=letter.to.encode())
+        )
 
     def session_ended(self, session: Session, now_ms: int) -> None:
         """What waited for a client that did not come back."""
         waiting, session.waiting = session.waiting, None
         for frame in waiting or ():
-            copy = stored(parse(frame, WAITING_BYTES_MAX))
+            copy = outgoing_from_envelope(parse_envelope(frame, WAITING_BYTES_MAX))
             if copy.sender != self._hub.options.address:
                 self.write("resume_expired", copy, now_ms)
         session.detached_bytes = 0

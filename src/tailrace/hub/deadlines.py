@@ -6,12 +6,12 @@ import heapq
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from tailrace.hub.asks import Ask
+    from tailrace.hub.asks import PendingRequest
 
 SECOND_MS: Final = 1000
 
 
-class Deadlines:
+class RequestDeadlines:
     """Asks by the second in which they end, so that one which was answered can be taken out at once.
 
     A heap of asks would keep each until its time had come: at ten thousand a second, hundreds of thousands.
@@ -20,13 +20,13 @@ class Deadlines:
     __slots__ = ("_by_second", "_seconds")
 
     def __init__(self) -> None:
-        self._by_second: dict[int, dict[str, Ask]] = {}  # by the id of the copy
+        self._by_second: dict[int, dict[str, PendingRequest]] = {}  # by the id of the copy
         self._seconds: list[int] = []  # a heap of the keys of those
 
     def __len__(self) -> int:
         return sum(map(len, self._by_second.values()))
 
-    def add(self, ask: Ask) -> None:
+    def add(self, ask: PendingRequest) -> None:
         second = ask.deadline_ms // SECOND_MS
         found = self._by_second.get(second)
         if found is None:
@@ -34,14 +34,14 @@ class Deadlines:
             heapq.heappush(self._seconds, second)
         found[ask.copy_id] = ask
 
-    def remove(self, ask: Ask) -> None:
+    def remove(self, ask: PendingRequest) -> None:
         found = self._by_second.get(ask.deadline_ms // SECOND_MS)
         if found is not None:
             found.pop(ask.copy_id, None)
 
-    def take_due(self, now_ms: int) -> list[Ask]:
+    def take_due(self, now_ms: int) -> list[PendingRequest]:
         """Those whose time is over, in the order of their deadlines."""
-        due: list[Ask] = []
+        due: list[PendingRequest] = []
         while self._seconds and self._seconds[0] <= now_ms // SECOND_MS:
             second = self._seconds[0]
             found = self._by_second[second]

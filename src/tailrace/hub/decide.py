@@ -23,23 +23,23 @@ from tailrace.hub import (
     send,
     watching,
 )
-from tailrace.hub.effects import Effect, Listen, Turn
+from tailrace.hub.effects import Defer, Effect, ResumeReading
 from tailrace.hub.errors import DeniedError, HubError
-from tailrace.hub.fields import Request
-from tailrace.hub.flow import in_grace
-from tailrace.hub.keeping import keep
-from tailrace.hub.message import Envelope, parse
-from tailrace.hub.relay import MARK, REPLAY_MS, Plain, read_plain, relay
+from tailrace.hub.fields import HubRequest
+from tailrace.hub.flow import in_token_grace
+from tailrace.hub.keeping import store_plain_send
+from tailrace.hub.message import Envelope, parse_envelope
+from tailrace.hub.relay import REPLAY_WINDOW_MS, SEND_MARKER, PlainSend, parse_plain_send, relay_plain_send
 from tailrace.hub.session import CONNECTED, CONNECTING, Session
 from tailrace.hub.signing import check_signature
 from tailrace.hub.state import Hub
 
 PING_BYTES_MAX: Final = 64
 PONG: Final = b'{"type":"pong"}'
-EXPIRED_AT_ONCE: Final = 1000
-LOOKED_AT_AT_ONCE: Final = 500  # sessions, or senders, in one turn of a tick
-IN_GRACE: Final = frozenset(("hub:refresh_token", "hub:heartbeat", "hub:disconnect"))
-BY_HTTP: Final = frozenset(
+EXPIRED_PER_TICK_MAX: Final = 1000
+ITEMS_PER_TURN: Final = 500  # sessions, or senders, in one turn of a tick
+TYPES_IN_GRACE: Final = frozenset(("hub:refresh_token", "hub:heartbeat", "hub:disconnect"))
+TYPES_BY_HTTP: Final = frozenset(
     (
         *("hub:send", "hub:publish", "hub:broadcast", "hub:discover"),
         *("hub:list_actors", "hub:mailbox_read", "hub:mailbox_commit"),
@@ -47,11 +47,11 @@ BY_HTTP: Final = frozenset(
 )
 
 T = TypeVar("T")
-Handler = Callable[[Hub, Session, Request, int], None]
+Handler = Callable[[Hub, Session, HubRequest, int], None]
 HANDLERS: Final[dict[str, Handler]] = {
     "hub:heartbeat": connecting.heartbeat,
     "hub:disconnect": connecting.disconnect,
-    "hub:refresh_token": connecting.refresh,
+    "hub:refresh_token": connecting.refresh_token,
     "hub:register": registering.register,
     "hub:renew": registering.renew,
     "hub:unregister": registering.unregister,
@@ -64,18 +64,18 @@ HANDLERS: Final[dict[str, Handler]] = {
     "hub:subscribe": lambda hub, session, request, now: hub.topics.subscribe(session, request, now),
     "hub:unsubscribe": lambda hub, session, request, now: hub.topics.unsubscribe(session, request, now),
     "hub:publish": publishing.publish,
-    "hub:mailbox_read": mailbox_commands.read,
-    "hub:mailbox_commit": mailbox_commands.commit,
-    "hub:queue_stats": watching.queue_stats,
-    "hub:metrics": watching.metrics,
+    "hub:mailbox_read": mailbox_commands.read_mailbox,
+    "hub:mailbox_commit": mailbox_commands.commit_mailbox,
+    "hub:queue_stats": watching.send_queue_stats,
+    "hub:metrics": watching.send_metrics,
 }
 
 
-class _Id(msgspec.Struct):
+class _IdOnly(msgspec.Struct):
     id: str | None = None
 
 
-def opened(hub: Hub, session: Session) -> None:
+def on_opened(hub: Hub, session: Session) -> None:
     """A socket is open; it has a few seconds to say who it is."""
     hub.connecting.add(session)
 
@@ -88,10 +88,10 @@ def decide(hub: Hub, session: Session, frame: bytes, now_ms: int) -> list[Effect
         session.frames_held.append(frame)
     else:
         _receive(hub, session, frame, now_ms)
-    return finish(hub, now_ms)
+    return collect_effects(hub, now_ms)
 
 
-def finish(hub: Hub, now_ms: int) -> list[Effect]:
+def collect_effects(hub: Hub, now_ms: int) -> list[Effect]:
     """The effects so far, once nothing else can be decided."""
     while hub.ready:
         session = hub.ready.popleft()
@@ -100,68 +100,68 @@ def finish(hub: Hub, now_ms: int) -> list[Effect]:
         while held and (not session.broadcasting or hub.convoys.takes(session, held[0])):
             _receive(hub, session, held.pop(0), now_ms)
         if not held and (had or not session.broadcasting):
-            hub.effects.append(Listen(session))
+            hub.effects.append(ResumeReading(session))
     taken, hub.effects = hub.effects, []
     return taken
 
 
-def too_large(hub: Hub, session: Session, prefix: bytes, size: int, now_ms: int) -> list[Effect]:
+def on_too_large(hub: Hub, session: Session, prefix: bytes, size: int, now_ms: int) -> list[Effect]:
     """A message that was skipped; its beginning may tell its id."""
     bytes_max = hub.limits.hub_message_bytes
     details = {"messageSize": size, "maxSize": bytes_max}
     error = HubError("message_too_large", f"a message has at most {bytes_max} bytes", details)
-    hub.refuse(session, error, now_ms, request_id=_id_in(prefix))
-    return finish(hub, now_ms)
+    hub.refuse(session, error, now_ms, request_id=_extract_id(prefix))
+    return collect_effects(hub, now_ms)
 
 
-def closed(hub: Hub, session: Session, code: int, now_ms: int) -> list[Effect]:
+def on_closed(hub: Hub, session: Session, code: int, now_ms: int) -> list[Effect]:
     hub.connecting.discard(session)
     connecting.socket_closed(hub, session, code, now_ms)
-    return finish(hub, now_ms)
+    return collect_effects(hub, now_ms)
 
 
-def silent(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
+def on_silence(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
     """No sign of life for too long: the socket is closed after what is said here."""
     if session.state == CONNECTED:
-        connecting.say_goodbye(hub, session, "heartbeat_timeout", "no sign of life", now_ms)
-    return finish(hub, now_ms)
+        connecting.send_disconnect(hub, session, "heartbeat_timeout", "no sign of life", now_ms)
+    return collect_effects(hub, now_ms)
 
 
-def drained(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
+def on_drained(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
     hub.flow.on_drain(session, now_ms)
-    return finish(hub, now_ms)
+    return collect_effects(hub, now_ms)
 
 
 def tick(hub: Hub, now_ms: int) -> list[Effect]:
     """Once a second."""
     for session in tuple(hub.connecting):
-        connecting.tick(hub, session, now_ms)
+        connecting.tick_session(hub, session, now_ms)
         if session.state != CONNECTING:
             hub.connecting.discard(session)
-    _by_turns(hub, iter(tuple(hub.sessions.values())), partial(_tick_session, hub), now_ms)
+    _process_in_turns(hub, iter(tuple(hub.sessions.values())), partial(_tick_session, hub), now_ms)
     hub.asks.tick(now_ms)
-    registering.expire(hub, now_ms, EXPIRED_AT_ONCE)
+    registering.expire_registrations(hub, now_ms, EXPIRED_PER_TICK_MAX)
     hub.mailboxes.tick(now_ms)
     hub.presence.tick(now_ms)
     hub.sweeping.tick(now_ms)
-    _by_turns(hub, iter(tuple(hub.senders)), hub.forget_seen, now_ms)
+    _process_in_turns(hub, iter(tuple(hub.senders)), hub.forget_seen, now_ms)
     hub.mailboxes.cursors.write_again(now_ms)
     flush(hub)
-    return finish(hub, now_ms)
+    return collect_effects(hub, now_ms)
 
 
-def _by_turns(hub: Hub, items: Iterator[T], look: Callable[[T, int], None], now_ms: int) -> None:
+def _process_in_turns(hub: Hub, items: Iterator[T], look: Callable[[T, int], None], now_ms: int) -> None:
     """Looks at all of them, so many at once, then others have their turn: no message waits for thousands."""
-    some = list(islice(items, LOOKED_AT_AT_ONCE))
+    some = list(islice(items, ITEMS_PER_TURN))
     for item in some:
         look(item, now_ms)
-    if len(some) == LOOKED_AT_AT_ONCE:
-        hub.effects.append(Turn(partial(_by_turns, hub, items, look)))
+    if len(some) == ITEMS_PER_TURN:
+        hub.effects.append(Defer(partial(_process_in_turns, hub, items, look)))
 
 
 def _tick_session(hub: Hub, session: Session, now_ms: int) -> None:
     if hub.sessions.get(session.id) is session:  # it has not ended meanwhile
-        connecting.tick(hub, session, now_ms)
+        connecting.tick_session(hub, session, now_ms)
 
 
 def flush(hub: Hub) -> None:
@@ -182,21 +182,21 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
         return
     session.received += 1
     plain = None
-    if session.answer is None and session.state == CONNECTED and MARK in frame:
-        plain = read_plain(frame)
+    if session.answer is None and session.state == CONNECTED and SEND_MARKER in frame:
+        plain = parse_plain_send(frame)
         if plain is not None:
-            short = relay(hub, session, plain, len(frame), now_ms) if plain.is_tell else None
-            short = short or keep(hub, session, plain, frame, now_ms)
+            short = relay_plain_send(hub, session, plain, len(frame), now_ms) if plain.is_tell else None
+            short = short or store_plain_send(hub, session, plain, frame, now_ms)
             if short is not None:
                 hub.effects.append(short)
                 return
-    request = _request(hub, session, frame, plain, now_ms)
+    request = _parse_request(hub, session, frame, plain, now_ms)
     if request is None:
         return
     try:
         _handle(hub, session, request, now_ms)
     except HubError as error:
-        hub.count("messages", f"{_kind(request.envelope.type)}/refused")
+        hub.count("messages", f"{_metric_kind(request.envelope.type)}/refused")
         if error.code == "rate_limited":
             hub.count("rate_limited", str(error.details.get("kind", "")))
         if isinstance(error, DeniedError):
@@ -207,28 +207,30 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
         if hub.options.on_bug is None:
             raise
         hub.options.on_bug(error)
-        hub.count("messages", f"{_kind(request.envelope.type)}/refused")
+        hub.count("messages", f"{_metric_kind(request.envelope.type)}/refused")
         bug = HubError("internal_error", "the hub failed at this message")
         hub.refuse_request(session, request, bug, now_ms)
 
 
-def _request(hub: Hub, session: Session, frame: bytes, plain: Plain | None, now_ms: int) -> Request | None:
+def _parse_request(
+    hub: Hub, session: Session, frame: bytes, plain: PlainSend | None, now_ms: int
+) -> HubRequest | None:
     """What a frame says; None if it made no sense, which its sender has been told."""
     request = None if plain is None else plain.request(frame)
     if request is not None:
         return request
     request_id: str | None = None
     try:
-        envelope = parse(frame, hub.limits.hub_message_bytes)
+        envelope = parse_envelope(frame, hub.limits.hub_message_bytes)
         request_id = envelope.id
-        return Request(envelope, frame)
+        return HubRequest(envelope, frame)
     except HubError as error:
-        hub.refuse(session, error, now_ms, request_id=request_id or _id_in(frame))
-        _strike(hub, session, now_ms)
+        hub.refuse(session, error, now_ms, request_id=request_id or _extract_id(frame))
+        _count_malformed(hub, session, now_ms)
         return None
 
 
-def _handle(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def _handle(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     envelope = request.envelope
     kind = envelope.type
     if session.state == CONNECTING:
@@ -242,9 +244,9 @@ def _handle(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         raise HubError("invalid_request", "the session is connected", {"field": "type"})
     request.sender = hub.sender_of(session, envelope.from_)
     handler = HANDLERS.get(kind)
-    if handler is None or (session.answer is not None and kind not in BY_HTTP):
+    if handler is None or (session.answer is not None and kind not in TYPES_BY_HTTP):
         raise HubError("unknown_type", f"there is no message of type {kind[:128]!r} here")
-    if in_grace(session, now_ms) and kind not in IN_GRACE:
+    if in_token_grace(session, now_ms) and kind not in TYPES_IN_GRACE:
         raise HubError("unauthorized", "the token has expired", {"action": kind, "reason": "token expired"})
     if not hub.dev:
         _check_time(envelope, now_ms)
@@ -254,13 +256,13 @@ def _handle(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
 
 
 def _check_time(envelope: Envelope, now_ms: int) -> None:
-    if envelope.timestamp < now_ms - REPLAY_MS:
+    if envelope.timestamp < now_ms - REPLAY_WINDOW_MS:
         raise HubError("replay_detected", "the message is too old", {"serverTime": now_ms})
-    if envelope.timestamp > now_ms + REPLAY_MS:
+    if envelope.timestamp > now_ms + REPLAY_WINDOW_MS:
         raise HubError("clock_skew", "the message is from the future", {"serverTime": now_ms})
 
 
-def _strike(hub: Hub, session: Session, now_ms: int) -> None:
+def _count_malformed(hub: Hub, session: Session, now_ms: int) -> None:
     if session.strike(now_ms) >= hub.limits.hub_strikes:
         hub.close(session, 1008, "too many malformed messages")
 
@@ -272,16 +274,16 @@ def _is_ping(frame: bytes) -> bool:
         return False
 
 
-def _id_in(frame: bytes) -> str | None:
+def _extract_id(frame: bytes) -> str | None:
     """The id of what is not an envelope, as far as it can be told."""
     try:
-        found = msgspec.json.decode(frame, type=_Id).id
+        found = msgspec.json.decode(frame, type=_IdOnly).id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = _id_at_start(frame)
+        found = _extract_leading_id(frame)
     return found if found is not None and 1 <= len(found.encode("utf-8", "replace")) <= 128 else None
 
 
-def _id_at_start(frame: bytes) -> str | None:
+def _extract_leading_id(frame: bytes) -> str | None:
     """From `{"id":"..."`, if the rest is missing or makes no sense."""
     text = frame[:512].lstrip(b" \t\r\n{")
     name, colon, rest = text.partition(b":")
@@ -297,5 +299,5 @@ def _id_at_start(frame: bytes) -> str | None:
         return None
 
 
-def _kind(message_type: str) -> str:
+def _metric_kind(message_type: str) -> str:
     return message_type[4:] if message_type in HANDLERS else "other"

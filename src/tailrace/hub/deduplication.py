@@ -17,14 +17,14 @@ TTL_MS_MAX: Final = 300_000
 ENTRIES_MAX: Final = 10_000
 BYTES_MAX: Final = 512 * 1024 * 1024  # of all senders
 ANSWER_BYTES_MAX: Final = 1024 * 1024  # of one sender
-ANSWERS_SHARE: Final = 4  # answers have at most this part of what all may hold
+ANSWERS_FRACTION: Final = 4  # answers have at most this part of what all may hold
 WAITERS_MAX: Final = 16
 # What an entry costs besides its id and its answers, roughly.
 _ENTRY_BYTES: Final = 400
-_NOTE_BYTES: Final = 250
+_BARE_ENTRY_BYTES: Final = 250
 
 
-class Seen(msgspec.Struct, eq=False, gc=False):
+class SeenMessage(msgspec.Struct, eq=False, gc=False):
     """A message that was accepted. Until it is finished, those who repeat it wait for its answers.
 
     There are very many, and none is part of a cycle: the collector need not look at them.
@@ -54,7 +54,7 @@ class SeenMemory:
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self.bytes_max = bytes_max
-        self.answer_bytes_max = bytes_max // ANSWERS_SHARE
+        self.answer_bytes_max = bytes_max // ANSWERS_FRACTION
         self.bytes = 0
         self.answer_bytes = 0  # of these
 
@@ -63,7 +63,7 @@ class SeenMemory:
         return self.bytes >= self.bytes_max
 
 
-class SeenSet:
+class SeenMessages:
     """The newest messages of one sender, bounded in age and number; the oldest leave first."""
 
     __slots__ = (
@@ -89,10 +89,10 @@ class SeenSet:
     ) -> None:
         # Not a dict: that one looks for its first entry among all places that were left before it.
         # A message that has no answer is only the time at which it came.
-        self._entries: OrderedDict[str, Seen | int] = OrderedDict()
+        self._entries: OrderedDict[str, SeenMessage | int] = OrderedDict()
         self._entries_max = entries_max
         self._answer_bytes_max = answer_bytes_max
-        self._answered: deque[Seen] = deque()  # those with answers, as they came
+        self._answered: deque[SeenMessage] = deque()  # those with answers, as they came
         self._ttl_ms = min(ttl_ms, TTL_MS_MAX)
         self._memory = memory or SeenMemory()
         self.size_bytes = 0
@@ -109,12 +109,14 @@ class SeenSet:
         """Whether there is anything under this id, be its time over or not."""
         return identifier in self._entries
 
-    def get(self, identifier: str, now_ms: int) -> Seen | None:
+    def get(self, identifier: str, now_ms: int) -> SeenMessage | None:
         """The first of this id, if it is still known."""
         found = self._entries.get(identifier)
-        if found is None or now_ms - _seen_ms(found) >= self._ttl_ms:
+        if found is None or now_ms - _time_seen_ms(found) >= self._ttl_ms:
             return None
-        return found if isinstance(found, Seen) else Seen(identifier, found, found, finished=True)
+        return (
+            found if isinstance(found, SeenMessage) else SeenMessage(identifier, found, found, finished=True)
+        )
 
     def note(self, identifier: str, now_ms: int) -> bool:
         """Remember a message that has no answer, at little cost. False if there is anything under its id,
@@ -129,7 +131,7 @@ class SeenSet:
         if now_ms >= self._expiry_ms:
             self.expire(now_ms)
         entries[identifier] = now_ms
-        size_bytes = _NOTE_BYTES + len(identifier)
+        size_bytes = _BARE_ENTRY_BYTES + len(identifier)
         self.size_bytes += size_bytes
         memory.bytes += size_bytes
         if len(entries) > self._entries_max:
@@ -138,14 +140,14 @@ class SeenSet:
 
     def add(
         self, identifier: str, now_ms: int, timestamp_ms: int, *, answers: tuple[bytes, ...] = ()
-    ) -> Seen:
+    ) -> SeenMessage:
         """Remember an accepted message, which must not be known. `answers` if it is finished at once."""
         if now_ms >= self._expiry_ms:
             self.expire(now_ms)
         # One whose time is over may still be there if the clock was set back after younger ones came.
         if identifier in self._entries:
             self.forget(identifier)
-        entry = Seen(identifier, now_ms, timestamp_ms)
+        entry = SeenMessage(identifier, now_ms, timestamp_ms)
         self._entries[identifier] = entry
         self._account(_ENTRY_BYTES + len(identifier))
         for answer in answers:
@@ -154,7 +156,7 @@ class SeenSet:
             self._make_room()
         return entry
 
-    def join(self, entry: Seen, waiter: object) -> bool:
+    def join(self, entry: SeenMessage, waiter: object) -> bool:
         """Wait for the answers of a message that is not finished. False if too many do."""
         assert not entry.finished
         if waiter not in entry.waiters:
@@ -163,7 +165,7 @@ class SeenSet:
             entry.waiters = (*entry.waiters, waiter)
         return True
 
-    def answer(self, entry: Seen, answer: bytes, *, final: bool = True) -> tuple[object, ...]:
+    def answer(self, entry: SeenMessage, answer: bytes, *, final: bool = True) -> tuple[object, ...]:
         """Keep an answer for repeats, and learn who waits for it. A message may have several answers."""
         if not entry.let_go and self._entries.get(entry.id) is entry:
             if not entry.answers:
@@ -187,7 +189,7 @@ class SeenSet:
         entries = self._entries
         while entries:
             identifier = next(iter(entries))
-            seen_ms = _seen_ms(entries[identifier])
+            seen_ms = _time_seen_ms(entries[identifier])
             if now_ms - seen_ms < self._ttl_ms:
                 self._expiry_ms = seen_ms + self._ttl_ms
                 return
@@ -197,17 +199,17 @@ class SeenSet:
         entries, memory = self._entries, self._memory
         while len(entries) > self._entries_max:
             identifier, entry = entries.popitem(last=False)
-            if isinstance(entry, Seen):
+            if isinstance(entry, SeenMessage):
                 self.floor_ms = max(self.floor_ms, entry.timestamp_ms)
                 self._left(identifier, entry)
             else:  # the way of most messages
-                size_bytes = _NOTE_BYTES + len(identifier)
+                size_bytes = _BARE_ENTRY_BYTES + len(identifier)
                 self.size_bytes -= size_bytes
                 memory.bytes -= size_bytes
 
-    def _left(self, identifier: str, entry: Seen | int) -> None:
-        if not isinstance(entry, Seen):
-            self._account(-_NOTE_BYTES - len(identifier))
+    def _left(self, identifier: str, entry: SeenMessage | int) -> None:
+        if not isinstance(entry, SeenMessage):
+            self._account(-_BARE_ENTRY_BYTES - len(identifier))
             return
         self._account(-entry.size_bytes, -entry.answer_bytes)
         entry.answers, entry.let_go = (), True
@@ -233,5 +235,5 @@ class SeenSet:
             memory.answer_bytes += answer_bytes
 
 
-def _seen_ms(entry: Seen | int) -> int:
-    return entry.seen_ms if isinstance(entry, Seen) else entry
+def _time_seen_ms(entry: SeenMessage | int) -> int:
+    return entry.seen_ms if isinstance(entry, SeenMessage) else entry

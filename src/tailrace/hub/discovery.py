@@ -11,74 +11,74 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.hub import registering
-from tailrace.hub.addresses import Pattern
-from tailrace.hub.effects import Found, Read
-from tailrace.hub.errors import HubError, field_error, hub_error
-from tailrace.hub.fields import Request
-from tailrace.hub.presence import REGISTRY
-from tailrace.hub.registry import Query, Record, Registration, from_record
+from tailrace.hub.addresses import AddressPattern
+from tailrace.hub.effects import Read, ReadResult
+from tailrace.hub.errors import HubError, field_error, to_hub_error
+from tailrace.hub.fields import HubRequest
+from tailrace.hub.presence import REGISTRY_STREAM
+from tailrace.hub.registry import Registration, RegistrationRecord, RegistryQuery, from_record
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
-PAGE_MAX: Final = 100
+DISCOVERY_PAGE_MAX: Final = 100
 REPLAY_ENTRIES: Final = 1000
 REPLAY_BYTES: Final = 1024 * 1024
-WHOLE_NS: Final = 2 * 24 * 3600 * 10**9  # within two days everything that holds is written down again
+FULL_REWRITE_NS: Final = 2 * 24 * 3600 * 10**9  # within two days everything that holds is written down again
 
 
-class Event(msgspec.Struct):
+class RegistryEvent(msgspec.Struct):
     """A message of the registry's log."""
 
     key: str
-    value: Record | None = None
+    value: RegistrationRecord | None = None
     headers: dict[str, Any] = {}
 
 
-_events: Final = msgspec.json.Decoder(Event)
+_event_decoder: Final = msgspec.json.Decoder(RegistryEvent)
 
 
-def read_event(body: bytes) -> tuple[str, Registration | None]:
+def parse_registry_event(body: bytes) -> tuple[str, Registration | None]:
     """The path it is about, and what is registered there from then on."""
-    found = _events.decode(body)
+    found = _event_decoder.decode(body)
     return found.key[2:-1], None if found.value is None else from_record(found.value)
 
 
-def _limit(request: Request) -> int:
+def _page_limit(request: HubRequest) -> int:
     asked = request.payload.integer("limit")
-    return PAGE_MAX if asked is None else max(1, min(asked, PAGE_MAX))
+    return DISCOVERY_PAGE_MAX if asked is None else max(1, min(asked, DISCOVERY_PAGE_MAX))
 
 
-def discover(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def discover(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     payload = request.payload
     if not hub.policy.may(session.actor, "discover"):
         raise hub.denied(session, "discover", "denied by policy", "", now_ms)
-    pattern = Pattern(payload.text("pattern") or "*")
+    pattern = AddressPattern(payload.text("pattern") or "*")
     wanted = list(payload.texts("capabilities") or ())
     if (one := payload.text("capability")) is not None:
         wanted.append(one)
-    query = Query(pattern, pattern.prefix, tuple(wanted), payload.object("metadata") or {})
+    query = RegistryQuery(pattern, pattern.prefix, tuple(wanted), payload.object("metadata") or {})
     cursor = payload.text("cursor") or ""
     as_of = payload.value("asOf")
     if as_of is not None:
-        _as_of(hub, session, request, query, cursor, as_of, now_ms)
+        _discover_as_of(hub, session, request, query, cursor, as_of, now_ms)
         return
-    offset = hub.streams.offset(REGISTRY, hub.streams.tail(REGISTRY) or 0)
+    offset = hub.streams.offset(REGISTRY_STREAM, hub.streams.tail(REGISTRY_STREAM) or 0)
     found = hub.registry.matching(query, now_ms, cursor)
-    _discovered(hub, session, request, found, cursor, offset, now_ms)
+    _send_discovered(hub, session, request, found, cursor, offset, now_ms)
 
 
-def _discovered(
+def _send_discovered(
     hub: Hub,
     session: Session,
-    request: Request,
+    request: HubRequest,
     matching: Iterable[Registration],
     cursor: str,
     offset: str,
     now_ms: int,
 ) -> None:
-    limit = _limit(request)
+    limit = _page_limit(request)
     found = list(islice(matching, limit + 1))
     more = len(found) > limit
     page = found[:limit]
@@ -93,14 +93,14 @@ def _discovered(
     hub.reply(session, request, "hub:discovered", body, now_ms)
 
 
-def list_actors(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def list_actors(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     if not hub.policy.may(session.actor, "discover"):
         raise hub.denied(session, "discover", "denied by policy", "", now_ms)
-    registering.expire(hub, now_ms, len(hub.registry))
-    limit = _limit(request)
+    registering.expire_registrations(hub, now_ms, len(hub.registry))
+    limit = _page_limit(request)
     skip = max(0, request.payload.integer("offset") or 0)
     cursor = request.payload.text("cursor") or ""
-    matching = hub.registry.matching(Query(), now_ms, cursor)
+    matching = hub.registry.matching(RegistryQuery(), now_ms, cursor)
     found = list(islice(matching, skip, skip + limit + 1))
     more = len(found) > limit
     body = {
@@ -114,12 +114,18 @@ def list_actors(hub: Hub, session: Session, request: Request, now_ms: int) -> No
     hub.reply(session, request, "hub:actor_list", body, now_ms)
 
 
-def _as_of(
-    hub: Hub, session: Session, request: Request, query: Query, cursor: str, as_of: object, now_ms: int
+def _discover_as_of(
+    hub: Hub,
+    session: Session,
+    request: HubRequest,
+    query: RegistryQuery,
+    cursor: str,
+    as_of: object,
+    now_ms: int,
 ) -> None:
     """The registry as it was: its log is read again up to that moment."""
     streams = hub.streams
-    tail, earliest = streams.tail(REGISTRY) or 0, streams.earliest(REGISTRY)
+    tail, earliest = streams.tail(REGISTRY_STREAM) or 0, streams.earliest(REGISTRY_STREAM)
     upto_ns: int | None = None
     upto = tail
     if isinstance(as_of, int) and not isinstance(as_of, bool):
@@ -131,9 +137,9 @@ def _as_of(
             raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset") from None
     elif isinstance(as_of, str):
         try:
-            upto = streams.resolve(REGISTRY, as_of)
+            upto = streams.resolve(REGISTRY_STREAM, as_of)
         except TailraceError as error:
-            raise hub_error(error) from None
+            raise to_hub_error(error) from None
     else:
         raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset")
     state: dict[str, Registration] = {}
@@ -141,9 +147,9 @@ def _as_of(
     at_ms = now_ms if upto_ns is None else upto_ns // 1_000_000
 
     def done(last: int, now_ms: int) -> None:
-        if earliest and (not times or times[-1] - times[0] < WHOLE_NS):
+        if earliest and (not times or times[-1] - times[0] < FULL_REWRITE_NS):
             # What held then may be written down before what is left.
-            details = {"earliestOffset": streams.offset(REGISTRY, earliest)}
+            details = {"earliestOffset": streams.offset(REGISTRY_STREAM, earliest)}
             error = HubError("offset_gone", "the registry's log does not go back that far", details)
             hub.refuse_request(session, request, error, now_ms)
             return
@@ -152,13 +158,13 @@ def _as_of(
             for path in sorted(state)
             if path > cursor
             and query.matches(state[path])
-            and (upto_ns is None or _is_running(state[path], at_ms))
+            and (upto_ns is None or _was_registered(state[path], at_ms))
         )
-        _discovered(hub, session, request, found, cursor, streams.offset(REGISTRY, last), now_ms)
+        _send_discovered(hub, session, request, found, cursor, streams.offset(REGISTRY_STREAM, last), now_ms)
 
-    def then(found: Found, now_ms: int) -> None:
+    def then(found: ReadResult, now_ms: int) -> None:
         if found.error is not None:
-            hub.refuse_request(session, request, hub_error(found.error), now_ms)
+            hub.refuse_request(session, request, to_hub_error(found.error), now_ms)
             return
         last = found.next_entry
         for number, time_ns, body in found.entries:
@@ -166,7 +172,7 @@ def _as_of(
                 done(number - 1, now_ms)
                 return
             times[1:] = [time_ns]
-            path, registration = read_event(body)
+            path, registration = parse_registry_event(body)
             if registration is None:
                 state.pop(path, None)
             else:
@@ -174,14 +180,14 @@ def _as_of(
         if last >= upto or not found.entries:
             done(last, now_ms)
             return
-        hub.effects.append(Read(REGISTRY, last, REPLAY_ENTRIES, REPLAY_BYTES, then))
+        hub.effects.append(Read(REGISTRY_STREAM, last, REPLAY_ENTRIES, REPLAY_BYTES, then))
 
     if not tail:
         done(0, now_ms)
         return
-    hub.effects.append(Read(REGISTRY, earliest, REPLAY_ENTRIES, REPLAY_BYTES, then))
+    hub.effects.append(Read(REGISTRY_STREAM, earliest, REPLAY_ENTRIES, REPLAY_BYTES, then))
 
 
-def _is_running(found: Registration, at_ms: int) -> bool:
+def _was_registered(found: Registration, at_ms: int) -> bool:
     """Renewals are not in the log: whoever was not removed by then was there."""
     return found.registered_ms <= at_ms

@@ -23,7 +23,7 @@ class Send(msgspec.Struct, eq=False, gc=False):
     frame: bytes
 
 
-class Spread(msgspec.Struct, eq=False, gc=False):
+class SendMany(msgspec.Struct, eq=False, gc=False):
     """Envelopes to many connections, one each."""
 
     copies: list[tuple[Session, bytes]]
@@ -37,7 +37,7 @@ class Close(msgspec.Struct, eq=False):
     reason: str
 
 
-class Settled(msgspec.Struct, frozen=True):
+class AppendOutcome(msgspec.Struct, frozen=True):
     """An append that is durable, or why it is not. `entry` is 0 if it is not known any more."""
 
     entry: int = 0
@@ -51,14 +51,14 @@ class Append(msgspec.Struct, eq=False):
 
     stream: str
     body: bytes
-    then: Callable[[Settled, int], None] | None = None
+    then: Callable[[AppendOutcome, int], None] | None = None
     key: bytes | None = None
     producer: tuple[str, int, int] | None = None
     lengths: list[int] | None = None  # of each, if the body is several entries joined by commas
     begun_s: float = 0.0  # when it was given to the log, by whoever measures
 
 
-class Found(msgspec.Struct, frozen=True):
+class ReadResult(msgspec.Struct, frozen=True):
     """Entries `after + 1 .. next_entry` of a stream; `error` if they cannot be read."""
 
     entries: tuple[tuple[int, int, bytes], ...] = ()  # number, append time in ns, body
@@ -73,23 +73,23 @@ class Read(msgspec.Struct, eq=False):
     after: int
     entries_max: int
     bytes_max: int
-    then: Callable[[Found, int], None]
+    then: Callable[[ReadResult, int], None]
     since_ns: int | None = None  # from the first entry of this time on, instead of `after`
 
 
-class Create(msgspec.Struct, eq=False):
+class CreateStream(msgspec.Struct, eq=False):
     """A stream that is to be there before anything is in it."""
 
     stream: str
 
 
-class Remove(msgspec.Struct, eq=False):
+class DeleteStream(msgspec.Struct, eq=False):
     """The end of a stream."""
 
     stream: str
 
 
-class Named(msgspec.Struct, frozen=True):
+class StreamSummary(msgspec.Struct, frozen=True):
     """One stream as a list of names shows it."""
 
     stream: str
@@ -100,25 +100,36 @@ class Named(msgspec.Struct, frozen=True):
     last_ms: int  # of its last entry
 
 
-class Names(msgspec.Struct, eq=False):
+class ListStreams(msgspec.Struct, eq=False):
     """The next streams whose names begin like this, in order."""
 
     prefix: str
     after: str
     names_max: int
-    then: Callable[[list[Named], int], None]
+    then: Callable[[list[StreamSummary], int], None]
 
 
-class Listen(msgspec.Struct, eq=False):
+class ResumeReading(msgspec.Struct, eq=False):
     """A session whose frames had to wait is read from again."""
 
     session: Session
 
 
-class Turn(msgspec.Struct, eq=False):
+class Defer(msgspec.Struct, eq=False):
     """Goes on after others had their turn."""
 
     then: Callable[[int], None]
 
 
-Effect = Send | Spread | Close | Append | Read | Create | Remove | Turn | Listen | Names
+Effect = (
+    Send
+    | SendMany
+    | Close
+    | Append
+    | Read
+    | CreateStream
+    | DeleteStream
+    | Defer
+    | ResumeReading
+    | ListStreams
+)

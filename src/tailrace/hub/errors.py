@@ -12,10 +12,10 @@ from tailrace.common.errors import TailraceError
 NOT_APPLIED: Final = "not_applied"
 APPLIED: Final = "applied"
 UNKNOWN: Final = "unknown"
-GENERIC: Final = "hub:error"
+GENERIC_ERROR_TYPE: Final = "hub:error"
 
 
-class Code(msgspec.Struct, frozen=True):
+class ErrorSpec(msgspec.Struct, frozen=True):
     """What a code means in a session. Some codes have a message type and members of their own."""
 
     retryable: bool
@@ -25,45 +25,49 @@ class Code(msgspec.Struct, frozen=True):
     outcome: str = NOT_APPLIED
 
 
-HUB_CODES: Final[dict[str, Code]] = {
-    "version_mismatch": Code(
+HUB_CODES: Final[dict[str, ErrorSpec]] = {
+    "version_mismatch": ErrorSpec(
         False,
         "use a client of a supported version",
         "hub:version_mismatch",
         ("clientVersion", "serverVersion", "supportedVersions"),
     ),
-    "unauthorized": Code(False, "use a token that allows this", "hub:unauthorized", ("action", "reason")),
-    "invalid_token": Code(False, "get a new token, or register again"),
-    "rate_limited": Code(True, "wait retryAfter ms, then send again", "hub:rate_limited", ("retryAfter",)),
-    "unknown_actor": Code(
+    "unauthorized": ErrorSpec(
+        False, "use a token that allows this", "hub:unauthorized", ("action", "reason")
+    ),
+    "invalid_token": ErrorSpec(False, "get a new token, or register again"),
+    "rate_limited": ErrorSpec(
+        True, "wait retryAfter ms, then send again", "hub:rate_limited", ("retryAfter",)
+    ),
+    "unknown_actor": ErrorSpec(
         False, "discover who is there, or wait until it registers", "hub:unknown_actor", ("actorAddress",)
     ),
-    "message_too_large": Code(
+    "message_too_large": ErrorSpec(
         False, "send less at once", "hub:message_too_large", ("messageSize", "maxSize")
     ),
-    "message_expired": Code(False, "send it with a longer ttl and a new timestamp"),
-    "timeout": Code(True, "ask again with the same id", outcome=UNKNOWN),
-    "invalid_message": Code(False, "send one JSON envelope per message"),
-    "invalid_request": Code(False, "correct the field that details name"),
-    "unknown_type": Code(False, "use a type of the protocol, or address an actor"),
-    "invalid_signature": Code(False, "sign with the current secret"),
-    "replay_detected": Code(False, "send it again with a new timestamp"),
-    "clock_skew": Code(False, "set the clock; details have the server's time"),
-    "producer_gap": Code(False, "send the missing messages first"),
-    "producer_fenced": Code(False, "stop: a newer producer has taken over"),
-    "unknown_correlation": Code(False, "reply once, in time, to a request that was delivered here"),
-    "mailbox_full": Code(True, "wait until the recipient has caught up"),
-    "consumer_slow": Code(True, "wait until the recipient has caught up"),
-    "invalid_offset": Code(False, "use an offset that was delivered or read"),
-    "offset_gone": Code(False, "begin at earliestOffset"),
-    "unavailable": Code(True, "wait a moment, then send again"),
-    "internal_error": Code(True, "report it with its id, then send again", outcome=UNKNOWN),
+    "message_expired": ErrorSpec(False, "send it with a longer ttl and a new timestamp"),
+    "timeout": ErrorSpec(True, "ask again with the same id", outcome=UNKNOWN),
+    "invalid_message": ErrorSpec(False, "send one JSON envelope per message"),
+    "invalid_request": ErrorSpec(False, "correct the field that details name"),
+    "unknown_type": ErrorSpec(False, "use a type of the protocol, or address an actor"),
+    "invalid_signature": ErrorSpec(False, "sign with the current secret"),
+    "replay_detected": ErrorSpec(False, "send it again with a new timestamp"),
+    "clock_skew": ErrorSpec(False, "set the clock; details have the server's time"),
+    "producer_gap": ErrorSpec(False, "send the missing messages first"),
+    "producer_fenced": ErrorSpec(False, "stop: a newer producer has taken over"),
+    "unknown_correlation": ErrorSpec(False, "reply once, in time, to a request that was delivered here"),
+    "mailbox_full": ErrorSpec(True, "wait until the recipient has caught up"),
+    "consumer_slow": ErrorSpec(True, "wait until the recipient has caught up"),
+    "invalid_offset": ErrorSpec(False, "use an offset that was delivered or read"),
+    "offset_gone": ErrorSpec(False, "begin at earliestOffset"),
+    "unavailable": ErrorSpec(True, "wait a moment, then send again"),
+    "internal_error": ErrorSpec(True, "report it with its id, then send again", outcome=UNKNOWN),
 }
 
-ERROR_TYPES: Final = frozenset((GENERIC, *(one.typed for one in HUB_CODES.values() if one.typed)))
+ERROR_TYPES: Final = frozenset((GENERIC_ERROR_TYPE, *(one.typed for one in HUB_CODES.values() if one.typed)))
 
 # Refusals of the layers below, in the words of the hub.
-_BELOW: Final = {
+_HUB_CODE_BY_SERVER_CODE: Final = {
     "stale_epoch": "producer_fenced",
     "offset_beyond_tail": "invalid_offset",
     "append_timeout": "timeout",
@@ -113,11 +117,11 @@ class DeniedError(HubError):
         self.record = record
 
 
-def hub_error(error: TailraceError) -> HubError:
+def to_hub_error(error: TailraceError) -> HubError:
     """The same refusal as the hub tells it. What it has no word for is a bug, and tells nothing."""
     if isinstance(error, HubError):
         return error
-    code = _BELOW.get(error.code, error.code)
+    code = _HUB_CODE_BY_SERVER_CODE.get(error.code, error.code)
     if code not in HUB_CODES:
         return HubError("internal_error", "the hub failed at this message")
     details = {"reason": error.message, **error.extra} if code == "unauthorized" else error.extra
@@ -131,7 +135,7 @@ def error_payload(error: HubError) -> tuple[str, dict[str, object]]:
     has: a client that reads `code` and `details` understands it too.
     """
     meaning = HUB_CODES[error.code]
-    return meaning.typed or GENERIC, {
+    return meaning.typed or GENERIC_ERROR_TYPE, {
         **{name: error.extra.get(name) for name in meaning.members},
         "code": error.code,
         "message": error.message,

@@ -8,18 +8,18 @@ import msgspec
 from msgspec import Raw
 
 from tailrace.hub.errors import field_error
-from tailrace.hub.members import members
+from tailrace.hub.members import parse_members
 from tailrace.hub.message import Envelope
 
 if TYPE_CHECKING:
-    from tailrace.hub.send import Wanted
+    from tailrace.hub.send import SendCommand
 
-_text: Final = msgspec.json.Decoder(str)
-_int: Final = msgspec.json.Decoder(int)
-_bool: Final = msgspec.json.Decoder(bool)
-_texts: Final = msgspec.json.Decoder(list[str])
-_object: Final = msgspec.json.Decoder(dict[str, Any])
-_any: Final = msgspec.json.Decoder(object)
+_text_decoder: Final = msgspec.json.Decoder(str)
+_int_decoder: Final = msgspec.json.Decoder(int)
+_bool_decoder: Final = msgspec.json.Decoder(bool)
+_texts_decoder: Final = msgspec.json.Decoder(list[str])
+_object_decoder: Final = msgspec.json.Decoder(dict[str, Any])
+_any_decoder: Final = msgspec.json.Decoder(object)
 NULL: Final = b"null"
 
 
@@ -43,7 +43,7 @@ class Fields:
         if found is None:
             return None
         try:
-            return _text.decode(found)
+            return _text_decoder.decode(found)
         except msgspec.MsgspecError:
             raise field_error(name, f"{name} is a text") from None
 
@@ -52,7 +52,7 @@ class Fields:
         if found is None:
             return None
         try:
-            return _int.decode(found)
+            return _int_decoder.decode(found)
         except msgspec.MsgspecError:
             raise field_error(name, f"{name} is a whole number") from None
 
@@ -61,7 +61,7 @@ class Fields:
         if found is None:
             return None
         try:
-            return _bool.decode(found)
+            return _bool_decoder.decode(found)
         except msgspec.MsgspecError:
             raise field_error(name, f"{name} is true or false") from None
 
@@ -70,7 +70,7 @@ class Fields:
         if found is None:
             return None
         try:
-            return _texts.decode(found)
+            return _texts_decoder.decode(found)
         except msgspec.MsgspecError:
             raise field_error(name, f"{name} is a list of texts") from None
 
@@ -79,7 +79,7 @@ class Fields:
         if found is None:
             return None
         try:
-            return _object.decode(found)
+            return _object_decoder.decode(found)
         except msgspec.MsgspecError:
             raise field_error(name, f"{name} is an object") from None
 
@@ -90,14 +90,14 @@ class Fields:
             return None
         if bytes(found)[:1] != b"{":
             raise field_error(name, f"{name} is an object")
-        return Fields(members(found))
+        return Fields(parse_members(found))
 
     def value(self, name: str) -> object:
         found = self._of(name)
         if found is None:
             return None
         try:
-            return _any.decode(found)
+            return _any_decoder.decode(found)
         except msgspec.MsgspecError:
             raise field_error(name, f"{name} cannot be read") from None
 
@@ -105,7 +105,7 @@ class Fields:
 NO_FIELDS: Final = Fields({})
 
 
-class Request:
+class HubRequest:
     """One frame from a client: its envelope, with payload and metadata taken apart.
 
     If it is known what a send wants, it has no metadata, and nobody looks into its payload again.
@@ -113,14 +113,14 @@ class Request:
 
     __slots__ = ("envelope", "frame", "metadata", "payload", "sender", "verified", "wanted")
 
-    def __init__(self, envelope: Envelope, frame: bytes, wanted: Wanted | None = None) -> None:
+    def __init__(self, envelope: Envelope, frame: bytes, wanted: SendCommand | None = None) -> None:
         self.envelope = envelope
         self.frame = frame
         self.wanted = wanted
         self.payload = self.metadata = NO_FIELDS
         if wanted is None:
-            self.payload = Fields(members(envelope.payload))
-            self.metadata = Fields(members(envelope.metadata))
+            self.payload = Fields(parse_members(envelope.payload))
+            self.metadata = Fields(parse_members(envelope.metadata))
         self.sender = ""  # verified; decided once
         self.verified = False  # by its signature
 

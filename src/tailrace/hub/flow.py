@@ -11,11 +11,11 @@ from tailrace.hub.session import CONNECTED, NOTHING_DROPPED, Session
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
-FEEDERS_MAX: Final = 64
+PAUSED_SENDERS_MAX: Final = 64
 SENT, WAITING, SLOW, GONE, FULL = "sent", "waiting", "slow", "gone", "full"
 
 
-class Flow:
+class FlowControl:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._pausing: dict[Session, list[Session]] = {}  # recipients, and whom they were told to wait for
@@ -71,7 +71,7 @@ class Flow:
 
     def has_room(self, session: Session, now_ms: int) -> bool:
         """Whether what is read from the log may go on: below the mark at which others are told to resume."""
-        if not session.alive or session.detached or in_grace(session, now_ms):
+        if not session.alive or session.detached or in_token_grace(session, now_ms):
             return False
         limits = self._hub.limits
         held = session.outbox.bytes
@@ -117,11 +117,11 @@ class Flow:
             if noted[0] >= now_ms // 1000 - 1 and feeder.alive
         ]
         recent.sort(key=lambda one: one[0], reverse=True)
-        feeders = [feeder for _, feeder in recent[:FEEDERS_MAX]]
+        feeders = [feeder for _, feeder in recent[:PAUSED_SENDERS_MAX]]
         self._pausing[session] = feeders
         payload = {
             "reason": "consumer_slow",
-            "targets": targets(session),
+            "targets": session_targets(session),
             "queueDepth": session.outbox.messages,
             "queueBytes": session.outbox.bytes,
         }
@@ -150,7 +150,7 @@ class Flow:
             if feeder.paused_by is not None:
                 feeder.paused_by.pop(session, None)
             if feeder.alive:
-                self._hub.notice(feeder, "hub:resume", {"targets": targets(session)}, now_ms)
+                self._hub.notice(feeder, "hub:resume", {"targets": session_targets(session)}, now_ms)
 
     def _tell_dropped(self, session: Session, now_ms: int) -> None:
         count, size, since = session.dropped
@@ -212,10 +212,10 @@ class Flow:
         }
 
 
-def targets(session: Session) -> list[str]:
+def session_targets(session: Session) -> list[str]:
     return [f"@({path})" for path in session.addresses] or [f"@({session.path})"]
 
 
-def in_grace(session: Session, now_ms: int) -> bool:
+def in_token_grace(session: Session, now_ms: int) -> bool:
     """Its token has expired and it may still bring another: until then deliveries wait."""
     return session.expires_ms is not None and now_ms >= session.expires_ms

@@ -9,13 +9,13 @@ from typing import Final
 _COUNTER_BITS: Final = 42
 _COUNTER_MASK: Final = 2**_COUNTER_BITS - 1
 _LOW_MASK: Final = 0xFFFF  # of the last four digits of the counter, which change with each id
-RUN_MAX: Final = 4096
+ID_RUN_MAX: Final = 4096
 # Looking two digits up takes a third of the time of formatting them.
-_PAIRS: Final = [f"{pair:02x}" for pair in range(256)]
-PAIRS: Final = [pair.encode() for pair in _PAIRS]
+_HEX_PAIRS: Final = [f"{pair:02x}" for pair in range(256)]
+HEX_PAIRS: Final = [pair.encode() for pair in _HEX_PAIRS]
 
 
-class Ids:
+class MessageIds:
     """Ids that are unique, and that grow as long as the process lives.
 
     After the time come 42 bits of a counter and 32 bits of the process. The counter begins anywhere in the
@@ -38,14 +38,14 @@ class Ids:
         count = self._count = self._count + 1 & _COUNTER_MASK
         if now_ms > self._stamp_ms or not count & _LOW_MASK:
             self._begin(now_ms, count)
-        return f"{self._prefix}{_PAIRS[count >> 8 & 255]}{_PAIRS[count & 255]}{self._process}"
+        return f"{self._prefix}{_HEX_PAIRS[count >> 8 & 255]}{_HEX_PAIRS[count & 255]}{self._process}"
 
     def run(self, now_ms: int, length: int) -> tuple[bytes, int, bytes]:
         """Several ids at once: what they begin with, the number of the first, and what they end with.
 
         Between the two stand the last four digits of the number, which counts up from one id to the next.
         """
-        assert 0 < length <= RUN_MAX
+        assert 0 < length <= ID_RUN_MAX
         first = self._count + 1
         if (first & _LOW_MASK) + length > _LOW_MASK + 1:
             first = (first | _LOW_MASK) + 1  # these digits would begin anew within the run
@@ -63,5 +63,5 @@ class Ids:
         )
 
 
-new_id: Final = Ids()
+new_id: Final = MessageIds()
 os.register_at_fork(after_in_child=new_id.restart)

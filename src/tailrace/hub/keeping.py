@@ -13,21 +13,28 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tailrace.hub.addresses import mailbox_stream
-from tailrace.hub.asks import Ask
-from tailrace.hub.boxes import Box, Feed
-from tailrace.hub.copies import Copy
-from tailrace.hub.deduplication import Seen, SeenSet
-from tailrace.hub.effects import Append, Settled
-from tailrace.hub.errors import hub_error
+from tailrace.hub.asks import PendingRequest
+from tailrace.hub.boxes import DeliveryQueue, Feed
+from tailrace.hub.copies import OutgoingMessage
+from tailrace.hub.deduplication import SeenMessage, SeenMessages
+from tailrace.hub.effects import Append, AppendOutcome
+from tailrace.hub.errors import to_hub_error
 from tailrace.hub.ids import new_id
-from tailrace.hub.relay import REPLAY_MS, ROUTES_MAX, Plain, Route, may_reach, route_of
+from tailrace.hub.relay import (
+    REPLAY_WINDOW_MS,
+    ROUTE_CACHE_MAX,
+    PlainSend,
+    Route,
+    may_send_plain,
+    route_between,
+)
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
 
-class _Texts(msgspec.Struct, frozen=True, gc=False):
+class _StoreFragments(msgspec.Struct, frozen=True, gc=False):
     """What is said of all entries from one address to another."""
 
     stream: str
@@ -38,12 +45,12 @@ class _Texts(msgspec.Struct, frozen=True, gc=False):
     trace_end: bytes  # from after the time up to the offset
 
 
-@lru_cache(ROUTES_MAX)
-def _texts(via: bytes, sender: str, target: str) -> _Texts:
+@lru_cache(ROUTE_CACHE_MAX)
+def _store_fragments(via: bytes, sender: str, target: str) -> _StoreFragments:
     """Addresses are ASCII without anything to escape."""
     stream = mailbox_stream(target)
     name = stream.encode()
-    return _Texts(
+    return _StoreFragments(
         stream,
         b"@(%b)" % sender.encode(),
         b'","from":%b,"to":"@(%b)","type":"hub:delivery_ack","payload":{"messageId":"'
@@ -55,7 +62,7 @@ def _texts(via: bytes, sender: str, target: str) -> _Texts:
     )
 
 
-class _Kept(msgspec.Struct, eq=False, gc=False):
+class _PendingStore(msgspec.Struct, eq=False, gc=False):
     """One message on its way to the disk, and what follows when it is there.
 
     The log holds it until then and nobody after: it is part of no cycle.
@@ -64,19 +71,19 @@ class _Kept(msgspec.Struct, eq=False, gc=False):
     hub: Hub
     session: Session
     frame: bytes
-    plain: Plain
+    plain: PlainSend
     route: Route
-    texts: _Texts
-    box: Box
+    texts: _StoreFragments
+    box: DeliveryQueue
     feed: Feed
     copy_id: str
     accepted_ms: int
     seq: int
-    known: SeenSet
-    seen: Seen
-    ask: Ask | None
+    known: SeenMessages
+    seen: SeenMessage
+    ask: PendingRequest | None
 
-    def settled(self, settled: Settled, now_ms: int) -> None:
+    def settled(self, settled: AppendOutcome, now_ms: int) -> None:
         """Durable: acknowledged first, then handed over to whoever is there."""
         hub, box = self.hub, self.box
         box.appends -= 1
@@ -98,9 +105,9 @@ class _Kept(msgspec.Struct, eq=False, gc=False):
         hub.counts["messages", "send/delivered" if handed else "send/queued"] += 1
         hub.mailboxes.rest(box)
 
-    def _failed(self, settled: Settled, now_ms: int) -> None:
+    def _failed(self, settled: AppendOutcome, now_ms: int) -> None:
         assert settled.error is not None
-        hub, error = self.hub, hub_error(settled.error)
+        hub, error = self.hub, to_hub_error(settled.error)
         hub.count("messages", "send/refused")
         if self.ask is not None:
             hub.asks.failed(self.ask, error, now_ms)
@@ -152,10 +159,10 @@ class _Kept(msgspec.Struct, eq=False, gc=False):
             )
         )
 
-    def _copy(self) -> Copy:
+    def _copy(self) -> OutgoingMessage:
         """As the way of all others makes it, for one who is there to get it."""
         plain, route = self.plain, self.route
-        return Copy(
+        return OutgoingMessage(
             self.copy_id,
             f"@({route.sender})",
             f"@({route.target})",
@@ -166,15 +173,17 @@ class _Kept(msgspec.Struct, eq=False, gc=False):
         )
 
 
-def keep(hub: Hub, session: Session, plain: Plain, frame: bytes, now_ms: int) -> Append | None:
+def store_plain_send(
+    hub: Hub, session: Session, plain: PlainSend, frame: bytes, now_ms: int
+) -> Append | None:
     """The entry for the mailbox of the recipient. If it is None, nothing has happened."""
     if plain.pattern == "ask" and plain.payload.ack is None:
         return None  # it asks to hear of the delivery
-    if hub.options.verify is not None and abs(now_ms - plain.timestamp) > REPLAY_MS:
+    if hub.options.verify is not None and abs(now_ms - plain.timestamp) > REPLAY_WINDOW_MS:
         return None
     payload, identifier = plain.payload, plain.id
-    route = route_of(hub.via, plain.from_, payload.to)
-    if route is None or not may_reach(hub, session, route, now_ms):
+    route = route_between(hub.via, plain.from_, payload.to)
+    if route is None or not may_send_plain(hub, session, route, now_ms):
         return None
     found = hub.registry.by_path.get(route.target)
     if found is None or found.expires_ms <= now_ms or not found.options.durable:
@@ -200,16 +209,18 @@ def keep(hub: Hub, session: Session, plain: Plain, frame: bytes, now_ms: int) ->
         return None
     seen = known.add(identifier, now_ms, plain.timestamp)
     copy_id, seq = new_id(now_ms), hub.next_seq(now_ms)
-    ask: Ask | None = None
+    ask: PendingRequest | None = None
     if asks:
         deadline_ms = now_ms + hub.limits.hub_ask_ms
-        ask = Ask(
+        ask = PendingRequest(
             identifier, session, route.sender, route.target, deadline_ms, ["accepted"], False, b"{}", copy_id
         )
         ask.seen = (known, seen)
         hub.asks.begin(ask)
-    texts = _texts(hub.via, route.sender, route.target)
-    kept = _Kept(hub, session, frame, plain, route, texts, box, feed, copy_id, now_ms, seq, known, seen, ask)
+    texts = _store_fragments(hub.via, route.sender, route.target)
+    kept = _PendingStore(
+        hub, session, frame, plain, route, texts, box, feed, copy_id, now_ms, seq, known, seen, ask
+    )
     box.appends += 1
     body = b"".join(
         (

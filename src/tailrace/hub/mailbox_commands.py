@@ -15,20 +15,20 @@ from tailrace.hub import copies
 from tailrace.hub.addresses import mailbox_stream, parse_address, topic_stream
 from tailrace.hub.boxes import (
     BROADCAST,
-    BROADCASTS,
+    BROADCAST_STREAM,
     MAILBOX,
     TOPIC,
-    Box,
+    DeliveryQueue,
     Feed,
-    GroupBox,
+    GroupQueue,
     decode_broadcast,
-    group_path,
+    group_queue_path,
 )
-from tailrace.hub.effects import Found, Read, Remove, Settled
-from tailrace.hub.errors import HubError, field_error, hub_error
-from tailrace.hub.fields import Request
-from tailrace.hub.mailboxes import KINDS, PAGE_BYTES, STORED_BYTES_MAX
-from tailrace.hub.message import parse
+from tailrace.hub.effects import AppendOutcome, DeleteStream, Read, ReadResult
+from tailrace.hub.errors import HubError, field_error, to_hub_error
+from tailrace.hub.fields import HubRequest
+from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX, TRACE_KIND_BY_FEED
+from tailrace.hub.message import parse_envelope
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ READ_BYTES: Final = 512 * 1024
 ENTRIES_MAX: Final = 1000  # that one commit names
 
 
-def owned(hub: Hub, session: Session, request: Request, action: str, now_ms: int) -> str:
+def authorised_path(hub: Hub, session: Session, request: HubRequest, action: str, now_ms: int) -> str:
     """The address a mailbox command is about: the caller's own, or any for an administrator."""
     text = request.payload.text("actorAddress")
     path = request.sender if text is None else parse_address(text)
@@ -53,17 +53,17 @@ def owned(hub: Hub, session: Session, request: Request, action: str, now_ms: int
     raise hub.denied(session, action, "not your address", f"@({path})", now_ms)
 
 
-def _feed(hub: Hub, session: Session, path: str, request: Request) -> tuple[Box, Feed]:
+def _find_feed(hub: Hub, session: Session, path: str, request: HubRequest) -> tuple[DeliveryQueue, Feed]:
     """The stream that is meant: the mailbox, or another one that the actor is fed from."""
     wanted = request.payload.text("stream")
-    shared = _shared(hub, session, request.payload.text("subscriptionId"), wanted)
+    shared = _find_group_feed(hub, session, request.payload.text("subscriptionId"), wanted)
     if shared is not None:
         return shared
     own = mailbox_stream(path)
     box = hub.mailboxes.open(path)
     if wanted is None or wanted == own:
         return box, box.feeds[own]
-    if wanted == BROADCASTS:
+    if wanted == BROADCAST_STREAM:
         return box, hub.mailboxes.feed(box, wanted, BROADCAST, begin=hub.streams.tail(wanted) or 0)
     for stream, topic, subscription_id in hub.topics.durable_of(path):
         if stream == wanted:
@@ -73,14 +73,14 @@ def _feed(hub: Hub, session: Session, path: str, request: Request) -> tuple[Box,
     raise field_error("stream", "the actor is not fed from this stream")
 
 
-def _shared(
+def _find_group_feed(
     hub: Hub, session: Session, subscription_id: str | None, wanted: str | None
-) -> tuple[Box, Feed] | None:
+) -> tuple[DeliveryQueue, Feed] | None:
     """A stream of a durable group that the session takes part in."""
     mine = None if subscription_id is None else session.subscriptions.get(subscription_id)
     if mine is None or not mine.durable or mine.group is None:
         return None
-    box = hub.mailboxes.open_group(group_path(mine.group, mine.filter.text))
+    box = hub.mailboxes.open_group(group_queue_path(mine.group, mine.filter.text))
     stream = topic_stream(mine.filter.text) if wanted is None else wanted
     feed = box.feeds.get(stream)
     if feed is None:
@@ -88,20 +88,20 @@ def _shared(
     return box, feed
 
 
-def _resolved(hub: Hub, stream: str, text: str) -> int:
+def _resolve_offset(hub: Hub, stream: str, text: str) -> int:
     try:
         return hub.streams.resolve(stream, text)
     except TailraceError as error:
         details: dict[str, object] = {}
         if "earliest_offset" in error.extra:
             details["earliestOffset"] = error.extra["earliest_offset"]
-        raise HubError(hub_error(error).code, error.message, details) from None
+        raise HubError(to_hub_error(error).code, error.message, details) from None
 
 
-def read(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def read_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     """Reading moves nothing, but what was read may be committed."""
-    path = owned(hub, session, request, "mailbox_read", now_ms)
-    box, feed = _feed(hub, session, path, request)
+    path = authorised_path(hub, session, request, "mailbox_read", now_ms)
+    box, feed = _find_feed(hub, session, path, request)
     hub.mailboxes.let_go(box)
     if feed.kind == TOPIC and not hub.policy.may_topic(session.actor, "subscribe", feed.topic):
         raise hub.denied(session, "mailbox_read", "denied by policy", feed.topic, now_ms)
@@ -121,12 +121,12 @@ def read(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     elif not tail:
         raise HubError("invalid_offset", "the stream has no entries")
     else:
-        after = _resolved(hub, stream, text)
+        after = _resolve_offset(hub, stream, text)
     since = _since_ns(request)
 
-    def then(found: Found, now_ms: int) -> None:
+    def then(found: ReadResult, now_ms: int) -> None:
         if found.error is not None:
-            error = hub_error(found.error)
+            error = to_hub_error(found.error)
             earliest = hub.streams.offset(stream, hub.streams.earliest(stream))
             told = HubError(error.code, error.message, {"earliestOffset": earliest})
             hub.refuse_request(session, request, told, now_ms)
@@ -136,15 +136,15 @@ def read(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
             # Written down soon, so that it can be committed after a restart too.
             cursor.read_upto = found.next_entry
             hub.mailboxes.cursors.moved(box.path, stream)
-        _answer(hub, session, request, path, feed, found, now_ms)
+        _send_messages(hub, session, request, path, feed, found, now_ms)
 
     if not tail:
-        _answer(hub, session, request, path, feed, Found(next_entry=after), now_ms)
+        _send_messages(hub, session, request, path, feed, ReadResult(next_entry=after), now_ms)
         return
     hub.effects.append(Read(stream, after, entries_max, bytes_max, then, since))
 
 
-def _since_ns(request: Request) -> int | None:
+def _since_ns(request: HubRequest) -> int | None:
     found = request.payload.value("since")
     if found is None:
         return None
@@ -158,8 +158,8 @@ def _since_ns(request: Request) -> int | None:
     raise field_error("since", "since is a time in ms, or of RFC 3339")
 
 
-def _answer(
-    hub: Hub, session: Session, request: Request, path: str, feed: Feed, found: Found, now_ms: int
+def _send_messages(
+    hub: Hub, session: Session, request: HubRequest, path: str, feed: Feed, found: ReadResult, now_ms: int
 ) -> None:
     streams, stream = hub.streams, feed.stream
     known = streams.tail(stream)
@@ -188,15 +188,15 @@ def _answer(
     hub.reply(session, request, "hub:mailbox_messages", payload, now_ms)
 
 
-class Reject(msgspec.Struct):
+class RejectedEntry(msgspec.Struct):
     offset: str
     reason: str = ""
 
 
-_rejects: Final = msgspec.json.Decoder(list[Reject])
+_rejects_decoder: Final = msgspec.json.Decoder(list[RejectedEntry])
 
 
-class Commit(NamedTuple):
+class CommitRequest(NamedTuple):
     """What a commit says: everything up to an entry, single ones, and those that nobody can process."""
 
     upto: int
@@ -204,11 +204,11 @@ class Commit(NamedTuple):
     rejected: set[int]
 
 
-def _read_commit(hub: Hub, box: Box, feed: Feed, request: Request) -> Commit:
+def _read_commit(hub: Hub, box: DeliveryQueue, feed: Feed, request: HubRequest) -> CommitRequest:
     text, texts = request.payload.text("offset"), request.payload.texts("offsets") or []
     raw = request.payload.raw.get("reject")
     try:
-        rejects = _rejects.decode(b"[]" if raw is None or bytes(raw) == b"null" else raw)
+        rejects = _rejects_decoder.decode(b"[]" if raw is None or bytes(raw) == b"null" else raw)
     except msgspec.MsgspecError:
         raise field_error("reject", "reject is a list of offsets with reasons") from None
     if len(rejects) > ENTRIES_MAX or len(texts) > ENTRIES_MAX:
@@ -218,40 +218,42 @@ def _read_commit(hub: Hub, box: Box, feed: Feed, request: Request) -> Commit:
     if texts and not box.one_by_one:
         raise field_error("offsets", "single entries are committed with commit manual, or in a durable group")
     bound = max(feed.cursor.delivered, feed.cursor.read_upto, feed.sent)
-    if isinstance(box, GroupBox) and text is not None:
+    if isinstance(box, GroupQueue) and text is not None:
         text, texts = None, [*texts, text]  # the members commit each for themselves
-    upto = feed.cursor.committed if text is None else _within(hub, feed, text, bound)
-    entries = {_within(hub, feed, one, bound) for one in texts}
-    return Commit(upto, entries, {_within(hub, feed, one.offset, bound) for one in rejects})
+    upto = feed.cursor.committed if text is None else _resolve_delivered(hub, feed, text, bound)
+    entries = {_resolve_delivered(hub, feed, one, bound) for one in texts}
+    return CommitRequest(upto, entries, {_resolve_delivered(hub, feed, one.offset, bound) for one in rejects})
 
 
-def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def commit_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     """Never backwards, never past what was delivered or read; answered when it is durable."""
-    path = owned(hub, session, request, "mailbox_commit", now_ms)
-    box, feed = _feed(hub, session, path, request)
+    path = authorised_path(hub, session, request, "mailbox_commit", now_ms)
+    box, feed = _find_feed(hub, session, path, request)
     given = _read_commit(hub, box, feed, request)
     cursor = feed.cursor
     fresh = {entry for entry in given.rejected if entry > cursor.committed and entry not in cursor.passed}
 
     def buried(error: TailraceError | None, now_ms: int) -> None:
         if error is not None:
-            hub.refuse_request(session, request, hub_error(error), now_ms)
+            hub.refuse_request(session, request, to_hub_error(error), now_ms)
             return
-        _move(hub, box, feed, given, now_ms)
-        hub.mailboxes.cursors.commit(box.path, feed.stream, _answering(hub, session, request, path, feed))
+        _apply_commit(hub, box, feed, given, now_ms)
+        hub.mailboxes.cursors.commit(
+            box.path, feed.stream, _commit_callback(hub, session, request, path, feed)
+        )
         hub.mailboxes.pump(box, now_ms)
         hub.mailboxes.let_go(box)
 
     hub.burials.bury(box, feed, fresh, buried, now_ms)
 
 
-def _move(hub: Hub, box: Box, feed: Feed, given: Commit, now_ms: int) -> None:
+def _apply_commit(hub: Hub, box: DeliveryQueue, feed: Feed, given: CommitRequest, now_ms: int) -> None:
     """The position goes on, and what it passes is in flight no more."""
     upto, entries, rejected = given
     for entry, flight in feed.flights.items():
         if (entry <= upto or entry in entries) and entry not in rejected:
             offset = hub.streams.offset(feed.stream, entry)
-            kind = KINDS[feed.kind]
+            kind = TRACE_KIND_BY_FEED[feed.kind]
             hub.trace.note("processed", flight.copy, now_ms, kind=kind, stream=feed.stream, offset=offset)
     if upto > feed.cursor.committed:
         feed.cursor.committed = upto
@@ -263,14 +265,14 @@ def _move(hub: Hub, box: Box, feed: Feed, given: Commit, now_ms: int) -> None:
     feed.land(feed.cursor.committed)
 
 
-def _answering(
-    hub: Hub, session: Session, request: Request, path: str, feed: Feed
-) -> Callable[[Settled, int], None]:
+def _commit_callback(
+    hub: Hub, session: Session, request: HubRequest, path: str, feed: Feed
+) -> Callable[[AppendOutcome, int], None]:
     committed = feed.cursor.committed
 
-    def then(settled: Settled, now_ms: int) -> None:
+    def then(settled: AppendOutcome, now_ms: int) -> None:
         if settled.error is not None:
-            hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
             return
         if feed.kind == MAILBOX:
             hub.asks.passed(feed.stream, committed, now_ms)
@@ -286,16 +288,16 @@ def _answering(
     return then
 
 
-def _within(hub: Hub, feed: Feed, text: str, bound: int) -> int:
+def _resolve_delivered(hub: Hub, feed: Feed, text: str, bound: int) -> int:
     if hub.streams.tail(feed.stream) is None:
         raise HubError("invalid_offset", "the stream has no entries")
-    entry = _resolved(hub, feed.stream, text)
+    entry = _resolve_offset(hub, feed.stream, text)
     if entry > bound:
         raise HubError("invalid_offset", "the offset is past what was delivered or read")
     return entry
 
 
-def delete(hub: Hub, path: str) -> None:
+def remove_mailbox(hub: Hub, path: str) -> None:
     """Ends a mailbox; what is left in it becomes dead letters first."""
     stream = mailbox_stream(path)
     if hub.streams.tail(stream) is None:
@@ -303,18 +305,18 @@ def delete(hub: Hub, path: str) -> None:
     box = hub.mailboxes.open(path)
     feed = box.feeds[stream]
 
-    def then(found: Found, now_ms: int) -> None:
+    def then(found: ReadResult, now_ms: int) -> None:
         for number, time_ns, body in found.entries:
-            copy = copies.stored(parse(body, STORED_BYTES_MAX))
+            copy = copies.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
             hub.mailboxes.bury(box, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
         if found.error is None and found.next_entry < (hub.streams.tail(stream) or 0):
             hub.effects.append(Read(stream, found.next_entry, 100, PAGE_BYTES, then))
             return
-        hub.effects.append(Remove(stream))
+        hub.effects.append(DeleteStream(stream))
         hub.mailboxes.cursors.forget(path, stream)
-        hub.mailboxes.cursors.forget(path, BROADCASTS)
+        hub.mailboxes.cursors.forget(path, BROADCAST_STREAM)
         box.feeds.pop(stream, None)
-        box.feeds.pop(BROADCASTS, None)
+        box.feeds.pop(BROADCAST_STREAM, None)
         if hub.mailboxes.boxes.get(path) is box and not box.appends:
             del hub.mailboxes.boxes[path]
 

@@ -9,51 +9,51 @@ import msgspec
 
 from tailrace.hub import copies
 from tailrace.hub.addresses import mailbox_stream
-from tailrace.hub.asks import Ask
+from tailrace.hub.asks import PendingRequest
 from tailrace.hub.boxes import (
     BROADCAST,
-    BROADCASTS,
+    BROADCAST_STREAM,
     MAILBOX,
     TOPIC,
-    Ahead,
-    Box,
+    DeliveryQueue,
     Feed,
-    Flight,
-    GroupBox,
+    GroupQueue,
     HasRoom,
+    InFlightEntry,
+    PrefetchedEntry,
     decode_broadcast,
-    group_path,
+    group_queue_path,
 )
-from tailrace.hub.copies import Copy
-from tailrace.hub.cursors import Cursor, Cursors, key_of
-from tailrace.hub.effects import Append, Create, Found, Read, Settled
-from tailrace.hub.errors import HubError, hub_error
+from tailrace.hub.copies import OutgoingMessage
+from tailrace.hub.cursors import Cursor, Cursors, cursor_key
+from tailrace.hub.effects import Append, AppendOutcome, CreateStream, Read, ReadResult
+from tailrace.hub.errors import HubError, to_hub_error
 from tailrace.hub.flow import SENT
 from tailrace.hub.ids import new_id
-from tailrace.hub.message import parse
+from tailrace.hub.message import parse_envelope
 from tailrace.hub.registry import Registration
 from tailrace.hub.session import Session
-from tailrace.hub.subscription import Subscription
+from tailrace.hub.subscription import TopicSubscription
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
 PAGE_ENTRIES: Final = 100
 PAGE_BYTES: Final = 256 * 1024
-KINDS: Final = {MAILBOX: "send", BROADCAST: "broadcast", TOPIC: "publish"}
+TRACE_KIND_BY_FEED: Final = {MAILBOX: "send", BROADCAST: "broadcast", TOPIC: "publish"}
 STORED_BYTES_MAX: Final = 2**30  # what is in a stream was let in before
 
-Refused = Callable[[HubError, int], None]
-Outcome = Callable[[Settled, bool], None]  # and whether it was handed over at once
+RefusedCallback = Callable[[HubError, int], None]
+StoredCallback = Callable[[AppendOutcome, bool], None]  # and whether it was handed over at once
 
 
 class Mailboxes:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self.boxes: dict[str, Box] = {}
+        self.boxes: dict[str, DeliveryQueue] = {}
         self.begun: dict[str, int] = {}  # by stream that many read: its first entry of this process
         self.cursors = Cursors(hub)
-        self._resting: dict[Box, None] = {}  # nobody is there, but more may come in a moment
+        self._resting: dict[DeliveryQueue, None] = {}  # nobody is there, but more may come in a moment
 
     # -- finding ---------------------------------------------------------------------------------------
 
@@ -64,22 +64,22 @@ class Mailboxes:
             return True
         return self._hub.streams.tail(mailbox_stream(path)) is not None
 
-    def open(self, path: str) -> Box:
+    def open(self, path: str) -> DeliveryQueue:
         box = self.boxes.get(path)
         if box is None:
-            box = self.boxes[path] = Box(path)
+            box = self.boxes[path] = DeliveryQueue(path)
         if box.mailbox is None:
             box.mailbox = self.feed(box, mailbox_stream(path), MAILBOX)
         return box
 
-    def open_group(self, path: str) -> GroupBox:
+    def open_group(self, path: str) -> GroupQueue:
         box = self.boxes.get(path)
         if box is None:
-            box = self.boxes[path] = GroupBox(path)
-        assert isinstance(box, GroupBox)
+            box = self.boxes[path] = GroupQueue(path)
+        assert isinstance(box, GroupQueue)
         return box
 
-    def feed(self, box: Box, stream: str, kind: str, *, begin: int = 0) -> Feed:
+    def feed(self, box: DeliveryQueue, stream: str, kind: str, *, begin: int = 0) -> Feed:
         """The feed from a stream; `begin` if it never had one."""
         found = box.feeds.get(stream)
         if found is None:
@@ -98,7 +98,7 @@ class Mailboxes:
         tail = self._hub.streams.tail(stream) or 0
         return tail if kind == MAILBOX else self.begun.get(stream, tail + 1) - 1
 
-    def uncommitted(self, box: Box) -> int:
+    def uncommitted(self, box: DeliveryQueue) -> int:
         feed = box.mailbox
         if feed is None:
             return 0
@@ -114,17 +114,17 @@ class Mailboxes:
         stream = mailbox_stream(path)
         is_new = hub.streams.tail(stream) is None
         if found.options.durable and is_new:
-            hub.effects.append(Create(stream))
+            hub.effects.append(CreateStream(stream))
         box = self.open(path)
         box.options = found.options
         # Broadcasts name whom they are for. Whoever was here before begins where it was, or at the beginning.
-        begin = (hub.streams.tail(BROADCASTS) or 0) if is_new else 0
-        self.feed(box, BROADCASTS, BROADCAST, begin=begin)
+        begin = (hub.streams.tail(BROADCAST_STREAM) or 0) if is_new else 0
+        self.feed(box, BROADCAST_STREAM, BROADCAST, begin=begin)
         self.take(box, session)
         box.live = False
         self.pump(box, now_ms)
 
-    def take(self, box: Box, session: Session) -> None:
+    def take(self, box: DeliveryQueue, session: Session) -> None:
         """From here on the feeds of an actor come to this session."""
         if box.session is session:
             return
@@ -140,7 +140,7 @@ class Mailboxes:
         for path in tuple(session.boxes):
             box = self.boxes.get(path)
             if box is not None and box.serves(session):
-                if isinstance(box, GroupBox):
+                if isinstance(box, GroupQueue):
                     box.resumed(session)
                 elif box.options.manual:
                     for feed in box.feeds.values():
@@ -158,18 +158,18 @@ class Mailboxes:
                 del box.feeds[stream]
             self.let_go(box)
 
-    def leave_group(self, found: Subscription) -> None:
+    def leave_group(self, found: TopicSubscription) -> None:
         """A member is gone; what it had goes to the others, and without any it waits."""
         assert found.group is not None
-        box = self.boxes.get(group_path(found.group, found.filter.text))
-        if not isinstance(box, GroupBox):
+        box = self.boxes.get(group_queue_path(found.group, found.filter.text))
+        if not isinstance(box, GroupQueue):
             return
         box.leave(found)
         if found.session is not None and not box.serves(found.session):
             found.session.boxes.pop(box.path, None)
         self.let_go(box)
 
-    def let_go(self, box: Box) -> None:
+    def let_go(self, box: DeliveryQueue) -> None:
         """Nobody is here, and nothing is on its way: the cursors remember enough."""
         waits = box.attended or box.appends or any(feed.deliveries for feed in box.feeds.values())
         if not waits and self.boxes.get(box.path) is box:
@@ -178,7 +178,7 @@ class Mailboxes:
                 if self._hub.streams.tail(stream) is None:
                     self.cursors.drop(box.path, stream)
 
-    def rest(self, box: Box) -> None:
+    def rest(self, box: DeliveryQueue) -> None:
         """Lets go of it a moment later: where one message is kept, another often follows."""
         if box.session is None:
             self._resting[box] = None
@@ -187,7 +187,7 @@ class Mailboxes:
 
     # -- storing ---------------------------------------------------------------------------------------
 
-    def is_full(self, box: Box) -> bool:
+    def is_full(self, box: DeliveryQueue) -> bool:
         """Whether a mailbox takes nothing more before some of it is committed."""
         assert box.mailbox is not None
         limits, streams, stream = self._hub.limits, self._hub.streams, box.mailbox.stream
@@ -207,13 +207,13 @@ class Mailboxes:
     def store(
         self,
         path: str,
-        copy: Copy,
-        ask: Ask | None,
+        copy: OutgoingMessage,
+        ask: PendingRequest | None,
         now_ms: int,
         *,
         producer: tuple[str, int, int] | None = None,
-        refused: Refused | None = None,
-        outcome: Outcome | None = None,
+        refused: RefusedCallback | None = None,
+        outcome: StoredCallback | None = None,
     ) -> None:
         """Appends, then delivers: nobody sees a message before it is durable."""
         hub = self._hub
@@ -224,13 +224,13 @@ class Mailboxes:
             self.take(box, registered.session)
         feed = box.mailbox
         assert feed is not None
-        copy.metadata = copies.extended(copy.metadata, b'"hubSeq":%d' % hub.next_seq(now_ms))
+        copy.metadata = copies.append_metadata(copy.metadata, b'"hubSeq":%d' % hub.next_seq(now_ms))
         box.appends += 1
 
-        def then(settled: Settled, now_ms: int) -> None:
+        def then(settled: AppendOutcome, now_ms: int) -> None:
             box.appends -= 1
             if settled.error is not None:
-                error = hub_error(settled.error)
+                error = to_hub_error(settled.error)
                 if ask is not None:
                     hub.asks.failed(ask, error, now_ms)
                     if ask.seen is not None:
@@ -258,12 +258,12 @@ class Mailboxes:
 
         hub.append(Append(feed.stream, copy.frame(), then, key=copy.sender.encode(), producer=producer))
 
-    def arrived(self, box: Box, feed: Feed, entry: int, copy: Copy, now_ms: int) -> bool:
+    def arrived(self, box: DeliveryQueue, feed: Feed, entry: int, copy: OutgoingMessage, now_ms: int) -> bool:
         """An entry is durable: handed over at once if everything before it was, and whether it was."""
         if not box.is_fed:
             return False
         if box.live and feed.sent == entry - 1 and box.is_ready(self._room(feed, now_ms), at_once=True):
-            self._hand(box, feed, Ahead(entry, now_ms * 1_000_000, copy, 0), now_ms)
+            self._hand(box, feed, PrefetchedEntry(entry, now_ms * 1_000_000, copy, 0), now_ms)
             if feed.sent == entry:
                 return feed.cursor.delivered >= entry
         box.live = False
@@ -272,7 +272,7 @@ class Mailboxes:
 
     # -- handing over ----------------------------------------------------------------------------------
 
-    def pump(self, box: Box, now_ms: int) -> None:
+    def pump(self, box: DeliveryQueue, now_ms: int) -> None:
         """Hands over what is durable and was not, as long as there is room for it."""
         while box.is_ready(self._room(None, now_ms)):
             behind = [feed for feed in box.feeds.values() if feed.ahead or self._is_behind(feed)]
@@ -287,7 +287,7 @@ class Mailboxes:
             if waits:
                 return
             feed = min(behind, key=lambda one: one.ahead[0].seq)
-            if isinstance(box, GroupBox) and not box.is_ready(self._room(feed, now_ms)):
+            if isinstance(box, GroupQueue) and not box.is_ready(self._room(feed, now_ms)):
                 return  # nobody who may have it is here
             ahead = feed.ahead[0]
             self._hand(box, feed, ahead, now_ms)
@@ -309,13 +309,13 @@ class Mailboxes:
     def _is_behind(self, feed: Feed) -> bool:
         return (self._hub.streams.tail(feed.stream) or 0) > feed.sent
 
-    def _read(self, box: Box, feed: Feed) -> None:
+    def _read(self, box: DeliveryQueue, feed: Feed) -> None:
         if feed.reading:
             return
         feed.reading = True
         after = feed.sent
 
-        def then(found: Found, now_ms: int) -> None:
+        def then(found: ReadResult, now_ms: int) -> None:
             feed.reading = False
             if found.error is not None or feed.sent != after or feed.ahead:
                 if found.error is not None and found.error.code == "offset_gone":
@@ -330,19 +330,21 @@ class Mailboxes:
 
         self._hub.effects.append(Read(feed.stream, after, PAGE_ENTRIES, PAGE_BYTES, then))
 
-    def _ahead(self, box: Box, feed: Feed, number: int, time_ns: int, body: bytes, now_ms: int) -> Ahead:
+    def _ahead(
+        self, box: DeliveryQueue, feed: Feed, number: int, time_ns: int, body: bytes, now_ms: int
+    ) -> PrefetchedEntry:
         mine = True
         if feed.kind == BROADCAST:
             entry = decode_broadcast(body)
             mine = box.path in entry.recipients
             body = bytes(entry.message)
-        copy = copies.stored(parse(body, STORED_BYTES_MAX))
+        copy = copies.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
         if feed.kind != MAILBOX:
             copy.id = new_id(now_ms)
-        seq = copies.metadata_of(copy).get("hubSeq")
-        return Ahead(number, time_ns, copy, int(bytes(seq)) if seq is not None else 0, mine)
+        seq = copies.parse_metadata(copy).get("hubSeq")
+        return PrefetchedEntry(number, time_ns, copy, int(bytes(seq)) if seq is not None else 0, mine)
 
-    def _hand(self, box: Box, feed: Feed, ahead: Ahead, now_ms: int) -> None:
+    def _hand(self, box: DeliveryQueue, feed: Feed, ahead: PrefetchedEntry, now_ms: int) -> None:
         """To the connection; `feed.sent` tells whether it was taken."""
         hub, entry, copy = self._hub, ahead.entry, ahead.copy
         assert box.session is not None
@@ -387,17 +389,21 @@ class Mailboxes:
         if box.options.manual:
             due_ms = now_ms + box.options.ack_timeout_ms
             light = msgspec.structs.replace(copy, payload=b"")
-            feed.take_off(entry, Flight(due_ms, len(frame), light, holder))
+            feed.take_off(entry, InFlightEntry(due_ms, len(frame), light, holder))
             feed.deliveries[entry] = before + 1
             self.cursors.moved(box.path, feed.stream)
         else:
             self.done_with(box, feed, {entry})
-        hub.trace.note("delivered", copy, now_ms, kind=KINDS[feed.kind], stream=feed.stream, offset=offset)
+        hub.trace.note(
+            "delivered", copy, now_ms, kind=TRACE_KIND_BY_FEED[feed.kind], stream=feed.stream, offset=offset
+        )
         if ask is not None and not ask.done:
             hub.asks.sent_to(ask, box.session)
             hub.asks.handed(ask, now_ms, processed=not box.options.manual)
 
-    def _undeliverable(self, box: Box, feed: Feed, ahead: Ahead, before: int, now_ms: int) -> str | None:
+    def _undeliverable(
+        self, box: DeliveryQueue, feed: Feed, ahead: PrefetchedEntry, before: int, now_ms: int
+    ) -> str | None:
         hub = self._hub
         if ahead.copy.is_expired(now_ms):
             return "message_expired"
@@ -412,16 +418,16 @@ class Mailboxes:
 
     def bury(
         self,
-        box: Box,
+        box: DeliveryQueue,
         feed: Feed,
         entry: int,
-        copy: Copy,
+        copy: OutgoingMessage,
         reason: str,
         attempts: int,
         time_ns: int,
         now_ms: int,
         *,
-        then: Callable[[Settled, int], None] | None = None,
+        then: Callable[[AppendOutcome, int], None] | None = None,
     ) -> None:
         """An accepted message that nobody will get."""
         hub = self._hub
@@ -431,7 +437,7 @@ class Mailboxes:
             now_ms,
             stream=feed.stream,
             offset=hub.streams.offset(feed.stream, entry),
-            cursor=key_of(box.path, feed.stream),
+            cursor=cursor_key(box.path, feed.stream),
             attempts=attempts,
             accepted_ms=time_ns // 1_000_000,
             then=then,
@@ -441,12 +447,12 @@ class Mailboxes:
             code = "message_expired" if reason == "message_expired" else "timeout"
             hub.asks.failed(ask, HubError(code, f"not delivered: {reason}", {"outcome": "unknown"}), now_ms)
 
-    def _pass(self, box: Box, feed: Feed, entry: int) -> None:
+    def _pass(self, box: DeliveryQueue, feed: Feed, entry: int) -> None:
         """Done with an entry that was not handed over."""
         feed.sent = max(feed.sent, entry)
         self.done_with(box, feed, {entry})
 
-    def done_with(self, box: Box, feed: Feed, entries: set[int]) -> None:
+    def done_with(self, box: DeliveryQueue, feed: Feed, entries: set[int]) -> None:
         """One by one; the committed position follows as far as there is no gap."""
         cursor = feed.cursor
         for entry in entries:
@@ -481,7 +487,7 @@ class Mailboxes:
             if not box.live:
                 self.pump(box, now_ms)
 
-    def _take_back(self, box: Box, feed: Feed, now_ms: int) -> None:
+    def _take_back(self, box: DeliveryQueue, feed: Feed, now_ms: int) -> None:
         due = [entry for entry, flight in feed.flights.items() if flight.due_ms <= now_ms]
         if due:
             feed.take_back(due)

@@ -7,10 +7,10 @@ from typing import Final, Protocol
 
 RATE_WINDOW_S: Final = 10
 # Of a connection that was given nothing for as long; shared, since most are like that most of the time.
-_QUIET: Final = [0] * RATE_WINDOW_S
+_IDLE_RATES: Final = [0] * RATE_WINDOW_S
 
 
-class Wire(Protocol):
+class OutboundConnection(Protocol):
     """A connection, as far as it tells what it still holds."""
 
     @property
@@ -21,7 +21,7 @@ class Wire(Protocol):
         ...
 
 
-class _NoWire:
+class _NoConnection:
     @property
     def unsent_bytes(self) -> int:
         return 0
@@ -29,7 +29,7 @@ class _NoWire:
     unsent_bytes_most = unsent_bytes
 
 
-NO_WIRE: Final = _NoWire()
+NO_CONNECTION: Final = _NoConnection()
 
 
 class Outbox:
@@ -40,7 +40,7 @@ class Outbox:
 
     __slots__ = ("_decided", "_ends", "_pushed", "_rates", "_second", "messages_total", "wire")
 
-    def __init__(self, wire: Wire = NO_WIRE) -> None:
+    def __init__(self, wire: OutboundConnection = NO_CONNECTION) -> None:
         self.wire = wire
         self._decided = 0
         self._pushed = 0  # bytes, ever
@@ -97,10 +97,10 @@ class Outbox:
 
     def on_second(self) -> None:
         taken = self.messages_total - self.messages
-        if taken == self._second and self._rates is _QUIET:
+        if taken == self._second and self._rates is _IDLE_RATES:
             return
         rates = [*self._rates, taken - self._second][-RATE_WINDOW_S:]
-        self._rates = _QUIET if rates == _QUIET else rates
+        self._rates = _IDLE_RATES if rates == _IDLE_RATES else rates
         self._second = taken
 
     @property

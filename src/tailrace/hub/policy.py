@@ -11,7 +11,7 @@ import msgspec
 
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
-from tailrace.hub.addresses import Pattern, TopicFilter
+from tailrace.hub.addresses import AddressPattern, TopicFilter
 from tailrace.hub.errors import HubError
 
 ABILITIES: Final = frozenset(
@@ -19,7 +19,7 @@ ABILITIES: Final = frozenset(
 )
 
 
-class Lists(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class AllowDeny(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     allow: list[str] | None = None
     deny: list[str] = []
 
@@ -28,7 +28,7 @@ class ActorRule(msgspec.Struct, forbid_unknown_fields=True):
     """What identities that match may do. An empty list means none; a missing one all, but for `register`."""
 
     match: str
-    send: Lists = Lists()
+    send: AllowDeny = AllowDeny()
     register: list[str] | None = None
     broadcast: bool | None = None
     publish: bool | None = None
@@ -46,12 +46,12 @@ class TopicRule(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     public_write: bool = False
 
 
-class Rules(msgspec.Struct, forbid_unknown_fields=True):
+class PolicyRules(msgspec.Struct, forbid_unknown_fields=True):
     actors: list[ActorRule] = []
     topics: list[TopicRule] = []
 
 
-class Claims(msgspec.Struct):
+class HubClaims(msgspec.Struct):
     """The claims of a token that are the hub's."""
 
     capabilities: list[str] | None = None
@@ -60,15 +60,15 @@ class Claims(msgspec.Struct):
     iat: float | None = None
 
 
-NO_CLAIMS: Final = Claims()
+NO_CLAIMS: Final = HubClaims()
 
 
-def claims_of(identity: Identity) -> Claims:
+def read_claims(identity: Identity) -> HubClaims:
     """A claim of another form makes the token useless here, never stronger."""
     if identity.anonymous:
         return NO_CLAIMS
     try:
-        return msgspec.json.decode(identity.claims, type=Claims)
+        return msgspec.json.decode(identity.claims, type=HubClaims)
     except msgspec.DecodeError:
         reason = "a claim of the token is malformed"
         raise HubError("unauthorized", reason, {"action": "connect", "reason": reason}) from None
@@ -77,13 +77,13 @@ def claims_of(identity: Identity) -> Claims:
 class Policy:
     """One server's rules."""
 
-    def __init__(self, rules: Rules | None = None, *, topics_open: bool = True) -> None:
-        found = rules or Rules()
+    def __init__(self, rules: PolicyRules | None = None, *, topics_open: bool = True) -> None:
+        found = rules or PolicyRules()
         self._topics_open = topics_open
-        self._actors = [(Pattern(rule.match), rule) for rule in found.actors]
+        self._actors = [(AddressPattern(rule.match), rule) for rule in found.actors]
         self._topics = [(TopicFilter(rule.topic), rule) for rule in found.topics]
         self.has_rules = bool(self._actors)
-        self._patterns: dict[str, Pattern] = {}
+        self._patterns: dict[str, AddressPattern] = {}
         for rule in found.actors:
             self._learn(rule.send.allow, rule.send.deny, rule.register)
         for topic in found.topics:
@@ -92,10 +92,10 @@ class Policy:
     def _learn(self, *lists: Sequence[str] | None) -> None:
         for listed in lists:
             for text in listed or ():
-                self._patterns[text] = Pattern(text)
+                self._patterns[text] = AddressPattern(text)
 
     def _any(self, listed: Sequence[str], path: str) -> bool:
-        return any((self._patterns.get(text) or Pattern(text)).matches(path) for text in listed)
+        return any((self._patterns.get(text) or AddressPattern(text)).matches(path) for text in listed)
 
     def _rule(self, path: str) -> ActorRule | None:
         """The first that matches counts."""
@@ -108,7 +108,7 @@ class Policy:
         rule = self._rule(path)
         return {} if rule is None else rule.rates
 
-    def may_send(self, actor: Actor, target: str) -> bool:
+    def may_send(self, actor: Principal, target: str) -> bool:
         if not actor.has("send"):
             return False
         rule = self._rule(actor.path)
@@ -118,7 +118,7 @@ class Policy:
             return False
         return rule.send.allow is None or self._any(rule.send.allow, target)
 
-    def may_register(self, actor: Actor, path: str) -> bool:
+    def may_register(self, actor: Principal, path: str) -> bool:
         """Also the right to take an address over, and to its mailbox."""
         if actor.open:
             return True
@@ -130,9 +130,9 @@ class Policy:
         if rule is not None and rule.register is not None:
             return self._any(rule.register, path)
         # A rule that says nothing of registering leaves it as it is without rules: the own address.
-        return actor.addresses is not None or is_below(actor.path, path)
+        return actor.addresses is not None or is_own_path(actor.path, path)
 
-    def may(self, actor: Actor, action: str) -> bool:
+    def may(self, actor: Principal, action: str) -> bool:
         """Actions without an object: broadcast, discover, presence, publish and subscribe as such."""
         if action == "broadcast" and not actor.open:
             # Only if the token names it, or the rules say so.
@@ -146,7 +146,7 @@ class Policy:
         said = None if rule is None else getattr(rule, action, None)
         return said is not False
 
-    def may_topic(self, actor: Actor, action: str, topic: str) -> bool:
+    def may_topic(self, actor: Principal, action: str, topic: str) -> bool:
         """`action` is publish or subscribe. A topic without a rule is open, unless that is set otherwise."""
         if not self.may(actor, action):
             return False
@@ -166,14 +166,14 @@ class Policy:
             and not any(pattern.matches(topic) for pattern, _ in self._topics)
         )
 
-    def may_filter(self, actor: Actor, topic_filter: str) -> bool:
+    def may_filter(self, actor: Principal, topic_filter: str) -> bool:
         """A filter with wildcards is looked at again on each topic it would receive from."""
         if "+" in topic_filter or "#" in topic_filter:
             return self.may(actor, "subscribe")
         return self.may_topic(actor, "subscribe", topic_filter)
 
 
-class Actor(msgspec.Struct, frozen=True):
+class Principal(msgspec.Struct, frozen=True):
     """Who acts, as far as rules are concerned."""
 
     path: str
@@ -186,16 +186,16 @@ class Actor(msgspec.Struct, frozen=True):
         return self.open or self.named is None or ability in self.named
 
 
-def actor_of(identity: Identity, path: str) -> Actor:
+def principal_from_identity(identity: Identity, path: str) -> Principal:
     if identity.anonymous:
-        return Actor(path, open=True, admin=True)
-    claims = claims_of(identity)
+        return Principal(path, open=True, admin=True)
+    claims = read_claims(identity)
     named = None if claims.capabilities is None else frozenset(claims.capabilities) & ABILITIES
     addresses = None if claims.addresses is None else tuple(claims.addresses)
-    return Actor(path, admin="manage" in identity.scopes, named=named, addresses=addresses)
+    return Principal(path, admin="manage" in identity.scopes, named=named, addresses=addresses)
 
 
-def is_below(own: str, path: str) -> bool:
+def is_own_path(own: str, path: str) -> bool:
     """`@(a/b)` owns itself and `@(a/b/...)`."""
     return bool(own) and (path == own or path.startswith(own + "/"))
 
@@ -207,9 +207,9 @@ def load_policy(path: str, *, topics_open: bool) -> Policy:
     try:
         text = Path(path).read_text(encoding="utf-8")
         if path.endswith(".json"):
-            rules = msgspec.json.decode(text, type=Rules)
+            rules = msgspec.json.decode(text, type=PolicyRules)
         else:
-            rules = msgspec.convert(tomllib.loads(text), Rules)
+            rules = msgspec.convert(tomllib.loads(text), PolicyRules)
         return Policy(rules, topics_open=topics_open)
     except (OSError, ValueError, HubError) as error:
         raise TailraceError("invalid_request", f"hub policy {path}: {error}") from None

@@ -7,38 +7,38 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from tailrace.hub.addresses import Pattern
+from tailrace.hub.addresses import AddressPattern
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.flow import SENT, WAITING
 from tailrace.hub.ids import new_id
-from tailrace.hub.message import encode
-from tailrace.hub.registry import Query, Registration
+from tailrace.hub.message import encode_envelope
+from tailrace.hub.registry import Registration, RegistryQuery
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
-    from tailrace.hub.fields import Request
+    from tailrace.hub.fields import HubRequest
     from tailrace.hub.state import Hub
 
-REGISTRY: Final = "hub/registry"
+REGISTRY_STREAM: Final = "hub/registry"
 SNAPSHOT_MAX: Final = 100
 
 
-class Watch(msgspec.Struct, eq=False):
+class PresenceWatch(msgspec.Struct, eq=False):
     id: str
     session: Session
-    query: Query
+    query: RegistryQuery
     behind: bool = False  # it missed something, and gets a fresh snapshot as soon as it takes one
 
 
-class Presence:
+class PresenceWatches:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[str, PresenceWatch] = {}
 
     def __len__(self) -> int:
         return len(self._watches)
 
-    def request(self, session: Session, request: Request, now_ms: int) -> None:
+    def request(self, session: Session, request: HubRequest, now_ms: int) -> None:
         hub = self._hub
         action = request.payload.text("action") or "watch"
         if action == "unwatch":
@@ -60,22 +60,22 @@ class Presence:
         if len(watches) >= hub.limits.hub_session_watches:
             details = {"retryAfter": 1000, "kind": "presence", "reason": "watches"}
             raise HubError("rate_limited", "too many watches on this session", details)
-        pattern = Pattern(request.payload.text("pattern") or "*")
+        pattern = AddressPattern(request.payload.text("pattern") or "*")
         capability = request.payload.text("capability")
-        query = Query(pattern, pattern.prefix, () if capability is None else (capability,))
-        watch = Watch(f"watch-{new_id(now_ms)}", session, query)
+        query = RegistryQuery(pattern, pattern.prefix, () if capability is None else (capability,))
+        watch = PresenceWatch(f"watch-{new_id(now_ms)}", session, query)
         watches[watch.id] = watch
         self._watches[watch.id] = watch
         hub.reply(session, request, "hub:presence", self._snapshot(watch, now_ms), now_ms)
 
-    def _snapshot(self, watch: Watch, now_ms: int) -> dict[str, Any]:
+    def _snapshot(self, watch: PresenceWatch, now_ms: int) -> dict[str, Any]:
         hub = self._hub
         found = list(islice(hub.registry.matching(watch.query, now_ms), SNAPSHOT_MAX + 1))
         return {
             "watchId": watch.id,
             "actors": [one.shown() for one in found[:SNAPSHOT_MAX]],
             "hasMore": len(found) > SNAPSHOT_MAX,
-            "offset": hub.streams.offset(REGISTRY, hub.streams.tail(REGISTRY) or 0),
+            "offset": hub.streams.offset(REGISTRY_STREAM, hub.streams.tail(REGISTRY_STREAM) or 0),
         }
 
     def tell(self, event: str, found: Registration, offset: str | None, now_ms: int) -> None:
@@ -95,9 +95,9 @@ class Presence:
             if not self._offer(watch, payload, now_ms):
                 watch.behind = True
 
-    def _offer(self, watch: Watch, payload: dict[str, Any], now_ms: int) -> bool:
+    def _offer(self, watch: PresenceWatch, payload: dict[str, Any], now_ms: int) -> bool:
         hub, session = self._hub, watch.session
-        frame = encode(
+        frame = encode_envelope(
             id=new_id(now_ms),
             from_=hub.options.address,
             to=f"@({session.path})",

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tailrace.hub import copies
-from tailrace.hub.addresses import durable_problem, parse_topic, topic_stream
-from tailrace.hub.asks import TTL_MS_MAX, Ask
+from tailrace.hub.addresses import durable_topic_error, parse_topic, topic_stream
+from tailrace.hub.asks import REQUEST_TTL_MS_MAX, PendingRequest
 from tailrace.hub.boxes import TOPIC
-from tailrace.hub.copies import Copy
-from tailrace.hub.deduplication import Seen, SeenSet
-from tailrace.hub.effects import Append, Settled
-from tailrace.hub.errors import field_error, hub_error
-from tailrace.hub.fields import Request
+from tailrace.hub.copies import OutgoingMessage
+from tailrace.hub.deduplication import SeenMessage, SeenMessages
+from tailrace.hub.effects import Append, AppendOutcome
+from tailrace.hub.errors import field_error, to_hub_error
+from tailrace.hub.fields import HubRequest
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
 from tailrace.hub.ids import new_id
-from tailrace.hub.message import Common, common
-from tailrace.hub.send import repeated, typed_data
+from tailrace.hub.message import SharedEnvelope, encode_shared
+from tailrace.hub.send import check_duplicate, read_type_and_data
 from tailrace.hub.session import Session
-from tailrace.hub.spreading import Recipient, spread
-from tailrace.hub.subscription import Subscription
+from tailrace.hub.spreading import Recipient, send_to_many
+from tailrace.hub.subscription import TopicSubscription
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
@@ -32,13 +32,15 @@ class Publication:
 
     __slots__ = ("_copy", "_frame", "_hub", "_request", "_session", "_topic", "counts")
 
-    def __init__(self, hub: Hub, session: Session, request: Request, topic: str, copy: Copy) -> None:
+    def __init__(
+        self, hub: Hub, session: Session, request: HubRequest, topic: str, copy: OutgoingMessage
+    ) -> None:
         self._hub = hub
         self._session = session
         self._request = request
         self._topic = topic
         self._copy = copy
-        self._frame: Common | None = None
+        self._frame: SharedEnvelope | None = None
         self.counts = [0, 0]  # handed over, queued
 
     def give(self, entry: int, now_ms: int) -> None:
@@ -46,8 +48,8 @@ class Publication:
         served: set[Session] = set()
         if entry:
             self._give_durable(entry, served, now_ms)
-        firsts: dict[Session, Subscription] = {}
-        several: dict[Session, list[Subscription]] = {}
+        firsts: dict[Session, TopicSubscription] = {}
+        several: dict[Session, list[TopicSubscription]] = {}
         shared: list[tuple[str, str]] = []
         for found in self._hub.topics.live.match(self._topic):
             session = found.session
@@ -62,7 +64,10 @@ class Publication:
             self._give_group(key, now_ms)
 
     def _give_directly(
-        self, firsts: dict[Session, Subscription], several: dict[Session, list[Subscription]], now_ms: int
+        self,
+        firsts: dict[Session, TopicSubscription],
+        several: dict[Session, list[TopicSubscription]],
+        now_ms: int,
     ) -> None:
         policy, topic = self._hub.policy, self._topic
         is_open = policy.is_open(topic)
@@ -77,16 +82,16 @@ class Publication:
             to, ids = f"@({first.owner})", msgspec.json.encode([one.id for one in several[session]])
             copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=to)
             self._offer(session, copy.frame(b',"subscriptionIds":' + ids), to, now_ms)
-        left = spread(self._hub, self._session, self._shared(), recipients, now_ms)
+        left = send_to_many(self._hub, self._session, self._shared(), recipients, now_ms)
         self.counts[0] += len(recipients) - len(left)
         for session, owner in left:
             to = f"@({owner})"
             self._offer(session, self._shared().frame(new_id(now_ms), to), to, now_ms)
 
-    def _shared(self) -> Common:
+    def _shared(self) -> SharedEnvelope:
         if self._frame is None:
             copy = self._copy
-            self._frame = common(
+            self._frame = encode_shared(
                 from_=copy.sender,
                 type=copy.type,
                 payload=copy.payload,
@@ -129,22 +134,22 @@ class Publication:
         if self._offer(member.session, copy.frame(ask.own), to, now_ms) in (SENT, WAITING):
             hub.asks.begin(ask)
 
-    def _ask(self, recipient: str, now_ms: int) -> Ask:
+    def _ask(self, recipient: str, now_ms: int) -> PendingRequest:
         request = self._request
         ttl_ms = request.envelope.ttl or self._hub.limits.hub_ask_ms
-        return Ask(
+        return PendingRequest(
             request.id,
             self._session,
             request.sender,
             recipient,
-            now_ms + min(ttl_ms, TTL_MS_MAX),
+            now_ms + min(ttl_ms, REQUEST_TTL_MS_MAX),
             [],
             True,
-            copies.traced(request),
+            copies.trace_metadata(request),
             copy_id=new_id(now_ms),
         )
 
-    def _ask_group(self, found: Subscription, entry: int, now_ms: int) -> None:
+    def _ask_group(self, found: TopicSubscription, entry: int, now_ms: int) -> None:
         """Whichever member is given the entry may answer it, also one that comes later."""
         ask, stream = self._ask(found.owner, now_ms), topic_stream(self._topic)
         self._hub.asks.begin(ask)
@@ -177,35 +182,35 @@ class Publication:
             self.counts[0 if feed.sent >= entry else 1] += 1
 
 
-def publish(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def publish(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     text = request.payload.text("topic")
     if text is None:
         raise field_error("topic", "topic is missing")
     topic = parse_topic(text)
-    kind, data = typed_data(request.payload)
+    kind, data = read_type_and_data(request.payload)
     durable = request.payload.truth("durable") is True or hub.topics.is_durable(topic)
-    problem = durable_problem(topic) if durable else None
+    problem = durable_topic_error(topic) if durable else None
     if problem is not None and request.payload.truth("durable") is True:
         raise field_error("topic", problem)
     if not hub.policy.may_topic(session.actor, "publish", topic):
         raise hub.denied(session, "publish", "denied by policy", topic, now_ms)
     if request.truth("expectReply"):
         hub.asks.check_room(session)
-    seen = repeated(hub, session, request, now_ms)
+    seen = check_duplicate(hub, session, request, now_ms)
     if seen is None:
         return
     own = b'"topic":%b,"publication":true,"via":%b' % (msgspec.json.encode(topic), hub.via)
     keeps = durable and problem is None
     if keeps:
         own += b',"hubSeq":%d' % hub.next_seq(now_ms)
-    copy = Copy(
+    copy = OutgoingMessage(
         new_id(now_ms),
         f"@({request.sender})",
         hub.options.address,
         kind,
         data,
         now_ms,
-        copies.extended(copies.carried(request), own),
+        copies.append_metadata(copies.forwarded_metadata(request), own),
         correlation_id=request.id,
         ttl=request.envelope.ttl,
     )
@@ -213,34 +218,34 @@ def publish(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     if not keeps:
         hub.count("messages", "publish/ok")
         publication.give(0, now_ms)
-        _published(hub, session, request, topic, publication, None, seen, now_ms)
+        _send_published(hub, session, request, topic, publication, None, seen, now_ms)
         return
     stream = topic_stream(topic)
 
-    def then(settled: Settled, now_ms: int) -> None:
+    def then(settled: AppendOutcome, now_ms: int) -> None:
         if settled.error is not None:
             seen[0].forget(request.id)
             hub.count("messages", "publish/refused")
-            hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
             return
         hub.count("messages", "publish/ok")
         hub.topics.kept.add(topic)
         hub.mailboxes.begun.setdefault(stream, settled.entry)
         hub.trace.note("accepted", copy, now_ms, kind="publish", stream=stream, offset=settled.offset)
         publication.give(settled.entry, now_ms)
-        _published(hub, session, request, topic, publication, settled.offset, seen, now_ms)
+        _send_published(hub, session, request, topic, publication, settled.offset, seen, now_ms)
 
     hub.append(Append(stream, copy.frame(), then, key=copy.sender.encode()))
 
 
-def _published(
+def _send_published(
     hub: Hub,
     session: Session,
-    request: Request,
+    request: HubRequest,
     topic: str,
     publication: Publication,
     offset: str | None,
-    seen: tuple[SeenSet, Seen],
+    seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
     payload = {

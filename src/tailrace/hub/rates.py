@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.common.limits import Limits
-from tailrace.common.token_bucket import Buckets, Rate
+from tailrace.common.token_bucket import Rate, TokenBuckets
 from tailrace.hub.errors import HubError
 from tailrace.hub.policy import Policy
 
 # What goes with a message type; heartbeat, disconnect, ping and commit are free.
-KINDS: Final = {
+RATE_KIND_BY_TYPE: Final = {
     "hub:send": "send",
     "hub:reply": "send",
     "hub:publish": "send",
@@ -28,10 +28,10 @@ KINDS: Final = {
     "hub:queue_stats": "read",
 }
 
-SENDS: Final = frozenset(("send", "bytes"))  # what one send is taken from
+SEND_RATE_KINDS: Final = frozenset(("send", "bytes"))  # what one send is taken from
 
 
-class Rates:
+class RateLimiter:
     """Refuses what is too much, and says when it would not be."""
 
     def __init__(self, limits: Limits, policy: Policy) -> None:
@@ -43,11 +43,11 @@ class Rates:
             "register": Rate(limits.hub_registers_per_s, 2 * limits.hub_registers_per_s),
             "read": Rate(limits.hub_reads_per_s, 2 * limits.hub_reads_per_s),
         }
-        self._buckets = Buckets(self._rates)
+        self._buckets = TokenBuckets(self._rates)
         self.policy = policy
 
     def check(self, identity: str, message_type: str, size: int, now_ms: int) -> None:
-        kind = KINDS.get(message_type)
+        kind = RATE_KIND_BY_TYPE.get(message_type)
         if kind is None or (kind == "send" and self.may_send(identity, size, now_ms)):
             return
         self.take(identity, kind, 1, now_ms)
@@ -58,7 +58,7 @@ class Rates:
         """Takes what one send costs, in few steps. False if it is too much, or has to be looked at closer:
         then nothing was taken.
         """
-        if self.policy.has_rules and not SENDS.isdisjoint(self.policy.rates(identity)):
+        if self.policy.has_rules and not SEND_RATE_KINDS.isdisjoint(self.policy.rates(identity)):
             return False
         now_ns = now_ms * 1_000_000
         sends, sizes = self._buckets.pair(identity, "send", "bytes", now_ns)

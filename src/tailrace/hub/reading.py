@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tailrace.auth import Identity
-from tailrace.hub.addresses import MAILBOXES, TOPICS, parse_address
+from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX, parse_address
 from tailrace.hub.errors import HubError
-from tailrace.hub.policy import Policy, actor_of
-from tailrace.hub.presence import REGISTRY
+from tailrace.hub.policy import Policy, principal_from_identity
+from tailrace.hub.presence import REGISTRY_STREAM
 
 
-class StreamRules:
+class HubStreamAccess:
     """The rules in force. They are replaced as a whole when they are read again."""
 
     def __init__(self, policy: Policy) -> None:
@@ -21,13 +21,13 @@ class StreamRules:
         A token that names no address opens no session at the hub, and so reads nothing here.
         """
         try:
-            actor = actor_of(identity, parse_address(f"@({identity.actor_id})"))
+            actor = principal_from_identity(identity, parse_address(f"@({identity.actor_id})"))
         except HubError:
             return False
-        if name == REGISTRY:
+        if name == REGISTRY_STREAM:
             return self.policy.may(actor, "discover")
-        if name.startswith(TOPICS):
-            return self.policy.may_topic(actor, "subscribe", name.removeprefix(TOPICS))
-        if name.startswith(MAILBOXES):
-            return actor.has("mailbox") and self.policy.may_register(actor, name.removeprefix(MAILBOXES))
+        if name.startswith(TOPIC_PREFIX):
+            return self.policy.may_topic(actor, "subscribe", name.removeprefix(TOPIC_PREFIX))
+        if name.startswith(MAILBOX_PREFIX):
+            return actor.has("mailbox") and self.policy.may_register(actor, name.removeprefix(MAILBOX_PREFIX))
         return False

@@ -9,16 +9,16 @@ import msgspec
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.hub import mailbox_commands
 from tailrace.hub.addresses import mailbox_stream, parse_address
-from tailrace.hub.effects import Append, Settled
-from tailrace.hub.errors import HubError, field_error, hub_error
-from tailrace.hub.fields import Request
-from tailrace.hub.presence import REGISTRY
+from tailrace.hub.effects import Append, AppendOutcome
+from tailrace.hub.errors import HubError, field_error, to_hub_error
+from tailrace.hub.fields import HubRequest
+from tailrace.hub.presence import REGISTRY_STREAM
 from tailrace.hub.registry import (
-    PRESSURE,
+    REGISTRY_PRESSURE_RATIO,
     TTL_S_DEFAULT,
     TTL_S_MAX,
     TTL_S_MIN,
-    Options,
+    DeliveryOptions,
     Registration,
     to_record,
 )
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
 CAPABILITIES_MAX: Final = 256
-EXPIRED_AT_ONCE: Final = 1000
-LOGGED_AGAIN_MS: Final = 24 * 3600 * 1000
+EXPIRED_PER_CALL_MAX: Final = 1000
+REGISTRATION_REWRITE_MS: Final = 24 * 3600 * 1000
 
 
-def event(found: Registration, operation: str, reason: str, now_ms: int) -> bytes:
+def encode_registry_event(found: Registration, operation: str, reason: str, now_ms: int) -> bytes:
     """A change of the registry as its log has it."""
     headers = {
         "operation": operation,
@@ -46,7 +46,7 @@ def event(found: Registration, operation: str, reason: str, now_ms: int) -> byte
     return msgspec.json.encode(message)
 
 
-def register(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def register(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     text = request.payload.text("actorAddress")
     if text is None:
         raise field_error("actorAddress", "actorAddress is missing")
@@ -54,7 +54,7 @@ def register(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     capabilities = request.payload.texts("capabilities")
     if not capabilities or len(capabilities) > CAPABILITIES_MAX:
         raise field_error("capabilities", f"capabilities is a list of 1 to {CAPABILITIES_MAX} words")
-    options = _options(session, request)
+    options = _read_delivery_options(session, request)
     if not hub.policy.may_register(session.actor, path):
         raise hub.denied(session, "register", "not your address", text, now_ms)
     _check_room(hub, session, path, now_ms)
@@ -81,19 +81,23 @@ def register(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     reason = "updated" if again else "registered" if old is None or old.session is None else "taken_over"
     session.registering += 1
 
-    def then(settled: Settled, now_ms: int) -> None:
+    def then(settled: AppendOutcome, now_ms: int) -> None:
         session.registering -= 1
         hub.registry.version_settled(path, found.version)
         if settled.error is not None:
-            hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
             return
-        _apply(hub, session, request, found, settled, now_ms)
+        _apply_registration(hub, session, request, found, settled, now_ms)
 
     operation = "insert" if old is None else "update"
-    hub.append(Append(REGISTRY, event(found, operation, reason, now_ms), then, key=path.encode()))
+    hub.append(
+        Append(
+            REGISTRY_STREAM, encode_registry_event(found, operation, reason, now_ms), then, key=path.encode()
+        )
+    )
 
 
-def _options(session: Session, request: Request) -> Options:
+def _read_delivery_options(session: Session, request: HubRequest) -> DeliveryOptions:
     payload = request.payload
     commit = payload.text("commit") or "auto"
     if commit not in ("auto", "manual"):
@@ -102,7 +106,7 @@ def _options(session: Session, request: Request) -> Options:
         raise field_error("commit", "manual commits need the capability mailbox")
     in_flight, timeout = payload.integer("maxInFlight"), payload.integer("ackTimeout")
     deliver = payload.integer("maxDeliver")
-    return Options(
+    return DeliveryOptions(
         payload.truth("durable") is True,
         commit,
         payload.truth("push") is not False,
@@ -112,7 +116,7 @@ def _options(session: Session, request: Request) -> Options:
     )
 
 
-def _ttl_ms(request: Request, default_ms: int) -> int:
+def _ttl_ms(request: HubRequest, default_ms: int) -> int:
     """In seconds, or in ms as older clients have it. A value outside the bounds is moved to the bound.
 
     A registration has to outlast a connection that is lost and resumed, so the lower bound is not shorter
@@ -141,14 +145,14 @@ def _check_room(hub: Hub, session: Session, path: str, now_ms: int) -> None:
         details = {"retryAfter": 1000, "kind": "register", "reason": "addresses"}
         raise HubError("rate_limited", "too many addresses on this session", details)
     if len(hub.registry) >= limits.hub_registry_actors and path not in hub.registry.by_path:
-        expire(hub, now_ms, EXPIRED_AT_ONCE)
+        expire_registrations(hub, now_ms, EXPIRED_PER_CALL_MAX)
         if len(hub.registry) >= limits.hub_registry_actors:
             details = {"retryAfter": 60_000, "kind": "register", "reason": "registry_full"}
             raise HubError("rate_limited", "the registry is full", details)
 
 
-def _apply(
-    hub: Hub, session: Session, request: Request, found: Registration, settled: Settled, now_ms: int
+def _apply_registration(
+    hub: Hub, session: Session, request: HubRequest, found: Registration, settled: AppendOutcome, now_ms: int
 ) -> None:
     """The event is durable: from here on the address is this session's."""
     path = found.path
@@ -161,23 +165,29 @@ def _apply(
             hub.registry.put(found)
         elif not hub.registry.is_pending(path):
             hub.registry.remember(path, found.version)
-            hub.append(Append(REGISTRY, event(found, "delete", "left", now_ms), key=path.encode()))
+            hub.append(
+                Append(
+                    REGISTRY_STREAM, encode_registry_event(found, "delete", "left", now_ms), key=path.encode()
+                )
+            )
         return
     known = old is not None and old.session is session
     if old is not None and old.session is not None and old.session is not session:
-        _taken_over(hub, old, old.session, now_ms)
+        _handle_takeover(hub, old, old.session, now_ms)
     hub.registry.put(found)
     hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
     session.addresses[path] = found
     if hub.dev:
         hub.rename(session, path)
     hub.audit(session, "register", found.address, "ok", now_ms)
-    _registered(hub, session, request, found, now_ms)
+    _send_registered(hub, session, request, found, now_ms)
     hub.presence.tell("updated" if known else "joined", found, settled.offset, now_ms)
     hub.mailboxes.attach(found, session, now_ms)
 
 
-def _registered(hub: Hub, session: Session, request: Request, found: Registration, now_ms: int) -> None:
+def _send_registered(
+    hub: Hub, session: Session, request: HubRequest, found: Registration, now_ms: int
+) -> None:
     shown = {
         "actorAddress": found.address,
         "expiresAt": found.expires_ms,
@@ -189,12 +199,12 @@ def _registered(hub: Hub, session: Session, request: Request, found: Registratio
     payload = {**shown, "durable": durable, "mailbox": mailbox_stream(found.path) if durable else None}
     fill = len(hub.registry) / hub.limits.hub_registry_actors
     metadata: dict[str, Any] = dict(shown)
-    if fill >= PRESSURE:
+    if fill >= REGISTRY_PRESSURE_RATIO:
         metadata["registryPressure"] = round(fill, 3)
     hub.reply(session, request, "hub:registered", payload, now_ms, msgspec.json.encode(metadata))
 
 
-def _taken_over(hub: Hub, old: Registration, loser: Session, now_ms: int) -> None:
+def _handle_takeover(hub: Hub, old: Registration, loser: Session, now_ms: int) -> None:
     loser.addresses.pop(old.path, None)
     hub.mailboxes.leave(old.path, loser)
     hub.audit(loser, "take-over", old.address, "ok", now_ms)
@@ -210,7 +220,7 @@ def _taken_over(hub: Hub, old: Registration, loser: Session, now_ms: int) -> Non
     hub.notice(loser, "hub:unregistered", payload, now_ms)
 
 
-def renew(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def renew(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     token = request.text("renewalToken")
     found = None if token is None else hub.registry.by_token(token, now_ms)
     if found is None or found.session is not session:
@@ -218,7 +228,7 @@ def renew(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
             hub.audit(session, "renew", "", "invalid_token", now_ms)
         raise HubError("invalid_token", "there is no registration of yours with this token")
     found.ttl_ms = _ttl_ms(request, found.ttl_ms)
-    extend(hub, found, now_ms)
+    extend_registration(hub, found, now_ms)
     if token == found.renewal:
         hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
     else:
@@ -236,7 +246,7 @@ def renew(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     hub.reply(session, request, "hub:renewed", payload, now_ms, metadata)
 
 
-def extend(hub: Hub, found: Registration, now_ms: int) -> None:
+def extend_registration(hub: Hub, found: Registration, now_ms: int) -> None:
     """Renewals are not logged: after a restart every registration has a whole TTL again.
 
     One a day is, so that what still holds is never older than what the log keeps.
@@ -244,12 +254,18 @@ def extend(hub: Hub, found: Registration, now_ms: int) -> None:
     found.expires_ms = now_ms + found.ttl_ms
     found.used_ms = now_ms
     hub.registry.expect(found)
-    if now_ms - found.logged_ms >= LOGGED_AGAIN_MS and not hub.registry.is_pending(found.path):
+    if now_ms - found.logged_ms >= REGISTRATION_REWRITE_MS and not hub.registry.is_pending(found.path):
         found.logged_ms = now_ms
-        hub.append(Append(REGISTRY, event(found, "update", "renewed", now_ms), key=found.path.encode()))
+        hub.append(
+            Append(
+                REGISTRY_STREAM,
+                encode_registry_event(found, "update", "renewed", now_ms),
+                key=found.path.encode(),
+            )
+        )
 
 
-def unregister(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def unregister(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     text = request.payload.text("actorAddress")
     path = request.sender if text is None else parse_address(text)
     found = session.addresses.get(path)
@@ -264,25 +280,32 @@ def unregister(hub: Hub, session: Session, request: Request, now_ms: int) -> Non
         raise hub.denied(session, "unregister", "not your address", f"@({path})", now_ms)
     gone = found
 
-    def then(settled: Settled, now_ms: int) -> None:
+    def then(settled: AppendOutcome, now_ms: int) -> None:
         if settled.error is not None:
-            hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
             return
-        _remove(hub, gone)
+        _remove_registration(hub, gone)
         hub.presence.tell("left", gone, settled.offset, now_ms)
         if delete_mailbox:
-            mailbox_commands.delete(hub, path)
+            mailbox_commands.remove_mailbox(hub, path)
         if request.is_ask:
             payload = {"actorAddress": gone.address, "unregisteredAt": now_ms, "reason": "requested"}
             hub.reply(session, request, "hub:unregistered", payload, now_ms)
 
     if hub.registry.is_pending(path):
-        then(Settled(), now_ms)  # somebody else is taking it over: that event says it all
+        then(AppendOutcome(), now_ms)  # somebody else is taking it over: that event says it all
         return
-    hub.append(Append(REGISTRY, event(gone, "delete", "unregistered", now_ms), then, key=path.encode()))
+    hub.append(
+        Append(
+            REGISTRY_STREAM,
+            encode_registry_event(gone, "delete", "unregistered", now_ms),
+            then,
+            key=path.encode(),
+        )
+    )
 
 
-def _remove(hub: Hub, found: Registration) -> None:
+def _remove_registration(hub: Hub, found: Registration) -> None:
     hub.registry.remove(found)
     owner = found.session
     if owner is not None and owner.addresses.get(found.path) is found:
@@ -290,19 +313,19 @@ def _remove(hub: Hub, found: Registration) -> None:
         hub.mailboxes.leave(found.path, owner)
 
 
-def expire(hub: Hub, now_ms: int, limit: int) -> None:
+def expire_registrations(hub: Hub, now_ms: int, limit: int) -> None:
     """Those whose time is over are invisible already; here they go, and that is written down."""
     for found in hub.registry.take_expired(now_ms, limit):
         owner = found.session
-        _remove(hub, found)
+        _remove_registration(hub, found)
         if owner is not None and owner.alive and "delivery-notices" in owner.features:
             payload = {"actorAddress": found.address, "unregisteredAt": now_ms, "reason": "expired"}
             hub.notice(owner, "hub:unregistered", payload, now_ms)
         if not hub.registry.is_pending(found.path):
-            _log_end(hub, found, "expired", "expired", now_ms)
+            _append_removal(hub, found, "expired", "expired", now_ms)
 
 
-def session_ended(hub: Hub, session: Session, now_ms: int) -> None:
+def release_addresses(hub: Hub, session: Session, now_ms: int) -> None:
     """Ephemeral addresses go with their session; durable ones stay, offline."""
     for path, found in tuple(session.addresses.items()):
         if hub.registry.by_path.get(path) is not found:
@@ -310,22 +333,22 @@ def session_ended(hub: Hub, session: Session, now_ms: int) -> None:
         if found.options.durable:
             found.session = None
             if not hub.registry.is_pending(path):
-                body = event(found, "update", "left", now_ms)
-                _append_told(hub, "left", found, body)
+                body = encode_registry_event(found, "update", "left", now_ms)
+                _append_and_notify(hub, "left", found, body)
         else:
             hub.registry.remove(found)
             if not hub.registry.is_pending(path):
-                _log_end(hub, found, "left", "left", now_ms)
+                _append_removal(hub, found, "left", "left", now_ms)
     session.addresses.clear()
 
 
-def _log_end(hub: Hub, found: Registration, reason: str, told: str, now_ms: int) -> None:
-    _append_told(hub, told, found, event(found, "delete", reason, now_ms))
+def _append_removal(hub: Hub, found: Registration, reason: str, told: str, now_ms: int) -> None:
+    _append_and_notify(hub, told, found, encode_registry_event(found, "delete", reason, now_ms))
 
 
-def _append_told(hub: Hub, told: str, found: Registration, body: bytes) -> None:
-    def then(settled: Settled, now_ms: int) -> None:
+def _append_and_notify(hub: Hub, told: str, found: Registration, body: bytes) -> None:
+    def then(settled: AppendOutcome, now_ms: int) -> None:
         if settled.error is None:
             hub.presence.tell(told, found, settled.offset, now_ms)
 
-    hub.append(Append(REGISTRY, body, then, key=found.path.encode()))
+    hub.append(Append(REGISTRY_STREAM, body, then, key=found.path.encode()))

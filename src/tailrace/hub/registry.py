@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from sortedcontainers import SortedDict
 
-from tailrace.hub.addresses import Pattern
+from tailrace.hub.addresses import AddressPattern
 
 if TYPE_CHECKING:
     from tailrace.hub.session import Session
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 TTL_S_MIN: Final = 60
 TTL_S_MAX: Final = 3600
 TTL_S_DEFAULT: Final = 300
-PRESSURE: Final = 0.9
-REMEMBERED: Final = 100_000  # versions of addresses that are gone
+REGISTRY_PRESSURE_RATIO: Final = 0.9
+REMEMBERED_VERSIONS_MAX: Final = 100_000  # versions of addresses that are gone
 OLD_TOKEN_MS: Final = 10_000
 
 
-class Options(msgspec.Struct, frozen=True):
+class DeliveryOptions(msgspec.Struct, frozen=True):
     """How a durable actor takes its messages."""
 
     durable: bool = False
@@ -45,7 +45,7 @@ class Registration(msgspec.Struct, eq=False):
     capabilities: list[str]
     metadata: dict[str, Any]
     ttl_ms: int
-    options: Options
+    options: DeliveryOptions
     registered_ms: int
     expires_ms: int
     version: int
@@ -83,7 +83,7 @@ class Registration(msgspec.Struct, eq=False):
         }
 
 
-class Record(msgspec.Struct, rename="camel", omit_defaults=False):
+class RegistrationRecord(msgspec.Struct, rename="camel", omit_defaults=False):
     """What the log keeps of a registration."""
 
     address: str
@@ -103,9 +103,9 @@ class Record(msgspec.Struct, rename="camel", omit_defaults=False):
     max_deliver: int = 5
 
 
-def to_record(found: Registration) -> Record:
+def to_record(found: Registration) -> RegistrationRecord:
     options = found.options
-    return Record(
+    return RegistrationRecord(
         found.address,
         found.capabilities,
         found.metadata,
@@ -124,8 +124,8 @@ def to_record(found: Registration) -> Record:
     )
 
 
-def from_record(record: Record) -> Registration:
-    options = Options(
+def from_record(record: RegistrationRecord) -> Registration:
+    options = DeliveryOptions(
         record.durable,
         record.commit,
         record.push,
@@ -147,10 +147,10 @@ def from_record(record: Record) -> Registration:
     )
 
 
-class Query(msgspec.Struct, frozen=True):
+class RegistryQuery(msgspec.Struct, frozen=True):
     """What discovery looks for."""
 
-    pattern: Pattern | None = None
+    pattern: AddressPattern | None = None
     prefix: str = ""
     capabilities: tuple[str, ...] = ()
     metadata: dict[str, Any] = {}
@@ -167,10 +167,10 @@ class Query(msgspec.Struct, frozen=True):
         if not self.metadata:
             return True
         have = found.metadata
-        return all(name in have and same(have[name], value) for name, value in self.metadata.items())
+        return all(name in have and json_equal(have[name], value) for name, value in self.metadata.items())
 
 
-def same(one: object, other: object) -> bool:
+def json_equal(one: object, other: object) -> bool:
     """Equality of JSON values: true is not 1."""
     return one == other and type(one) is type(other)
 
@@ -251,7 +251,7 @@ class Registry:
     def remember(self, path: str, version: int) -> None:
         """Of an address that is gone. What is forgotten raises the first version of every new one."""
         self._gone[path] = max(version, self._gone.pop(path, 0))
-        while len(self._gone) > REMEMBERED:
+        while len(self._gone) > REMEMBERED_VERSIONS_MAX:
             self._floor = max(self._floor, self._gone.popitem(last=False)[1])
 
     def take_expired(self, now_ms: int, limit: int) -> list[Registration]:
@@ -275,7 +275,7 @@ class Registry:
         by_path = self.by_path
         return [found for path in by_path if (found := by_path[path]).expires_ms > now_ms]
 
-    def matching(self, query: Query, now_ms: int, after: str = "") -> Iterator[Registration]:
+    def matching(self, query: RegistryQuery, now_ms: int, after: str = "") -> Iterator[Registration]:
         """In order of their addresses, from beyond `after`; a literal beginning narrows the search."""
         begin = max(after, query.prefix)
         # All of them are walked through more quickly than a part.

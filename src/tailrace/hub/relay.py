@@ -16,24 +16,24 @@ from msgspec import Meta, Raw
 from tailrace.hub.addresses import ADDRESS_BYTES_MAX, parse_address
 from tailrace.hub.effects import Send
 from tailrace.hub.errors import HubError
-from tailrace.hub.fields import Request
+from tailrace.hub.fields import HubRequest
 from tailrace.hub.ids import new_id
-from tailrace.hub.members import DEPTH_MAX, check_text
+from tailrace.hub.members import DEPTH_MAX, check_frame_text
 from tailrace.hub.message import NAME_BYTES_MAX, Envelope
-from tailrace.hub.send import Wanted
+from tailrace.hub.send import SendCommand
 from tailrace.hub.session import CONNECTED, Session
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
-MARK: Final = b'"type":"hub:send","payload":{"to":"'
-REPLAY_MS: Final = 300_000
-ROUTES_MAX: Final = 8192  # a full cache holds about 6 MiB
+SEND_MARKER: Final = b'"type":"hub:send","payload":{"to":"'
+REPLAY_WINDOW_MS: Final = 300_000
+ROUTE_CACHE_MAX: Final = 8192  # a full cache holds about 6 MiB
 
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_BYTES_MAX)]
 
 
-class _Nothing(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _EmptyMetadata(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     pass
 
 
@@ -44,7 +44,7 @@ class _Payload(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     ack: Literal["accepted"] | None = None  # never written as null here: that is longer than expected
 
 
-class Plain(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class PlainSend(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """All eleven members, none of which asks for anything in particular."""
 
     id: Name
@@ -55,7 +55,7 @@ class Plain(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     pattern: Literal["tell", "ask"]
     correlation_id: None = msgspec.field(name="correlationId")
     timestamp: Annotated[int, Meta(ge=10**12, lt=10**13)]  # of thirteen digits
-    metadata: _Nothing
+    metadata: _EmptyMetadata
     ttl: None
     signature: None
 
@@ -63,7 +63,7 @@ class Plain(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     def is_tell(self) -> bool:
         return self.pattern == "tell" and self.payload.ack is None
 
-    def request(self, frame: bytes) -> Request | None:
+    def request(self, frame: bytes) -> HubRequest | None:
         """For the way of all others, which need not look again what is wanted. None if that is nonsense."""
         payload = self.payload
         try:
@@ -81,17 +81,19 @@ class Plain(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         levels = ["delivered"] if self.pattern == "ask" else []
         if payload.ack is not None:
             levels = [payload.ack]
-        return Request(envelope, frame, Wanted(target, payload.type, payload.data, levels, False, None, None))
+        return HubRequest(
+            envelope, frame, SendCommand(target, payload.type, payload.data, levels, False, None, None)
+        )
 
 
-_decode: Final = msgspec.json.Decoder(Plain).decode
+_decode_plain_send: Final = msgspec.json.Decoder(PlainSend).decode
 # What a frame has beside the texts that vary. It is as long as that and those together only if each member
 # comes once, without space around it, and all texts are plain ASCII: then they can be copied as they are.
-_AROUND: Final = len(
+_FIXED_BYTES: Final = len(
     b'{"id":"","from":"","to":"","type":"hub:send","payload":{"to":"","type":"","data":},"pattern":"",'
     b'"correlationId":null,"timestamp":1234567890123,"metadata":{},"ttl":null,"signature":null}'
 )
-_ACK: Final = len(b',"ack":"accepted"')
+_ACK_BYTES: Final = len(b',"ack":"accepted"')
 # Data without lists that is shorter than this is not too deep: two levels are the envelope and its payload.
 _DEEP_BYTES: Final = (DEPTH_MAX - 1) * len(b'{"":}')
 
@@ -105,8 +107,8 @@ class Route(msgspec.Struct, eq=False, gc=False):
     own: bytes  # the hub's own metadata up to the original id
 
 
-@lru_cache(ROUTES_MAX)
-def route_of(via: bytes, sender: str, to: str) -> Route | None:
+@lru_cache(ROUTE_CACHE_MAX)
+def route_between(via: bytes, sender: str, to: str) -> Route | None:
     """None if there is no such address. Whether the sender is who it says is not looked at here."""
     try:
         path, target = sender[2:-1].encode("ascii"), parse_address(to)
@@ -120,10 +122,10 @@ def route_of(via: bytes, sender: str, to: str) -> Route | None:
     )
 
 
-def read_plain(frame: bytes) -> Plain | None:
+def parse_plain_send(frame: bytes) -> PlainSend | None:
     """The message, if it is such a one."""
     try:
-        plain = _decode(frame)
+        plain = _decode_plain_send(frame)
     except (msgspec.MsgspecError, RecursionError):
         return None
     payload = plain.payload
@@ -132,20 +134,20 @@ def read_plain(frame: bytes) -> Plain | None:
         return None
     size = len(plain.id) + sender + len(plain.to) + to + len(payload.type) + len(plain.pattern)
     if payload.ack is not None:
-        size += _ACK
+        size += _ACK_BYTES
     data = len(payload.data)
-    if _AROUND + size + data != len(frame) or not _is_sound(frame, data):
+    if _FIXED_BYTES + size + data != len(frame) or not _is_valid_text(frame, data):
         return None
     return plain
 
 
-def relay(hub: Hub, session: Session, tell: Plain, size: int, now_ms: int) -> Send | None:
+def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now_ms: int) -> Send | None:
     """What goes to the recipient of a plain tell of so many bytes. If it is None, nothing has happened."""
-    if hub.options.verify is not None and abs(now_ms - tell.timestamp) > REPLAY_MS:
+    if hub.options.verify is not None and abs(now_ms - tell.timestamp) > REPLAY_WINDOW_MS:
         return None
     identifier, payload = tell.id, tell.payload
-    route = route_of(hub.via, tell.from_, payload.to)
-    recipient = None if route is None else _recipient(hub, session, route, now_ms)
+    route = route_between(hub.via, tell.from_, payload.to)
+    recipient = None if route is None else _find_recipient(hub, session, route, now_ms)
     if route is None or recipient is None:
         return None
     identity = session.actor.path
@@ -184,18 +186,18 @@ def relay(hub: Hub, session: Session, tell: Plain, size: int, now_ms: int) -> Se
     return Send(recipient, copy)
 
 
-def _is_sound(frame: bytes, data: int) -> bool:
+def _is_valid_text(frame: bytes, data: int) -> bool:
     """UTF-8, and not too deep. Where there is little data without lists, nothing has to be counted."""
     if frame.isascii() and b"[" not in frame and (data < _DEEP_BYTES or frame.count(b"{") <= DEPTH_MAX):
         return True
     try:
-        check_text(frame)
+        check_frame_text(frame)
     except HubError:
         return False
     return True
 
 
-def may_reach(hub: Hub, session: Session, route: Route, now_ms: int) -> bool:
+def may_send_plain(hub: Hub, session: Session, route: Route, now_ms: int) -> bool:
     """Whether there is nothing about the sender or the rules that has to be looked at closer."""
     actor = session.actor
     if route.sender != actor.path and route.sender not in session.addresses:
@@ -209,7 +211,7 @@ def may_reach(hub: Hub, session: Session, route: Route, now_ms: int) -> bool:
     return True
 
 
-def _recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Session | None:
+def _find_recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Session | None:
     """Who gets it, if there is nothing about sender, recipient or rules that has to be looked at closer."""
     target = route.target
     found = hub.registry.by_path.get(target)
@@ -220,7 +222,7 @@ def _recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Session
         return None
     if recipient.answer is not None or (recipient.expires_ms is not None and now_ms >= recipient.expires_ms):
         return None
-    if session.paused_by or hub.options.trace == "all" or not may_reach(hub, session, route, now_ms):
+    if session.paused_by or hub.options.trace == "all" or not may_send_plain(hub, session, route, now_ms):
         return None
     box = hub.mailboxes.boxes.get(target)
     if box is not None and (box.appends or not box.live):

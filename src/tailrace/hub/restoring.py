@@ -8,33 +8,33 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.hub import copies
-from tailrace.hub.addresses import MAILBOXES, TOPICS
-from tailrace.hub.boxes import BROADCASTS, decode_broadcast
-from tailrace.hub.copies import Copy
+from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX
+from tailrace.hub.boxes import BROADCAST_STREAM, decode_broadcast
+from tailrace.hub.copies import OutgoingMessage
 from tailrace.hub.cursors import Cursor, CursorRecord
-from tailrace.hub.discovery import read_event
+from tailrace.hub.discovery import parse_registry_event
 from tailrace.hub.ids import new_id
 from tailrace.hub.mailboxes import STORED_BYTES_MAX
-from tailrace.hub.message import encode, parse
+from tailrace.hub.message import encode_envelope, parse_envelope
 from tailrace.hub.registry import Registration
 from tailrace.hub.state import Hub
-from tailrace.hub.subscription import Record
+from tailrace.hub.subscription import SubscriptionRecord
 
 # Streams whose entries are messages that somebody may repeat.
-MESSAGES: Final = (MAILBOXES, TOPICS, BROADCASTS)
+MESSAGE_STREAMS: Final = (MAILBOX_PREFIX, TOPIC_PREFIX, BROADCAST_STREAM)
 
 
-class SubscriptionMessage(msgspec.Struct):
+class SubscriptionEvent(msgspec.Struct):
     key: str
-    value: Record | None = None
+    value: SubscriptionRecord | None = None
 
 
-class CursorMessage(msgspec.Struct):
+class CursorEvent(msgspec.Struct):
     key: str
     value: CursorRecord | None = None
 
 
-class Buried(msgspec.Struct):
+class DeadLetterPosition(msgspec.Struct):
     """What a dead letter says of the message that it is about."""
 
     stream: str | None = None
@@ -42,12 +42,12 @@ class Buried(msgspec.Struct):
     cursor: str | None = None
 
 
-_subscriptions: Final = msgspec.json.Decoder(SubscriptionMessage)
-_cursors: Final = msgspec.json.Decoder(CursorMessage)
-_buried: Final = msgspec.json.Decoder(Buried)
+_subscription_decoder: Final = msgspec.json.Decoder(SubscriptionEvent)
+_cursor_decoder: Final = msgspec.json.Decoder(CursorEvent)
+_dead_letter_decoder: Final = msgspec.json.Decoder(DeadLetterPosition)
 
 
-class Restoring:
+class HubRestore:
     """Takes what the streams hold, oldest first; `finish` makes it the hub's."""
 
     def __init__(self, hub: Hub) -> None:
@@ -56,24 +56,24 @@ class Restoring:
         self._positions: dict[str, CursorRecord | None] = {}
 
     def registry(self, body: bytes) -> None:
-        path, registration = read_event(body)
+        path, registration = parse_registry_event(body)
         if registration is not None:
             self._registered[path] = registration
         elif (ended := self._registered.pop(path, None)) is not None:
             self._hub.registry.remember(path, ended.version)
 
     def subscription(self, body: bytes) -> None:
-        message = _subscriptions.decode(body)
+        message = _subscription_decoder.decode(body)
         owner, _, key = message.key.partition(" ")
         self._hub.topics.restore(message.value, owner[2:-1], key)
 
     def cursor(self, body: bytes) -> None:
-        message = _cursors.decode(body)
+        message = _cursor_decoder.decode(body)
         self._positions[message.key] = message.value
 
     def letter(self, body: bytes) -> None:
         """A message that was buried a moment ago is passed, written down or not. After `finish`."""
-        letter = _buried.decode(body)
+        letter = _dead_letter_decoder.decode(body)
         if letter.cursor is None or letter.stream is None or letter.offset is None:
             return
         stream, cursors = letter.stream, self._hub.mailboxes.cursors
@@ -84,7 +84,7 @@ class Restoring:
             return  # its stream is gone, or begins behind it
         cursor = cursors.of(path, stream)
         if cursor is None:
-            if not stream.startswith(MAILBOXES):
+            if not stream.startswith(MAILBOX_PREFIX):
                 return  # where it begins is for its subscription to say
             cursor = Cursor(unsure_upto=self._hub.streams.tail(stream) or 0)
             cursors.put(path, stream, cursor, restored=True)
@@ -97,21 +97,21 @@ class Restoring:
         were written, and what a recipient has yet to read is not to go before. After `finish`.
         """
         hub = self._hub
-        cursors, tail = hub.mailboxes.cursors, hub.streams.tail(BROADCASTS) or 0
+        cursors, tail = hub.mailboxes.cursors, hub.streams.tail(BROADCAST_STREAM) or 0
         for path in decode_broadcast(body).recipients:
-            if path in hub.registry.by_path and cursors.of(path, BROADCASTS) is None:
+            if path in hub.registry.by_path and cursors.of(path, BROADCAST_STREAM) is None:
                 cursor = Cursor(entry - 1, entry - 1, unsure_upto=tail)
-                cursors.put(path, BROADCASTS, cursor, restored=True)
+                cursors.put(path, BROADCAST_STREAM, cursor, restored=True)
 
     def message(self, stream: str, entry: int, time_ns: int, body: bytes) -> None:
         """A message that was accepted lately; a repeat of it is known as one. After `finish`."""
         hub = self._hub
         recipients: list[str] = []
-        if stream == BROADCASTS:
+        if stream == BROADCAST_STREAM:
             stored = decode_broadcast(body)
             recipients, body = stored.recipients, bytes(stored.message)
-        copy = copies.stored(parse(body, STORED_BYTES_MAX))
-        original = copies.metadata_of(copy).get("originalMessageId")
+        copy = copies.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
+        original = copies.parse_metadata(copy).get("originalMessageId")
         request_id = copy.correlation_id if original is None else msgspec.json.decode(original, type=str)
         if request_id is None or copy.type == "hub:reply":
             return
@@ -122,8 +122,8 @@ class Restoring:
         if seen.get(request_id, at_ms) is not None:
             return
         ask = None
-        if stream.startswith(MAILBOXES):
-            path, offset = stream.removeprefix(MAILBOXES), hub.streams.offset(stream, entry)
+        if stream.startswith(MAILBOX_PREFIX):
+            path, offset = stream.removeprefix(MAILBOX_PREFIX), hub.streams.offset(stream, entry)
             ask = hub.asks.rebuild(copy, path, stream, entry, offset, hub.mailboxes.cursors.now_ms)
         if ask is not None:
             ask.seen = (seen, seen.add(request_id, at_ms, copy.timestamp))
@@ -132,24 +132,30 @@ class Restoring:
         seen.add(request_id, at_ms, copy.timestamp, answers=(answer,))
 
     def _answer(
-        self, stream: str, entry: int, request_id: str, copy: Copy, recipients: list[str], at_ms: int
+        self,
+        stream: str,
+        entry: int,
+        request_id: str,
+        copy: OutgoingMessage,
+        recipients: list[str],
+        at_ms: int,
     ) -> bytes:
         """What is known of a message whose own answer died with its process."""
         offset = self._hub.streams.offset(stream, entry)
         payload: dict[str, object]
-        if stream == BROADCASTS:
+        if stream == BROADCAST_STREAM:
             kind = "hub:broadcast_ack"
             payload = {"messageId": request_id, "deliveredCount": 0, "queuedCount": len(recipients)}
             payload |= {"failedCount": 0, "total": len(recipients), "offset": offset}
-        elif stream.startswith(TOPICS):
+        elif stream.startswith(TOPIC_PREFIX):
             kind = "hub:published"
-            payload = {"topic": stream.removeprefix(TOPICS), "subscriberCount": 0, "queuedCount": 0}
+            payload = {"topic": stream.removeprefix(TOPIC_PREFIX), "subscriberCount": 0, "queuedCount": 0}
             payload |= {"stream": stream, "offset": offset}
         else:
             kind = "hub:delivery_ack"
             payload = {"messageId": request_id, "deliveredAt": at_ms, "status": "accepted"}
             payload |= {"level": "accepted", "stream": stream, "offset": offset, "duplicate": True}
-        return encode(
+        return encode_envelope(
             id=new_id(at_ms),
             from_=self._hub.options.address,
             to=copy.sender,

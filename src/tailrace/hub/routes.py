@@ -17,11 +17,11 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.hub import connecting, decide
 from tailrace.hub.addresses import parse_address
-from tailrace.hub.admission import Admission, Refusal
+from tailrace.hub.admission import ConnectionAdmission, ConnectionRefusal
 from tailrace.hub.errors import HubError
 from tailrace.hub.ids import new_id
-from tailrace.hub.policy import actor_of
-from tailrace.hub.runner import Runner
+from tailrace.hub.policy import principal_from_identity
+from tailrace.hub.runner import EffectRunner
 from tailrace.hub.session import CONNECTED, Session
 from tailrace.hub.socket import HubSocket, RefusedSocket
 
@@ -33,7 +33,7 @@ PATHS: Final = frozenset((WS_PATH, MESSAGES_PATH, HEALTH_PATH, SHARDS_PATH))
 # With `hub_root`: the same path without its prefix, and the root itself.
 ROOT_PATHS: Final = frozenset((b"/", WS_PATH.removeprefix(b"/hub")))
 SUBPROTOCOL: Final = b"signal-hub"
-OVERLOADED: Final = 1013
+CLOSE_OVERLOADED: Final = 1013
 # A connection that is refused is not listened to: its `hub:connect`, and little more, is read past.
 REFUSED_MESSAGE_BYTES: Final = 16 * 1024
 
@@ -41,10 +41,10 @@ Identify = Callable[[Exchange], Identity]
 
 
 class HubRoutes:
-    def __init__(self, runner: Runner, settings: Settings) -> None:
+    def __init__(self, runner: EffectRunner, settings: Settings) -> None:
         self._runner = runner
         self._settings = settings
-        self._admission = Admission(settings.limits)
+        self._admission = ConnectionAdmission(settings.limits)
         self._origins = AllowedOrigins(settings)
         self._proxies = proxies_of(settings.trusted_proxies)
 
@@ -72,7 +72,7 @@ class HubRoutes:
         return {
             "status": "ok",
             "service": "signal-hub",
-            "version": connecting.VERSION,
+            "version": connecting.PROTOCOL_VERSION,
             "timestamp": self._runner.now_ms(),
         }
 
@@ -119,7 +119,7 @@ class HubRoutes:
         if self._runner.hub.draining:
             raise TailraceError("unavailable", "the server is stopping")
 
-    def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+    def _refuse(self, exchange: Exchange, refusal: ConnectionRefusal) -> None:
         hub, now_ms = self._runner.hub, self._runner.now_ms()
         hub.count("rate_limited", "connect")
         if not refusal.over_socket:
@@ -134,7 +134,7 @@ class HubRoutes:
             discard_bytes=REFUSED_MESSAGE_BYTES,
         )
         connection.send_text(frame)
-        connection.close(OVERLOADED, refusal.message)
+        connection.close(CLOSE_OVERLOADED, refusal.message)
 
     # -- messages by HTTP ------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class HubRoutes:
         said: list[bytes] = []
 
         def end() -> None:
-            connecting.end(runner.hub, session, runner.now_ms())
+            connecting.end_session(runner.hub, session, runner.now_ms())
 
         def answer(frame: bytes) -> None:
             said.append(frame)
@@ -173,37 +173,37 @@ class HubRoutes:
         session = Session(f"http-{new_id(now_ms)}", now_ms)
         path = identity.actor_id
         if identity.anonymous:
-            path = _from_of(exchange.body) or "anonymous/http"
+            path = _claimed_sender(exchange.body) or "anonymous/http"
         try:
             path = parse_address(f"@({path})")
         except HubError:
             raise TailraceError("forbidden", "actorId or sub of the token is no address") from None
-        session.identity, session.actor = identity, actor_of(identity, path)
+        session.identity, session.actor = identity, principal_from_identity(identity, path)
         session.peer = self._proxies.remote_of(exchange)
         session.state = CONNECTED
         return session
 
 
-class _Head(msgspec.Struct):
+class _RequestHead(msgspec.Struct):
     type: str = ""
     pattern: str = "tell"
     from_: str | None = msgspec.field(name="from", default=None)
     payload: Any = None
 
 
-class _Answer(msgspec.Struct):
+class _ReplyPayload(msgspec.Struct):
     type: str
     payload: dict[str, Any] = {}
 
 
-def _head(body: bytes) -> _Head | None:
+def _head(body: bytes) -> _RequestHead | None:
     try:
-        return msgspec.json.decode(body, type=_Head)
+        return msgspec.json.decode(body, type=_RequestHead)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def _from_of(body: bytes) -> str | None:
+def _claimed_sender(body: bytes) -> str | None:
     head = _head(body)
     if head is None or head.from_ is None:
         return None
@@ -229,7 +229,7 @@ def _respond(exchange: Exchange, frame: bytes) -> None:
     if not frame:
         exchange.respond(202, answers.NO_STORE)
         return
-    found = msgspec.json.decode(frame, type=_Answer)
+    found = msgspec.json.decode(frame, type=_ReplyPayload)
     code, message = found.payload.get("code"), found.payload.get("message")
     if not isinstance(code, str) or code not in ERROR_STATUS or "retryable" not in found.payload:
         exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, frame)

@@ -19,22 +19,22 @@ from tailrace.http.websocket import WebSocketConnection
 from tailrace.hub import connecting, decide
 from tailrace.hub.effects import (
     Append,
+    AppendOutcome,
     Close,
-    Create,
+    CreateStream,
+    Defer,
+    DeleteStream,
     Effect,
-    Found,
-    Listen,
-    Names,
+    ListStreams,
     Read,
-    Remove,
+    ReadResult,
+    ResumeReading,
     Send,
-    Settled,
-    Spread,
-    Turn,
+    SendMany,
 )
 from tailrace.hub.session import Session
 from tailrace.hub.state import Hub
-from tailrace.hub.storage import JSON, LogStreams
+from tailrace.hub.storage import JSON_TYPE, LogStreams
 from tailrace.log import records
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import NO_LIFETIME
@@ -46,7 +46,7 @@ TICK_S: Final = 1.0
 FLUSH_S: Final = 0.2
 RECONNECT_MS_MAX: Final = 30_000
 # What the streams below `hub/` keep, by their second segment, as failpoints call it.
-KEPT: Final = {
+FAILPOINT_BY_STREAM: Final = {
     "mbox": "message",
     "topic": "message",
     "broadcast": "message",
@@ -57,7 +57,7 @@ KEPT: Final = {
 }
 
 
-class Runner:
+class EffectRunner:
     """Owned by the loop thread. Effects are carried out in the order in which they were asked for."""
 
     def __init__(self, context: Context, hub: Hub, streams: LogStreams) -> None:
@@ -104,7 +104,7 @@ class Runner:
     def _on_flush(self) -> None:
         self._flush = None
         decide.flush(self.hub)
-        self.run(decide.finish(self.hub, self.now_ms()))
+        self.run(decide.collect_effects(self.hub, self.now_ms()))
 
     def shut_down(self) -> None:
         """Everybody is told when to come back, at times that differ."""
@@ -112,15 +112,15 @@ class Runner:
             session_id: random.randint(0, RECONNECT_MS_MAX)  # noqa: S311 - spreads load
             for session_id in self.hub.sessions
         }
-        connecting.shut_down(self.hub, delays, self.now_ms())
+        connecting.disconnect_all(self.hub, delays, self.now_ms())
         decide.flush(self.hub)
-        self.run(decide.finish(self.hub, self.now_ms()))
+        self.run(decide.collect_effects(self.hub, self.now_ms()))
 
     def recheck(self, stands: Callable[[Identity], bool]) -> int:
         """Sends away whoever has lost their right, and counts them."""
         now_ms = self.now_ms()
-        lost = connecting.recheck(self.hub, stands, now_ms)
-        self.run(decide.finish(self.hub, now_ms))
+        lost = connecting.disconnect_revoked(self.hub, stands, now_ms)
+        self.run(decide.collect_effects(self.hub, now_ms))
         return lost
 
     # -- effects ---------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Runner:
     def _carry_out(self, effect: Effect) -> None:
         if type(effect) is Append:
             self._append(effect)
-        elif type(effect) is Spread:
+        elif type(effect) is SendMany:
             self._spread(effect)
         elif type(effect) is Read:
             self._read(effect)
@@ -161,24 +161,24 @@ class Runner:
             wire = self.wires.get(effect.session)
             if wire is not None:
                 wire.close(effect.code, effect.reason)
-        elif type(effect) is Turn:
+        elif type(effect) is Defer:
             self._context.loop.call_soon(self._after, effect.then)
-        elif type(effect) is Listen:
+        elif type(effect) is ResumeReading:
             wire = self.wires.get(effect.session)
             if wire is not None:
                 wire.resume_reading()
-        elif type(effect) is Create:
+        elif type(effect) is CreateStream:
             self._create(effect)
-        elif type(effect) is Names:
+        elif type(effect) is ListStreams:
             names = self._streams.names(effect.prefix, effect.after, effect.names_max)
             self._after(partial(effect.then, names))
             if self.hub.sweeping.bounds and self.on_bounds is not None:
                 self.on_bounds()
         else:
-            assert isinstance(effect, Remove)
+            assert isinstance(effect, DeleteStream)
             self._remove(effect)
 
-    def _spread(self, effect: Spread) -> None:
+    def _spread(self, effect: SendMany) -> None:
         """Whoever is gone since it was decided takes nothing from the others."""
         wires = self.wires
         for session, frame in effect.copies:
@@ -193,12 +193,12 @@ class Runner:
             then(now_ms)
         except Exception:
             logger.exception("the hub failed to go on")
-        self.run(decide.finish(self.hub, now_ms))
+        self.run(decide.collect_effects(self.hub, now_ms))
 
     def _append(self, effect: Append) -> None:
         effect.begun_s = self._monotonic()
         if failpoints.ARMED:
-            _reached("before", effect.stream)
+            _reach_failpoint("before", effect.stream)
         try:
             stream = self._streams.made(effect.stream)
             if effect.producer is None and stream.lifetime is NO_LIFETIME and not stream.closed:
@@ -206,32 +206,32 @@ class Runner:
                 self._log.append_plain(stream, effect.body, effect.lengths, self._settled, effect, effect.key)
                 return
             request = AppendRequest(
-                effect.body, JSON, effect.lengths, key=effect.key, producer=effect.producer
+                effect.body, JSON_TYPE, effect.lengths, key=effect.key, producer=effect.producer
             )
             self._log.append(stream, request, self._settled, effect)
         except TailraceError as error:
-            self._tell(effect, Settled(error=error))
+            self._tell(effect, AppendOutcome(error=error))
 
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         effect = transaction.context
         assert isinstance(effect, Append)
         self._commit_wait_seconds.observe(self._monotonic() - effect.begun_s)
         if error is not None:
-            self._tell(effect, Settled(error=error))
+            self._tell(effect, AppendOutcome(error=error))
             return
         if failpoints.ARMED:
-            _reached("after", effect.stream)
+            _reach_failpoint("after", effect.stream)
         stream = transaction.subject
         assert stream is not None
         if transaction.duplicate:
-            self._tell(effect, Settled(duplicate=True))
+            self._tell(effect, AppendOutcome(duplicate=True))
             return
         op = transaction.append
         if op is None:
             op = next(one for one in transaction.ops if isinstance(one, records.Append))
-        self._tell(effect, Settled(op.first, stream.offset(op.first)))
+        self._tell(effect, AppendOutcome(op.first, stream.offset(op.first)))
 
-    def _tell(self, effect: Append, settled: Settled) -> None:
+    def _tell(self, effect: Append, settled: AppendOutcome) -> None:
         """A commit settles many appends at once: what follows from them is carried out together."""
         if effect.then is None:
             return
@@ -246,15 +246,15 @@ class Runner:
     def _go_on(self) -> None:
         self._settling = False
         failpoints.reached("hub.before_publish")
-        self.run(decide.finish(self.hub, self.now_ms()))
+        self.run(decide.collect_effects(self.hub, self.now_ms()))
 
-    def _create(self, effect: Create) -> None:
+    def _create(self, effect: CreateStream) -> None:
         try:
             self._streams.made(effect.stream)
         except TailraceError as error:
             logger.warning("the stream %s cannot be made: %s", effect.stream, error)
 
-    def _remove(self, effect: Remove) -> None:
+    def _remove(self, effect: DeleteStream) -> None:
         stream = self._log.find(effect.stream)
         if stream is None or stream.gone:
             return
@@ -266,7 +266,7 @@ class Runner:
     def _read(self, effect: Read) -> None:
         stream = self._streams.find(effect.stream)
         if stream is None:
-            self._after(partial(effect.then, Found(next_entry=effect.after)))
+            self._after(partial(effect.then, ReadResult(next_entry=effect.after)))
             return
         if effect.since_ns is None:
             found = self._streams.try_read(stream, effect.after, effect.entries_max, effect.bytes_max)
@@ -285,7 +285,7 @@ class Runner:
         task.add_done_callback(self._tasks.discard)
 
 
-def _reached(when: str, stream: str) -> None:
-    kept = KEPT.get(stream.split("/")[1])
+def _reach_failpoint(when: str, stream: str) -> None:
+    kept = FAILPOINT_BY_STREAM.get(stream.split("/")[1])
     if kept is not None:
         failpoints.reached(f"hub.{when}_{kept}")

@@ -9,12 +9,12 @@ from msgspec import Raw
 
 from tailrace.hub import copies
 from tailrace.hub.addresses import parse_address
-from tailrace.hub.asks import LEVELS, TTL_MS_MAX, Ask
-from tailrace.hub.copies import Copy
-from tailrace.hub.deduplication import Seen, SeenSet
-from tailrace.hub.effects import Settled
+from tailrace.hub.asks import ACK_LEVELS, REQUEST_TTL_MS_MAX, PendingRequest
+from tailrace.hub.copies import OutgoingMessage
+from tailrace.hub.deduplication import SeenMessage, SeenMessages
+from tailrace.hub.effects import AppendOutcome
 from tailrace.hub.errors import APPLIED, HubError, field_error
-from tailrace.hub.fields import Fields, Request
+from tailrace.hub.fields import Fields, HubRequest
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
 from tailrace.hub.ids import new_id
 from tailrace.hub.registry import Registration
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
 NULL: Final = Raw(b"null")
-DIRECT, STORED, NOBODY = "direct", "stored", "nobody"
+DIRECT, STORED, UNREACHABLE = "direct", "stored", "nobody"
 PRODUCER_BYTES_MAX: Final = 128
-FULL_MS: Final = 1000  # what is over is forgotten once a second
-PLAIN: Final = frozenset(("to", "type", "data"))
+RETRY_WHEN_FULL_MS: Final = 1000  # what is over is forgotten once a second
+PLAIN_FIELDS: Final = frozenset(("to", "type", "data"))
 # Metadata that asks for more than delivery.
-SPECIAL: Final = frozenset(("ack", "requireAck", "expectReply", "producer"))
+ACKNOWLEDGED_FIELDS: Final = frozenset(("ack", "requireAck", "expectReply", "producer"))
 
 
-class Wanted(NamedTuple):
+class SendCommand(NamedTuple):
     """What a send asks for."""
 
     target: str
@@ -49,32 +49,32 @@ class Wanted(NamedTuple):
         return bool(self.levels) or self.expects_reply
 
 
-def send(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def send(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     wanted = read_send(hub, request)
-    seen = repeated(hub, session, request, now_ms)
+    seen = check_duplicate(hub, session, request, now_ms)
     if seen is None:
         return
-    ask: Ask | None = None
+    ask: PendingRequest | None = None
     try:
         _check_policy(hub, session, wanted, now_ms)
-        way, recipient = _way(hub, wanted, now_ms)
+        way, recipient = _choose_route(hub, wanted, now_ms)
         if wanted.asks:
             hub.asks.check_room(session)
-            ask = _ask(hub, session, request, wanted, now_ms, stored=way == STORED)
-        copy = _copy(hub, request, wanted, ask, now_ms)
+            ask = _make_pending_request(hub, session, request, wanted, now_ms, stored=way == STORED)
+        copy = _make_outgoing(hub, request, wanted, ask, now_ms)
         if way == DIRECT:
             assert recipient is not None
-            _direct(hub, session, request, recipient, wanted, copy, ask, seen, now_ms)
+            _deliver_direct(hub, session, request, recipient, wanted, copy, ask, seen, now_ms)
         elif way == STORED:
-            _store(hub, session, request, wanted, copy, ask, seen, now_ms)
+            _store_in_mailbox(hub, session, request, wanted, copy, ask, seen, now_ms)
         else:
-            _nobody(hub, session, request, wanted, copy, seen, now_ms)
+            _handle_unreachable(hub, session, request, wanted, copy, seen, now_ms)
     except HubError:
         seen[0].forget(request.id)
         raise
 
 
-def read_send(hub: Hub, request: Request) -> Wanted:
+def read_send(hub: Hub, request: HubRequest) -> SendCommand:
     """Three forms are understood; the first that fits counts."""
     if request.wanted is not None:
         return request.wanted
@@ -85,17 +85,19 @@ def read_send(hub: Hub, request: Request) -> Wanted:
     if to is None:
         raise field_error("to", "the message has no target")
     target = parse_address(to, "to")
-    kind, data = typed_data(payload)
-    if payload.raw.keys() <= PLAIN and SPECIAL.isdisjoint(request.metadata.raw):
+    kind, data = read_type_and_data(payload)
+    if payload.raw.keys() <= PLAIN_FIELDS and ACKNOWLEDGED_FIELDS.isdisjoint(request.metadata.raw):
         # The way of most messages.
-        return Wanted(target, kind, data, ["delivered"] if request.is_ask else [], False, None, None)
+        return SendCommand(target, kind, data, ["delivered"] if request.is_ask else [], False, None, None)
     asked = request.is_ask or request.truth("requireAck") is True
     expects_reply = request.truth("expectReply") is True
-    levels = _levels(request, asked=asked, expects_reply=expects_reply)
-    return Wanted(target, kind, data, levels, expects_reply, payload.truth("durable"), _producer(request))
+    levels = _read_ack_levels(request, asked=asked, expects_reply=expects_reply)
+    return SendCommand(
+        target, kind, data, levels, expects_reply, payload.truth("durable"), _read_producer(request)
+    )
 
 
-def typed_data(payload: Fields) -> tuple[str, Raw]:
+def read_type_and_data(payload: Fields) -> tuple[str, Raw]:
     """`{type, data}`, or `{message: {type, payload}}` as older clients have it."""
     kind = payload.text("type")
     if kind is not None:
@@ -111,7 +113,7 @@ def typed_data(payload: Fields) -> tuple[str, Raw]:
     return kind, data
 
 
-def _levels(request: Request, *, asked: bool, expects_reply: bool) -> list[str]:
+def _read_ack_levels(request: HubRequest, *, asked: bool, expects_reply: bool) -> list[str]:
     """What the sender wants to be told, in the order in which it happens."""
     found = request.payload.value("ack")
     if found is None:
@@ -120,12 +122,12 @@ def _levels(request: Request, *, asked: bool, expects_reply: bool) -> list[str]:
         return ["delivered"] if asked and not expects_reply else []
     listed = cast("list[object]", found) if isinstance(found, list) else [found]
     names = [str(name) for name in listed]
-    if any(name != "none" and name not in LEVELS for name in names):
+    if any(name != "none" and name not in ACK_LEVELS for name in names):
         raise field_error("ack", "ack is none, delivered, accepted or processed, or a list of them")
-    return [level for level in LEVELS if level in names]
+    return [level for level in ACK_LEVELS if level in names]
 
 
-def _producer(request: Request) -> tuple[str, int, int] | None:
+def _read_producer(request: HubRequest) -> tuple[str, int, int] | None:
     """The id that is stored is made of the verified sender and the given one: nobody fences a stranger."""
     given = request.metadata.inner("producer")
     if given is None:
@@ -138,7 +140,9 @@ def _producer(request: Request) -> tuple[str, int, int] | None:
     return f"@({request.sender}) {name}", epoch, seq
 
 
-def repeated(hub: Hub, session: Session, request: Request, now_ms: int) -> tuple[SeenSet, Seen] | None:
+def check_duplicate(
+    hub: Hub, session: Session, request: HubRequest, now_ms: int
+) -> tuple[SeenMessages, SeenMessage] | None:
     """Remembers the message; None if it came before, and is answered as it was then. A repeat is counted as
     one, and as nothing else."""
     known = hub.seen_of(session.path)
@@ -151,7 +155,9 @@ def repeated(hub: Hub, session: Session, request: Request, now_ms: int) -> tuple
             raise HubError("replay_detected", "nobody can say whether this message came before")
         known.expire(now_ms)
         if hub.seen_memory.is_full:
-            raise HubError("unavailable", "too many messages are remembered", {"retryAfter": FULL_MS})
+            raise HubError(
+                "unavailable", "too many messages are remembered", {"retryAfter": RETRY_WHEN_FULL_MS}
+            )
         return known, known.add(request.id, now_ms, request.envelope.timestamp)
     hub.count("duplicates", "seen")
     if found.let_go and found.finished and _wants_answer(request):
@@ -168,40 +174,45 @@ def repeated(hub: Hub, session: Session, request: Request, now_ms: int) -> tuple
     return None
 
 
-def _wants_answer(request: Request) -> bool:
+def _wants_answer(request: HubRequest) -> bool:
     """A plain tell gets none, even if the log could tell what became of it."""
     if request.envelope.type != "hub:send" or request.is_ask:
         return True
     if request.wanted is not None:
         return request.wanted.asks
-    return not (SPECIAL.isdisjoint(request.payload.raw) and SPECIAL.isdisjoint(request.metadata.raw))
+    return not (
+        ACKNOWLEDGED_FIELDS.isdisjoint(request.payload.raw)
+        and ACKNOWLEDGED_FIELDS.isdisjoint(request.metadata.raw)
+    )
 
 
-def finish(seen: tuple[SeenSet, Seen]) -> None:
+def mark_finished(seen: tuple[SeenMessages, SeenMessage]) -> None:
     """A message that nobody is told about."""
     seen[1].finished = True
 
 
-def _check_policy(hub: Hub, session: Session, wanted: Wanted, now_ms: int) -> None:
+def _check_policy(hub: Hub, session: Session, wanted: SendCommand, now_ms: int) -> None:
     if hub.policy.may_send(session.actor, wanted.target):
         return
     if not hub.policy.may(session.actor, "discover"):
         # Whoever may not look around does not learn who is there.
-        raise unknown(wanted.target)
+        raise unknown_actor(wanted.target)
     raise hub.denied(session, "send", "denied by policy", f"@({wanted.target})", now_ms)
 
 
-def unknown(path: str) -> HubError:
+def unknown_actor(path: str) -> HubError:
     return HubError("unknown_actor", "not registered", {"actorAddress": f"@({path})"})
 
 
-def _ask(hub: Hub, session: Session, request: Request, wanted: Wanted, now_ms: int, *, stored: bool) -> Ask:
+def _make_pending_request(
+    hub: Hub, session: Session, request: HubRequest, wanted: SendCommand, now_ms: int, *, stored: bool
+) -> PendingRequest:
     """What waits in a mailbox may take as long as its sender likes; memory is not held for so long."""
     ttl = request.envelope.ttl
     deadline = now_ms + hub.limits.hub_ask_ms if ttl is None else request.envelope.timestamp + ttl
     if not stored:
-        deadline = min(deadline, now_ms + TTL_MS_MAX)
-    return Ask(
+        deadline = min(deadline, now_ms + REQUEST_TTL_MS_MAX)
+    return PendingRequest(
         request.id,
         session,
         request.sender,
@@ -209,12 +220,14 @@ def _ask(hub: Hub, session: Session, request: Request, wanted: Wanted, now_ms: i
         deadline,
         list(wanted.levels),
         wanted.expects_reply,
-        copies.traced(request),
+        copies.trace_metadata(request),
         copy_id=new_id(now_ms),
     )
 
 
-def _copy(hub: Hub, request: Request, wanted: Wanted, ask: Ask | None, now_ms: int) -> Copy:
+def _make_outgoing(
+    hub: Hub, request: HubRequest, wanted: SendCommand, ask: PendingRequest | None, now_ms: int
+) -> OutgoingMessage:
     sender = f"@({request.sender})"
     own = b'"forwarded":true,"via":%b,"originalFrom":"%b","originalMessageId":%b' % (
         hub.via,
@@ -225,14 +238,14 @@ def _copy(hub: Hub, request: Request, wanted: Wanted, ask: Ask | None, now_ms: i
         own += b',"replyBy":%d' % ask.deadline_ms
     if request.verified:
         own += b',"verified":"hmac"'
-    return Copy(
+    return OutgoingMessage(
         new_id(now_ms) if ask is None else ask.copy_id,
         sender,
         f"@({wanted.target})",
         wanted.type,
         wanted.data,
         now_ms,
-        copies.extended(copies.carried(request), own),
+        copies.append_metadata(copies.forwarded_metadata(request), own),
         "ask" if wanted.expects_reply else "tell",
         request.envelope.correlation_id,
         request.envelope.ttl,
@@ -242,7 +255,7 @@ def _copy(hub: Hub, request: Request, wanted: Wanted, ask: Ask | None, now_ms: i
 # -- routes ----------------------------------------------------------------------------------------------
 
 
-def _way(hub: Hub, wanted: Wanted, now_ms: int) -> tuple[str, Session | None]:
+def _choose_route(hub: Hub, wanted: SendCommand, now_ms: int) -> tuple[str, Session | None]:
     """How a message gets to its target, and whose connection that is if there is one."""
     found = hub.registry.find(wanted.target, now_ms)
     recipient = None if found is None else found.session
@@ -250,13 +263,13 @@ def _way(hub: Hub, wanted: Wanted, now_ms: int) -> tuple[str, Session | None]:
     stores = stores or "accepted" in wanted.levels or "processed" in wanted.levels
     if recipient is None and not hub.mailboxes.has(wanted.target):
         if found is None or not (stores or found.options.durable):
-            return NOBODY, None
-    if stores or _has_to_be_stored(hub, found, wanted):
+            return UNREACHABLE, None
+    if stores or _must_store(hub, found, wanted):
         return STORED, recipient
     return DIRECT, recipient
 
 
-def _has_to_be_stored(hub: Hub, found: Registration | None, wanted: Wanted) -> bool:
+def _must_store(hub: Hub, found: Registration | None, wanted: SendCommand) -> bool:
     """Durable actors are written to through their log, and so is whoever has to read on in it first."""
     if found is None or found.session is None:
         return True
@@ -267,14 +280,14 @@ def _has_to_be_stored(hub: Hub, found: Registration | None, wanted: Wanted) -> b
     return found.options.durable and not skips
 
 
-def _store(
+def _store_in_mailbox(
     hub: Hub,
     session: Session,
-    request: Request,
-    wanted: Wanted,
-    copy: Copy,
-    ask: Ask | None,
-    seen: tuple[SeenSet, Seen],
+    request: HubRequest,
+    wanted: SendCommand,
+    copy: OutgoingMessage,
+    ask: PendingRequest | None,
+    seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
     try:
@@ -282,7 +295,7 @@ def _store(
     except HubError as error:
         if ask is not None:
             raise
-        _bury(hub, session, request, copy, error.code, seen, now_ms)
+        _write_dead_letter(hub, session, request, copy, error.code, seen, now_ms)
         return
     if ask is not None:
         ask.seen = seen
@@ -292,7 +305,7 @@ def _store(
         seen[0].forget(request.id)
         hub.refuse_request(session, request, error, now_ms)
 
-    def outcome(settled: Settled, handed: bool) -> None:
+    def outcome(settled: AppendOutcome, handed: bool) -> None:
         if settled.error is not None:
             hub.count("messages", "send/refused")
             return
@@ -303,22 +316,22 @@ def _store(
             hub.count("deliveries", "stored")
             hub.count("messages", "send/delivered" if handed else "send/queued")
         if ask is None:
-            finish(seen)
+            mark_finished(seen)
 
     hub.mailboxes.store(
         wanted.target, copy, ask, now_ms, producer=wanted.producer, refused=refused, outcome=outcome
     )
 
 
-def _direct(
+def _deliver_direct(
     hub: Hub,
     session: Session,
-    request: Request,
+    request: HubRequest,
     recipient: Session,
-    wanted: Wanted,
-    copy: Copy,
-    ask: Ask | None,
-    seen: tuple[SeenSet, Seen],
+    wanted: SendCommand,
+    copy: OutgoingMessage,
+    ask: PendingRequest | None,
+    seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
     """Written to the connection; never touches the disk."""
@@ -330,17 +343,17 @@ def _direct(
         hub.trace.note("accepted", copy, now_ms)
         hub.trace.note("delivered", copy, now_ms)
         if ask is None:
-            finish(seen)
+            mark_finished(seen)
             return
         ask.seen, ask.recipient_session = seen, recipient
         hub.asks.begin(ask)
         hub.asks.handed(ask, now_ms, waits=outcome == WAITING, processed=True)
         return
     if outcome == FULL and hub.mailboxes.has(wanted.target):
-        _store(hub, session, request, wanted, copy, ask, seen, now_ms)
+        _store_in_mailbox(hub, session, request, wanted, copy, ask, seen, now_ms)
         return
     if outcome not in (SLOW, FULL):
-        _nobody(hub, session, request, wanted, copy, seen, now_ms)
+        _handle_unreachable(hub, session, request, wanted, copy, seen, now_ms)
         return
     reason = "consumer_slow" if outcome == SLOW else "resume_buffer_full"
     hub.dead.write(reason, copy, now_ms)
@@ -349,39 +362,39 @@ def _direct(
     if ask is not None:
         raise HubError("consumer_slow", "the recipient does not keep up", {"actorAddress": copy.to})
     hub.count("messages", "send/dead")
-    finish(seen)
+    mark_finished(seen)
 
 
-def _nobody(
+def _handle_unreachable(
     hub: Hub,
     session: Session,
-    request: Request,
-    wanted: Wanted,
-    copy: Copy,
-    seen: tuple[SeenSet, Seen],
+    request: HubRequest,
+    wanted: SendCommand,
+    copy: OutgoingMessage,
+    seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
     """An ask is told; a tell becomes a dead letter, and is told of to those who want to know."""
     if request.is_ask or wanted.asks:
-        raise unknown(wanted.target)
-    _bury(hub, session, request, copy, "unknown_actor", seen, now_ms)
+        raise unknown_actor(wanted.target)
+    _write_dead_letter(hub, session, request, copy, "unknown_actor", seen, now_ms)
 
 
-def _bury(
+def _write_dead_letter(
     hub: Hub,
     session: Session,
-    request: Request,
-    copy: Copy,
+    request: HubRequest,
+    copy: OutgoingMessage,
     reason: str,
-    seen: tuple[SeenSet, Seen],
+    seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
     """Nobody waits for an answer to it."""
     hub.count("messages", "send/dead")
-    finish(seen)
+    mark_finished(seen)
     notices = "delivery-notices" in session.features
 
-    def then(settled: Settled, now_ms: int) -> None:
+    def then(settled: AppendOutcome, now_ms: int) -> None:
         payload = {
             "messageId": request.id,
             "actorAddress": copy.to,

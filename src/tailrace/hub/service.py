@@ -20,12 +20,12 @@ from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
 from tailrace.hub import connecting, decide
 from tailrace.hub.policy import load_policy
-from tailrace.hub.reading import StreamRules
-from tailrace.hub.restore import restore
+from tailrace.hub.reading import HubStreamAccess
+from tailrace.hub.restore import restore_hub
 from tailrace.hub.routes import HubRoutes
-from tailrace.hub.runner import Runner
-from tailrace.hub.signatures import SECRET_BYTES, Key
-from tailrace.hub.state import Hub, Options
+from tailrace.hub.runner import EffectRunner
+from tailrace.hub.signatures import SECRET_BYTES, SignatureKey
+from tailrace.hub.state import Hub, HubOptions
 from tailrace.hub.storage import LogStreams
 from tailrace.log.model import Lifetime
 from tailrace.storage.retention_service import RetentionBound
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tailrace.hub")
 
-SECRET_BYTES_RANDOM: Final = 32  # of renewal and resume tokens
+SESSION_SECRET_BYTES: Final = 32  # of renewal and resume tokens
 
 
 class HubService:
@@ -45,10 +45,10 @@ class HubService:
         settings = context.settings
         self._context = context
         self._settings = settings
-        self._keys = read_keys(settings.hub_keys) if settings.hub_keys else {}
+        self._keys = load_signature_keys(settings.hub_keys) if settings.hub_keys else {}
         self.streams = LogStreams(context.log)
         policy = load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
-        self._reading = StreamRules(policy)
+        self._reading = HubStreamAccess(policy)
         if verifier is not None:
             verifier.hub = self._reading
         self.hub = Hub(
@@ -56,21 +56,21 @@ class HubService:
             self.streams,
             policy,
             self._options(settings, verifier),
-            lambda: secrets.token_urlsafe(SECRET_BYTES_RANDOM),
+            lambda: secrets.token_urlsafe(SESSION_SECRET_BYTES),
         )
-        self.runner = Runner(context, self.hub, self.streams)
+        self.runner = EffectRunner(context, self.hub, self.streams)
         self.routes = HubRoutes(self.runner, settings)
         self._connect(context.telemetry)
 
-    def _options(self, settings: Settings, verifier: TokenVerifier | None) -> Options:
-        return Options(
+    def _options(self, settings: Settings, verifier: TokenVerifier | None) -> HubOptions:
+        return HubOptions(
             address=settings.hub_address,
             durable_topics=tuple(
                 text.strip() for text in settings.hub_durable_topics.split(",") if text.strip()
             ),
             trace=settings.hub_trace,
             signatures_required=settings.hub_signatures == "required",
-            mint=_minter(settings) if settings.hub_mint_tokens else None,
+            mint=_token_minter(settings) if settings.hub_mint_tokens else None,
             verify=None if verifier is None else (lambda token: verifier.verify(b"Bearer " + token.encode())),
             keys_of=None if not settings.hub_keys else (lambda path: self._keys.get(path, [])),
             on_bug=_log_bug,
@@ -95,7 +95,7 @@ class HubService:
         return found
 
     async def start(self) -> None:
-        await restore(self.hub, self.streams, self._context.log, self.runner.now_ms())
+        await restore_hub(self.hub, self.streams, self._context.log, self.runner.now_ms())
         self.runner.start()
 
     def reload(self) -> None:
@@ -103,7 +103,7 @@ class HubService:
         settings = self._settings
         try:
             policy = load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
-            keys = read_keys(settings.hub_keys) if settings.hub_keys else {}
+            keys = load_signature_keys(settings.hub_keys) if settings.hub_keys else {}
         except TailraceError as error:
             logger.error("the hub goes on with its old rules: %s", error)
             return
@@ -111,8 +111,8 @@ class HubService:
         self.hub.policy = self._reading.policy = policy
         self.hub.rates.policy = policy
         now_ms = self.runner.now_ms()
-        connecting.rules_changed(self.hub, now_ms)
-        self.runner.run(decide.finish(self.hub, now_ms))
+        connecting.disconnect_denied(self.hub, now_ms)
+        self.runner.run(decide.collect_effects(self.hub, now_ms))
 
     def stop(self) -> None:
         self.runner.stop()
@@ -152,7 +152,7 @@ class HubService:
         telemetry.hub_pauses.read = lambda: hub.flow.pauses
         telemetry.hub_sessions.read = lambda: len(hub.sessions)
         telemetry.hub_detached_sessions.read = lambda: sum(one.detached for one in hub.sessions.values())
-        telemetry.hub_actors.each = lambda: _actors(hub)
+        telemetry.hub_actors.each = lambda: _count_actors(hub)
         telemetry.hub_registry_fill_ratio.read = lambda: len(hub.registry) / hub.limits.hub_registry_actors
         telemetry.hub_queue_messages.read = lambda: sum(one.outbox.messages for one in hub.sessions.values())
         telemetry.hub_queue_bytes.read = lambda: sum(one.outbox.bytes for one in hub.sessions.values())
@@ -162,7 +162,7 @@ class HubService:
         telemetry.hub_asks_open.read = lambda: len(hub.asks)
 
 
-def _actors(hub: Hub) -> list[tuple[list[str], float]]:
+def _count_actors(hub: Hub) -> list[tuple[list[str], float]]:
     durable = sum(found.options.durable for found in hub.registry.by_path.values())
     return [(["true"], durable), (["false"], len(hub.registry) - durable)]
 
@@ -171,7 +171,7 @@ def _log_bug(error: Exception) -> None:
     logger.error("a message of the hub failed", exc_info=error)
 
 
-def _minter(settings: Settings) -> Callable[[Identity, int], str]:
+def _token_minter(settings: Settings) -> Callable[[Identity, int], str]:
     """New tokens like the old ones; only a shared secret can make them."""
     if not settings.auth_jwt_secret:
         raise TailraceError("invalid_request", "hub_mint_tokens needs auth_jwt_secret")
@@ -191,14 +191,14 @@ def _minter(settings: Settings) -> Callable[[Identity, int], str]:
     return mint
 
 
-def read_keys(path: str) -> dict[str, list[Key]]:
+def load_signature_keys(path: str) -> dict[str, list[SignatureKey]]:
     """Signature secrets by identity: `{"@(a/b)": [{"id", "secret" (hex), "createdAt", "retiredAt"}]}`."""
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
-        found: dict[str, list[Key]] = {}
+        found: dict[str, list[SignatureKey]] = {}
         for address, listed in given.items():
             found[address[2:-1]] = [
-                Key(one["id"], bytes.fromhex(one["secret"]), one["createdAt"], one.get("retiredAt"))
+                SignatureKey(one["id"], bytes.fromhex(one["secret"]), one["createdAt"], one.get("retiredAt"))
                 for one in listed
             ]
             if any(len(key.secret) != SECRET_BYTES for key in found[address[2:-1]]):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from tailrace.auth import ANONYMOUS, Identity
-from tailrace.hub.outbox import NO_WIRE, Outbox, Wire
-from tailrace.hub.policy import Actor
+from tailrace.hub.outbox import NO_CONNECTION, OutboundConnection, Outbox
+from tailrace.hub.policy import Principal
 
 if TYPE_CHECKING:
-    from tailrace.hub.presence import Watch
+    from tailrace.hub.presence import PresenceWatch
     from tailrace.hub.registry import Registration
-    from tailrace.hub.subscription import Subscription
+    from tailrace.hub.subscription import TopicSubscription
 
 CONNECTING: Final = "connecting"
 CONNECTED: Final = "connected"
@@ -23,12 +23,12 @@ DISCONNECTED: Final = "disconnected"
 
 # Words among a client's capabilities that switch on messages which older clients do not know.
 FEATURES: Final = frozenset(("resume", "delivery-notices", "token-refresh", "broadcast-progress", "mailbox"))
-NOBODY: Final = Actor("")
-STRIKE_WINDOW_MS: Final = 60_000
-FEEDERS_NOTED_MAX: Final = 1024
+NO_PRINCIPAL: Final = Principal("")
+MALFORMED_WINDOW_MS: Final = 60_000
+SENDERS_TRACKED_MAX: Final = 1024
 MINUTE_MS: Final = 60_000
-Counts = tuple[int, ...]  # messages received, messages handed over, errors
-NO_COUNTS: Final[Counts] = (0, 0, 0)
+SessionCounts = tuple[int, ...]  # messages received, messages handed over, errors
+NO_COUNTS: Final[SessionCounts] = (0, 0, 0)
 NOTHING_DROPPED: Final[tuple[int, int, int]] = (0, 0, 0)
 
 
@@ -76,11 +76,11 @@ class Session:
         "watches",
     )
 
-    def __init__(self, session_id: str, now_ms: int, wire: Wire = NO_WIRE) -> None:
+    def __init__(self, session_id: str, now_ms: int, wire: OutboundConnection = NO_CONNECTION) -> None:
         self.id = session_id
         self.state = CONNECTING
         self.identity: Identity = ANONYMOUS
-        self.actor: Actor = NOBODY
+        self.actor: Principal = NO_PRINCIPAL
         self.features: frozenset[str] = frozenset()
         self.peer = ""
         self.upgrade_token: str | None = None  # of the upgrade request, if the message has none
@@ -90,9 +90,9 @@ class Session:
         # What it owns; the cost of its end depends on nothing else.
         self.addresses: dict[str, Registration] = {}
         self.registering = 0  # registrations that are being committed
-        self.subscriptions: dict[str, Subscription] = {}
+        self.subscriptions: dict[str, TopicSubscription] = {}
         # None, here and below: there are ten thousand sessions, of which most never need it.
-        self.watches: dict[str, Watch] | None = None
+        self.watches: dict[str, PresenceWatch] | None = None
         self.boxes: dict[str, None] = {}  # addresses whose feeds come to this session
         self.asked: dict[str, None] = {}  # ids of the copies of its own asks
         self.owner_of: dict[str, None] = {}  # ids of pending asks that went to this session
@@ -119,7 +119,7 @@ class Session:
         self.received = 0
         self.handed = 0  # messages of others, not answers
         self.errors = 0
-        self.minute = Minute(now_ms, now_ms)
+        self.minute = MinuteCounters(now_ms, now_ms)
         # A request over HTTP has no connection to write to: its one answer goes here.
         self.answer: Callable[[bytes], None] | None = None
 
@@ -138,7 +138,7 @@ class Session:
 
     def strike(self, now_ms: int) -> int:
         """Counts a frame that made no sense; how many there were within a minute."""
-        young = [at_ms for at_ms in self.strikes if at_ms > now_ms - STRIKE_WINDOW_MS]
+        young = [at_ms for at_ms in self.strikes if at_ms > now_ms - MALFORMED_WINDOW_MS]
         self.strikes = (*young, now_ms)
         return len(self.strikes)
 
@@ -149,7 +149,7 @@ class Session:
         if noted is not None and noted[0] == second:
             noted[1] += 1
             return
-        if feeders is not None and len(feeders) >= FEEDERS_NOTED_MAX:
+        if feeders is not None and len(feeders) >= SENDERS_TRACKED_MAX:
             self.forget_feeders(now_ms)
         if self.feeders is None:
             self.feeders = {}
@@ -161,13 +161,13 @@ class Session:
         self.feeders = {feeder: noted for feeder, noted in known.items() if noted[0] >= young} or None
 
 
-class Minute(msgspec.Struct, eq=False, gc=False):
+class MinuteCounters(msgspec.Struct, eq=False, gc=False):
     """What a session counted in the last full minute. Rolled once a second, and before it is read."""
 
     began_ms: int
     last_began_ms: int = 0
-    before: Counts = NO_COUNTS  # when this minute began
-    last: Counts = NO_COUNTS
+    before: SessionCounts = NO_COUNTS  # when this minute began
+    last: SessionCounts = NO_COUNTS
 
     def roll(self, session: Session, now_ms: int) -> None:
         passed = now_ms - self.began_ms

@@ -15,21 +15,21 @@ from typing import Final
 
 import msgspec
 
-from tailrace.hub.canonical import canonical
+from tailrace.hub.canonical import canonical_json
 from tailrace.hub.errors import HubError
-from tailrace.hub.members import compact, scan
+from tailrace.hub.members import compact_json, scan_members
 
 SECRET_BYTES: Final = 32
 VALID_MS: Final = 90 * 24 * 3600 * 1000
 RETIRED_VALID_MS: Final = 24 * 3600 * 1000
-_SIGNED: Final = (
+_SIGNED_MEMBERS: Final = (
     *("id", "from", "to", "type", "payload"),
     *("pattern", "correlationId", "timestamp", "metadata", "ttl"),
 )
 _V2: Final = "v2:"
 
 
-class Key(msgspec.Struct, frozen=True):
+class SignatureKey(msgspec.Struct, frozen=True):
     """A secret of an identity. One that was replaced still counts for a day."""
 
     id: str
@@ -46,52 +46,56 @@ class Key(msgspec.Struct, frozen=True):
         return f"Key({self.id!r})"  # the secret stays out of logs
 
 
-def verify(frame: bytes, signature: str, keys: Iterable[Key], now_ms: int) -> None:
+def verify_signature(frame: bytes, signature: str, keys: Iterable[SignatureKey], now_ms: int) -> None:
     """Refuses a frame whose signature no valid key of its sender explains."""
-    named, mac = _parse(signature)
-    content = _content(frame, canonically=named is not None)
+    named, mac = _parse_signature(signature)
+    content = _signed_content(frame, canonically=named is not None)
     for key in keys:
         if key.is_valid(now_ms) and named in (None, key.id):
             if hmac.compare_digest(mac, _mac(key.secret, content)):
                 return
-    raise _refusal("the signature does not fit the message")
+    raise _invalid_signature("the signature does not fit the message")
 
 
-def sign(frame: bytes, secret: bytes, key_id: str | None = None) -> str:
+def compute_signature(frame: bytes, secret: bytes, key_id: str | None = None) -> str:
     """The signature for a frame: of the second version if the key has a name, else of the first."""
-    mac = base64.b64encode(_mac(secret, _content(frame, canonically=key_id is not None))).decode()
+    mac = base64.b64encode(_mac(secret, _signed_content(frame, canonically=key_id is not None))).decode()
     return mac if key_id is None else f"{_V2}{key_id}:{mac}"
 
 
-def signed(frame: bytes, secret: bytes, key_id: str | None = None) -> bytes:
+def sign_frame(frame: bytes, secret: bytes, key_id: str | None = None) -> bytes:
     """A frame of ours, which ends without a signature, with one."""
     end = b'"signature":null}'
     assert frame.endswith(end)
-    return b'%b"signature":"%b"}' % (frame[: -len(end)], sign(frame, secret, key_id).encode())
+    return b'%b"signature":"%b"}' % (frame[: -len(end)], compute_signature(frame, secret, key_id).encode())
 
 
-def _parse(signature: str) -> tuple[str | None, bytes]:
+def _parse_signature(signature: str) -> tuple[str | None, bytes]:
     """The name of the key, if there is one, and the code."""
     named: str | None = None
     text = signature
     if signature.startswith(_V2):
         named, separator, text = signature.removeprefix(_V2).rpartition(":")
         if not separator:
-            raise _refusal("a signature of the second version is v2:<key id>:<base64>")
+            raise _invalid_signature("a signature of the second version is v2:<key id>:<base64>")
     try:
         return named, base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise _refusal("the signature is not base64") from None
+        raise _invalid_signature("the signature is not base64") from None
 
 
-def _content(frame: bytes, *, canonically: bool) -> bytes:
+def _signed_content(frame: bytes, *, canonically: bool) -> bytes:
     if canonically:
         try:
-            return canonical(frame, without="signature")
+            return canonical_json(frame, without="signature")
         except (ValueError, RecursionError) as error:
-            raise _refusal(f"the message has no canonical form: {error}") from None
-    found = scan(frame)
-    texts = [b'"%b":%b' % (name.encode(), compact(bytes(found[name]))) for name in _SIGNED if name in found]
+            raise _invalid_signature(f"the message has no canonical form: {error}") from None
+    found = scan_members(frame)
+    texts = [
+        b'"%b":%b' % (name.encode(), compact_json(bytes(found[name])))
+        for name in _SIGNED_MEMBERS
+        if name in found
+    ]
     return b"{" + b",".join(texts) + b"}"
 
 
@@ -99,5 +103,5 @@ def _mac(secret: bytes, content: bytes) -> bytes:
     return hmac.new(secret, content, hashlib.sha256).digest()
 
 
-def _refusal(message: str) -> HubError:
+def _invalid_signature(message: str) -> HubError:
     return HubError("invalid_signature", message)

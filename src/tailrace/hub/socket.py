@@ -8,11 +8,11 @@ from typing import Final
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.hub import decide
 from tailrace.hub.ids import new_id
-from tailrace.hub.runner import Runner
+from tailrace.hub.runner import EffectRunner
 from tailrace.hub.session import Session
 
-MEASURED_EVERY: Final = 16
-SILENCE: Final = 4408
+MEASURE_INTERVAL: Final = 16
+CLOSE_HEARTBEAT_TIMEOUT: Final = 4408
 
 
 class HubSocket:
@@ -20,7 +20,7 @@ class HubSocket:
 
     __slots__ = ("_runner", "_unmeasured", "session")
 
-    def __init__(self, runner: Runner, upgrade_token: str | None) -> None:
+    def __init__(self, runner: EffectRunner, upgrade_token: str | None) -> None:
         self._runner = runner
         self._unmeasured = 0
         now_ms = runner.now_ms()
@@ -33,21 +33,21 @@ class HubSocket:
         connection.dead_s = 3 * connection.ping_s
         # The first look was set for the usual pause between pings, by which a shorter one would be over.
         connection.deadline = connection.server.now + connection.ping_s
-        connection.silence_code = SILENCE
+        connection.silence_code = CLOSE_HEARTBEAT_TIMEOUT
         connection.drains_itself = True
         session = self.session
         session.peer = connection.peer
         session.outbox.wire = connection
         self._runner.wires[session] = connection
         self._runner.hub.count("connections", "opened")
-        decide.opened(self._runner.hub, session)
+        decide.on_opened(self._runner.hub, session)
 
     def on_message(self, data: bytes, is_text: bool) -> None:
         """Binary messages of UTF-8 JSON are as good as text; answers are always text."""
         runner, session = self._runner, self.session
         hub = runner.hub
         self._unmeasured += 1
-        if self._unmeasured < MEASURED_EVERY:
+        if self._unmeasured < MEASURE_INTERVAL:
             runner.run(decide.decide(hub, session, data, runner.now_ns() // 1_000_000))
         else:
             self._unmeasured = 0
@@ -63,11 +63,11 @@ class HubSocket:
 
     def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
         runner = self._runner
-        runner.run(decide.too_large(runner.hub, self.session, prefix, size_bytes, runner.now_ms()))
+        runner.run(decide.on_too_large(runner.hub, self.session, prefix, size_bytes, runner.now_ms()))
 
     def on_drain(self) -> None:
         runner, session = self._runner, self.session
-        runner.run(decide.drained(runner.hub, session, runner.now_ms()))
+        runner.run(decide.on_drained(runner.hub, session, runner.now_ms()))
         wire = runner.wires.get(session)
         if wire is not None and not session.frames_held:
             wire.resume_reading()
@@ -76,15 +76,15 @@ class HubSocket:
         """Whoever is given up is told why, and has left: the socket may stay open for a while, but what comes
         for its session from now on is not written to it."""
         runner = self._runner
-        runner.run(decide.silent(runner.hub, self.session, runner.now_ms()))
-        self.on_close(SILENCE, "")
+        runner.run(decide.on_silence(runner.hub, self.session, runner.now_ms()))
+        self.on_close(CLOSE_HEARTBEAT_TIMEOUT, "")
 
     def on_close(self, code: int, reason: str) -> None:
         runner = self._runner
         if runner.wires.pop(self.session, None) is None:
             return
         runner.hub.count("connections", "closed")
-        runner.run(decide.closed(runner.hub, self.session, code, runner.now_ms()))
+        runner.run(decide.on_closed(runner.hub, self.session, code, runner.now_ms()))
 
 
 class RefusedSocket:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tailrace.hub.effects import Spread
-from tailrace.hub.ids import PAIRS, RUN_MAX, new_id
-from tailrace.hub.message import Common
+from tailrace.hub.effects import SendMany
+from tailrace.hub.ids import HEX_PAIRS, ID_RUN_MAX, new_id
+from tailrace.hub.message import SharedEnvelope
 from tailrace.hub.session import CONNECTED, Session
 
 if TYPE_CHECKING:
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 Recipient = tuple[Session, str]  # and the path of the address that the copy is for
 
 
-def spread(
-    hub: Hub, feeder: Session, shared: Common, recipients: list[Recipient], now_ms: int
+def send_to_many(
+    hub: Hub, feeder: Session, shared: SharedEnvelope, recipients: list[Recipient], now_ms: int
 ) -> list[Recipient]:
     """Copies for all who can take one at once. The others are given back, and have been given nothing.
 
     It does what `Flow.offer` does for one, in one loop: that runs for every copy of every message.
     """
     left: list[Recipient] = []
-    for begin in range(0, len(recipients), RUN_MAX):
-        some = recipients[begin : begin + RUN_MAX] if len(recipients) > RUN_MAX else recipients
-        left += _spread(hub, feeder, shared, some, now_ms)
+    for begin in range(0, len(recipients), ID_RUN_MAX):
+        some = recipients[begin : begin + ID_RUN_MAX] if len(recipients) > ID_RUN_MAX else recipients
+        left += _send_run(hub, feeder, shared, some, now_ms)
     return left
 
 
-def _spread(
-    hub: Hub, feeder: Session, shared: Common, recipients: list[Recipient], now_ms: int
+def _send_run(
+    hub: Hub, feeder: Session, shared: SharedEnvelope, recipients: list[Recipient], now_ms: int
 ) -> list[Recipient]:
     limits, second = hub.limits, now_ms // 1000
     bytes_max, messages_max = limits.hub_pause_bytes, limits.hub_pause_messages
@@ -40,7 +40,7 @@ def _spread(
     left: list[Recipient] = []
     for recipient in recipients:
         session, path = recipient
-        frame = b"".join((start, PAIRS[number >> 8], PAIRS[number & 255], end, path.encode(), rest))
+        frame = b"".join((start, HEX_PAIRS[number >> 8], HEX_PAIRS[number & 255], end, path.encode(), rest))
         if (
             session.state != CONNECTED
             or session.detached_until_ms
@@ -59,5 +59,5 @@ def _spread(
         copies.append((session, frame))
     if copies:
         hub.counts["deliveries", "direct"] += len(copies)
-        hub.effects.append(Spread(copies))
+        hub.effects.append(SendMany(copies))
     return left

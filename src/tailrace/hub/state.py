@@ -14,38 +14,38 @@ import msgspec
 from tailrace.auth import Identity
 from tailrace.common.limits import Limits
 from tailrace.hub import copies
-from tailrace.hub.addresses import Pattern
-from tailrace.hub.asks import Asks
-from tailrace.hub.burying import Burials
-from tailrace.hub.convoys import Convoys
+from tailrace.hub.addresses import AddressPattern
+from tailrace.hub.asks import PendingRequests
+from tailrace.hub.burying import RejectedMessages
+from tailrace.hub.convoys import BroadcastBatching
 from tailrace.hub.dead_letters import DeadLetters
-from tailrace.hub.deduplication import SeenMemory, SeenSet
-from tailrace.hub.effects import Append, Close, Effect, Send, Settled
+from tailrace.hub.deduplication import SeenMemory, SeenMessages
+from tailrace.hub.effects import Append, AppendOutcome, Close, Effect, Send
 from tailrace.hub.errors import DeniedError, HubError, encode_error
-from tailrace.hub.flow import Flow
+from tailrace.hub.flow import FlowControl
 from tailrace.hub.ids import new_id
 from tailrace.hub.mailboxes import Mailboxes
-from tailrace.hub.message import HUB, encode
+from tailrace.hub.message import HUB_ADDRESS, encode_envelope
 from tailrace.hub.policy import Policy
-from tailrace.hub.presence import Presence
-from tailrace.hub.rates import Rates
+from tailrace.hub.presence import PresenceWatches
+from tailrace.hub.rates import RateLimiter
 from tailrace.hub.registry import Registry
 from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
-from tailrace.hub.signatures import Key
-from tailrace.hub.sweep import Sweeping
+from tailrace.hub.signatures import SignatureKey
+from tailrace.hub.sweep import HubSweep
 from tailrace.hub.topics import Topics
-from tailrace.hub.trace import Trace
+from tailrace.hub.trace import MessageTrace
 
 if TYPE_CHECKING:
-    from tailrace.hub.fields import Request
+    from tailrace.hub.fields import HubRequest
 
-ALIASES: Final = ("@(tailrace/hub)", "@(signal-hub)")
-AUDIT: Final = "hub/audit"
+HUB_ADDRESS_ALIASES: Final = ("@(tailrace/hub)", "@(signal-hub)")
+AUDIT_STREAM: Final = "hub/audit"
 RESERVE_MESSAGES: Final = 64
-SLOW: Final = 1013
+CLOSE_SLOW_CONSUMER: Final = 1013
 
 
-class Streams(Protocol):
+class HubStreams(Protocol):
     """What decisions know of streams without waiting for anything."""
 
     def tail(self, stream: str) -> int | None:
@@ -60,17 +60,17 @@ class Streams(Protocol):
         ...
 
 
-class Options(msgspec.Struct, frozen=True):
+class HubOptions(msgspec.Struct, frozen=True):
     """How the hub is set up, beside its limits."""
 
-    address: str = HUB
+    address: str = HUB_ADDRESS
     topics_open: bool = True
     durable_topics: tuple[str, ...] = ()
     trace: str = "durable"  # or off, or all
     signatures_required: bool = False
     mint: Callable[[Identity, int], str] | None = None  # makes a token for an identity, of so many seconds
     verify: Callable[[str], Identity] | None = None  # None: nobody needs a token
-    keys_of: Callable[[str], Sequence[Key]] | None = None  # signature keys of an identity
+    keys_of: Callable[[str], Sequence[SignatureKey]] | None = None  # signature keys of an identity
     on_bug: Callable[[Exception], None] | None = None
     on_broadcast: Callable[[float], None] | None = None  # told how many seconds one took
 
@@ -81,9 +81,9 @@ class Hub:
     def __init__(
         self,
         limits: Limits,
-        streams: Streams,
+        streams: HubStreams,
         policy: Policy,
-        options: Options,
+        options: HubOptions,
         make_secret: Callable[[], str],
     ) -> None:
         self.limits = limits
@@ -91,8 +91,8 @@ class Hub:
         self.policy = policy
         self.options = options
         self.make_secret = make_secret
-        self.addresses = frozenset((options.address, *ALIASES))
-        self.durable_patterns = [Pattern(text) for text in options.durable_topics]
+        self.addresses = frozenset((options.address, *HUB_ADDRESS_ALIASES))
+        self.durable_patterns = [AddressPattern(text) for text in options.durable_topics]
         self.effects: list[Effect] = []
         self.sessions: dict[str, Session] = {}
         self.by_identity: dict[str, dict[Session, None]] = {}
@@ -104,20 +104,20 @@ class Hub:
         self.via = msgspec.json.encode(options.address)
         self.connecting: set[Session] = set()
         self.ready: deque[Session] = deque()  # whose frames had to wait, and need not any more
-        self._seen: dict[str, SeenSet] = {}
+        self._seen: dict[str, SeenMessages] = {}
         self.seen_memory = SeenMemory(limits.hub_seen_bytes)
         self.registry = Registry()
-        self.trace = Trace(self, options.trace)
-        self.rates = Rates(limits, policy)
-        self.flow = Flow(self)
-        self.presence = Presence(self)
-        self.convoys = Convoys(self)
+        self.trace = MessageTrace(self, options.trace)
+        self.rates = RateLimiter(limits, policy)
+        self.flow = FlowControl(self)
+        self.presence = PresenceWatches(self)
+        self.convoys = BroadcastBatching(self)
         self.dead = DeadLetters(self)
-        self.asks = Asks(self)
+        self.asks = PendingRequests(self)
         self.mailboxes = Mailboxes(self)
-        self.burials = Burials(self)
+        self.burials = RejectedMessages(self)
         self.topics = Topics(self)
-        self.sweeping = Sweeping(self)
+        self.sweeping = HubSweep(self)
 
     @property
     def dev(self) -> bool:
@@ -156,7 +156,7 @@ class Hub:
         ):
             session.reserve += 1
             if session.reserve > RESERVE_MESSAGES:
-                self.close(session, SLOW, "the connection takes nothing")
+                self.close(session, CLOSE_SLOW_CONSUMER, "the connection takes nothing")
                 return
         else:
             session.reserve = 0
@@ -177,14 +177,14 @@ class Hub:
     def reply(
         self,
         session: Session,
-        request: Request,
+        request: HubRequest,
         kind: str,
         payload: dict[str, Any] | bytes,
         now_ms: int,
         metadata: bytes | None = None,
     ) -> bytes:
         """The answer to a request, correlated; also given back, since it may be asked for again."""
-        frame = encode(
+        frame = encode_envelope(
             id=new_id(now_ms),
             from_=self.options.address,
             to=f"@({request.sender or session.path or 'anonymous'})",
@@ -192,7 +192,7 @@ class Hub:
             payload=payload if isinstance(payload, bytes) else msgspec.json.encode(payload),
             timestamp=now_ms,
             correlation_id=request.id,
-            metadata=copies.traced(request) if metadata is None else metadata,
+            metadata=copies.trace_metadata(request) if metadata is None else metadata,
         )
         self.control(session, frame)
         return frame
@@ -201,7 +201,7 @@ class Hub:
         """Something that nobody asked for in particular."""
         self.control(
             session,
-            encode(
+            encode_envelope(
                 id=new_id(now_ms),
                 from_=self.options.address,
                 to=f"@({session.path or 'anonymous'})",
@@ -239,7 +239,7 @@ class Hub:
         """An error for this address, counted."""
         self.count("errors", error.code)
         kind, payload = encode_error(error)
-        return encode(
+        return encode_envelope(
             id=new_id(now_ms),
             from_=self.options.address,
             to=f"@({path})",
@@ -250,8 +250,10 @@ class Hub:
             metadata=trace,
         )
 
-    def refuse_request(self, session: Session, request: Request, error: HubError, now_ms: int) -> bytes:
-        return self.refuse(session, error, now_ms, request_id=request.id, trace=copies.traced(request))
+    def refuse_request(self, session: Session, request: HubRequest, error: HubError, now_ms: int) -> bytes:
+        return self.refuse(
+            session, error, now_ms, request_id=request.id, trace=copies.trace_metadata(request)
+        )
 
     # -- keeping ---------------------------------------------------------------------------------------
 
@@ -262,15 +264,15 @@ class Hub:
         self, session: Session, event: str, obj: str, result: str, now_ms: int, path: str | None = None
     ) -> None:
         """Who did what to whom, for operators."""
-        self.effects.append(Append(AUDIT, _audited(session, event, obj, result, now_ms, path)))
+        self.effects.append(Append(AUDIT_STREAM, _audit_record(session, event, obj, result, now_ms, path)))
 
-    def seen_of(self, path: str) -> SeenSet:
+    def seen_of(self, path: str) -> SeenMessages:
         """What an identity has sent lately."""
         found = self._seen.get(path)
         if found is None:
             limits = self.limits
             ttl_ms = 300_000 if self.options.signatures_required else limits.hub_seen_ttl_ms
-            found = self._seen[path] = SeenSet(
+            found = self._seen[path] = SeenMessages(
                 entries_max=limits.hub_seen_ids,
                 answer_bytes_max=limits.hub_seen_answer_bytes,
                 ttl_ms=ttl_ms,
@@ -326,19 +328,19 @@ class Hub:
     def denied(self, session: Session, action: str, reason: str, obj: str, now_ms: int) -> DeniedError:
         """A refusal by the rules; failed attempts are audited."""
         details = {"action": action, "reason": reason, "errorCode": "PERMISSION_DENIED"}
-        record = _audited(session, "denied", obj, action, now_ms)
+        record = _audit_record(session, "denied", obj, action, now_ms)
         return DeniedError(f"{action}: {reason}", details, record)
 
-    def refuse_denied(self, session: Session, request: Request, error: DeniedError) -> None:
+    def refuse_denied(self, session: Session, request: HubRequest, error: DeniedError) -> None:
         """Told when it is in the audit, or cannot be: nobody goes on from an attempt that left no trace."""
 
-        def recorded(_: Settled, now_ms: int) -> None:
+        def recorded(_: AppendOutcome, now_ms: int) -> None:
             self.refuse_request(session, request, error, now_ms)
 
-        self.append(Append(AUDIT, error.record, recorded))
+        self.append(Append(AUDIT_STREAM, error.record, recorded))
 
 
-def _audited(
+def _audit_record(
     session: Session, event: str, obj: str, result: str, now_ms: int, path: str | None = None
 ) -> bytes:
     return msgspec.json.encode(

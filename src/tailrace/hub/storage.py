@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from tailrace.common.errors import TailraceError
-from tailrace.hub.effects import Found, Named
+from tailrace.hub.effects import ReadResult, StreamSummary
 from tailrace.log.decide import CreateRequest, offset_gone, resolve_position
 from tailrace.log.history import MissingBlock
 from tailrace.log.listing import list_streams
@@ -16,14 +16,14 @@ from tailrace.log.reader import Page
 from tailrace.log.transaction import ignore_reply
 from tailrace.protocol import offsets
 
-JSON: Final = "application/json"
+JSON_TYPE: Final = "application/json"
 DAY_S: Final = 24 * 3600
 PAGE_ENTRIES: Final = 1000
 PAGE_BYTES: Final = 1024 * 1024
-ABSENT_MAX: Final = 100_000
+MISSING_NAMES_MAX: Final = 100_000
 
 # What is kept for people who look into it goes after a while; what actors still need does not.
-LIFETIMES: Final = {
+STREAM_LIFETIMES: Final = {
     "hub/dead-letters": Lifetime(retention_s=30 * DAY_S, retention_bytes=1024**3),
     "hub/audit": Lifetime(retention_s=90 * DAY_S),
     "hub/trace": Lifetime(retention_s=7 * DAY_S),
@@ -48,7 +48,7 @@ class LogStreams:
             return None
         stream = self._log.find(name)
         if stream is None:
-            if len(self._absent) >= ABSENT_MAX:
+            if len(self._absent) >= MISSING_NAMES_MAX:
                 self._absent.clear()
             self._absent.add(name)
             return None
@@ -83,10 +83,10 @@ class LogStreams:
             raise TailraceError("offset_beyond_tail", "the offset is past the end of the stream")
         return resolve_position(found, position, found.earliest)
 
-    def names(self, prefix: str, after: str, limit: int) -> list[Named]:
+    def names(self, prefix: str, after: str, limit: int) -> list[StreamSummary]:
         """The next streams by name; those that are not in memory stay where they are."""
         return [
-            Named(
+            StreamSummary(
                 stream.name,
                 stream.earliest,
                 stream.visible,
@@ -102,32 +102,34 @@ class LogStreams:
         self._absent.discard(name)
         stream = self._log.find(name)
         if stream is None:
-            self._log.create(CreateRequest(name, JSON, LIFETIMES.get(name, NO_LIFETIME)), ignore_reply, None)
+            self._log.create(
+                CreateRequest(name, JSON_TYPE, STREAM_LIFETIMES.get(name, NO_LIFETIME)), ignore_reply, None
+            )
             stream = self._log.find(name)
             assert stream is not None
         if stream.gone:
             raise TailraceError("unavailable", "the name is held by a deleted stream that still has forks")
         return stream
 
-    def try_read(self, stream: Stream, after: int, entries_max: int, bytes_max: int) -> Found | None:
+    def try_read(self, stream: Stream, after: int, entries_max: int, bytes_max: int) -> ReadResult | None:
         """A page if memory has it all."""
         if after < stream.earliest:
-            return Found(error=offset_gone(stream, stream.earliest))
+            return ReadResult(error=offset_gone(stream, stream.earliest))
         page = self._log.reader.try_read_labelled(stream, after, bytes_max, entries_max)
-        return None if isinstance(page, MissingBlock) else _found(page)
+        return None if isinstance(page, MissingBlock) else _read_result(page)
 
     async def read(
         self, stream: Stream, after: int, entries_max: int, bytes_max: int, since_ns: int | None
-    ) -> Found:
+    ) -> ReadResult:
         """A page, from wherever its entries are."""
         try:
             if since_ns is not None:
                 after = max(stream.earliest, await self._log.reader.find_before(stream, since_ns))
             if after < stream.earliest:
                 raise offset_gone(stream, stream.earliest)
-            return _found(await self._log.reader.read_labelled(stream, after, bytes_max, entries_max))
+            return _read_result(await self._log.reader.read_labelled(stream, after, bytes_max, entries_max))
         except TailraceError as error:
-            return Found(error=error)
+            return ReadResult(error=error)
 
     async def all_of(self, name: str) -> AsyncIterator[bytes]:
         """Every entry of a stream, at start-up."""
@@ -142,8 +144,10 @@ class LogStreams:
             after = page.next_entry
 
 
-def _found(page: Page) -> Found:
+def _read_result(page: Page) -> ReadResult:
     assert page.labels is not None
     numbers = page.entries()
     entries = zip(numbers, page.labels.times, page.parts, strict=True)
-    return Found(tuple((number, time_ns, bytes(part)) for number, time_ns, part in entries), page.next_entry)
+    return ReadResult(
+        tuple((number, time_ns, bytes(part)) for number, time_ns, part in entries), page.next_entry
+    )

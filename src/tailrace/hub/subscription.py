@@ -8,7 +8,7 @@ from tailrace.hub.addresses import TopicFilter
 from tailrace.hub.session import Session
 
 
-class Subscription(msgspec.Struct, eq=False):
+class TopicSubscription(msgspec.Struct, eq=False):
     """Ends with its session, unless it is durable: then it is its owner's, and waits for it."""
 
     id: str
@@ -26,7 +26,7 @@ class Subscription(msgspec.Struct, eq=False):
         return self.name or self.filter.text
 
 
-class Record(msgspec.Struct, rename="camel"):
+class SubscriptionRecord(msgspec.Struct, rename="camel"):
     """What the log keeps of a durable one."""
 
     owner: str
@@ -36,16 +36,16 @@ class Record(msgspec.Struct, rename="camel"):
     group: str | None = None
 
 
-class Group:
+class SubscriberGroup:
     """Members that share the work; each message goes to one of them."""
 
     __slots__ = ("members", "turn")
 
     def __init__(self) -> None:
-        self.members: list[Subscription] = []
+        self.members: list[TopicSubscription] = []
         self.turn = 0
 
-    def choose(self) -> Subscription | None:
+    def choose(self) -> TopicSubscription | None:
         """The one with the fewest unsent messages, then in turn."""
         living = [one for one in self.members if one.session is not None and one.session.alive]
         if not living:
@@ -53,9 +53,9 @@ class Group:
         self.turn += 1
         start = self.turn % len(living)
         order = living[start:] + living[:start]
-        return min(order, key=_load)
+        return min(order, key=_member_load)
 
 
-def _load(member: Subscription) -> int:
+def _member_load(member: TopicSubscription) -> int:
     session = member.session
     return 0 if session is None else session.outbox.messages + len(session.waiting or ())

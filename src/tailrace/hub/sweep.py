@@ -8,25 +8,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tailrace.hub import copies
-from tailrace.hub.addresses import MAILBOXES, TOPICS
-from tailrace.hub.boxes import BROADCASTS
+from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX
+from tailrace.hub.boxes import BROADCAST_STREAM
 from tailrace.hub.cursors import Cursor
-from tailrace.hub.effects import Found, Named, Names, Read, Remove
+from tailrace.hub.effects import DeleteStream, ListStreams, Read, ReadResult, StreamSummary
 from tailrace.hub.mailboxes import PAGE_BYTES, PAGE_ENTRIES, STORED_BYTES_MAX
-from tailrace.hub.message import parse
+from tailrace.hub.message import parse_envelope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tailrace.hub.state import Hub
 
-PREFIXES: Final = (MAILBOXES, TOPICS, BROADCASTS.rpartition("/")[0] + "/")
+PREFIXES: Final = (MAILBOX_PREFIX, TOPIC_PREFIX, BROADCAST_STREAM.rpartition("/")[0] + "/")
 NAMES_AT_ONCE: Final = 100
 REMEMBERED_MAX: Final = 100_000
-BEHIND_EVERYTHING: Final = 2**62
+NO_READERS: Final = 2**62
 
 
-class Bounds(NamedTuple):
+class TrimBounds(NamedTuple):
     """Entries of a stream up to `upto` may go by their age, or because newer ones have so many bytes."""
 
     age_ms: int
@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
     upto: int
 
 
-class Sweeping:
+class HubSweep:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._prefix = 0
@@ -43,7 +43,7 @@ class Sweeping:
         self._looking = False
         # By mailbox: its committed position, and when the entry behind that will have waited too long.
         self._due: dict[str, tuple[int, int]] = {}
-        self.bounds: dict[str, Bounds] = {}  # of streams of which something may go
+        self.bounds: dict[str, TrimBounds] = {}  # of streams of which something may go
 
     def tick(self, now_ms: int) -> None:
         """Once a second: the next few names, or nothing until the next round."""
@@ -51,11 +51,11 @@ class Sweeping:
             return
         self._looking = True
         prefix = PREFIXES[self._prefix]
-        self._hub.effects.append(Names(prefix, self._after, NAMES_AT_ONCE, self._found))
+        self._hub.effects.append(ListStreams(prefix, self._after, NAMES_AT_ONCE, self._found))
 
-    def _found(self, names: list[Named], now_ms: int) -> None:
+    def _found(self, names: list[StreamSummary], now_ms: int) -> None:
         self._looking = False
-        look = self._look_at_mailbox if PREFIXES[self._prefix] == MAILBOXES else self._look_at_shared
+        look = self._look_at_mailbox if PREFIXES[self._prefix] == MAILBOX_PREFIX else self._look_at_shared
         for named in names:
             look(named, now_ms)
         if len(names) == NAMES_AT_ONCE:
@@ -69,14 +69,14 @@ class Sweeping:
 
     # -- mailboxes -------------------------------------------------------------------------------------
 
-    def _look_at_mailbox(self, named: Named, now_ms: int) -> None:
+    def _look_at_mailbox(self, named: StreamSummary, now_ms: int) -> None:
         hub, limits = self._hub, self._hub.limits
-        path = named.stream.removeprefix(MAILBOXES)
+        path = named.stream.removeprefix(MAILBOX_PREFIX)
         cursor = hub.mailboxes.cursors.of(path, named.stream)
         committed = named.earliest if cursor is None else max(named.earliest, cursor.committed)
         age_ms = now_ms - named.created_ms
         if committed > named.earliest and age_ms >= limits.hub_mailbox_kept_ms:
-            self.bounds[named.stream] = Bounds(limits.hub_mailbox_kept_ms, None, committed)
+            self.bounds[named.stream] = TrimBounds(limits.hub_mailbox_kept_ms, None, committed)
         box = hub.mailboxes.boxes.get(path)
         if box is not None and (box.appends or box.is_fed):
             return  # its owner is given what is in it, and told what is too old
@@ -84,11 +84,11 @@ class Sweeping:
             if age_ms >= limits.hub_mailbox_ms:
                 self._expire(path, named.stream, committed, now_ms)
         elif box is None and path not in hub.registry.by_path and self._is_unused(named, cursor, now_ms):
-            hub.effects.append(Remove(named.stream))
+            hub.effects.append(DeleteStream(named.stream))
             hub.mailboxes.cursors.forget(path, named.stream)
-            hub.mailboxes.cursors.forget(path, BROADCASTS)
+            hub.mailboxes.cursors.forget(path, BROADCAST_STREAM)
 
-    def _is_unused(self, named: Named, cursor: Cursor | None, now_ms: int) -> bool:
+    def _is_unused(self, named: StreamSummary, cursor: Cursor | None, now_ms: int) -> bool:
         used_ms = max(named.created_ms, named.last_ms, 0 if cursor is None else cursor.moved_ms)
         # What came since the names were listed is use too.
         same = self._hub.streams.tail(named.stream) == named.tail
@@ -100,13 +100,13 @@ class Sweeping:
         if known is not None and known[0] == committed and now_ms < known[1]:
             return
 
-        def then(found: Found, now_ms: int) -> None:
+        def then(found: ReadResult, now_ms: int) -> None:
             if found.error is None:
                 self._bury_old(path, stream, committed, found, now_ms)
 
         self._hub.effects.append(Read(stream, committed, PAGE_ENTRIES, PAGE_BYTES, then))
 
-    def _bury_old(self, path: str, stream: str, committed: int, found: Found, now_ms: int) -> None:
+    def _bury_old(self, path: str, stream: str, committed: int, found: ReadResult, now_ms: int) -> None:
         mailboxes, streams = self._hub.mailboxes, self._hub.streams
         box = mailboxes.open(path)
         feed = box.feeds[stream]
@@ -120,7 +120,7 @@ class Sweeping:
             if now_ms - time_ns // 1_000_000 < waits_ms:
                 self._remember(stream, number - 1, time_ns // 1_000_000 + waits_ms)
                 break
-            copy = copies.stored(parse(body, STORED_BYTES_MAX))
+            copy = copies.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
             mailboxes.bury(box, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
             old.add(number)
         if old:
@@ -136,32 +136,32 @@ class Sweeping:
 
     # -- topics and broadcasts -------------------------------------------------------------------------
 
-    def _look_at_shared(self, named: Named, now_ms: int) -> None:
+    def _look_at_shared(self, named: StreamSummary, now_ms: int) -> None:
         """Nothing goes that a durable subscriber has yet to read, unless it has not read for long."""
         limits = self._hub.limits
         old = now_ms - named.created_ms >= limits.hub_topic_ms
         if named.earliest == named.tail or not (old or named.size_bytes > limits.hub_topic_bytes):
             return
-        if named.stream.startswith(TOPICS):
+        if named.stream.startswith(TOPIC_PREFIX):
             upto = self._needed_by(self._subscribers(named), now_ms)
         else:
             upto = self._needed_by(self._hub.mailboxes.cursors.holders(named.stream), now_ms)
         upto = min(upto, named.tail)
         if upto > named.earliest:
-            self.bounds[named.stream] = Bounds(limits.hub_topic_ms, limits.hub_topic_bytes, upto)
+            self.bounds[named.stream] = TrimBounds(limits.hub_topic_ms, limits.hub_topic_bytes, upto)
 
-    def _subscribers(self, named: Named) -> Iterable[Cursor]:
+    def _subscribers(self, named: StreamSummary) -> Iterable[Cursor]:
         """One that was away since the topic began has no position: it begins at the start."""
         hub = self._hub
-        for found in hub.topics.lasting.match(named.stream.removeprefix(TOPICS)):
+        for found in hub.topics.lasting.match(named.stream.removeprefix(TOPIC_PREFIX)):
             cursor = hub.mailboxes.cursors.of(found.owner, named.stream)
-            yield _at_start(named) if cursor is None else cursor
+            yield _cursor_at_start(named) if cursor is None else cursor
 
     def _needed_by(self, cursors: Iterable[Cursor], now_ms: int) -> int:
         oldest_ms = now_ms - self._hub.limits.hub_cursor_ms
         positions = [cursor.committed for cursor in cursors if cursor.moved_ms >= oldest_ms]
-        return min(positions, default=BEHIND_EVERYTHING)
+        return min(positions, default=NO_READERS)
 
 
-def _at_start(named: Named) -> Cursor:
+def _cursor_at_start(named: StreamSummary) -> Cursor:
     return Cursor(named.earliest, named.earliest, moved_ms=named.created_ms)

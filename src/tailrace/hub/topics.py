@@ -9,36 +9,36 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from tailrace.hub.addresses import TopicFilter, TopicTrie, topic_stream
-from tailrace.hub.boxes import TOPIC, Box, Member, group_path
+from tailrace.hub.boxes import TOPIC, DeliveryQueue, GroupMember, group_queue_path
 from tailrace.hub.cursors import Cursor
-from tailrace.hub.effects import Append, Found, Read, Settled
-from tailrace.hub.errors import HubError, field_error, hub_error
-from tailrace.hub.fields import Request
+from tailrace.hub.effects import Append, AppendOutcome, Read, ReadResult
+from tailrace.hub.errors import HubError, field_error, to_hub_error
+from tailrace.hub.fields import HubRequest
 from tailrace.hub.ids import new_id
-from tailrace.hub.registry import Options
+from tailrace.hub.registry import DeliveryOptions
 from tailrace.hub.session import Session
-from tailrace.hub.subscription import Group, Record, Subscription
+from tailrace.hub.subscription import SubscriberGroup, SubscriptionRecord, TopicSubscription
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
-STREAM: Final = "hub/subscriptions"
-NAME_BYTES_MAX: Final = 128
-LOGGED_AGAIN_MS: Final = 24 * 3600 * 1000
+SUBSCRIPTIONS_STREAM: Final = "hub/subscriptions"
+SUBSCRIPTION_NAME_BYTES_MAX: Final = 128
+SUBSCRIPTION_REWRITE_MS: Final = 24 * 3600 * 1000
 
-Entering = Callable[[Settled, int], None]
+SubscribeCallback = Callable[[AppendOutcome, int], None]
 
 
 class Topics:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self.live: TopicTrie[Subscription] = TopicTrie()
-        self.lasting: TopicTrie[Subscription] = TopicTrie()
-        self.groups: dict[tuple[str, str], Group] = {}
+        self.live: TopicTrie[TopicSubscription] = TopicTrie()
+        self.lasting: TopicTrie[TopicSubscription] = TopicTrie()
+        self.groups: dict[tuple[str, str], SubscriberGroup] = {}
         self.kept: set[str] = set()  # topics that have a stream
-        self._durable: dict[str, dict[str, Subscription]] = {}  # by owner, then by name or filter
+        self._durable: dict[str, dict[str, TopicSubscription]] = {}  # by owner, then by name or filter
         # Those that are being written down, and who else asked for them meanwhile.
-        self._starting: dict[tuple[str, str], list[Entering]] = {}
+        self._starting: dict[tuple[str, str], list[SubscribeCallback]] = {}
 
     # -- durable ones ----------------------------------------------------------------------------------
 
@@ -60,14 +60,14 @@ class Topics:
             found += [(topic_stream(topic), topic, subscription.id) for topic in topics]
         return found
 
-    def restore(self, record: Record | None, owner: str, key: str) -> None:
+    def restore(self, record: SubscriptionRecord | None, owner: str, key: str) -> None:
         """One message of the log, at start-up."""
         known = self._durable.get(owner, {}).pop(key, None)
         if known is not None:
             self.lasting.remove(known.filter, known)
         if record is not None:
             self._keep(
-                Subscription(
+                TopicSubscription(
                     record.subscription_id,
                     owner,
                     TopicFilter(record.topic),
@@ -81,17 +81,21 @@ class Topics:
         """What still holds is written down once a day, so the log need not keep what is older."""
         for owned in self._durable.values():
             for found in owned.values():
-                if now_ms - found.logged_ms >= LOGGED_AGAIN_MS:
+                if now_ms - found.logged_ms >= SUBSCRIPTION_REWRITE_MS:
                     found.logged_ms = now_ms
-                    self._hub.append(Append(STREAM, message(found), key=found.owner.encode()))
+                    self._hub.append(
+                        Append(
+                            SUBSCRIPTIONS_STREAM, encode_subscription_event(found), key=found.owner.encode()
+                        )
+                    )
 
-    def _keep(self, subscription: Subscription) -> None:
+    def _keep(self, subscription: TopicSubscription) -> None:
         self._durable.setdefault(subscription.owner, {})[subscription.key] = subscription
         self.lasting.add(subscription.filter, subscription)
 
     # -- subscribing -----------------------------------------------------------------------------------
 
-    def subscribe(self, session: Session, request: Request, now_ms: int) -> None:
+    def subscribe(self, session: Session, request: HubRequest, now_ms: int) -> None:
         hub = self._hub
         text = request.payload.text("topic")
         if text is None:
@@ -99,8 +103,8 @@ class Topics:
         wanted = TopicFilter(text)
         group, name = request.payload.text("group"), request.payload.text("name")
         for field, value in (("group", group), ("name", name)):
-            if value is not None and not 1 <= len(value.encode()) <= NAME_BYTES_MAX:
-                raise field_error(field, f"{field} has 1 to {NAME_BYTES_MAX} bytes")
+            if value is not None and not 1 <= len(value.encode()) <= SUBSCRIPTION_NAME_BYTES_MAX:
+                raise field_error(field, f"{field} has 1 to {SUBSCRIPTION_NAME_BYTES_MAX} bytes")
         durable = request.payload.truth("durable") is True
         if not hub.policy.may_filter(session.actor, text):
             raise hub.denied(session, "subscribe", "denied by policy", text, now_ms)
@@ -115,14 +119,14 @@ class Topics:
         if durable:
             self._subscribe_durable(session, request, wanted, name, group, now_ms)
             return
-        subscription = Subscription(
+        subscription = TopicSubscription(
             f"sub-{new_id(now_ms)}", request.sender, wanted, name, group, session=session
         )
         session.subscriptions[subscription.id] = subscription
         if group is None:
             self.live.add(wanted, subscription)
         else:
-            shared = self.groups.setdefault((text, group), Group())
+            shared = self.groups.setdefault((text, group), SubscriberGroup())
             if not shared.members:
                 # One entry for the whole group: whoever is first stands for all.
                 self.live.add(wanted, subscription)
@@ -130,7 +134,7 @@ class Topics:
         self._subscribed(session, request, subscription, None, now_ms)
 
     def _subscribed(
-        self, session: Session, request: Request, found: Subscription, offset: str | None, now_ms: int
+        self, session: Session, request: HubRequest, found: TopicSubscription, offset: str | None, now_ms: int
     ) -> None:
         payload = {
             "topic": found.filter.text,
@@ -144,7 +148,7 @@ class Topics:
     def _subscribe_durable(
         self,
         session: Session,
-        request: Request,
+        request: HubRequest,
         wanted: TopicFilter,
         name: str | None,
         group: str | None,
@@ -152,30 +156,30 @@ class Topics:
     ) -> None:
         """One of an actor is its own; one of a group is everybody's who takes part in it."""
         hub = self._hub
-        owner = request.sender if group is None else group_path(group, wanted.text)
+        owner = request.sender if group is None else group_queue_path(group, wanted.text)
         key = (owner, wanted.text if group is not None else name or wanted.text)
         known = self._durable.get(owner, {}).get(key[1])
         if known is not None and known.filter.text != wanted.text:
             raise field_error("name", "there is a subscription of this name to another topic")
 
-        def enter(settled: Settled, now_ms: int) -> None:
+        def enter(settled: AppendOutcome, now_ms: int) -> None:
             if settled.error is not None:
-                hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+                hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
                 return
             there = self._durable[owner][key[1]]
             mine = self._entered(session, request.sender, there, now_ms)
             self._subscribed(session, request, mine, self._position(there), now_ms)
 
         if known is not None:
-            enter(Settled(), now_ms)
+            enter(AppendOutcome(), now_ms)
         elif key in self._starting:
             self._starting[key].append(enter)
         else:
             named = name if group is None else None
-            new = Subscription(f"sub-{new_id(now_ms)}", owner, wanted, named, group, durable=True)
+            new = TopicSubscription(f"sub-{new_id(now_ms)}", owner, wanted, named, group, durable=True)
             self._start(request.payload.value("from"), new, enter)
 
-    def _start(self, begin: object, subscription: Subscription, enter: Entering) -> None:
+    def _start(self, begin: object, subscription: TopicSubscription, enter: SubscribeCallback) -> None:
         """Writes down where it begins, then that it does."""
         hub, wanted = self._hub, subscription.filter
         key = (subscription.owner, subscription.key)
@@ -185,16 +189,23 @@ class Topics:
             hub.mailboxes.cursors.flush()  # where it begins is durable before the subscription is
             self._starting.setdefault(key, [enter])
 
-            def then(settled: Settled, now_ms: int) -> None:
+            def then(settled: AppendOutcome, now_ms: int) -> None:
                 if settled.error is None:
                     subscription.logged_ms = now_ms
                     self._keep(subscription)
                 for waiting in self._starting.pop(key):
                     waiting(settled, now_ms)
 
-            hub.append(Append(STREAM, message(subscription), then, key=subscription.owner.encode()))
+            hub.append(
+                Append(
+                    SUBSCRIPTIONS_STREAM,
+                    encode_subscription_event(subscription),
+                    then,
+                    key=subscription.owner.encode(),
+                )
+            )
 
-        since = _instant_ns(begin)
+        since = _parse_start_ns(begin)
         stream = topic_stream(wanted.text)
         if since is None or not wanted.is_plain or hub.streams.tail(stream) is None:
             start(None)
@@ -202,12 +213,12 @@ class Topics:
 
         self._starting[key] = [enter]
 
-        def found_time(found: Found, _: int) -> None:
+        def found_time(found: ReadResult, _: int) -> None:
             start(found.entries[0][0] - 1 if found.entries else hub.streams.tail(stream) or 0)
 
         hub.effects.append(Read(stream, 0, 1, 1, found_time, since))
 
-    def _begin_cursors(self, found: Subscription, begin: object, position: int | None) -> None:
+    def _begin_cursors(self, found: TopicSubscription, begin: object, position: int | None) -> None:
         """A topic that exists begins where it is asked to; one that comes later begins at its start."""
         hub = self._hub
         topics = [found.filter.text] if found.filter.is_plain else list(self.kept)
@@ -229,14 +240,16 @@ class Topics:
             hub.mailboxes.cursors.put(found.owner, stream, Cursor(entry, entry))
             hub.mailboxes.cursors.moved(found.owner, stream)
 
-    def _position(self, found: Subscription) -> str | None:
+    def _position(self, found: TopicSubscription) -> str | None:
         if not found.filter.is_plain:
             return None
         stream = topic_stream(found.filter.text)
         cursor = self._hub.mailboxes.cursors.of(found.owner, stream)
         return None if cursor is None else self._hub.streams.offset(stream, cursor.committed)
 
-    def _entered(self, session: Session, sender: str, found: Subscription, now_ms: int) -> Subscription:
+    def _entered(
+        self, session: Session, sender: str, found: TopicSubscription, now_ms: int
+    ) -> TopicSubscription:
         """What the session has of it: the subscription itself, or a part in its group."""
         if not session.alive:
             return found
@@ -244,7 +257,7 @@ class Topics:
             self._activate(session, found, now_ms)
             return found
         mailboxes = self._hub.mailboxes
-        mine = Subscription(
+        mine = TopicSubscription(
             f"sub-{new_id(now_ms)}",
             sender,
             found.filter,
@@ -256,12 +269,14 @@ class Topics:
         registered = self._hub.registry.find(sender, now_ms)
         own = registered is not None and registered.session is session
         box = mailboxes.open_group(found.owner)
-        box.members.append(Member(mine, registered.options if registered is not None and own else Options()))
+        box.members.append(
+            GroupMember(mine, registered.options if registered is not None and own else DeliveryOptions())
+        )
         session.boxes[box.path] = None
         self._flow(box, found, now_ms)
         return mine
 
-    def _activate(self, session: Session, found: Subscription, now_ms: int) -> None:
+    def _activate(self, session: Session, found: TopicSubscription, now_ms: int) -> None:
         """The owner is here: its feeds flow."""
         mailboxes = self._hub.mailboxes
         if found.session is not None and found.session is not session:
@@ -275,19 +290,19 @@ class Topics:
         mailboxes.take(box, session)
         self._flow(box, found, now_ms)
 
-    def _flow(self, box: Box, found: Subscription, now_ms: int) -> None:
+    def _flow(self, box: DeliveryQueue, found: TopicSubscription, now_ms: int) -> None:
         for topic in [topic for topic in self.kept if found.filter.matches(topic)]:
             self.feed(box, found, topic)
         box.live = False
         self._hub.mailboxes.pump(box, now_ms)
 
-    def feed(self, box: Box, found: Subscription, topic: str) -> None:
+    def feed(self, box: DeliveryQueue, found: TopicSubscription, topic: str) -> None:
         feed = self._hub.mailboxes.feed(box, topic_stream(topic), TOPIC)
         feed.topic, feed.subscription_id = topic, found.id
 
     # -- ending ----------------------------------------------------------------------------------------
 
-    def unsubscribe(self, session: Session, request: Request, now_ms: int) -> None:
+    def unsubscribe(self, session: Session, request: HubRequest, now_ms: int) -> None:
         """Touches only the one that is named; an unknown one is no error."""
         named = request.payload.text("subscriptionId") or request.payload.text("topic")
         if named is None:
@@ -313,16 +328,16 @@ class Topics:
             }
             self._hub.reply(session, request, "hub:unsubscribed", payload, now_ms)
 
-    def _end_group(self, found: Subscription) -> None:
+    def _end_group(self, found: TopicSubscription) -> None:
         """A group ends when the last of its members says so; one that only lost its connection does not."""
         assert found.group is not None
-        path = group_path(found.group, found.filter.text)
+        path = group_queue_path(found.group, found.filter.text)
         box = self._hub.mailboxes.boxes.get(path)
         whole = self._durable.get(path, {}).get(found.filter.text)
         if whole is not None and (box is None or not box.attended):
             self._forget(whole)
 
-    def _forget(self, found: Subscription) -> None:
+    def _forget(self, found: TopicSubscription) -> None:
         hub = self._hub
         self._durable.get(found.owner, {}).pop(found.key, None)
         self.lasting.remove(found.filter, found)
@@ -334,9 +349,13 @@ class Topics:
                 hub.mailboxes.cursors.forget(found.owner, stream)
                 if box is not None:
                     box.feeds.pop(stream, None)
-        hub.append(Append(STREAM, message(found, ended=True), key=found.owner.encode()))
+        hub.append(
+            Append(
+                SUBSCRIPTIONS_STREAM, encode_subscription_event(found, ended=True), key=found.owner.encode()
+            )
+        )
 
-    def drop(self, found: Subscription) -> None:
+    def drop(self, found: TopicSubscription) -> None:
         """It is not a session's any more."""
         if found.durable:
             if found.group is not None:
@@ -364,16 +383,16 @@ class Topics:
         session.subscriptions.clear()
 
 
-def message(found: Subscription, *, ended: bool = False) -> bytes:
+def encode_subscription_event(found: TopicSubscription, *, ended: bool = False) -> bytes:
     key = f"@({found.owner}) {found.key}"
     if ended:
         return msgspec.json.encode({"type": "subscription", "key": key, "headers": {"operation": "delete"}})
-    value = Record(f"@({found.owner})", found.filter.text, found.id, found.name, found.group)
+    value = SubscriptionRecord(f"@({found.owner})", found.filter.text, found.id, found.name, found.group)
     headers = {"operation": "insert"}
     return msgspec.json.encode({"type": "subscription", "key": key, "value": value, "headers": headers})
 
 
-def _instant_ns(begin: object) -> int | None:
+def _parse_start_ns(begin: object) -> int | None:
     if isinstance(begin, int) and not isinstance(begin, bool):
         return begin * 1_000_000
     if isinstance(begin, str) and "T" in begin and "-" in begin:

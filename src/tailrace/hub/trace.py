@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from tailrace.hub import copies
-from tailrace.hub.copies import Copy
+from tailrace.hub.copies import OutgoingMessage
 from tailrace.hub.effects import Append
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
-STREAM: Final = "hub/trace"
+TRACE_STREAM: Final = "hub/trace"
 BATCH_RECORDS: Final = 1000
 SHARD: Final = b"0"
 NULL: Final = b"null"
 _quoted: Final = msgspec.json.Encoder().encode
 
 
-class Trace:
+class MessageTrace:
     """Written in batches, off the path. `durable` is about stored messages, `all` about every one."""
 
     def __init__(self, hub: Hub, mode: str) -> None:
@@ -31,7 +31,7 @@ class Trace:
     def note(
         self,
         event: str,
-        copy: Copy,
+        copy: OutgoingMessage,
         now_ms: int,
         *,
         kind: str = "send",
@@ -42,7 +42,7 @@ class Trace:
         """One event of one copy."""
         if self._mode == "off" or (self._mode == "durable" and stream is None and event != "dead"):
             return
-        metadata = copies.metadata_of(copy)
+        metadata = copies.parse_metadata(copy)
         correlation = NULL if copy.correlation_id is None else _quoted(copy.correlation_id)
         record = (
             b'{"ev":"%b","at":%d,"id":%b,"copy":"%b","parent":%b,"correlationId":%b,"traceId":%b,"from":%b,"to":%b,'
@@ -84,4 +84,4 @@ class Trace:
     def flush(self) -> None:
         if self._records:
             records, self._records = self._records, []
-            self._hub.append(Append(STREAM, b",".join(records), lengths=[len(one) for one in records]))
+            self._hub.append(Append(TRACE_STREAM, b",".join(records), lengths=[len(one) for one in records]))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tailrace.hub.fields import Request
+from tailrace.hub.fields import HubRequest
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
 
-def queue_stats(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def send_queue_stats(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     hub.reply(session, request, "hub:queue_stats_response", hub.flow.stats(session), now_ms)
 
 
-def metrics(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+def send_metrics(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     """The last full minute of the caller's session; of the whole hub for whoever manages it."""
     whole = session.actor.admin and (request.payload.text("scope") == "server" or not hub.dev)
     session.minute.roll(session, now_ms)

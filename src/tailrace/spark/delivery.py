@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tailrace.client.error import ClientError
 from tailrace.client.model import is_json
-from tailrace.client.wire import Producing
+from tailrace.client.wire import ProducerFields
 from tailrace.spark.server import Server
 from tailrace.spark.sink_appends import Append, json_array
 from tailrace.spark.sink_options import WriteOptions
@@ -71,7 +71,7 @@ class Delivery:
 
     def _send(self, append: Append, body: bytes, content_type: str) -> None:
         seq = self._following[append.stream]
-        producing = Producing(self._producer_id, self._epoch, seq)
+        producing = ProducerFields(self._producer_id, self._epoch, seq)
         try:
             self._server.append(append.stream, body, content_type, append.key, producing)
         except ClientError as error:

@@ -17,7 +17,7 @@ from tailrace.client.error import ClientError
 from tailrace.client.model import StreamDescriptor, StreamInfo
 from tailrace.client.retry import Backoff, Retries
 from tailrace.client.steps import exchange
-from tailrace.client.sync import Port
+from tailrace.client.sync import SyncTransport
 from tailrace.spark.options import Connection
 from tailrace.spark.process_cache import ProcessCache
 
@@ -71,19 +71,19 @@ class Server:
         self._http = httpx2.Client(
             limits=transport.pool_limits(), verify=verify, headers={"User-Agent": agent}
         )
-        settings = transport.settings(
+        settings = transport.make_settings(
             connection.endpoint,
             token=_token_of(connection),
             timeout_s=connection.timeout_s,
             connect_timeout_s=min(connection.timeout_s, 10.0),
             retries=self._retries,
         )
-        self._port = Port(self._http, settings)
+        self._port = SyncTransport(self._http, settings)
 
     def close(self) -> None:
         self._http.close()
 
-    def send(self, request: wire.Request) -> wire.Answer:
+    def send(self, request: wire.HttpRequest) -> wire.HttpResponse:
         return self._port.run(exchange(request, Backoff(self._retries))).answer
 
     # -- streams ---------------------------------------------------------------------------------------
@@ -93,21 +93,21 @@ class Server:
         answer = self.send(wire.head(name))
         if answer.status in NO_SUCH_STREAM:
             return None
-        wire.check(answer, 200)
+        wire.check_status(answer, 200)
         return wire.parse_info(name, answer)
 
     def create(self, name: str, content_type: str) -> None:
         request = wire.create(name, content_type=content_type, lifetime={}, closed=False, body=b"")
         answer = self.send(request)
         if answer.status != 409:  # somebody else made it a moment ago, in their own way
-            wire.check(answer, 200, 201)
+            wire.check_status(answer, 200, 201)
 
     def listed(self, prefix: str, *, system: bool = False) -> Iterator[StreamDescriptor]:
         """All streams whose names begin so, page by page."""
         after = ""
         while True:
             answer = self.send(wire.list_streams(prefix=prefix, after=after, limit=LIST_PAGE, system=system))
-            wire.check(answer, 200)
+            wire.check_status(answer, 200)
             rows, more = wire.parse_list(answer)
             yield from rows
             if not more or not rows:
@@ -116,10 +116,10 @@ class Server:
 
     def registry(self, name: str) -> bytes | None:
         """The stream's schemas and lenses as the server has them; None if it never had any."""
-        answer = self.send(wire.Request(method="GET", path=f"{wire.stream_path(name)}/_schema"))
+        answer = self.send(wire.HttpRequest(method="GET", path=f"{wire.stream_path(name)}/_schema"))
         if answer.status in NO_SUCH_STREAM:
             return None
-        wire.check(answer, 200)
+        wire.check_status(answer, 200)
         return answer.body
 
     def place(self, name: str) -> tuple[str, PlannedStream] | None:
@@ -128,7 +128,7 @@ class Server:
         It tells whoever may manage it. Everybody else reads the same entries from the server itself.
         """
         path = f"/v1/pipeline/plan?{urlencode({'stream': name, 'limit': 1})}"
-        answer = self.send(wire.Request(method="GET", path=path))
+        answer = self.send(wire.HttpRequest(method="GET", path=path))
         if answer.status != 200:
             return None
         plan = _plan_decoder.decode(answer.body)
@@ -161,29 +161,29 @@ class Server:
             parameters["max_bytes"] = bytes_max
         if wait_ms is not None:
             parameters |= {"live": "long-poll", "timeout_ms": wait_ms}
-        request = wire.Request(method="GET", path=f"{path}?{urlencode(parameters)}")
+        request = wire.HttpRequest(method="GET", path=f"{path}?{urlencode(parameters)}")
         answer = self.send(request)
-        wire.check(answer, 200, 204)
+        wire.check_status(answer, 200, 204)
         return RowPage(
             answer.body,
-            wire.required(answer, "stream-next-offset"),
-            wire.required(answer, "stream-end-offset"),
+            wire.required_header(answer, "stream-next-offset"),
+            wire.required_header(answer, "stream-end-offset"),
             answer.headers.get("stream-up-to-date", "") == "true",
         )
 
     def append(
-        self, name: str, body: bytes, content_type: str, key: str | None, producing: wire.Producing
+        self, name: str, body: bytes, content_type: str, key: str | None, producing: wire.ProducerFields
     ) -> bool:
         """One numbered append; whether it was new. It may be repeated without effect."""
         request = wire.append(name, body, content_type=content_type, key=key, producing=producing)
         answer = self.send(request)
-        wire.check(answer, 200, 204)
+        wire.check_status(answer, 200, 204)
         return answer.status == 200
 
     def get(self, path: str) -> Any:
         """What a route answers in JSON."""
-        answer = self.send(wire.Request(method="GET", path=path))
-        wire.check(answer, 200)
+        answer = self.send(wire.HttpRequest(method="GET", path=path))
+        wire.check_status(answer, 200)
         return msgspec.json.decode(answer.body)
 
 

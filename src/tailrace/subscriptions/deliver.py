@@ -11,13 +11,13 @@ from typing import Final, NamedTuple
 import httptools
 import msgspec
 
-from tailrace.subscriptions.ssrf import Target
+from tailrace.subscriptions.ssrf import WebhookTarget
 
 HEAD_BYTES_MAX: Final = 64 * 1024
 READ_BYTES: Final = 16 * 1024
 
 
-class Response(NamedTuple):
+class WebhookResponse(NamedTuple):
     status: int
     body: bytes  # as much as was read
     complete: bool
@@ -32,12 +32,12 @@ class Response(NamedTuple):
         if not (self.accepted and self.complete):
             return False
         try:
-            return msgspec.json.decode(self.body, type=_Body).done is True
+            return msgspec.json.decode(self.body, type=_ResponseBody).done is True
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
 
 
-class _Body(msgspec.Struct):
+class _ResponseBody(msgspec.Struct):
     done: object = False
 
 
@@ -45,15 +45,15 @@ class DeliveryError(Exception):
     """No usable answer; the message says why, without secrets."""
 
 
-async def post(
-    target: Target,
+async def post_webhook(
+    target: WebhookTarget,
     addresses: Sequence[str],
     headers: Sequence[tuple[str, str]],
     body: bytes,
     *,
     answer_bytes_max: int,
     tls: ssl.SSLContext | None,
-) -> Response:
+) -> WebhookResponse:
     """Sends the body and reads the answer. The caller sets the time limit by cancelling."""
     reader, writer = await _connect(target, addresses, tls)
     try:
@@ -70,7 +70,7 @@ async def post(
 
 
 async def _connect(
-    target: Target, addresses: Sequence[str], tls: ssl.SSLContext | None
+    target: WebhookTarget, addresses: Sequence[str], tls: ssl.SSLContext | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """The first checked address that answers. The name is used for the certificate, never looked up again."""
     assert (target.scheme == "https") == (tls is not None)
@@ -85,7 +85,7 @@ async def _connect(
     raise DeliveryError(f"cannot connect: {trouble}")
 
 
-class _Answer:
+class _ResponseReader:
     """Collects one response; what httptools calls while it parses."""
 
     def __init__(self, parser_of: type[httptools.HttpResponseParser], body_bytes_max: int) -> None:
@@ -111,8 +111,8 @@ class _Answer:
         self.complete = self.head_complete
 
 
-async def _read(reader: asyncio.StreamReader, body_bytes_max: int) -> Response:
-    answer = _Answer(httptools.HttpResponseParser, body_bytes_max)
+async def _read(reader: asyncio.StreamReader, body_bytes_max: int) -> WebhookResponse:
+    answer = _ResponseReader(httptools.HttpResponseParser, body_bytes_max)
     head_bytes = 0
     while not (answer.complete or answer.full):
         data = await reader.read(READ_BYTES)
@@ -127,4 +127,4 @@ async def _read(reader: asyncio.StreamReader, body_bytes_max: int) -> Response:
         # After a complete message the rest of the data is not ours.
         with contextlib.suppress(httptools.HttpParserUpgrade):
             answer.parser.feed_data(data)
-    return Response(answer.status, bytes(answer.body), not answer.full)
+    return WebhookResponse(answer.status, bytes(answer.body), not answer.full)

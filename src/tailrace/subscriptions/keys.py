@@ -17,8 +17,8 @@ from tailrace.subscriptions import signing, tokens
 logger = logging.getLogger("tailrace.subscriptions")
 
 # Prefixed so that whatever prints the server's facts knows what to leave out.
-SIGNING_KEYS: Final = "secret/webhook-keys"
-TOKEN_KEY: Final = "secret/wake-token-key"  # noqa: S105 (the name of a record)
+SIGNING_KEYS_RECORD: Final = "secret/webhook-keys"
+TOKEN_KEY_RECORD: Final = "secret/wake-token-key"  # noqa: S105 (the name of a record)
 # The wall clock may be set while a timer runs, so no timer runs for long.
 TIMER_S_MAX: Final = 3600.0
 RETRY_S: Final = 5.0
@@ -33,34 +33,34 @@ class ServerKeys:
         self._loop = loop
         self._age_ms_max = settings.limits.webhook_key_ms
         self._since_ms = settings.webhook_keys_since_ms
-        self._ring: signing.KeyRing | None = None
+        self._ring: signing.WebhookKeyRing | None = None
         self._token_key: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
 
     def load(self) -> None:
         meta = self._log.streams.meta
-        saved, token_key = meta.get(SIGNING_KEYS), meta.get(TOKEN_KEY)
+        saved, token_key = meta.get(SIGNING_KEYS_RECORD), meta.get(TOKEN_KEY_RECORD)
         if saved is None or token_key is None:
             if self._log.refusal is None:
                 self._make()
             return
         self._token_key = token_key
-        ring = signing.decode_ring(saved)
+        ring = signing.decode_key_ring(saved)
         trusted = ring.made_since(self._since_ms)
         if trusted is ring:
             self._ring = ring
             self.rotate()
         else:
             logger.warning("webhook keys made before webhook_keys_since are given up")
-            self._replace(trusted or signing.new_ring(self._now_ms()))
+            self._replace(trusted or signing.new_key_ring(self._now_ms()))
 
     def stop(self) -> None:
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
 
-    def current(self) -> signing.SigningKey:
+    def current(self) -> signing.WebhookKey:
         """The key that signs now."""
         return self._saved_ring().current(self._now_ms())
 
@@ -83,11 +83,11 @@ class ServerKeys:
         else:
             self._save(changed, self.rotate)
 
-    def _replace(self, ring: signing.KeyRing) -> None:
+    def _replace(self, ring: signing.WebhookKeyRing) -> None:
         """Until this ring is saved there is none: what it replaces is not to be used."""
         self._save(ring, lambda: self._replace(ring))
 
-    def _save(self, ring: signing.KeyRing, again: Callable[[], None]) -> None:
+    def _save(self, ring: signing.WebhookKeyRing, again: Callable[[], None]) -> None:
         def saved(_: Transaction, error: TailraceError | None) -> None:
             if error is not None:
                 self._wait(RETRY_S, again)
@@ -97,7 +97,7 @@ class ServerKeys:
             self.rotate()
 
         try:
-            self._log.put_meta(SIGNING_KEYS, ring.encode(), saved)
+            self._log.put_meta(SIGNING_KEYS_RECORD, ring.encode(), saved)
         except TailraceError:
             self._wait(RETRY_S, again)
 
@@ -108,25 +108,25 @@ class ServerKeys:
             self._timer = self._loop.call_later(delay_s, then)
 
     def _make(self) -> None:
-        ring, token_key = signing.new_ring(self._now_ms()), tokens.new_key()
+        ring, token_key = signing.new_key_ring(self._now_ms()), tokens.new_token_key()
 
         def saved(_: Transaction, error: TailraceError | None) -> None:
             if error is None and self._ring is None:
                 self._ring, self._token_key = ring, token_key
                 self.rotate()
 
-        self._log.put_metas([(SIGNING_KEYS, ring.encode()), (TOKEN_KEY, token_key)], saved)
+        self._log.put_metas([(SIGNING_KEYS_RECORD, ring.encode()), (TOKEN_KEY_RECORD, token_key)], saved)
 
     def _now_ms(self) -> int:
         return self._clock.now_ns() // 1_000_000
 
-    def _saved_ring(self) -> signing.KeyRing:
+    def _saved_ring(self) -> signing.WebhookKeyRing:
         if self._ring is None:
             raise self._missing()
         return self._ring
 
     def _missing(self) -> TailraceError:
         """The disk was full when the server started. Making keys is tried again whenever one is needed."""
-        if SIGNING_KEYS not in self._log.streams.meta and self._log.refusal is None:
+        if SIGNING_KEYS_RECORD not in self._log.streams.meta and self._log.refusal is None:
             self._make()
         return TailraceError("unavailable", "the server's signing keys are not saved yet")

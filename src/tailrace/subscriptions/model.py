@@ -13,15 +13,15 @@ import msgspec
 
 from tailrace.protocol.offsets import START_OFFSET
 from tailrace.protocol.stream_names import NamePattern
-from tailrace.subscriptions.config import Config
+from tailrace.subscriptions.config import SubscriptionConfig
 
-BEFORE_ALL: Final = "-1"
+BEFORE_FIRST: Final = "-1"
 
 HEAD_PREFIX: Final = "subscription/"
 LINK_PREFIX: Final = "subscription-link/"
 
 
-class Link(msgspec.Struct, frozen=True, array_like=True):
+class StreamLink(msgspec.Struct, frozen=True, array_like=True):
     """A stream a subscription follows. `acked` is processed, up to and including."""
 
     acked: str
@@ -46,10 +46,10 @@ class Wake(msgspec.Struct, frozen=True, array_like=True):
     attempt_at_ms: int | None = None
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True):
+class SubscriptionHead(msgspec.Struct, frozen=True, array_like=True):
     """All of a subscription but its links. Without a configuration it is the tombstone of a deleted one."""
 
-    config: Config | None
+    config: SubscriptionConfig | None
     created_ms: int
     generation: int
     wake: Wake | None = None
@@ -58,12 +58,12 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SetHead(msgspec.Struct, frozen=True):
-    head: Head
+    head: SubscriptionHead
 
 
 class SetLink(msgspec.Struct, frozen=True):
     path: str
-    link: Link
+    link: StreamLink
 
 
 class DropLink(msgspec.Struct, frozen=True):
@@ -78,10 +78,10 @@ class Subscription:
 
     __slots__ = ("delivering", "head", "id", "links", "pattern", "pending")
 
-    def __init__(self, subscription_id: str, head: Head) -> None:
+    def __init__(self, subscription_id: str, head: SubscriptionHead) -> None:
         self.id = subscription_id
         self.head = head
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, StreamLink] = {}
         # Tails past their cursor, in the order in which they became so. Other links' tail is their cursor.
         self.pending: dict[str, str] = {}
         # Generation whose POST is under way: its answer decides, so the lease does not run out meanwhile.
@@ -89,7 +89,7 @@ class Subscription:
         self.pattern = _pattern_of(head)
 
     @property
-    def config(self) -> Config:
+    def config(self) -> SubscriptionConfig:
         assert self.head.config is not None, "a deleted subscription has no configuration"
         return self.head.config
 
@@ -133,7 +133,7 @@ class Subscription:
         return self.pattern is not None and path != self.config.wake_stream and self.pattern.matches(path)
 
 
-def _pattern_of(head: Head) -> NamePattern | None:
+def _pattern_of(head: SubscriptionHead) -> NamePattern | None:
     return None if head.config is None or head.config.pattern is None else NamePattern(head.config.pattern)
 
 
@@ -145,11 +145,11 @@ def first_cursor(tail: str, *, empty: bool) -> str:
 # -- on disk ----------------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder()
-_decode_head = msgspec.msgpack.Decoder(Head).decode
-_decode_link = msgspec.msgpack.Decoder(Link).decode
+_decode_head = msgspec.msgpack.Decoder(SubscriptionHead).decode
+_decode_link = msgspec.msgpack.Decoder(StreamLink).decode
 
 
-def saved(subscription_id: str, changes: Iterable[Change]) -> list[tuple[str, bytes | None]]:
+def encode_changes(subscription_id: str, changes: Iterable[Change]) -> list[tuple[str, bytes | None]]:
     """The key-value records that make changes durable; a value of None removes the key."""
     records: dict[str, bytes | None] = {}
     for change in changes:
@@ -165,7 +165,7 @@ def link_key(subscription_id: str, path: str) -> str:
     return f"{LINK_PREFIX}{subscription_id}/{path}"
 
 
-def restore(records: Iterable[tuple[str, bytes]]) -> tuple[dict[str, Subscription], list[str]]:
+def decode_subscriptions(records: Iterable[tuple[str, bytes]]) -> tuple[dict[str, Subscription], list[str]]:
     """Subscriptions, and tombstones, from all key-value records; those of others are passed over.
 
     Also the keys of links that belong to nothing: many links are saved in several pieces, before the head of
@@ -173,7 +173,7 @@ def restore(records: Iterable[tuple[str, bytes]]) -> tuple[dict[str, Subscriptio
     """
     found: dict[str, Subscription] = {}
     orphans: list[str] = []
-    links: list[tuple[str, str, Link]] = []
+    links: list[tuple[str, str, StreamLink]] = []
     for key, value in records:
         if key.startswith(HEAD_PREFIX):
             subscription_id = key[len(HEAD_PREFIX) :]

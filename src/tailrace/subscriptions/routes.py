@@ -16,10 +16,17 @@ from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import offsets, stream_names
 from tailrace.subscriptions import signing, ssrf, tokens, views
-from tailrace.subscriptions.config import STREAMS_MAX, Config, check_id, invalid, parse_config, parse_streams
-from tailrace.subscriptions.runner import Agent, Settled
+from tailrace.subscriptions.config import (
+    STREAMS_MAX,
+    SubscriptionConfig,
+    check_id,
+    invalid_subscription,
+    parse_config,
+    parse_streams,
+)
+from tailrace.subscriptions.runner import StepCallback, SubscriptionRunner
 from tailrace.subscriptions.service import SubscriptionService
-from tailrace.subscriptions.state_machine import Ack, Answer, Step
+from tailrace.subscriptions.state_machine import Step, StreamAck, WakeAnswer
 
 JWKS_HEAD = (
     b"Content-Type: application/jwk-set+json\r\nCache-Control: public, max-age=%d\r\n" % signing.JWKS_CACHE_S
@@ -87,7 +94,7 @@ class SubscriptionRoutes:
             raise TailraceError("not_found", "there is nothing at this path")
         subscription_id = stream_names.decode_name(segments[2])
         if subscription_id is None:
-            raise invalid("a subscription id is valid UTF-8")
+            raise invalid_subscription("a subscription id is valid UTF-8")
         check_id(subscription_id)
         if len(segments) == 3:
             _allow(exchange, *self._whole)
@@ -120,7 +127,7 @@ class SubscriptionRoutes:
         task.add_done_callback(self._tasks.discard)
 
     async def _resolve(
-        self, exchange: Exchange, subscription_id: str, config: Config, target: ssrf.Target
+        self, exchange: Exchange, subscription_id: str, config: SubscriptionConfig, target: ssrf.WebhookTarget
     ) -> None:
         """Names are judged by their addresses, now and at every delivery. An unknown one may yet appear."""
         try:
@@ -133,15 +140,17 @@ class SubscriptionRoutes:
         except TailraceError as refusal:
             answers.refuse(exchange, refusal)
 
-    def _create(self, exchange: Exchange, subscription_id: str, config: Config) -> None:
+    def _create(self, exchange: Exchange, subscription_id: str, config: SubscriptionConfig) -> None:
         base_url = answers.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
 
-        def told(agent: Agent, new: bool, error: TailraceError | None) -> None:
+        def told(agent: SubscriptionRunner, new: bool, error: TailraceError | None) -> None:
             if error is not None:
                 answers.refuse(exchange, error)
             else:
-                exchange.respond(201 if new else 200, JSON_HEAD, views.show(agent.sub, kid, base_url))
+                exchange.respond(
+                    201 if new else 200, JSON_HEAD, views.subscription_body(agent.sub, kid, base_url)
+                )
 
         self._service.create(subscription_id, config, base_url, told)
 
@@ -149,7 +158,7 @@ class SubscriptionRoutes:
         agent = self._find(identify(exchange), Action.READ_SUBSCRIPTION, subscription_id)
         base_url = answers.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
-        exchange.respond(200, JSON_HEAD, views.show(agent.sub, kid, base_url))
+        exchange.respond(200, JSON_HEAD, views.subscription_body(agent.sub, kid, base_url))
 
     def _delete(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
         identity = identify(exchange)
@@ -183,10 +192,10 @@ class SubscriptionRoutes:
         agent = self._find(identify(exchange), Action.MANAGE_SUBSCRIPTION, subscription_id)
         path = stream_names.decode_name(raw)
         if path is None:
-            raise invalid("a stream name is valid UTF-8")
+            raise invalid_subscription("a stream name is valid UTF-8")
         self._service.remove_stream(agent, path, _answer_empty(exchange))
 
-    def _find(self, identity: Identity, action: Action, subscription_id: str) -> Agent:
+    def _find(self, identity: Identity, action: Action, subscription_id: str) -> SubscriptionRunner:
         """The subscription, if the caller may see everything it is about."""
         authorise(identity, action)
         agent = self._service.find(subscription_id)
@@ -199,11 +208,11 @@ class SubscriptionRoutes:
     def _claim(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
         agent = self._find(identify(exchange), Action.CLAIM_WAKE, subscription_id)
         if agent.config.type != "pull-wake":
-            raise invalid("webhook subscriptions are not claimed; their wakes are sent")
+            raise invalid_subscription("webhook subscriptions are not claimed; their wakes are sent")
         try:
             worker = _decode_claim(exchange.body).worker
         except msgspec.DecodeError as error:
-            raise invalid(f"not a claim: {error}") from None
+            raise invalid_subscription(f"not a claim: {error}") from None
         token_key = self._service.keys.token_key
 
         def told(step: Step, error: TailraceError | None) -> None:
@@ -212,7 +221,7 @@ class SubscriptionRoutes:
                 return
             assert step.wake is not None, "a claim is granted with its wake"
             now_ms = self._service.now_ms()
-            token = tokens.issue(token_key, agent.sub.id, step.wake.generation, now_ms)
+            token = tokens.issue_wake_token(token_key, agent.sub.id, step.wake.generation, now_ms)
             exchange.respond(200, JSON_HEAD, views.claim_body(agent.sub, step.wake, token))
 
         self._service.claim(agent, worker, told)
@@ -230,18 +239,18 @@ class SubscriptionRoutes:
         self, exchange: Exchange, subscription_id: str, kind: str, *, release: bool = False
     ) -> None:
         """The wake's own token is the permission; a missing one is refused before anything else is said."""
-        token = tokens.read_bearer(
+        token = tokens.read_bearer_token(
             self._service.keys.token_key, exchange.headers.get(b"authorization"), subscription_id
         )
         agent = self._service.find(subscription_id)
         if agent.config.type != kind:
-            raise invalid(f"this is a {agent.config.type} subscription")
+            raise invalid_subscription(f"this is a {agent.config.type} subscription")
         try:
             body = _decode_answer(exchange.body)
         except msgspec.DecodeError as error:
-            raise invalid(f"not an answer to a wake: {error}") from None
-        acks = [Ack(ack.stream, _normalise(ack.offset)) for ack in body.acks]
-        given = Answer(token.generation, body.generation, body.wake_id, acks, body.done)
+            raise invalid_subscription(f"not an answer to a wake: {error}") from None
+        acks = [StreamAck(ack.stream, _normalise(ack.offset)) for ack in body.acks]
+        given = WakeAnswer(token.generation, body.generation, body.wake_id, acks, body.done)
         told = _answer_empty(exchange) if release else _answer_next(exchange)
         self._service.answer(agent, token, given, told, release=release)
 
@@ -264,7 +273,7 @@ def _normalise(offset: str) -> str:
         return ""
 
 
-def _answer_empty(exchange: Exchange) -> Settled:
+def _answer_empty(exchange: Exchange) -> StepCallback:
     def told(_: Step, error: TailraceError | None) -> None:
         if error is not None:
             answers.refuse(exchange, error)
@@ -274,7 +283,7 @@ def _answer_empty(exchange: Exchange) -> Settled:
     return told
 
 
-def _answer_next(exchange: Exchange) -> Settled:
+def _answer_next(exchange: Exchange) -> StepCallback:
     def told(step: Step, error: TailraceError | None) -> None:
         if error is not None:
             answers.refuse(exchange, error)

@@ -10,14 +10,14 @@ from typing import Final, NamedTuple, Protocol
 from tailrace.common.errors import TailraceError
 from tailrace.subscriptions import state_machine
 from tailrace.subscriptions.model import (
-    BEFORE_ALL,
+    BEFORE_FIRST,
     Change,
     DropLink,
     SetLink,
     Subscription,
     Wake,
+    encode_changes,
     first_cursor,
-    saved,
 )
 from tailrace.subscriptions.state_machine import Step
 
@@ -26,11 +26,11 @@ JOBS_MAX: Final = 1000
 EVENTS_PER_STEP: Final = 1000
 # Records of one journal transaction; a subscription with more links is saved in pieces.
 RECORDS_PER_SAVE: Final = 5000
-STALLED_S: Final = 1.0
+SAVE_RETRY_S: Final = 1.0
 TIMER_S_MIN: Final = 0.01
 
 
-class Tail(NamedTuple):
+class StreamTail(NamedTuple):
     """The end of a stream, as readers see it."""
 
     offset: str
@@ -38,32 +38,32 @@ class Tail(NamedTuple):
 
 
 Decide = Callable[[int], Step]
-Settled = Callable[[Step, TailraceError | None], None]
-Saved = Callable[[TailraceError | None], None]
+StepCallback = Callable[[Step, TailraceError | None], None]
+SavedCallback = Callable[[TailraceError | None], None]
 
 
-class Job(NamedTuple):
+class SubscriptionJob(NamedTuple):
     """A decision to make when its turn comes, and who is told once it is durable, or refused."""
 
     decide: Decide
-    settled: Settled
+    settled: StepCallback
     # The server's own: not given up when it cannot be saved, but done when it can.
     lasting: bool = False
 
 
-class Desk(Protocol):
+class SubscriptionHost(Protocol):
     """What an agent needs from the service it belongs to."""
 
     def now_ms(self) -> int: ...
     def new_wake_id(self) -> str: ...
-    def tail(self, path: str) -> Tail | None: ...
-    def save(self, records: Sequence[tuple[str, bytes | None]], done: Saved) -> None: ...
-    def follow(self, path: str, agent: Agent) -> None: ...
-    def unfollow(self, path: str, agent: Agent) -> None: ...
-    def send(self, agent: Agent, wake: Wake) -> None: ...
+    def tail(self, path: str) -> StreamTail | None: ...
+    def save(self, records: Sequence[tuple[str, bytes | None]], done: SavedCallback) -> None: ...
+    def follow(self, path: str, agent: SubscriptionRunner) -> None: ...
+    def unfollow(self, path: str, agent: SubscriptionRunner) -> None: ...
+    def send(self, agent: SubscriptionRunner, wake: Wake) -> None: ...
 
 
-class Agent:
+class SubscriptionRunner:
     """One subscription at work. Everything happens on the loop thread."""
 
     __slots__ = (
@@ -85,13 +85,13 @@ class Agent:
     )
 
     def __init__(
-        self, sub: Subscription, desk: Desk, loop: asyncio.AbstractEventLoop, *, created: bool
+        self, sub: Subscription, desk: SubscriptionHost, loop: asyncio.AbstractEventLoop, *, created: bool
     ) -> None:
         self.sub = sub
         self.config = sub.config  # outlives its deletion
         self._desk = desk
         self._loop = loop
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[SubscriptionJob] = deque()
         self._events: deque[tuple[str, bool]] = deque()
         self._scheduled = False
         self._stalled = False
@@ -106,7 +106,7 @@ class Agent:
 
     # -- what comes in -----------------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SubscriptionJob) -> None:
         if len(self._jobs) >= JOBS_MAX and not job.lasting:
             raise TailraceError("overloaded", "too many requests for this subscription are waiting")
         self._jobs.append(job)
@@ -153,7 +153,7 @@ class Agent:
                 return
             self.run(job)
 
-    def _next_job(self) -> Job | None:
+    def _next_job(self) -> SubscriptionJob | None:
         if self._stalled:
             # The journal takes nothing now. Requests hear that; our own work waits.
             return self._jobs.popleft() if self._jobs and not self._jobs[0].lasting else None
@@ -162,14 +162,14 @@ class Agent:
         if self._jobs:
             return self._jobs.popleft()
         step = self._own_step()
-        return Job(_decided(step), _nobody) if step.changes else None
+        return SubscriptionJob(_always(step), _ignore_outcome) if step.changes else None
 
     def _own_step(self) -> Step:
         now_ms = self._desk.now_ms()
-        step = state_machine.attempt(self.sub, now_ms)
+        step = state_machine.begin_attempt(self.sub, now_ms)
         return step if step.changes else state_machine.next_wake(self.sub, now_ms, self._desk.new_wake_id())
 
-    def _event_job(self) -> Job:
+    def _event_job(self) -> SubscriptionJob:
         """All that happened to different streams, as one step."""
         batch: dict[str, bool] = {}
         for path, exists in self._events:
@@ -193,9 +193,9 @@ class Agent:
                 for _path in batch:
                     self._events.popleft()
 
-        return Job(decide, settled)
+        return SubscriptionJob(decide, settled)
 
-    def run(self, job: Job) -> None:
+    def run(self, job: SubscriptionJob) -> None:
         """Decides, saves, applies; then tells."""
         try:
             step = job.decide(self._desk.now_ms())
@@ -214,9 +214,11 @@ class Agent:
         for path in fresh:
             # From now on their movements are noticed, though they are linked only when that is durable.
             self._desk.follow(path, self)
-        self._save(job, step, fresh, saved(self.sub.id, step.changes))
+        self._save(job, step, fresh, encode_changes(self.sub.id, step.changes))
 
-    def _save(self, job: Job, step: Step, fresh: list[str], records: list[tuple[str, bytes | None]]) -> None:
+    def _save(
+        self, job: SubscriptionJob, step: Step, fresh: list[str], records: list[tuple[str, bytes | None]]
+    ) -> None:
         piece, rest = records[:RECORDS_PER_SAVE], records[RECORDS_PER_SAVE:]
 
         def done(error: TailraceError | None) -> None:
@@ -232,7 +234,7 @@ class Agent:
         except TailraceError as refusal:
             self._not_saved(job, fresh, refusal)
 
-    def _saved(self, job: Job, step: Step, fresh: list[str]) -> None:
+    def _saved(self, job: SubscriptionJob, step: Step, fresh: list[str]) -> None:
         self.busy = False
         moved, self.missed = self.missed, set()
         if len(fresh) <= EVENTS_PER_STEP:
@@ -256,10 +258,12 @@ class Agent:
         return [
             change.path
             for change in step.changes
-            if isinstance(change, SetLink) and change.path in links and links[change.path].acked == BEFORE_ALL
+            if isinstance(change, SetLink)
+            and change.path in links
+            and links[change.path].acked == BEFORE_FIRST
         ]
 
-    def _not_saved(self, job: Job, fresh: list[str], error: TailraceError) -> None:
+    def _not_saved(self, job: SubscriptionJob, fresh: list[str], error: TailraceError) -> None:
         """Nothing happened. Requests are refused; the server's own work is tried again later."""
         self.busy = False
         self.missed.clear()
@@ -271,7 +275,7 @@ class Agent:
             job.settled(Step(), error)
         if not self.closed:
             self._stalled = True
-            self._set_timer(STALLED_S)
+            self._set_timer(SAVE_RETRY_S)
             self.poke()
 
     # -- time --------------------------------------------------------------------------------------------
@@ -298,12 +302,12 @@ class Agent:
         self.poke()
 
 
-def _decided(step: Step) -> Decide:
+def _always(step: Step) -> Decide:
     def decide(_now_ms: int) -> Step:
         return step
 
     return decide
 
 
-def _nobody(_step: Step, _error: TailraceError | None) -> None:
+def _ignore_outcome(_step: Step, _error: TailraceError | None) -> None:
     """For the server's own work: what was not saved is decided again."""

@@ -17,23 +17,36 @@ from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.subscriptions import state_machine, views
-from tailrace.subscriptions.config import Config
-from tailrace.subscriptions.index import Index
+from tailrace.subscriptions.config import SubscriptionConfig
+from tailrace.subscriptions.index import SubscriptionIndex
 from tailrace.subscriptions.keys import ServerKeys
-from tailrace.subscriptions.model import BEFORE_ALL, HEAD_PREFIX, Head, Subscription, Wake, restore
-from tailrace.subscriptions.runner import Agent, Job, Saved, Settled, Tail
-from tailrace.subscriptions.state_machine import Answer, Step
-from tailrace.subscriptions.tokens import WakeToken, expired
-from tailrace.subscriptions.webhooks import Webhooks, new_wake_id
+from tailrace.subscriptions.model import (
+    BEFORE_FIRST,
+    HEAD_PREFIX,
+    Subscription,
+    SubscriptionHead,
+    Wake,
+    decode_subscriptions,
+)
+from tailrace.subscriptions.runner import (
+    SavedCallback,
+    StepCallback,
+    StreamTail,
+    SubscriptionJob,
+    SubscriptionRunner,
+)
+from tailrace.subscriptions.state_machine import Step, WakeAnswer
+from tailrace.subscriptions.tokens import WakeToken, expired_wake_token
+from tailrace.subscriptions.webhooks import WebhookSender, new_wake_id
 
 logger = logging.getLogger("tailrace.subscriptions")
 
 SUBSCRIPTIONS_MAX: Final = 100_000
 SCAN_PAGE: Final = 500
-ANNOUNCE_AGAIN_S: Final = 1
+WAKE_EVENT_RETRY_S: Final = 1
 
 # (agent, whether it is new, why not)
-Created = Callable[[Agent, bool, TailraceError | None], None]
+CreatedCallback = Callable[[SubscriptionRunner, bool, TailraceError | None], None]
 
 
 class SubscriptionService:
@@ -52,10 +65,10 @@ class SubscriptionService:
         self._clock = clock
         self._loop = loop
         self.keys = ServerKeys(log, clock, loop, settings)
-        self.webhooks = Webhooks(settings, self.keys, clock, loop, telemetry)
-        self._agents: dict[str, Agent] = {}
-        self._tombstones: dict[str, Head] = {}
-        self._index = Index()
+        self.webhooks = WebhookSender(settings, self.keys, clock, loop, telemetry)
+        self._agents: dict[str, SubscriptionRunner] = {}
+        self._tombstones: dict[str, SubscriptionHead] = {}
+        self._index = SubscriptionIndex()
         self._creating: set[asyncio.Task[None]] = set()
         # What appends have to pass on a stream with a schema or a profile.
         self.check: Callable[[AppendRequest, Stream], Sequence[bytes | None] | None] | None = None
@@ -66,11 +79,11 @@ class SubscriptionService:
     async def start(self) -> None:
         """Takes up every subscription where it was: wakes, leases, retries, and what happened meanwhile."""
         self.keys.load()
-        found, orphans = restore(self._log.streams.meta.items())
+        found, orphans = decode_subscriptions(self._log.streams.meta.items())
         now_ms = self.now_ms()
         for subscription_id, sub in found.items():
             if not sub.deleted:
-                self._adopt(Agent(sub, self, self._loop, created=True))
+                self._adopt(SubscriptionRunner(sub, self, self._loop, created=True))
             elif now_ms - (sub.head.deleted_ms or 0) > self._tombstone_ms:
                 orphans.append(HEAD_PREFIX + subscription_id)
             else:
@@ -112,7 +125,7 @@ class SubscriptionService:
         for agent in list(self._agents.values()):
             for path, link in list(agent.sub.links.items()):
                 tail = self.tail(path)
-                if (tail is None) != (link.acked == BEFORE_ALL):
+                if (tail is None) != (link.acked == BEFORE_FIRST):
                     agent.note(path, exists=tail is not None)
                 elif tail is not None:
                     agent.sub.observe(path, tail.offset)
@@ -130,12 +143,12 @@ class SubscriptionService:
                 return
             after = page[-1].name
 
-    def _adopt(self, agent: Agent) -> None:
+    def _adopt(self, agent: SubscriptionRunner) -> None:
         self._agents[agent.sub.id] = agent
         self._index.add(agent)
         self._watch(True)
 
-    def _dismiss(self, agent: Agent, refusal: TailraceError) -> None:
+    def _dismiss(self, agent: SubscriptionRunner, refusal: TailraceError) -> None:
         del self._agents[agent.sub.id]
         self._index.remove(agent)
         agent.close(refusal)
@@ -185,7 +198,7 @@ class SubscriptionService:
     def new_wake_id(self) -> str:
         return new_wake_id()
 
-    def tail(self, path: str) -> Tail | None:
+    def tail(self, path: str) -> StreamTail | None:
         """Looks without loading: a subscription over many idle streams must not bring them into memory."""
         streams = self._log.streams
         stream = streams.by_name.get(path)
@@ -193,27 +206,27 @@ class SubscriptionService:
             stream = self._log.store.stream_by_name(path)
         if stream is None or stream.gone or stream.visible < 0 or stream.expired(self._clock.now_ns()):
             return None
-        return Tail(stream.offset(stream.visible), empty=stream.visible == 0)
+        return StreamTail(stream.offset(stream.visible), empty=stream.visible == 0)
 
-    def save(self, records: Sequence[tuple[str, bytes | None]], done: Saved) -> None:
+    def save(self, records: Sequence[tuple[str, bytes | None]], done: SavedCallback) -> None:
         def reply(_: Transaction, error: TailraceError | None) -> None:
             done(error)
 
         self._log.put_metas(records, reply)
 
-    def follow(self, path: str, agent: Agent) -> None:
+    def follow(self, path: str, agent: SubscriptionRunner) -> None:
         self._index.follow(path, agent)
 
-    def unfollow(self, path: str, agent: Agent) -> None:
+    def unfollow(self, path: str, agent: SubscriptionRunner) -> None:
         self._index.unfollow(path, agent)
 
-    def send(self, agent: Agent, wake: Wake) -> None:
+    def send(self, agent: SubscriptionRunner, wake: Wake) -> None:
         if agent.config.type == "webhook":
             self.webhooks.send(agent, wake)
         elif wake.holder is None:
             self._announce(agent, wake)
 
-    def _announce(self, agent: Agent, wake: Wake) -> None:
+    def _announce(self, agent: SubscriptionRunner, wake: Wake) -> None:
         """Writes the wake event. Without a stream to write to, the wake can still be claimed.
 
         However often this is tried, over crashes too, the stream takes an event once: the subscription is a
@@ -235,22 +248,24 @@ class SubscriptionService:
         except TailraceError as refusal:
             self._not_announced(agent, refusal)
 
-    def write_wake(self, name: str, body: bytes, producer: tuple[str, int, int], written: Saved) -> None:
+    def write_wake(
+        self, name: str, body: bytes, producer: tuple[str, int, int], written: SavedCallback
+    ) -> None:
         request = AppendRequest(body, "application/json", producer=producer)
         if self.check is not None:
             # A schema or a profile of the wake stream holds for the server as for everybody.
             request.check = self.check
         self._log.append(self._log.existing(name), request, lambda _, error: written(error), None)
 
-    def _not_announced(self, agent: Agent, error: TailraceError) -> None:
+    def _not_announced(self, agent: SubscriptionRunner, error: TailraceError) -> None:
         if error.retry_after_s is not None or error.code == "append_timeout":
-            self._loop.call_later(error.retry_after_s or ANNOUNCE_AGAIN_S, self._announce_again, agent)
+            self._loop.call_later(error.retry_after_s or WAKE_EVENT_RETRY_S, self._announce_again, agent)
         elif not agent.warned:
             agent.warned = True  # once, not for every wake until somebody makes the stream
             name = agent.config.wake_stream
             logger.warning("wake of %r not written to %r: %s", agent.sub.id, name, error)
 
-    def _announce_again(self, agent: Agent) -> None:
+    def _announce_again(self, agent: SubscriptionRunner) -> None:
         """For a wake whose event may not have been written, and that nobody has claimed."""
         wake = agent.sub.wake
         if agent.closed or agent.config.type != "pull-wake" or wake is None:
@@ -260,13 +275,15 @@ class SubscriptionService:
 
     # -- what the routes need ------------------------------------------------------------------------------
 
-    def find(self, subscription_id: str) -> Agent:
+    def find(self, subscription_id: str) -> SubscriptionRunner:
         agent = self._agents.get(subscription_id)
         if agent is None or not agent.created:
-            raise not_found(subscription_id)
+            raise subscription_not_found(subscription_id)
         return agent
 
-    def create(self, subscription_id: str, config: Config, base_url: str, told: Created) -> None:
+    def create(
+        self, subscription_id: str, config: SubscriptionConfig, base_url: str, told: CreatedCallback
+    ) -> None:
         """Makes a subscription, or confirms one with the same configuration."""
         agent = self._agents.get(subscription_id)
         if agent is not None:
@@ -276,15 +293,17 @@ class SubscriptionService:
             raise TailraceError("overloaded", f"there are {SUBSCRIPTIONS_MAX} subscriptions already")
         tombstone = self._tombstones.get(subscription_id)
         generation = 0 if tombstone is None else tombstone.generation
-        head = Head(config, self.now_ms(), generation, base_url=base_url)
-        agent = Agent(Subscription(subscription_id, head), self, self._loop, created=False)
+        head = SubscriptionHead(config, self.now_ms(), generation, base_url=base_url)
+        agent = SubscriptionRunner(Subscription(subscription_id, head), self, self._loop, created=False)
         agent.busy = True  # what arrives before it exists waits
         self._adopt(agent)
         task = self._loop.create_task(self._create(agent, told))
         self._creating.add(task)
         task.add_done_callback(self._creating.discard)
 
-    def _confirm(self, agent: Agent, config: Config, base_url: str, told: Created) -> None:
+    def _confirm(
+        self, agent: SubscriptionRunner, config: SubscriptionConfig, base_url: str, told: CreatedCallback
+    ) -> None:
         if agent.config.hash() != config.hash():
             raise TailraceError(
                 "SUBSCRIPTION_ALREADY_EXISTS", "a subscription of this id has another configuration"
@@ -296,9 +315,9 @@ class SubscriptionService:
         def settled(_: Step, error: TailraceError | None) -> None:
             told(agent, False, error)
 
-        agent.submit(Job(decide, settled))
+        agent.submit(SubscriptionJob(decide, settled))
 
-    async def _create(self, agent: Agent, told: Created) -> None:
+    async def _create(self, agent: SubscriptionRunner, told: CreatedCallback) -> None:
         """Finds what exists, without holding up the server while there is much of it."""
         sub = agent.sub
         try:
@@ -332,12 +351,12 @@ class SubscriptionService:
             told(agent, True, error)
 
         agent.busy = False
-        agent.run(Job(decide, settled))
+        agent.run(SubscriptionJob(decide, settled))
 
-    async def hear_of(self, config: Config) -> None:
+    async def hear_of(self, config: SubscriptionConfig) -> None:
         """Returns when what there is of a subscription's streams is known; of this log's it always is."""
 
-    def delete(self, agent: Agent, told: Settled) -> None:
+    def delete(self, agent: SubscriptionRunner, told: StepCallback) -> None:
         sub = agent.sub
 
         def decide(now_ms: int) -> Step:
@@ -346,35 +365,43 @@ class SubscriptionService:
         def settled(step: Step, error: TailraceError | None) -> None:
             if error is None:
                 self._tombstones[sub.id] = sub.head
-                self._dismiss(agent, not_found(sub.id))
+                self._dismiss(agent, subscription_not_found(sub.id))
             told(step, error)
 
-        agent.submit(Job(decide, settled))
+        agent.submit(SubscriptionJob(decide, settled))
 
-    def add_streams(self, agent: Agent, paths: Sequence[str], told: Settled) -> None:
+    def add_streams(self, agent: SubscriptionRunner, paths: Sequence[str], told: StepCallback) -> None:
         def decide(_now_ms: int) -> Step:
             tails = {path: self.tail(path) for path in paths}
             return state_machine.add_streams(
                 agent.sub, {path: None if tail is None else tail.offset for path, tail in tails.items()}
             )
 
-        agent.submit(Job(decide, told))
+        agent.submit(SubscriptionJob(decide, told))
 
-    def remove_stream(self, agent: Agent, path: str, told: Settled) -> None:
+    def remove_stream(self, agent: SubscriptionRunner, path: str, told: StepCallback) -> None:
         def decide(_now_ms: int) -> Step:
             return state_machine.remove_stream(agent.sub, path)
 
-        agent.submit(Job(decide, told))
+        agent.submit(SubscriptionJob(decide, told))
 
-    def claim(self, agent: Agent, worker: str, told: Settled) -> None:
+    def claim(self, agent: SubscriptionRunner, worker: str, told: StepCallback) -> None:
         def decide(now_ms: int) -> Step:
             return state_machine.claim(agent.sub, worker, now_ms, new_wake_id())
 
-        agent.submit(Job(decide, told))
+        agent.submit(SubscriptionJob(decide, told))
 
-    def answer(self, agent: Agent, token: WakeToken, given: Answer, told: Settled, *, release: bool) -> None:
+    def answer(
+        self,
+        agent: SubscriptionRunner,
+        token: WakeToken,
+        given: WakeAnswer,
+        told: StepCallback,
+        *,
+        release: bool,
+    ) -> None:
         """A callback, ack or release. A superseded token is fenced; only a current one can be expired."""
-        decision = state_machine.release if release else state_machine.answer
+        decision = state_machine.release if release else state_machine.apply_answer
 
         def decide(now_ms: int) -> Step:
             for ack in given.acks:
@@ -382,16 +409,16 @@ class SubscriptionService:
                 agent.sub.observe(ack.stream, None if tail is None else tail.offset)
             step = decision(agent.sub, given, now_ms, new_wake_id())
             if now_ms >= token.expires_ms:
-                raise expired()
+                raise expired_wake_token()
             return step
 
-        agent.submit(Job(decide, told))
+        agent.submit(SubscriptionJob(decide, told))
 
 
-def _producer_id(agent: Agent) -> str:
+def _producer_id(agent: SubscriptionRunner) -> str:
     """Not one that a client can send: no header contains a line end. A subscription made anew is another."""
     return f"wake\n{agent.sub.id}\n{agent.sub.head.created_ms}"
 
 
-def not_found(subscription_id: str) -> TailraceError:
+def subscription_not_found(subscription_id: str) -> TailraceError:
     return TailraceError("SUBSCRIPTION_NOT_FOUND", f"there is no subscription {subscription_id!r}")

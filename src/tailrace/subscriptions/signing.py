@@ -22,7 +22,7 @@ ANNOUNCED_MS: Final = 2 * JWKS_CACHE_S * 1000
 CLOCK_SKEW_MS: Final = 60 * 1000
 
 
-class SavedKey(msgspec.Struct, frozen=True, array_like=True):
+class StoredWebhookKey(msgspec.Struct, frozen=True, array_like=True):
     """A private key as it is kept: never shown, never logged."""
 
     seed: bytes
@@ -30,12 +30,12 @@ class SavedKey(msgspec.Struct, frozen=True, array_like=True):
     signs_ms: int | None = None  # when it begins to sign, if not at once
 
 
-class SigningKey:
+class WebhookKey:
     """A key in use: its id, its public form, and signatures."""
 
     __slots__ = ("_private", "jwk", "kid", "saved")
 
-    def __init__(self, saved: SavedKey) -> None:
+    def __init__(self, saved: StoredWebhookKey) -> None:
         assert len(saved.seed) == SEED_BYTES
         self.saved = saved
         self._private = Ed25519PrivateKey.from_private_bytes(saved.seed)
@@ -57,7 +57,7 @@ class SigningKey:
         return f"t={moment_s},kid={self.kid},ed25519={_base64url(signature)}"
 
 
-class KeyRing:
+class WebhookKeyRing:
     """The keys of a server, the oldest first: retired ones, the one that signs, and at times the next.
 
     Which one signs follows from the time alone. A key's signatures all bear times before the moment at which
@@ -66,13 +66,13 @@ class KeyRing:
 
     __slots__ = ("_keys",)
 
-    def __init__(self, keys: tuple[SavedKey, ...]) -> None:
+    def __init__(self, keys: tuple[StoredWebhookKey, ...]) -> None:
         assert keys, "a server has a key"
-        self._keys = tuple(SigningKey(saved) for saved in keys)
+        self._keys = tuple(WebhookKey(saved) for saved in keys)
         moments = [key.signs_ms for key in self._keys]
         assert moments == sorted(moments), "keys take over in order"
 
-    def current(self, now_ms: int) -> SigningKey:
+    def current(self, now_ms: int) -> WebhookKey:
         """The key that signs now. With a clock that was set back, the oldest one left."""
         return self._keys[self._position(now_ms)]
 
@@ -83,22 +83,22 @@ class KeyRing:
         needed = self._needed(now_ms)
         return orjson.dumps({"keys": [key.jwk for key in listed if key in needed]})
 
-    def changed(self, now_ms: int, age_ms_max: int) -> KeyRing | None:
+    def changed(self, now_ms: int, age_ms_max: int) -> WebhookKeyRing | None:
         """The ring with what is due now: the next key announced, keys that nobody needs gone."""
         keys = [key.saved for key in self._needed(now_ms)]
         retires_ms = self._keys[-1].signs_ms + age_ms_max
         if now_ms >= retires_ms - ANNOUNCED_MS:
-            keys.append(SavedKey(_new_seed(), now_ms, max(retires_ms, now_ms + ANNOUNCED_MS)))
+            keys.append(StoredWebhookKey(_new_seed(), now_ms, max(retires_ms, now_ms + ANNOUNCED_MS)))
         elif len(keys) == len(self._keys):
             return None
-        return KeyRing(tuple(keys))
+        return WebhookKeyRing(tuple(keys))
 
-    def made_since(self, since_ms: int) -> KeyRing | None:
+    def made_since(self, since_ms: int) -> WebhookKeyRing | None:
         """The ring without keys that are older: itself if none is, None if all are."""
         kept = tuple(key.saved for key in self._keys if key.saved.created_ms >= since_ms)
         if len(kept) == len(self._keys):
             return self
-        return KeyRing(kept) if kept else None
+        return WebhookKeyRing(kept) if kept else None
 
     def changes_at_ms(self, age_ms_max: int) -> int:
         """When `changed` has something to do."""
@@ -112,7 +112,7 @@ class KeyRing:
         begun = [position for position, key in enumerate(self._keys) if key.signs_ms <= now_ms]
         return begun[-1] if begun else 0
 
-    def _needed(self, now_ms: int) -> list[SigningKey]:
+    def _needed(self, now_ms: int) -> list[WebhookKey]:
         last = len(self._keys) - 1
         return [
             key
@@ -125,12 +125,12 @@ class KeyRing:
         return self._keys[successor].signs_ms + REPLAY_WINDOW_MS + CLOCK_SKEW_MS
 
 
-def new_ring(now_ms: int) -> KeyRing:
-    return KeyRing((SavedKey(_new_seed(), now_ms),))
+def new_key_ring(now_ms: int) -> WebhookKeyRing:
+    return WebhookKeyRing((StoredWebhookKey(_new_seed(), now_ms),))
 
 
-def decode_ring(saved: bytes) -> KeyRing:
-    return KeyRing(tuple(msgspec.msgpack.decode(saved, type=list[SavedKey])))
+def decode_key_ring(saved: bytes) -> WebhookKeyRing:
+    return WebhookKeyRing(tuple(msgspec.msgpack.decode(saved, type=list[StoredWebhookKey])))
 
 
 def _new_seed() -> bytes:

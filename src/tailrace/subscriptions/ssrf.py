@@ -17,7 +17,7 @@ import msgspec
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Sequence[str]]
 
 ADDRESSES_MAX: Final = 16
@@ -31,14 +31,14 @@ _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _LOCAL_NAT64: Final = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
-class Rules(msgspec.Struct, frozen=True):
+class UrlRules(msgspec.Struct, frozen=True):
     """The operator's choices: whether this machine may be called, and hosts that may be although private."""
 
     loopback: bool = False
     allowed: frozenset[tuple[str, str]] = frozenset()  # (scheme, host)
 
 
-class Target(msgspec.Struct, frozen=True):
+class WebhookTarget(msgspec.Struct, frozen=True):
     """A URL that passed the rules on its text."""
 
     scheme: str
@@ -50,11 +50,11 @@ class Target(msgspec.Struct, frozen=True):
     loopback: bool  # must resolve to this machine, and to nothing else
 
 
-def rejected(reason: str) -> TailraceError:
+def rejected_url(reason: str) -> TailraceError:
     return TailraceError("WEBHOOK_URL_REJECTED", reason)
 
 
-def rules_of(settings: Settings) -> Rules:
+def url_rules(settings: Settings) -> UrlRules:
     """`webhook_allow` lists hosts, meant for https; `http://host` allows plain HTTP to it too."""
     allowed: set[tuple[str, str]] = set()
     for item in settings.webhook_allow.split(","):
@@ -64,25 +64,25 @@ def rules_of(settings: Settings) -> Rules:
             allowed.add(("https", host))
             if separator and scheme == "http":
                 allowed.add(("http", host))
-    return Rules(loopback=settings.loopback_webhooks_allowed, allowed=frozenset(allowed))
+    return UrlRules(loopback=settings.loopback_webhooks_allowed, allowed=frozenset(allowed))
 
 
-def check_url(url: str, rules: Rules) -> Target:
+def check_url(url: str, rules: UrlRules) -> WebhookTarget:
     """Judges the text of a URL; names are resolved later, by `check_addresses`."""
     if not _URL_TEXT.fullmatch(url) or "\\" in url:
-        raise rejected("the webhook URL has characters that have to be percent-encoded")
+        raise rejected_url("the webhook URL has characters that have to be percent-encoded")
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").removesuffix("."), parts.port
     except ValueError:
-        raise rejected("the webhook URL is malformed") from None
+        raise rejected_url("the webhook URL is malformed") from None
     if "@" in parts.netloc:
-        raise rejected("the webhook URL must not contain user information")
+        raise rejected_url("the webhook URL must not contain user information")
     if parts.scheme not in ("http", "https") or not host or port == 0:
-        raise rejected("the webhook URL must be https://host/...")
-    address = parse_address(host)
+        raise rejected_url("the webhook URL must be https://host/...")
+    address = parse_ip(host)
     if address is None and (not _HOST_TEXT.fullmatch(host) or _looks_numeric(host)):
-        raise rejected("the webhook URL's host is neither a name nor an address")
+        raise rejected_url("the webhook URL's host is neither a name nor an address")
     any_address = (parts.scheme, host) in rules.allowed
     loopback = (
         not any_address
@@ -92,10 +92,10 @@ def check_url(url: str, rules: Rules) -> Target:
     )
     if not any_address and not loopback:
         if parts.scheme != "https":
-            raise rejected("the webhook URL must be https")
+            raise rejected_url("the webhook URL must be https")
         if host == "localhost" or (address is not None and not is_public(address)):
-            raise rejected("the webhook URL points to a private or reserved address")
-    return Target(
+            raise rejected_url("the webhook URL points to a private or reserved address")
+    return WebhookTarget(
         scheme=parts.scheme,
         host=host,
         port=port or (443 if parts.scheme == "https" else 80),
@@ -106,36 +106,36 @@ def check_url(url: str, rules: Rules) -> Target:
     )
 
 
-def check_addresses(target: Target, resolved: Sequence[str]) -> list[str]:
+def check_addresses(target: WebhookTarget, resolved: Sequence[str]) -> list[str]:
     """The addresses to connect to. One bad one spoils them all: the next look-up could return only that."""
-    addresses = [parse_address(text.partition("%")[0]) for text in resolved[:ADDRESSES_MAX]]
+    addresses = [parse_ip(text.partition("%")[0]) for text in resolved[:ADDRESSES_MAX]]
     good: list[str] = []
     for address in addresses:
         if address is None:
-            raise rejected("the webhook's host did not resolve to an address")
+            raise rejected_url("the webhook's host did not resolve to an address")
         if target.loopback:
             if not address.is_loopback:
-                raise rejected("the webhook's host is not this machine")
+                raise rejected_url("the webhook's host is not this machine")
         elif not target.any_address and not is_public(address):
-            raise rejected("the webhook's host resolves to a private or reserved address")
+            raise rejected_url("the webhook's host resolves to a private or reserved address")
         good.append(str(address))
     return good
 
 
-def resolve(host: str, port: int) -> list[str]:
+def resolve_host(host: str, port: int) -> list[str]:
     """All addresses of a host, in the system's order of preference. Blocks; OSError if there are none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     return list(dict.fromkeys(str(item[4][0]) for item in found))
 
 
-def check_target(target: Target, resolver: Resolver = resolve) -> list[str]:
+def check_target(target: WebhookTarget, resolver: Resolver = resolve_host) -> list[str]:
     """Resolves and judges; OSError if the name does not resolve. Blocks, so it runs off the loop."""
-    if parse_address(target.host) is not None:
+    if parse_ip(target.host) is not None:
         return check_addresses(target, [target.host])
     return check_addresses(target, resolver(target.host, target.port))
 
 
-def parse_address(host: str) -> Address | None:
+def parse_ip(host: str) -> IpAddress | None:
     """A literal address in its one standard spelling; zones are not addresses."""
     if "%" in host:
         return None
@@ -145,7 +145,7 @@ def parse_address(host: str) -> Address | None:
         return None
 
 
-def is_public(address: Address) -> bool:
+def is_public(address: IpAddress) -> bool:
     """Whether an address is one of the open Internet, looking through every form that embeds IPv4."""
     if isinstance(address, ipaddress.IPv6Address):
         embedded = address.ipv4_mapped or address.sixtofour

@@ -15,21 +15,21 @@ from msgspec.structs import replace
 
 from tailrace.common.errors import TailraceError
 from tailrace.subscriptions.model import (
-    BEFORE_ALL,
+    BEFORE_FIRST,
     Change,
     DropLink,
-    Head,
-    Link,
     SetHead,
     SetLink,
+    StreamLink,
     Subscription,
+    SubscriptionHead,
     Wake,
 )
 
 RETRY_MS_FIRST: Final = 1000
 RETRY_MS_MAX: Final = 60_000
 RETRY_JITTER: Final = 0.2
-RETRY_PAUSE_MS_MAX: Final = round(RETRY_MS_MAX * (1 + RETRY_JITTER))
+RETRY_DELAY_MS_MAX: Final = round(RETRY_MS_MAX * (1 + RETRY_JITTER))
 # Streams one wake covers. What is pending beyond that follows in the next wake.
 WAKE_STREAMS_MAX: Final = 1000
 # With more links than this, a wake lists only those with work.
@@ -43,18 +43,18 @@ class Step(msgspec.Struct, frozen=True):
     wake: Wake | None = None
 
 
-class Ack(msgspec.Struct, frozen=True):
+class StreamAck(msgspec.Struct, frozen=True):
     stream: str
     offset: str  # in the form the server writes; empty if it was malformed
 
 
-class Answer(msgspec.Struct, frozen=True):
+class WakeAnswer(msgspec.Struct, frozen=True):
     """A callback, ack or release: which wake it speaks for, by its token and by its body."""
 
     token_generation: int
     generation: int
     wake_id: str
-    acks: Sequence[Ack] = ()
+    acks: Sequence[StreamAck] = ()
     done: bool = False
 
 
@@ -73,7 +73,7 @@ def create(sub: Subscription, existing: Iterable[tuple[str, str | None]]) -> Ste
     for path, tail in existing:
         glob = tail is not None and sub.wants(path)
         if path != sub.config.wake_stream and (glob or path in named):
-            changes.append(SetLink(path, Link(tail or BEFORE_ALL, path in named, glob)))
+            changes.append(SetLink(path, StreamLink(tail or BEFORE_FIRST, path in named, glob)))
     return Step((*changes, SetHead(sub.head)))
 
 
@@ -86,7 +86,7 @@ def confirm(sub: Subscription, base_url: str) -> Step:
 
 def delete(sub: Subscription, now_ms: int) -> Step:
     """A tombstone remembers the generation; links go, after it: from then on they belong to nothing."""
-    tombstone = Head(None, sub.head.created_ms, sub.head.generation, None, now_ms)
+    tombstone = SubscriptionHead(None, sub.head.created_ms, sub.head.generation, None, now_ms)
     return Step((SetHead(tombstone), *(DropLink(path) for path in sub.links)))
 
 
@@ -98,7 +98,7 @@ def add_streams(sub: Subscription, tails: Mapping[str, str | None]) -> Step:
         if path == sub.config.wake_stream or (link is not None and link.explicit):
             continue
         if link is None:
-            link = Link(tail or BEFORE_ALL, explicit=True, glob=tail is not None and sub.wants(path))
+            link = StreamLink(tail or BEFORE_FIRST, explicit=True, glob=tail is not None and sub.wants(path))
         changes.append(SetLink(path, replace(link, explicit=True)))
     return Step(tuple(changes))
 
@@ -119,9 +119,9 @@ def stream_created(sub: Subscription, path: str, cursor: str) -> Step:
     glob = sub.wants(path)
     if not glob and link is None:
         return Step()
-    if link is not None and link.acked != BEFORE_ALL:
+    if link is not None and link.acked != BEFORE_FIRST:
         return Step()
-    return Step((SetLink(path, Link(cursor, link is not None and link.explicit, glob)),))
+    return Step((SetLink(path, StreamLink(cursor, link is not None and link.explicit, glob)),))
 
 
 def stream_deleted(sub: Subscription, path: str) -> Step:
@@ -130,7 +130,7 @@ def stream_deleted(sub: Subscription, path: str) -> Step:
     if link is None:
         return Step()
     if link.explicit:
-        return Step((SetLink(path, Link(BEFORE_ALL, explicit=True, glob=False)),))
+        return Step((SetLink(path, StreamLink(BEFORE_FIRST, explicit=True, glob=False)),))
     return Step((DropLink(path),))
 
 
@@ -139,21 +139,21 @@ def stream_deleted(sub: Subscription, path: str) -> Step:
 
 def current_wake(sub: Subscription, now_ms: int) -> Wake | None:
     """The wake that may be answered now: one whose lease ran out is over, however late the timer is."""
-    return None if lease_over(sub, now_ms) else sub.wake
+    return None if lease_expired(sub, now_ms) else sub.wake
 
 
-def lease_over(sub: Subscription, now_ms: int) -> bool:
+def lease_expired(sub: Subscription, now_ms: int) -> bool:
     wake = sub.wake
     return (
         wake is not None
         and wake.lease_until_ms is not None
         and wake.attempt_at_ms is None
         and sub.delivering != wake.generation
-        and _has_come(wake.lease_until_ms, now_ms, sub.config.lease_ttl_ms)
+        and _is_due(wake.lease_until_ms, now_ms, sub.config.lease_ttl_ms)
     )
 
 
-def _has_come(at_ms: int, now_ms: int, ms_max: int) -> bool:
+def _is_due(at_ms: int, now_ms: int, ms_max: int) -> bool:
     """Whether an instant has come that was at most `ms_max` ahead when it was set.
 
     One that is twice as far ahead was set before the clock was set back. A small step of the clock must not
@@ -164,7 +164,7 @@ def _has_come(at_ms: int, now_ms: int, ms_max: int) -> bool:
 
 def next_wake(sub: Subscription, now_ms: int, wake_id: str) -> Step:
     """What is due now without anybody asking: the end of a lease, a wake for pending work."""
-    over = lease_over(sub, now_ms)
+    over = lease_expired(sub, now_ms)
     if sub.wake is not None and not over:
         return Step()
     wake = _issue(sub, sub.pending, now_ms, wake_id)
@@ -186,8 +186,8 @@ def due_in_ms(sub: Subscription, now_ms: int) -> int | None:
     at_ms = due_at_ms(sub)
     if at_ms is None or sub.wake is None:
         return None
-    ms_max = sub.config.lease_ttl_ms if sub.wake.attempt_at_ms is None else RETRY_PAUSE_MS_MAX
-    return 0 if _has_come(at_ms, now_ms, ms_max) else at_ms - now_ms
+    ms_max = sub.config.lease_ttl_ms if sub.wake.attempt_at_ms is None else RETRY_DELAY_MS_MAX
+    return 0 if _is_due(at_ms, now_ms, ms_max) else at_ms - now_ms
 
 
 def claim(sub: Subscription, worker: str, now_ms: int, wake_id: str) -> Step:
@@ -211,14 +211,14 @@ def claim(sub: Subscription, worker: str, now_ms: int, wake_id: str) -> Step:
     return Step((_head(sub, claimed),), claimed)
 
 
-def answer(sub: Subscription, given: Answer, now_ms: int, wake_id: str) -> Step:
+def apply_answer(sub: Subscription, given: WakeAnswer, now_ms: int, wake_id: str) -> Step:
     """Acks from whoever has the wake. `done` ends it, otherwise the lease starts anew."""
     wake = _require_current(sub, given, now_ms)
     cursors = _check_acks(sub, given.acks)
     return _settle(sub, wake, cursors, done=given.done, now_ms=now_ms, wake_id=wake_id)
 
 
-def release(sub: Subscription, given: Answer, now_ms: int, wake_id: str) -> Step:
+def release(sub: Subscription, given: WakeAnswer, now_ms: int, wake_id: str) -> Step:
     """The holder gives the wake back, with nothing acked; another one follows if there is work."""
     wake = _require_current(sub, given, now_ms)
     return _settle(sub, wake, {}, done=True, now_ms=now_ms, wake_id=wake_id)
@@ -227,12 +227,12 @@ def release(sub: Subscription, given: Answer, now_ms: int, wake_id: str) -> Step
 # -- webhook deliveries -----------------------------------------------------------------------------------
 
 
-def attempt(sub: Subscription, now_ms: int) -> Step:
+def begin_attempt(sub: Subscription, now_ms: int) -> Step:
     """A delivery that was put off is tried again: the same wake, with a lease that starts now."""
     wake = sub.wake
     if wake is None or wake.attempt_at_ms is None:
         return Step()
-    if not _has_come(wake.attempt_at_ms, now_ms, RETRY_PAUSE_MS_MAX):
+    if not _is_due(wake.attempt_at_ms, now_ms, RETRY_DELAY_MS_MAX):
         return Step()
     if sub.delivering == wake.generation:
         return Step()
@@ -240,7 +240,7 @@ def attempt(sub: Subscription, now_ms: int) -> Step:
     return Step((_head(sub, again),), again)
 
 
-def delivered(sub: Subscription, generation: int, *, done: bool, now_ms: int, wake_id: str) -> Step:
+def delivery_succeeded(sub: Subscription, generation: int, *, done: bool, now_ms: int, wake_id: str) -> Step:
     """The hook answered 2xx. With `done` the snapshot is acked and the wake over."""
     wake = sub.wake
     if wake is None or wake.generation != generation:
@@ -255,17 +255,17 @@ def delivered(sub: Subscription, generation: int, *, done: bool, now_ms: int, wa
     return Step((_head(sub, replace(wake, attempt_at_ms=None, failures=0)),))
 
 
-def failed(sub: Subscription, generation: int, now_ms: int, jitter: float) -> Step:
+def delivery_failed(sub: Subscription, generation: int, now_ms: int, jitter: float) -> Step:
     """The hook did not take the wake. `jitter` is between -1 and 1."""
     wake = sub.wake
     if wake is None or wake.generation != generation:
         return Step()
     failures = wake.failures + 1
-    pause_ms = retry_pause_ms(failures, jitter)
+    pause_ms = retry_delay_ms(failures, jitter)
     return Step((_head(sub, replace(wake, failures=failures, attempt_at_ms=now_ms + pause_ms)),))
 
 
-def retry_pause_ms(failures: int, jitter: float) -> int:
+def retry_delay_ms(failures: int, jitter: float) -> int:
     assert failures >= 1
     assert -1 <= jitter <= 1
     pause_ms = min(RETRY_MS_MAX, RETRY_MS_FIRST * 2 ** min(failures - 1, 16))
@@ -275,7 +275,7 @@ def retry_pause_ms(failures: int, jitter: float) -> int:
 # -- inside -----------------------------------------------------------------------------------------------
 
 
-def _require_current(sub: Subscription, given: Answer, now_ms: int) -> Wake:
+def _require_current(sub: Subscription, given: WakeAnswer, now_ms: int) -> Wake:
     wake = current_wake(sub, now_ms)
     if (
         wake is None
@@ -290,7 +290,7 @@ def _require_current(sub: Subscription, given: Answer, now_ms: int) -> Wake:
     return wake
 
 
-def _check_acks(sub: Subscription, acks: Sequence[Ack]) -> dict[str, str]:
+def _check_acks(sub: Subscription, acks: Sequence[StreamAck]) -> dict[str, str]:
     """The cursors that acks ask for, all checked before any is applied. The furthest of a stream counts."""
     cursors: dict[str, str] = {}
     for ack in acks:
@@ -301,7 +301,7 @@ def _check_acks(sub: Subscription, acks: Sequence[Ack]) -> dict[str, str]:
             raise invalid_offset(ack.stream, "the stream is not linked to this subscription")
         if ack.offset < link.acked:
             raise invalid_offset(ack.stream, "the offset is below the cursor")
-        if ack.offset > sub.tail_of(ack.stream) or ack.offset == BEFORE_ALL:
+        if ack.offset > sub.tail_of(ack.stream) or ack.offset == BEFORE_FIRST:
             raise invalid_offset(ack.stream, "the offset is past the stream's tail")
         cursors[ack.stream] = max(ack.offset, cursors.get(ack.stream, ""))
     return cursors

@@ -17,7 +17,7 @@ CONTROL_PATH: Final = "/v1/stream/__ds"
 SHOWN_STREAMS_MAX: Final = 10_000
 
 
-def show(sub: Subscription, kid: str, base_url: str) -> bytes:
+def subscription_body(sub: Subscription, kid: str, base_url: str) -> bytes:
     """The body of PUT and GET. No secret is ever part of it."""
     config = sub.config
     streams = [
@@ -52,7 +52,7 @@ def status(sub: Subscription) -> str:
     return "failed" if wake is not None and wake.failures and wake.attempt_at_ms is not None else "active"
 
 
-def streams_of(sub: Subscription, tails: Mapping[str, str]) -> list[dict[str, Any]]:
+def wake_streams(sub: Subscription, tails: Mapping[str, str]) -> list[dict[str, Any]]:
     """The links as a wake shows them; with very many links, those with work only."""
     paths = list(sub.links) if len(sub.links) <= state_machine.LISTED_STREAMS_MAX else list(tails)
     listed: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ def webhook_body(sub: Subscription, wake: Wake, token: str, base_url: str) -> by
             "subscription_id": sub.id,
             "wake_id": wake.id,
             "generation": wake.generation,
-            "streams": streams_of(sub, wake.tails),
+            "streams": wake_streams(sub, wake.tails),
             "callback_url": f"{base_url}{CONTROL_PATH}/subscriptions/{quote(sub.id, safe='')}/callback",
             "callback_token": token,
         }
@@ -92,7 +92,7 @@ def claim_body(sub: Subscription, wake: Wake, token: str) -> bytes:
             "wake_id": wake.id,
             "generation": wake.generation,
             "token": token,
-            "streams": streams_of(sub, wake.tails),
+            "streams": wake_streams(sub, wake.tails),
             "lease_ttl_ms": sub.config.lease_ttl_ms,
         }
     )

@@ -17,7 +17,7 @@ from tailrace.common.settings import Settings
 from tailrace.subscriptions import deliver, ssrf, state_machine, tokens, views
 from tailrace.subscriptions.keys import ServerKeys
 from tailrace.subscriptions.model import Wake
-from tailrace.subscriptions.runner import Agent, Job
+from tailrace.subscriptions.runner import SubscriptionJob, SubscriptionRunner
 from tailrace.subscriptions.state_machine import Step
 
 logger = logging.getLogger("tailrace.subscriptions")
@@ -25,7 +25,7 @@ logger = logging.getLogger("tailrace.subscriptions")
 DELIVERIES_AT_ONCE: Final = 64
 
 
-class Traced(Protocol):
+class WebhookSpan(Protocol):
     """A call that is part of a trace."""
 
     @property
@@ -33,7 +33,7 @@ class Traced(Protocol):
     def end(self, outcome: str) -> None: ...
 
 
-class Webhooks:
+class WebhookSender:
     """Sends wakes to hooks."""
 
     def __init__(
@@ -50,13 +50,13 @@ class Webhooks:
         self._clock = clock
         self._loop = loop
         self._outcomes = telemetry.webhook_deliveries
-        self.rules = ssrf.rules_of(settings)
+        self.rules = ssrf.url_rules(settings)
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(DELIVERIES_AT_ONCE)
         self._tls: ssl.SSLContext | None = None
-        self.trace: Callable[[str], Traced] | None = None  # begins a trace with a call, by subscription
+        self.trace: Callable[[str], WebhookSpan] | None = None  # begins a trace with a call, by subscription
 
-    def send(self, agent: Agent, wake: Wake) -> None:
+    def send(self, agent: SubscriptionRunner, wake: Wake) -> None:
         agent.sub.delivering = wake.generation
         task = self._loop.create_task(self._deliver(agent, wake))
         self._tasks.add(task)
@@ -68,7 +68,7 @@ class Webhooks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _deliver(self, agent: Agent, wake: Wake) -> None:
+    async def _deliver(self, agent: SubscriptionRunner, wake: Wake) -> None:
         """One attempt; its outcome is a decision like any other."""
         accepted = done = False
         traced = None if self.trace is None else self.trace(agent.sub.id)
@@ -99,22 +99,24 @@ class Webhooks:
             if sub.deleted:
                 return Step()
             if accepted:
-                return state_machine.delivered(
+                return state_machine.delivery_succeeded(
                     sub, wake.generation, done=done, now_ms=now_ms, wake_id=new_wake_id()
                 )
             jitter = random.uniform(-1, 1)  # noqa: S311 (spreads retries, keeps no secret)
-            return state_machine.failed(sub, wake.generation, now_ms, jitter)
+            return state_machine.delivery_failed(sub, wake.generation, now_ms, jitter)
 
-        agent.submit(Job(decide, _nobody, lasting=True))
+        agent.submit(SubscriptionJob(decide, _ignore_outcome, lasting=True))
 
-    async def _post(self, agent: Agent, wake: Wake, traced: Traced | None) -> deliver.Response:
+    async def _post(
+        self, agent: SubscriptionRunner, wake: Wake, traced: WebhookSpan | None
+    ) -> deliver.WebhookResponse:
         sub = agent.sub
         url = agent.config.webhook_url
         assert url is not None, "a webhook subscription has a URL"
         target = ssrf.check_url(url, self.rules)
         addresses = await self._loop.run_in_executor(None, ssrf.check_target, target)
         now_ms = self._clock.now_ns() // 1_000_000
-        token = tokens.issue(self._keys.token_key, sub.id, wake.generation, now_ms)
+        token = tokens.issue_wake_token(self._keys.token_key, sub.id, wake.generation, now_ms)
         body = views.webhook_body(sub, wake, token, self._public_url or sub.head.base_url)
         signature = self._keys.current().sign(body, now_ms)
         if target.scheme == "https" and self._tls is None:
@@ -122,7 +124,7 @@ class Webhooks:
         headers = [("Content-Type", "application/json"), ("Webhook-Signature", signature)]
         if traced is not None:
             headers.append(("traceparent", traced.traceparent))
-        return await deliver.post(
+        return await deliver.post_webhook(
             target,
             addresses,
             headers,
@@ -136,5 +138,5 @@ def new_wake_id() -> str:
     return f"w_{secrets.token_urlsafe(12)}"
 
 
-def _nobody(_step: Step, _error: TailraceError | None) -> None:
+def _ignore_outcome(_step: Step, _error: TailraceError | None) -> None:
     """The outcome of a delivery concerns nobody but the subscription."""

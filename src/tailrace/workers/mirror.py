@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from tailrace.http.relay import LineStreamReceiver, PeerClient, build_request, peer_unavailable_error
-from tailrace.subscriptions.runner import Tail
+from tailrace.subscriptions.runner import StreamTail
 from tailrace.workers.feed import FOLLOW, INTEREST, Interest, News
 
 logger = logging.getLogger("tailrace.workers")
@@ -28,12 +28,12 @@ class Mirror:
     def __init__(self, peer: PeerClient, mirrors: Mirrors) -> None:
         self._peer = peer
         self._mirrors = mirrors
-        self.tails: dict[str, Tail] = {}
+        self.tails: dict[str, StreamTail] = {}
         self.up = asyncio.Event()  # everything it was asked about is known
         self._marks: dict[int, asyncio.Future[bool]] = {}  # False: it went away before
         self._last_mark = 0
         self._lines = 0  # heard so far
-        self._found: dict[str, Tail] | None = None  # while it is told everything again
+        self._found: dict[str, StreamTail] | None = None  # while it is told everything again
         self._ended = asyncio.Event()
         self._begun = asyncio.Event()
 
@@ -117,7 +117,7 @@ class Mirror:
             self._heard(news)
 
     def _heard(self, news: News) -> None:
-        tail = Tail(news.offset, news.empty)
+        tail = StreamTail(news.offset, news.empty)
         if self._found is not None:
             self._found[news.name] = tail
             return
@@ -174,7 +174,7 @@ class Mirrors:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def tail(self, name: str) -> Tail | None:
+    def tail(self, name: str) -> StreamTail | None:
         return next((tail for one in self._mirrors if (tail := one.tails.get(name)) is not None), None)
 
     def owner(self, name: str) -> int | None:

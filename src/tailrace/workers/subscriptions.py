@@ -14,9 +14,9 @@ from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
-from tailrace.subscriptions.config import Config
-from tailrace.subscriptions.model import restore
-from tailrace.subscriptions.runner import Agent, Saved, Settled, Tail
+from tailrace.subscriptions.config import SubscriptionConfig
+from tailrace.subscriptions.model import decode_subscriptions
+from tailrace.subscriptions.runner import SavedCallback, StepCallback, StreamTail, SubscriptionRunner
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.subscriptions.state_machine import Step
 from tailrace.workers.feed import WAKE, WakeAppend
@@ -51,7 +51,7 @@ class SpreadSubscriptions(SubscriptionService):
     async def start(self) -> None:
         """Subscriptions that exist are taken up when all workers have been heard: a link to a stream that
         nobody has told of yet would look like one to a stream that is gone."""
-        found, _ = restore(self._log.streams.meta.items())
+        found, _ = decode_subscriptions(self._log.streams.meta.items())
         for sub in found.values():
             if not sub.deleted:
                 # Those that the pattern linked are heard of by the pattern.
@@ -83,18 +83,18 @@ class SpreadSubscriptions(SubscriptionService):
 
     # -- what the service asks ---------------------------------------------------------------------------
 
-    def tail(self, path: str) -> Tail | None:
+    def tail(self, path: str) -> StreamTail | None:
         return super().tail(path) or self._mirrors.tail(path)
 
     def scan(self, prefix: str) -> Iterator[list[tuple[str, str]]]:
         yield from super().scan(prefix)
         yield list(self._mirrors.scan(prefix))
 
-    async def hear_of(self, config: Config) -> None:
+    async def hear_of(self, config: SubscriptionConfig) -> None:
         patterns, paths = self._want(config, ())
         await self._mirrors.want(patterns, paths)
 
-    def add_streams(self, agent: Agent, paths: Sequence[str], told: Settled) -> None:
+    def add_streams(self, agent: SubscriptionRunner, paths: Sequence[str], told: StepCallback) -> None:
         self._paths.update(paths)
 
         async def add() -> None:
@@ -107,7 +107,9 @@ class SpreadSubscriptions(SubscriptionService):
 
         self._spawn(add())
 
-    def write_wake(self, name: str, body: bytes, producer: tuple[str, int, int], written: Saved) -> None:
+    def write_wake(
+        self, name: str, body: bytes, producer: tuple[str, int, int], written: SavedCallback
+    ) -> None:
         owner = self._mirrors.owner(name)
         if owner is None:
             super().write_wake(name, body, producer, written)
@@ -115,7 +117,7 @@ class SpreadSubscriptions(SubscriptionService):
         asked = msgspec.json.encode(WakeAppend(name, body, producer[0], producer[1]))
         self._spawn(self._write_there(self._peers[owner], asked, written))
 
-    async def _write_there(self, peer: PeerClient, asked: bytes, written: Saved) -> None:
+    async def _write_there(self, peer: PeerClient, asked: bytes, written: SavedCallback) -> None:
         try:
             status, answer = await peer.ask("POST", WAKE, asked)
         except TailraceError as error:
@@ -125,7 +127,7 @@ class SpreadSubscriptions(SubscriptionService):
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _want(self, config: Config, links: Iterable[str]) -> tuple[list[str], list[str]]:
+    def _want(self, config: SubscriptionConfig, links: Iterable[str]) -> tuple[list[str], list[str]]:
         patterns = [] if config.pattern is None else [config.pattern]
         paths = [*config.streams, *links]
         if config.wake_stream is not None:

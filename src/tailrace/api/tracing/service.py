@@ -8,7 +8,7 @@ from tailrace.api.pipeline_state import PipelineState
 from tailrace.api.tracing.exporter import Exporter, read_headers
 from tailrace.api.tracing.tracer import Tracer
 from tailrace.storage.sealing import SealingService
-from tailrace.subscriptions.webhooks import Webhooks
+from tailrace.subscriptions.webhooks import WebhookSender
 
 
 class Tracing:
@@ -30,7 +30,7 @@ class Tracing:
         reads[("failed",)] = lambda: self._exporter.failed
         reads[("dropped",)] = lambda: self._exporter.dropped
 
-    def connect(self, sealing: SealingService, pipeline: PipelineState, webhooks: Webhooks) -> None:
+    def connect(self, sealing: SealingService, pipeline: PipelineState, webhooks: WebhookSender) -> None:
         sealing.runs.on_run = self.tracer.sealed
         pipeline.on_beat = self.tracer.heard
         webhooks.trace = self.tracer.webhook

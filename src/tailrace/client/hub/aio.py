@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tailrace.client.arguments import check_choice, check_integer, check_seconds, check_text
 from tailrace.client.error import CONNECTION_LOST, ClientError
-from tailrace.client.handles import AsyncClosing
+from tailrace.client.handles import AsyncContextManaged
 from tailrace.client.hub import wire
 from tailrace.client.hub.inbox import Inbox
 from tailrace.client.hub.model import (
@@ -26,11 +26,11 @@ from tailrace.client.hub.model import (
     Registration,
     Subscription,
     Timeouts,
-    read_answer,
+    decode_answer,
 )
-from tailrace.client.hub.place import Place
-from tailrace.client.hub.session import Options
-from tailrace.client.hub.wire import given
+from tailrace.client.hub.place import SessionResources
+from tailrace.client.hub.session import SessionOptions
+from tailrace.client.hub.wire import without_none
 from tailrace.client.retry import Retries
 
 # The first contact is tried three times. A session that was there once comes back for as long as it takes,
@@ -38,14 +38,14 @@ from tailrace.client.retry import Retries
 RETRIES: Final = Retries(attempts_max=3, delay_s_first=1.0, delay_s_max=30.0)
 INBOX_MESSAGES_MAX: Final = 2000
 INBOX_BYTES_MAX: Final = 8 * 1024 * 1024
-PAGE: Final = 100
+PAGE_SIZE: Final = 100
 TTL_S: Final = 300
 COMMITS: Final = ("auto", "manual")
 PRIORITY_MAX: Final = 2
 PRODUCER_ID_BYTES_MAX: Final = 128
 
 
-class AsyncHub(AsyncClosing):
+class AsyncHub(AsyncContextManaged):
     """An actor's place at the hub. Use it as a context manager, or `connect` and `close` it."""
 
     def __init__(
@@ -62,7 +62,7 @@ class AsyncHub(AsyncClosing):
         inbox_messages_max: int = INBOX_MESSAGES_MAX,
         inbox_bytes_max: int = INBOX_BYTES_MAX,
     ) -> None:
-        options = Options(
+        options = SessionOptions(
             url=wire.socket_url(base_url),
             address=address or f"@(python/{secrets.token_hex(8)})",
             token=token,
@@ -74,7 +74,7 @@ class AsyncHub(AsyncClosing):
         check_integer("inbox_messages_max", inbox_messages_max, least=1)
         check_integer("inbox_bytes_max", inbox_bytes_max, least=1)
         inbox = Inbox(messages_max=inbox_messages_max, bytes_max=inbox_bytes_max)
-        self._place = Place(options, inbox, on_notice)
+        self._place = SessionResources(options, inbox, on_notice)
 
     # -- the session
 
@@ -147,7 +147,7 @@ class AsyncHub(AsyncClosing):
         ):
             if value is not None:
                 check_integer(name, value, least=1)
-        payload = given(
+        payload = without_none(
             actorAddress=address or self.identity,
             capabilities=list(capabilities),
             metadata=dict(metadata or {}),
@@ -163,7 +163,7 @@ class AsyncHub(AsyncClosing):
 
     async def unregister(self, address: str, *, delete_mailbox: bool = False) -> None:
         self._place.let_go(address)
-        payload = given(actorAddress=address, deleteMailbox=delete_mailbox or None)
+        payload = without_none(actorAddress=address, deleteMailbox=delete_mailbox or None)
         await self._place.ask("hub:unregister", payload)
 
     async def discover(
@@ -173,11 +173,11 @@ class AsyncHub(AsyncClosing):
         capabilities: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
         as_of: int | str | None = None,
-        page_size: int = PAGE,
+        page_size: int = PAGE_SIZE,
     ) -> AsyncIterator[Actor]:
         """All actors that match, sorted by address, page by page as needed."""
         check_integer("page_size", page_size, least=1)
-        query = given(
+        query = without_none(
             pattern=pattern,
             capabilities=list(capabilities) or None,
             metadata=dict(metadata) if metadata else None,
@@ -189,7 +189,9 @@ class AsyncHub(AsyncClosing):
 
     async def watch(self, pattern: str = "*", *, capability: str | None = None) -> AsyncIterator[Presence]:
         """Who is there, and from then on who comes, goes or changes. It goes on over lost sessions."""
-        watching = await self._place.watch(given(action="watch", pattern=pattern, capability=capability))
+        watching = await self._place.watch(
+            without_none(action="watch", pattern=pattern, capability=capability)
+        )
         try:
             while (event := await watching.next()) is not None:
                 yield event
@@ -228,10 +230,15 @@ class AsyncHub(AsyncClosing):
             "correlation_id": correlation_id,
             "ttl_ms": ttl_ms,
         }
-        payload = {"to": to, "type": type, "data": wire.data_of(data), **given(ack=ack, durable=durable)}
+        payload = {
+            "to": to,
+            "type": type,
+            "data": wire.to_payload_data(data),
+            **without_none(ack=ack, durable=durable),
+        }
         if ack is None:
             return Ack(await self._place.tell("hub:send", payload, **options), "sent")
-        return read_answer(await self._place.ask("hub:send", payload, timeout_s=timeout_s, **options), Ack)
+        return decode_answer(await self._place.ask("hub:send", payload, timeout_s=timeout_s, **options), Ack)
 
     async def ask(
         self,
@@ -250,7 +257,7 @@ class AsyncHub(AsyncClosing):
         wait_s = self._place.timeouts.ask_s if timeout_s is None else timeout_s
         answer = await self._place.ask(
             "hub:send",
-            {"to": to, "type": type, "data": wire.data_of(data), "expectReply": True},
+            {"to": to, "type": type, "data": wire.to_payload_data(data), "expectReply": True},
             metadata=metadata,
             sender=sender,
             ttl_ms=max(1, int(wait_s * 1000)),
@@ -261,7 +268,7 @@ class AsyncHub(AsyncClosing):
 
     async def reply(self, message: Message, data: Any = None, *, final: bool = True) -> None:
         """Answer a message that wants a reply. All but the last answer are not final."""
-        await self._reply(message, {"ok": True, "data": wire.data_of(data), "final": final})
+        await self._reply(message, {"ok": True, "data": wire.to_payload_data(data), "final": final})
 
     async def reply_error(self, message: Message, code: str, text: str) -> None:
         """Say that it cannot be answered. The asker gets an error with this code."""
@@ -282,15 +289,15 @@ class AsyncHub(AsyncClosing):
         _check_timeout(timeout_s)
         payload = {
             "type": type,
-            "data": wire.data_of(data),
+            "data": wire.to_payload_data(data),
             "excludeSelf": exclude_self,
-            **given(pattern=pattern),
+            **without_none(pattern=pattern),
         }
-        metadata = given(targetCapability=capability)
+        metadata = without_none(targetCapability=capability)
         answer = await self._place.ask(
             "hub:broadcast", payload, metadata=metadata, sender=sender, timeout_s=timeout_s, is_ask=False
         )
-        return read_answer(answer, Broadcast)
+        return decode_answer(answer, Broadcast)
 
     async def messages(self) -> AsyncIterator[Message]:
         """What comes for any address or subscription of ours, for as long as the client is open."""
@@ -318,7 +325,7 @@ class AsyncHub(AsyncClosing):
         sender: str | None = None,
     ) -> Subscription:
         """Get what is published to a topic. `+` stands for one segment, a last `#` for all the rest."""
-        payload = given(topic=topic, durable=durable, group=group, name=name)
+        payload = without_none(topic=topic, durable=durable, group=group, name=name)
         if start is not None:
             payload["from"] = start
         return await self._place.subscribe(payload, sender)
@@ -340,7 +347,12 @@ class AsyncHub(AsyncClosing):
         timeout_s: float | None = None,
     ) -> Published:
         _check_timeout(timeout_s)
-        payload = {"topic": topic, "type": type, "data": wire.data_of(data), **given(durable=durable)}
+        payload = {
+            "topic": topic,
+            "type": type,
+            "data": wire.to_payload_data(data),
+            **without_none(durable=durable),
+        }
         answer = await self._place.ask(
             "hub:publish",
             payload,
@@ -348,7 +360,7 @@ class AsyncHub(AsyncClosing):
             sender=sender,
             timeout_s=timeout_s,
         )
-        return read_answer(answer, Published)
+        return decode_answer(answer, Published)
 
     # -- mailboxes
 
@@ -358,15 +370,15 @@ class AsyncHub(AsyncClosing):
         *,
         offset: str = "committed",
         since: int | str | None = None,
-        limit: int = PAGE,
+        limit: int = PAGE_SIZE,
         stream: str | None = None,
     ) -> MailboxPage:
         """A page of what is kept for an address. Reading moves nothing."""
         check_integer("limit", limit, least=1)
-        payload = given(
+        payload = without_none(
             actorAddress=address or self.identity, offset=offset, since=since, limit=limit, stream=stream
         )
-        return read_answer(await self._place.ask("hub:mailbox_read", payload), MailboxPage)
+        return decode_answer(await self._place.ask("hub:mailbox_read", payload), MailboxPage)
 
     async def commit_offset(
         self,
@@ -378,10 +390,10 @@ class AsyncHub(AsyncClosing):
     ) -> Committed:
         """Everything up to an offset was processed; `reject` says of single entries why they could not be."""
         rejected = [{"offset": at, "reason": reason} for at, reason in (reject or {}).items()]
-        payload = given(
+        payload = without_none(
             actorAddress=address or self.identity, offset=offset, stream=stream, reject=rejected or None
         )
-        return read_answer(await self._place.ask("hub:mailbox_commit", payload), Committed)
+        return decode_answer(await self._place.ask("hub:mailbox_commit", payload), Committed)
 
     async def commit(self, message: Message, *, wait: bool = True) -> None:
         """A kept message was processed, and what was before it; in a durable group it stands alone.
@@ -390,7 +402,7 @@ class AsyncHub(AsyncClosing):
         """
         if message.offset is None:
             return
-        payload = given(
+        payload = without_none(
             actorAddress=message.to,
             stream=message.stream,
             offset=message.offset,
@@ -409,7 +421,7 @@ class AsyncHub(AsyncClosing):
                 place = (message.to, message.stream, message.subscription_id)
                 places.setdefault(place, []).append(message.offset)
         for (address, stream, subscription_id), offsets in places.items():
-            payload = given(
+            payload = without_none(
                 actorAddress=address, stream=stream, subscriptionId=subscription_id, offsets=offsets
             )
             await self._place.ask("hub:mailbox_commit", payload)
@@ -447,7 +459,7 @@ def _metadata(
         check_integer("producer epoch", epoch)
         check_integer("producer seq", seq)
         parts = {"id": identifier, "epoch": epoch, "seq": seq}
-    return {**(metadata or {}), **given(priority=priority, producer=parts)}
+    return {**(metadata or {}), **without_none(priority=priority, producer=parts)}
 
 
 def _check_timeout(timeout_s: float | None) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 from tailrace.client.error import ClientError
 from tailrace.client.hub.model import Message
-from tailrace.client.hub.wire import Request, error_of
+from tailrace.client.hub.wire import OutgoingRequest, error_from_message
 
 
-class Ask:
+class PendingRequest:
     """One question, and what becomes of it."""
 
     __slots__ = ("answer", "on_part", "request")
 
-    def __init__(self, request: Request, on_part: Callable[[Any], None] | None) -> None:
+    def __init__(self, request: OutgoingRequest, on_part: Callable[[Any], None] | None) -> None:
         self.request = request
         self.on_part = on_part
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -26,22 +26,22 @@ class Ask:
             self.answer.set_exception(error)
 
 
-class Asks:
+class PendingRequests:
     """Open questions by the id of their request. A late answer finds nobody, and is dropped."""
 
     __slots__ = ("_open",)
 
     def __init__(self) -> None:
-        self._open: dict[str, Ask] = {}
+        self._open: dict[str, PendingRequest] = {}
 
-    def __iter__(self) -> Iterator[Ask]:
+    def __iter__(self) -> Iterator[PendingRequest]:
         return iter(list(self._open.values()))
 
-    def open(self, request: Request, on_part: Callable[[Any], None] | None = None) -> Ask:
-        ask = self._open[request.id] = Ask(request, on_part)
+    def open(self, request: OutgoingRequest, on_part: Callable[[Any], None] | None = None) -> PendingRequest:
+        ask = self._open[request.id] = PendingRequest(request, on_part)
         return ask
 
-    def close(self, ask: Ask) -> None:
+    def close(self, ask: PendingRequest) -> None:
         self._open.pop(ask.request.id, None)
         if not ask.answer.cancel() and not ask.answer.cancelled():
             ask.answer.exception()  # looked at, so that asyncio does not complain that nobody did
@@ -57,7 +57,7 @@ class Asks:
             if ask.on_part is not None:
                 ask.on_part(message.data.get("data"))
             return True
-        error = error_of(message)
+        error = error_from_message(message)
         if error is None:
             ask.answer.set_result(message)
         else:

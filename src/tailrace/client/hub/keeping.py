@@ -10,11 +10,11 @@ import msgspec
 from tailrace.client.hub.model import Registration, Subscription
 
 # Half of the time to live: one renewal may be lost, and the address is still ours.
-_RENEWED_AFTER: Final = 0.5
+_RENEW_AT_FRACTION: Final = 0.5
 RETRY_S: Final = 5.0
 
 
-class Held(msgspec.Struct):
+class HeldRegistration(msgspec.Struct):
     """An address of ours."""
 
     payload: dict[str, Any]
@@ -25,13 +25,13 @@ class Held(msgspec.Struct):
         self.registration = registration
         # What was given, which the hub bounds; a hub that does not tell gave what was asked for.
         ttl_s = registration.ttl_seconds or float(self.payload["ttlSeconds"])
-        self.renew_at = time.monotonic() + _RENEWED_AFTER * ttl_s
+        self.renew_at = time.monotonic() + _RENEW_AT_FRACTION * ttl_s
 
     def postponed(self) -> None:
         self.renew_at = time.monotonic() + RETRY_S
 
 
-class Followed(msgspec.Struct):
+class HeldSubscription(msgspec.Struct):
     """A subscription of ours. Its id changes when a new session makes it again."""
 
     payload: dict[str, Any]
@@ -39,7 +39,7 @@ class Followed(msgspec.Struct):
     subscription: Subscription
 
 
-class Paused:
+class PausedTargets:
     """Whom the hub has asked us not to write to for now."""
 
     __slots__ = ("_everybody", "_targets")

@@ -9,7 +9,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.typing import Subprotocol
 
 from tailrace.client.error import CONNECT_FAILED, ClientError, error_from
-from tailrace.client.hub.wire import lost
+from tailrace.client.hub.wire import connection_lost
 
 # Larger than anything the hub sends, with room for its envelope.
 _FRAME_BYTES_MAX: Final = 20 * 1024 * 1024
@@ -17,7 +17,7 @@ _CLOSE_S_MAX: Final = 2.0
 _SUBPROTOCOL: Final = Subprotocol("signal-hub")
 
 
-class Link:
+class HubConnection:
     """Errors of the socket become those of the client here, and nowhere else."""
 
     __slots__ = ("_socket",)
@@ -29,13 +29,13 @@ class Link:
         try:
             await self._socket.send(frame.decode())
         except ConnectionClosed as error:
-            raise lost(f"the connection to the hub was lost: {error}", sent=True) from error
+            raise connection_lost(f"the connection to the hub was lost: {error}", sent=True) from error
 
     async def receive(self) -> bytes:
         try:
             text = await self._socket.recv()
         except ConnectionClosed as error:
-            raise lost(f"the connection to the hub was lost: {error}", sent=True) from error
+            raise connection_lost(f"the connection to the hub was lost: {error}", sent=True) from error
         return text.encode() if isinstance(text, str) else text
 
     async def close(self) -> None:
@@ -46,7 +46,7 @@ class Link:
         self._socket.transport.abort()
 
 
-async def open_link(url: str, timeout_s: float) -> Link:
+async def open_connection(url: str, timeout_s: float) -> HubConnection:
     """A new socket. An answer that is no upgrade is the error that it tells."""
     try:
         socket = await connect(
@@ -67,4 +67,4 @@ async def open_link(url: str, timeout_s: float) -> Link:
         raise ClientError(CONNECT_FAILED, f"no hub answers at {url}: {error}") from error
     except InvalidURI as error:
         raise ValueError(str(error)) from error
-    return Link(socket)
+    return HubConnection(socket)

@@ -61,12 +61,12 @@ class Message:
 
     @property
     def data(self) -> Any:
-        return decoded(self.raw)
+        return decode_json(self.raw)
 
     @property
     def metadata(self) -> dict[str, Any]:
         if self._metadata is None:
-            self._metadata = cast("dict[str, Any]", decoded(bytes(self._envelope.metadata)))
+            self._metadata = cast("dict[str, Any]", decode_json(bytes(self._envelope.metadata)))
         return self._metadata
 
     @property
@@ -207,7 +207,7 @@ class Registration(msgspec.Struct, frozen=True, rename="camel"):
     ttl_seconds: float | None = None  # what was given, which may differ from what was asked for
 
 
-class Kept(msgspec.Struct, frozen=True, rename="camel"):
+class MailboxEntry(msgspec.Struct, frozen=True, rename="camel"):
     """One entry of a mailbox."""
 
     offset: str
@@ -219,7 +219,7 @@ class MailboxPage(msgspec.Struct, frozen=True, rename="camel"):
     """A slice of a mailbox. Reading it moves nothing; committing an offset does."""
 
     actor_address: str
-    messages: list[Kept]
+    messages: list[MailboxEntry]
     next_offset: str
     committed: str | None = None
     stream: str | None = None
@@ -246,7 +246,7 @@ class Welcome(msgspec.Struct, frozen=True, rename="camel"):
     resumed: bool = False
 
 
-def decoded(text: bytes) -> Any:
+def decode_json(text: bytes) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -254,7 +254,7 @@ def decoded(text: bytes) -> Any:
         return json.loads(text)
 
 
-def read_answer(message: Message, kind: Any) -> Any:
+def decode_answer(message: Message, kind: Any) -> Any:
     """The payload of an answer as a value of this kind."""
     try:
         return msgspec.json.decode(message.raw, type=kind)

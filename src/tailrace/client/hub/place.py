@@ -14,7 +14,7 @@ import msgspec
 from tailrace.client.error import ClientError
 from tailrace.client.hub import wire
 from tailrace.client.hub.inbox import Inbox
-from tailrace.client.hub.keeping import Followed, Held, Paused
+from tailrace.client.hub.keeping import HeldRegistration, HeldSubscription, PausedTargets
 from tailrace.client.hub.model import (
     Actor,
     ActorPage,
@@ -23,24 +23,26 @@ from tailrace.client.hub.model import (
     PresencePage,
     Registration,
     Subscription,
-    read_answer,
+    decode_answer,
 )
-from tailrace.client.hub.session import Options, Session, now_ms
-from tailrace.client.hub.watching import Watching
-from tailrace.client.hub.wire import Request
+from tailrace.client.hub.session import HubSession, SessionOptions, now_ms
+from tailrace.client.hub.watching import PresenceWatch
+from tailrace.client.hub.wire import OutgoingRequest
 from tailrace.hub.ids import new_id
 
-_REGISTER_TRIES: Final = 3
-EARLY_MAX: Final = 10_000
+_REGISTER_ATTEMPTS: Final = 3
+EARLY_EVENTS_MAX: Final = 10_000
 
 
-class Place:
+class SessionResources:
     """One session, the messages that have come, and the addresses and subscriptions that are ours."""
 
-    def __init__(self, options: Options, inbox: Inbox, on_notice: Callable[[Message], None] | None) -> None:
+    def __init__(
+        self, options: SessionOptions, inbox: Inbox, on_notice: Callable[[Message], None] | None
+    ) -> None:
         self.inbox = inbox
         self.timeouts = options.timeouts
-        self.session = Session(
+        self.session = HubSession(
             options,
             deliver=inbox.put,
             notice=self._noticed,
@@ -48,11 +50,13 @@ class Place:
             is_behind=lambda: inbox.full,
         )
         self._on_notice = on_notice
-        self._held: dict[str, Held] = {}
-        self._followed: dict[str, Followed] = {}
-        self._watched: dict[str, Watching] = {}
-        self._early: deque[dict[str, Any]] = deque(maxlen=EARLY_MAX)  # events of watches that just begin
-        self._paused = Paused()
+        self._held: dict[str, HeldRegistration] = {}
+        self._followed: dict[str, HeldSubscription] = {}
+        self._watched: dict[str, PresenceWatch] = {}
+        self._early: deque[dict[str, Any]] = deque(
+            maxlen=EARLY_EVENTS_MAX
+        )  # events of watches that just begin
+        self._paused = PausedTargets()
         self._flow_changed = asyncio.Event()
         self._held_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,12 +90,12 @@ class Place:
     ) -> Message:
         """Send, and wait for the answer. Some messages are answered though they are tells."""
         wait_s = self.timeouts.ask_s if timeout_s is None else timeout_s
-        request = _request(kind, payload, ask=is_ask, **options)
+        request = _make_request(kind, payload, ask=is_ask, **options)
         return await self.session.ask(request, wait_s, urgent=urgent, on_part=on_part)
 
     async def tell(self, kind: str, payload: Mapping[str, Any], **options: Any) -> str:
         """Send, and give the id of what was sent."""
-        request = _request(kind, payload, ask=False, **options)
+        request = _make_request(kind, payload, ask=False, **options)
         await self.session.tell(request)
         return request.id
 
@@ -122,10 +126,10 @@ class Place:
                 break
             except ClientError as error:
                 # Registering twice is registering once.
-                if error.code != wire.TIMEOUT or tries == _REGISTER_TRIES:
+                if error.code != wire.TIMEOUT or tries == _REGISTER_ATTEMPTS:
                     raise
-        registration: Registration = read_answer(answer, Registration)
-        held = self._held.setdefault(registration.actor_address, Held(payload, registration))
+        registration: Registration = decode_answer(answer, Registration)
+        held = self._held.setdefault(registration.actor_address, HeldRegistration(payload, registration))
         held.payload = payload
         held.renewed(registration)
         self._held_changed.set()
@@ -146,16 +150,16 @@ class Place:
                 for held in [held for held in self._held.values() if held.renew_at <= time.monotonic()]:
                     await self._renew(held)
 
-    async def _renew(self, held: Held) -> None:
+    async def _renew(self, held: HeldRegistration) -> None:
         held.postponed()  # unless it goes well, it is tried again soon
         try:
             answer = await self.ask("hub:renew", {"renewalToken": held.registration.renewal_token})
-            held.renewed(read_answer(answer, Registration))
+            held.renewed(decode_answer(answer, Registration))
         except ClientError as error:
             if error.code == "invalid_token":
                 await self._register_again(held)
 
-    async def _register_again(self, held: Held) -> None:
+    async def _register_again(self, held: HeldRegistration) -> None:
         try:
             await self.register(held.payload)
         except ClientError:
@@ -164,10 +168,10 @@ class Place:
     # -- subscriptions
 
     async def subscribe(self, payload: dict[str, Any], sender: str | None) -> Subscription:
-        subscription: Subscription = read_answer(
+        subscription: Subscription = decode_answer(
             await self.ask("hub:subscribe", payload, sender=sender), Subscription
         )
-        self._followed[subscription.subscription_id] = Followed(payload, sender, subscription)
+        self._followed[subscription.subscription_id] = HeldSubscription(payload, sender, subscription)
         return subscription
 
     def unfollow(self, subscription: Subscription) -> str:
@@ -181,20 +185,22 @@ class Place:
         """All who match, page by page."""
         cursor: str | None = None
         while True:
-            answer = await self.ask("hub:discover", {**query, **wire.given(cursor=cursor)}, urgent=urgent)
-            page: ActorPage = read_answer(answer, ActorPage)
+            answer = await self.ask(
+                "hub:discover", {**query, **wire.without_none(cursor=cursor)}, urgent=urgent
+            )
+            page: ActorPage = decode_answer(answer, ActorPage)
             for actor in page.actors:
                 yield actor
             cursor = page.cursor
             if not page.has_more or cursor is None:
                 return
 
-    async def watch(self, payload: dict[str, Any]) -> Watching:
-        watching = Watching(payload)
+    async def watch(self, payload: dict[str, Any]) -> PresenceWatch:
+        watching = PresenceWatch(payload)
         await self._watch(watching)
         return watching
 
-    async def unwatch(self, watching: Watching) -> None:
+    async def unwatch(self, watching: PresenceWatch) -> None:
         if self._watched.pop(watching.id, None) is None:
             return
         try:
@@ -202,21 +208,21 @@ class Place:
         except ClientError:
             return  # it ends with the session
 
-    async def _watch(self, watching: Watching, *, urgent: bool = False) -> None:
+    async def _watch(self, watching: PresenceWatch, *, urgent: bool = False) -> None:
         answer = await self.ask("hub:presence", watching.payload, urgent=urgent)
-        await self._look(watching, read_answer(answer, PresencePage), urgent=urgent)
+        await self._look(watching, decode_answer(answer, PresencePage), urgent=urgent)
 
-    async def _look(self, watching: Watching, page: PresencePage, *, urgent: bool = False) -> None:
+    async def _look(self, watching: PresenceWatch, page: PresencePage, *, urgent: bool = False) -> None:
         """Everybody who was there at an offset; what came after it is told after it."""
         actors = page.actors
         if page.has_more:
             named = {name: watching.payload.get(name) for name in ("pattern", "capability")}
-            query = wire.given(asOf=page.offset, **named)
+            query = wire.without_none(asOf=page.offset, **named)
             actors = [actor async for actor in self.discover(query, urgent=urgent)]
         watching.look(actors)
         watching.id = page.watch_id
         self._watched[watching.id] = watching
-        early, self._early = self._early, deque(maxlen=EARLY_MAX)
+        early, self._early = self._early, deque(maxlen=EARLY_EVENTS_MAX)
         for payload in early:
             self._present(payload)
 
@@ -254,7 +260,7 @@ class Place:
                     raise
                 del self._followed[known_as]
             else:
-                followed.subscription = read_answer(answer, Subscription)
+                followed.subscription = decode_answer(answer, Subscription)
         watched, self._watched = list(self._watched.values()), {}
         for watching in watched:
             await self._watch(watching, urgent=True)
@@ -298,6 +304,6 @@ class Place:
         task.add_done_callback(self._tasks.discard)
 
 
-def _request(kind: str, payload: Mapping[str, Any], *, ask: bool, **options: Any) -> Request:
+def _make_request(kind: str, payload: Mapping[str, Any], *, ask: bool, **options: Any) -> OutgoingRequest:
     options["metadata"] = options.get("metadata") or {}
-    return Request(id=new_id(now_ms()), type=kind, payload=payload, ask=ask, **options)
+    return OutgoingRequest(id=new_id(now_ms()), type=kind, payload=payload, ask=ask, **options)

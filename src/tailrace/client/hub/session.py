@@ -12,20 +12,20 @@ import msgspec
 
 from tailrace.client.error import CONNECT_FAILED, INVALID_ANSWER, ClientError
 from tailrace.client.hub import wire
-from tailrace.client.hub.asks import Asks
-from tailrace.client.hub.link import Link, open_link
-from tailrace.client.hub.model import Message, Timeouts, Welcome, read_answer
-from tailrace.client.hub.wire import Request
-from tailrace.client.retry import PASSING_FAULTS, REFUSED_UNTOUCHED, Retries
+from tailrace.client.hub.asks import PendingRequests
+from tailrace.client.hub.link import HubConnection, open_connection
+from tailrace.client.hub.model import Message, Timeouts, Welcome, decode_answer
+from tailrace.client.hub.wire import OutgoingRequest
+from tailrace.client.retry import NOT_APPLIED_STATUSES, TRANSIENT_STATUSES, Retries
 from tailrace.hub.errors import HubError
 from tailrace.hub.ids import new_id
-from tailrace.hub.message import parse
+from tailrace.hub.message import parse_envelope
 
-_GOODBYE_S_MAX: Final = 2.0
+_DISCONNECT_S_MAX: Final = 2.0
 _FRAME_BYTES_MAX: Final = 20 * 1024 * 1024
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a client reaches its hub, and who it says it is."""
 
     url: str
@@ -40,7 +40,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return self.token() if callable(self.token) else self.token
 
 
-class Session:
+class HubSession:
     """One session after the other, for as long as the client wants one.
 
     `deliver` takes messages for actors, and may make the socket wait. `notice` gets what the hub says by
@@ -49,7 +49,7 @@ class Session:
 
     def __init__(
         self,
-        options: Options,
+        options: SessionOptions,
         *,
         deliver: Callable[[Message], Awaitable[None]],
         notice: Callable[[Message], None],
@@ -60,13 +60,13 @@ class Session:
         self.identity = options.address
         self.welcome: Welcome | None = None
         self.failure: ClientError | None = None
-        self.asks = Asks()
+        self.asks = PendingRequests()
         self.ended = asyncio.Event()
         self._deliver = deliver
         self._notice = notice
         self._restore = restore
         self._is_behind = is_behind
-        self._link: Link | None = None
+        self._link: HubConnection | None = None
         self._ready = asyncio.Event()
         self._beat = asyncio.Event()
         self._goodbye: dict[str, Any] = {}
@@ -85,7 +85,7 @@ class Session:
 
     async def ask(
         self,
-        request: Request,
+        request: OutgoingRequest,
         timeout_s: float,
         *,
         urgent: bool = False,
@@ -104,17 +104,17 @@ class Session:
                     self._raise_failure()
                 return await ask.answer
         except TimeoutError:
-            raise wire.timed_out(request.type, timeout_s) from None
+            raise wire.timeout_error(request.type, timeout_s) from None
         finally:
             self.asks.close(ask)
 
-    async def tell(self, request: Request) -> None:
+    async def tell(self, request: OutgoingRequest) -> None:
         """Send, once. While there is no connection it waits for one."""
         try:
             async with asyncio.timeout(self.options.timeouts.ask_s):
                 await self._until_ready()
         except TimeoutError:
-            raise wire.lost("there is no connection to the hub", sent=False) from None
+            raise wire.connection_lost("there is no connection to the hub", sent=False) from None
         await self._write(request)
 
     async def stop(self) -> None:
@@ -122,11 +122,11 @@ class Session:
         if self._task is None:
             return
         if self._link is not None and self._ready.is_set():
-            request = Request(
+            request = OutgoingRequest(
                 id=new_id(now_ms()), type="hub:disconnect", payload={"reason": "client_requested"}
             )
             try:
-                await self.ask(request, _GOODBYE_S_MAX, urgent=True)
+                await self.ask(request, _DISCONNECT_S_MAX, urgent=True)
             except ClientError:
                 pass  # it ends in any case
         self._task.cancel()
@@ -162,16 +162,16 @@ class Session:
             else:
                 await self._serve(link)
                 reason = self._goodbye.get("reason")
-                if reason in wire.FINAL:
+                if reason in wire.FATAL_CODES:
                     self._end(ClientError(str(reason), f"the hub ended the session: {reason}"))
                     return
                 pause_s = self._pause_now()
             await asyncio.sleep(pause_s)
 
-    async def _open(self) -> Link:
+    async def _open(self) -> HubConnection:
         """A socket on which the hub has said that we are connected."""
         options = self.options
-        link = await open_link(options.url, options.timeouts.connect_s)
+        link = await open_connection(options.url, options.timeouts.connect_s)
         self._goodbye = {}
         try:
             async with asyncio.timeout(options.timeouts.connect_s):
@@ -184,7 +184,7 @@ class Session:
             raise
         return link
 
-    async def _introduce(self, link: Link) -> None:
+    async def _introduce(self, link: HubConnection) -> None:
         options = self.options
         request = wire.connect_request(
             new_id(now_ms()),
@@ -199,14 +199,14 @@ class Session:
             pass  # a hub that takes no more connections says so and closes: what it said can still be read
         while True:
             answer = await self._receive(link)
-            if (error := wire.error_of(answer)) is not None:
+            if (error := wire.error_from_message(answer)) is not None:
                 raise error
             if answer.correlation_id == request.id:
                 break
-        self.welcome = read_answer(answer, Welcome)
+        self.welcome = decode_answer(answer, Welcome)
         self.identity = answer.metadata.get("actorIdentity") or options.address
 
-    async def _serve(self, link: Link) -> None:
+    async def _serve(self, link: HubConnection) -> None:
         """Until the connection ends, however it does."""
         assert self.welcome is not None
         self._link = link
@@ -224,7 +224,7 @@ class Session:
             await asyncio.gather(*helpers, return_exceptions=True)
             await link.close()
 
-    async def _resume(self, link: Link) -> None:
+    async def _resume(self, link: HubConnection) -> None:
         """Bring back what a new session lacks, then what was asked before and not answered."""
         assert self.welcome is not None
         try:
@@ -245,13 +245,13 @@ class Session:
         self._started = True
         self._ready.set()
 
-    async def _heartbeats(self, link: Link) -> None:
+    async def _heartbeats(self, link: HubConnection) -> None:
         assert self.welcome is not None
         while True:
             await asyncio.sleep(self.welcome.heartbeat_interval / 1000)
             self._beat.clear()
             moment_ms = now_ms()
-            beat = Request(
+            beat = OutgoingRequest(
                 id=new_id(moment_ms), type="hub:heartbeat", payload={"timestamp": moment_ms}, ask=False
             )
             try:
@@ -267,10 +267,10 @@ class Session:
 
     # -- single messages
 
-    async def _receive(self, link: Link) -> Message:
+    async def _receive(self, link: HubConnection) -> Message:
         frame = await link.receive()
         try:
-            return Message(parse(frame, _FRAME_BYTES_MAX))
+            return Message(parse_envelope(frame, _FRAME_BYTES_MAX))
         except HubError as error:
             raise ClientError(INVALID_ANSWER, f"the hub sent no envelope: {error.message}") from error
 
@@ -285,12 +285,12 @@ class Session:
                 self._goodbye = message.data
             self._notice(message)
 
-    async def _write(self, request: Request, *, quietly: bool = False) -> None:
+    async def _write(self, request: OutgoingRequest, *, quietly: bool = False) -> None:
         """`quietly`: whoever waits for the answer will see it sent again by the next session."""
         link = self._link
         try:
             if link is None:
-                raise wire.lost("there is no connection to the hub", sent=False)
+                raise wire.connection_lost("there is no connection to the hub", sent=False)
             await link.send(request.frame(self.identity, now_ms(), self.options.key))
         except ClientError:
             if not quietly:
@@ -312,22 +312,22 @@ class Session:
         if self.failure is not None:
             raise self.failure
         if self.ended.is_set():
-            raise wire.lost("the client is closed", sent=False)
+            raise wire.connection_lost("the client is closed", sent=False)
 
     def _end(self, error: ClientError | None) -> None:
         self.failure = error
         self._ready.clear()
         self.ended.set()
-        self.asks.fail(error or wire.lost("the client was closed", sent=True))
+        self.asks.fail(error or wire.connection_lost("the client was closed", sent=True))
 
     def _pause_after(self, error: Exception) -> float | None:
         """How long to wait after a connection that failed; None if another would fail as well."""
-        if not isinstance(error, ClientError) or error.code in wire.FINAL:
+        if not isinstance(error, ClientError) or error.code in wire.FATAL_CODES:
             return None
-        passing = error.status == 0 or error.status in REFUSED_UNTOUCHED | PASSING_FAULTS
+        passing = error.status == 0 or error.status in NOT_APPLIED_STATUSES | TRANSIENT_STATUSES
         if not passing or (not self._started and self._failures + 1 >= self.options.retries.attempts_max):
             return None
-        return self._pause_now() + wire.pause_asked_s(error)
+        return self._pause_now() + wire.retry_after_from(error)
 
     def _pause_now(self) -> float:
         """What the hub has asked for; else longer each time, and never at once with everybody else."""

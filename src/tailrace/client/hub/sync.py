@@ -11,17 +11,17 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from tailrace.client.handles import Closing
+from tailrace.client.handles import ContextManaged
 from tailrace.client.hub.aio import AsyncHub
 from tailrace.client.hub.model import Message, Timeouts
-from tailrace.client.hub.wire import SigningKey, lost
+from tailrace.client.hub.wire import SigningKey, connection_lost
 from tailrace.client.retry import Retries
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Waits(Generic[P, T]):
+class BlockingMethod(Generic[P, T]):
     """An operation of the asynchronous client, waited for."""
 
     def __init__(self, method: Callable[Concatenate[AsyncHub, P], Coroutine[Any, Any, T]]) -> None:
@@ -35,7 +35,7 @@ class Waits(Generic[P, T]):
         return call
 
 
-class Iterates(Generic[P, T]):
+class BlockingIterator(Generic[P, T]):
     """The same for what comes one after the other."""
 
     def __init__(self, method: Callable[Concatenate[AsyncHub, P], AsyncIterator[T]]) -> None:
@@ -49,7 +49,7 @@ class Iterates(Generic[P, T]):
         return call
 
 
-class Hub(Closing):
+class Hub(ContextManaged):
     """An actor's place at the hub. Safe to share between threads. Use it as a context manager."""
 
     def __init__(
@@ -112,32 +112,32 @@ class Hub(Closing):
         """Whether the session is the one from before the last lost connection."""
         return self._hub.resumed
 
-    request = Waits(AsyncHub.request)
-    refresh_token = Waits(AsyncHub.refresh_token)
-    register = Waits(AsyncHub.register)
-    unregister = Waits(AsyncHub.unregister)
-    discover = Iterates(AsyncHub.discover)
-    watch = Iterates(AsyncHub.watch)
-    send = Waits(AsyncHub.send)
-    ask = Waits(AsyncHub.ask)
-    reply = Waits(AsyncHub.reply)
-    reply_error = Waits(AsyncHub.reply_error)
-    broadcast = Waits(AsyncHub.broadcast)
-    messages = Iterates(AsyncHub.messages)
-    next_message = Waits(AsyncHub.next_message)
-    subscribe = Waits(AsyncHub.subscribe)
-    unsubscribe = Waits(AsyncHub.unsubscribe)
-    publish = Waits(AsyncHub.publish)
-    read_mailbox = Waits(AsyncHub.read_mailbox)
-    commit_offset = Waits(AsyncHub.commit_offset)
-    commit = Waits(AsyncHub.commit)
-    commit_each = Waits(AsyncHub.commit_each)
-    follow = Iterates(AsyncHub.follow)
+    request = BlockingMethod(AsyncHub.request)
+    refresh_token = BlockingMethod(AsyncHub.refresh_token)
+    register = BlockingMethod(AsyncHub.register)
+    unregister = BlockingMethod(AsyncHub.unregister)
+    discover = BlockingIterator(AsyncHub.discover)
+    watch = BlockingIterator(AsyncHub.watch)
+    send = BlockingMethod(AsyncHub.send)
+    ask = BlockingMethod(AsyncHub.ask)
+    reply = BlockingMethod(AsyncHub.reply)
+    reply_error = BlockingMethod(AsyncHub.reply_error)
+    broadcast = BlockingMethod(AsyncHub.broadcast)
+    messages = BlockingIterator(AsyncHub.messages)
+    next_message = BlockingMethod(AsyncHub.next_message)
+    subscribe = BlockingMethod(AsyncHub.subscribe)
+    unsubscribe = BlockingMethod(AsyncHub.unsubscribe)
+    publish = BlockingMethod(AsyncHub.publish)
+    read_mailbox = BlockingMethod(AsyncHub.read_mailbox)
+    commit_offset = BlockingMethod(AsyncHub.commit_offset)
+    commit = BlockingMethod(AsyncHub.commit)
+    commit_each = BlockingMethod(AsyncHub.commit_each)
+    follow = BlockingIterator(AsyncHub.follow)
 
     def run(self, work: Callable[[AsyncHub], Coroutine[Any, Any, T]]) -> T:
         """Waits for something that the asynchronous client behind this one does."""
         if not self._thread.is_alive():
-            raise lost("the client is not connected", sent=False)
+            raise connection_lost("the client is not connected", sent=False)
         waiting = asyncio.run_coroutine_threadsafe(work(self._hub), self._loop)
         try:
             return waiting.result()
@@ -147,9 +147,9 @@ class Hub(Closing):
 
     def iterate(self, begin: Callable[[AsyncHub], AsyncIterator[T]]) -> Iterator[T]:
         source, end = begin(self._hub), object()
-        while (item := self.run(lambda _: _next(source, end))) is not end:
+        while (item := self.run(lambda _: _next_or_end(source, end))) is not end:
             yield item  # pyright: ignore[reportReturnType]
 
 
-async def _next(source: AsyncIterator[T], end: object) -> T | object:
+async def _next_or_end(source: AsyncIterator[T], end: object) -> T | object:
     return await anext(source, end)

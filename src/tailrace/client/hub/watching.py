@@ -10,10 +10,10 @@ from tailrace.client.error import ClientError
 from tailrace.client.hub.model import Actor, Presence
 
 EVENTS_MAX: Final = 10_000
-GONE: Final = frozenset({"left", "expired"})
+GONE_EVENTS: Final = frozenset({"left", "expired"})
 
 
-class Watching:
+class PresenceWatch:
     """One watch. Whatever is missed in between shows as the difference between two looks."""
 
     def __init__(self, payload: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class Watching:
     def take(self, event: Presence) -> None:
         """Somebody came, went or changed."""
         known = self._there.get(event.actor_address)
-        if event.event in GONE:
+        if event.event in GONE_EVENTS:
             if self._there.pop(event.actor_address, None) is None:
                 return
         elif known is not None and known.version >= event.version:

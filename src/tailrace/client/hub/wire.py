@@ -11,15 +11,15 @@ from tailrace.client.error import CONNECTION_LOST, ClientError
 from tailrace.client.hub.model import Message
 from tailrace.client.retry import retry_after_s
 from tailrace.hub.errors import ERROR_TYPES
-from tailrace.hub.message import HUB, encode
-from tailrace.hub.signatures import signed
+from tailrace.hub.message import HUB_ADDRESS, encode_envelope
+from tailrace.hub.signatures import sign_frame
 
 PROTOCOL_VERSION: Final = "0.1.0"
 PATH: Final = "/hub/ws"
 # Messages of these kinds are sent only to clients that know them; this one does.
 FEATURES: Final = ("resume", "delivery-notices", "token-refresh", "mailbox")
 # After these, trying again by itself would only do harm.
-FINAL: Final = frozenset({"unauthorized", "version_mismatch", "duplicate_connection"})
+FATAL_CODES: Final = frozenset({"unauthorized", "version_mismatch", "duplicate_connection"})
 TIMEOUT: Final = "timeout"
 _encode_json: Final = msgspec.json.Encoder().encode
 
@@ -34,7 +34,7 @@ class SigningKey(msgspec.Struct, frozen=True):
         return f"SigningKey(id={self.id!r})"
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class OutgoingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One message to the hub. A repeat keeps its id, so that it has no second effect."""
 
     id: str
@@ -47,10 +47,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ttl_ms: int | None = None
 
     def frame(self, sender: str, now_ms: int, key: SigningKey | None = None) -> bytes:
-        text = encode(
+        text = encode_envelope(
             id=self.id,
             from_=self.sender or sender,
-            to=HUB,
+            to=HUB_ADDRESS,
             type=self.type,
             payload=_encode_json(self.payload),
             timestamp=now_ms,
@@ -59,15 +59,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             metadata=_encode_json(self.metadata),
             ttl=self.ttl_ms,
         )
-        return text if key is None else signed(text, key.secret, key.id)
+        return text if key is None else sign_frame(text, key.secret, key.id)
 
 
-def given(**members: Any) -> dict[str, Any]:
+def without_none(**members: Any) -> dict[str, Any]:
     """The members that were given a value."""
     return {name: value for name, value in members.items() if value is not None}
 
 
-def data_of(value: Any) -> Any:
+def to_payload_data(value: Any) -> Any:
     """Application data: bytes are JSON text and go out as they are."""
     return msgspec.Raw(value) if isinstance(value, bytes) else value
 
@@ -88,17 +88,17 @@ def connect_request(
     capabilities: tuple[str, ...],
     resume_token: str | None,
     ttl_ms: int,
-) -> Request:
-    metadata = given(
+) -> OutgoingRequest:
+    metadata = without_none(
         protocolVersion=PROTOCOL_VERSION,
         authToken=None if token is None else f"bearer {token}",
         capabilities=[*capabilities, *FEATURES],
         resumeToken=resume_token,
     )
-    return Request(id=identifier, type="hub:connect", payload={}, metadata=metadata, ttl_ms=ttl_ms)
+    return OutgoingRequest(id=identifier, type="hub:connect", payload={}, metadata=metadata, ttl_ms=ttl_ms)
 
 
-def error_of(message: Message) -> ClientError | None:
+def error_from_message(message: Message) -> ClientError | None:
     """The error that an answer stands for, in the generic or in a typed form."""
     if message.type not in ERROR_TYPES:
         return None
@@ -113,7 +113,7 @@ def error_of(message: Message) -> ClientError | None:
     )
 
 
-def pause_asked_s(error: ClientError) -> float:
+def retry_after_from(error: ClientError) -> float:
     """How long a server that refused a connection asks to wait: before the upgrade, or after it."""
     asked_ms = error.extra.get("retryAfter")
     if isinstance(asked_ms, int | float):
@@ -132,11 +132,11 @@ def reply_data(message: Message) -> Any:
     raise ClientError(code, text, extra={**further, "from": message.sender})
 
 
-def timed_out(what: str, seconds: float) -> ClientError:
+def timeout_error(what: str, seconds: float) -> ClientError:
     return ClientError(
         TIMEOUT, f"{what} was not answered in {seconds:g} s", extra={"retryable": True}, outcome_unknown=True
     )
 
 
-def lost(reason: str, *, sent: bool) -> ClientError:
+def connection_lost(reason: str, *, sent: bool) -> ClientError:
     return ClientError(CONNECTION_LOST, reason, extra={"retryable": True}, outcome_unknown=sent)

@@ -113,14 +113,14 @@ class Place:
         self.post(f"/v1/databases/{database}/statistics", {"collection": collection, "bloom": bloom})
 
     def post(self, path: str, body: object) -> Any:
-        request = wire.Request(
+        request = wire.HttpRequest(
             method="POST",
             path=path,
             headers=(("Content-Type", b"application/json"),),
             body=msgspec.json.encode(body),
         )
         answer = self.server.send(request)
-        wire.check(answer, 200)
+        wire.check_status(answer, 200)
         return msgspec.json.decode(answer.body)
 
     def store(self) -> str:
@@ -152,16 +152,16 @@ class Place:
     def view_page(self, database: str, collection: str, after: str) -> bytes:
         parameters = urlencode({"collection": collection, "after": after})
         answer = self.server.send(
-            wire.Request(method="GET", path=f"/v1/databases/{quote(database)}/view?{parameters}")
+            wire.HttpRequest(method="GET", path=f"/v1/databases/{quote(database)}/view?{parameters}")
         )
-        wire.check(answer, 200)
+        wire.check_status(answer, 200)
         return answer.body
 
     def seal(self, stream: str) -> bool:
         """Whether everything of the stream is on the object store now."""
         path = f"/v1/server/_seal?{urlencode({'stream': stream})}"
-        answer = self.server.send(wire.Request(method="POST", path=path))
-        wire.check(answer, 200, 202)
+        answer = self.server.send(wire.HttpRequest(method="POST", path=path))
+        wire.check_status(answer, 200, 202)
         return answer.status == 200
 
     # -- ranges ----------------------------------------------------------------------------------------
