@@ -15,7 +15,7 @@ from support.hub_client import Actor
 from support.hub_clients import OpenHub, open_hub
 from support.server import ServerProcess
 from tailrace.common.limits import Limits
-from tailrace.hub.admission import REFUSED_BURST, ConnectionAdmission
+from tailrace.hub.routes import REFUSED_BURST, ConnectionAdmission
 
 __all__ = ["open_hub"]
 

@@ -23,12 +23,11 @@ from tailrace.log.reader import Page
 from tailrace.log.transaction import Reply, Transaction, ignore_reply
 from tailrace.subscriptions import runner as agent_module
 from tailrace.subscriptions import service as service_module
-from tailrace.subscriptions.config import SubscriptionConfig
-from tailrace.subscriptions.model import BEFORE_FIRST, HEAD_PREFIX, LINK_PREFIX
+from tailrace.subscriptions.keys import WakeToken
+from tailrace.subscriptions.model import BEFORE_FIRST, HEAD_PREFIX, LINK_PREFIX, SubscriptionConfig
 from tailrace.subscriptions.runner import SubscriptionRunner
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.subscriptions.state_machine import Step, WakeAnswer
-from tailrace.subscriptions.tokens import WakeToken
 
 WAIT_S = 60.0
 

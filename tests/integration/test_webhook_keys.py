@@ -18,8 +18,15 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import DAY_MS
 from tailrace.common.settings import Settings
 from tailrace.log.log import Log
-from tailrace.subscriptions.keys import SIGNING_KEYS_RECORD, TOKEN_KEY_RECORD, ServerKeys
-from tailrace.subscriptions.signing import ANNOUNCED_MS, CLOCK_SKEW_MS, REPLAY_WINDOW_MS, StoredWebhookKey
+from tailrace.subscriptions.keys import (
+    ANNOUNCED_MS,
+    CLOCK_SKEW_MS,
+    REPLAY_WINDOW_MS,
+    SIGNING_KEYS_RECORD,
+    TOKEN_KEY_RECORD,
+    ServerKeys,
+    StoredWebhookKey,
+)
 
 WAIT_S = 60.0
 AGE_S = Settings().limits.webhook_key_ms / 1000

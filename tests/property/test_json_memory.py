@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
-from tailrace.hub import members
+from tailrace.hub import envelope
 from tailrace.hub.errors import HubError
 from tailrace.protocol import json_split
 from tailrace.schema.json_values import parse_pointer
@@ -124,7 +124,7 @@ def test_memory_and_time_are_bounded_by_the_body(unit: str, wrapper: str) -> Non
     ("work", "text"),
     [
         (parse_pointer, "/" + "ab~0" * MIB),
-        (members.check_frame_text, b'{"a":"' + b"\\n" * 2 * MIB + b'","b":' + b"[" * 65 + b"]" * 65 + b"}"),
+        (envelope.check_frame_text, b'{"a":"' + b"\\n" * 2 * MIB + b'","b":' + b"[" * 65 + b"]" * 65 + b"}"),
         (partial(language.tokenize, dialect=FILTER_DIALECT), 'a:"' + "b" * 4 * MIB + '"'),
         (partial(postgres_decoder.parse_array, convert=str), '{"' + "b" * 4 * MIB + '"}'),
     ],

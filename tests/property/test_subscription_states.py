@@ -17,10 +17,10 @@ from hypothesis.stateful import (
 from tailrace.common.errors import TailraceError
 from tailrace.protocol.offsets import encode_offset
 from tailrace.subscriptions import state_machine
-from tailrace.subscriptions.config import SubscriptionConfig
 from tailrace.subscriptions.model import (
     BEFORE_FIRST,
     Subscription,
+    SubscriptionConfig,
     SubscriptionHead,
     Wake,
     decode_subscriptions,

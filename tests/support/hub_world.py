@@ -9,7 +9,7 @@ from typing import Any
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.hub import connecting, decide
+from tailrace.hub import decide, session_lifecycle
 from tailrace.hub.effects import (
     Append,
     AppendOutcome,
@@ -27,7 +27,7 @@ from tailrace.hub.effects import (
     StreamSummary,
 )
 from tailrace.hub.policy import Policy
-from tailrace.hub.restoring import MESSAGE_STREAMS, HubRestore
+from tailrace.hub.restore import MESSAGE_STREAMS, HubRestore
 from tailrace.hub.session import Session
 from tailrace.hub.state import Hub, HubOptions
 from tailrace.protocol import offsets
@@ -349,5 +349,5 @@ class World:
                     restoring.message(name, place + 1, time_ns, body)
 
     def shut_down(self) -> None:
-        connecting.disconnect_all(self.hub, {}, self.now)
+        session_lifecycle.disconnect_all(self.hub, {}, self.now)
         self.run(decide.collect_effects(self.hub, self.now))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from tailrace.client.steps import (
+from tailrace.client.transport import (
     BrokenConnectionError,
     CloseStream,
     Effect,

@@ -16,7 +16,7 @@ from support.hub_world import Frame, World
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.hub import decide
-from tailrace.hub.message import ENVELOPE_MEMBERS, encode_envelope, parse_envelope
+from tailrace.hub.envelope import ENVELOPE_MEMBERS, encode_envelope, parse_envelope
 from tailrace.hub.session import Session
 from tailrace.hub.state import HubOptions
 

@@ -19,7 +19,7 @@ from tailrace.auth.policy import DATABASE_ACTIONS, Access
 from tailrace.auth.tokens import SCOPES
 from tailrace.common.errors import TailraceError
 from tailrace.hub.policy import ActorRule, Policy, PolicyRules, TopicRule
-from tailrace.hub.reading import HubStreamAccess
+from tailrace.hub.service import HubStreamAccess
 
 # The route table, row by row: the scopes that are let through, of the four there are.
 GRANTED_BY: dict[Action, set[str]] = {

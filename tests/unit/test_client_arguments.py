@@ -11,8 +11,8 @@ import pytest
 from support.steps import Stage, answer
 from tailrace.client import Client, ClientError, Retries
 from tailrace.client.operations import StreamOperations
-from tailrace.client.producing import BatchSequencer, ProducerOptions
-from tailrace.client.steps import BrokenConnectionError
+from tailrace.client.producer import BatchSequencer, ProducerOptions
+from tailrace.client.transport import BrokenConnectionError
 
 # A port that nothing listens on: whatever is sent fails with `connect_failed`, which is no ValueError.
 NOWHERE = "http://127.0.0.1:9"

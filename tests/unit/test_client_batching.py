@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.client.batching import BatchLimits, ProducerBatcher
+from tailrace.client.producer import BatchLimits, ProducerBatcher
 
 
 def batcher(**limits: float) -> ProducerBatcher[object]:

@@ -6,10 +6,9 @@ import pytest
 
 from support.steps import OFFSET, Stage, answer
 from tailrace.client import wire
-from tailrace.client.error import ClientError
+from tailrace.client.errors import ClientError
 from tailrace.client.operations import StreamOperations
-from tailrace.client.retry import Backoff, Retries, retry_after_s
-from tailrace.client.steps import BrokenConnectionError, exchange
+from tailrace.client.transport import Backoff, BrokenConnectionError, Retries, exchange, retry_after_s
 
 RETRIES = Retries()
 READ = wire.read("s", offset="-1")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from support.steps import Stage, answer
-from tailrace.client.error import ClientError
+from tailrace.client.errors import ClientError
 from tailrace.client.follow import Follower, Mode
 from tailrace.client.model import Page
-from tailrace.client.retry import Retries
-from tailrace.client.steps import BrokenConnectionError, CloseStream, NextChunk, OpenStream
+from tailrace.client.transport import BrokenConnectionError, CloseStream, NextChunk, OpenStream, Retries
 from tailrace.client.wire import HttpResponse
 
 CUT = BrokenConnectionError("reset", sent=True)

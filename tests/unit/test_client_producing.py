@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from support.steps import OFFSET, Stage, answer, header
-from tailrace.client.error import ClientError
+from tailrace.client.errors import ClientError
 from tailrace.client.operations import StreamOperations
-from tailrace.client.producing import SEQ_MAX, BatchSequencer, ProducerOptions
-from tailrace.client.retry import Retries
-from tailrace.client.steps import BrokenConnectionError
+from tailrace.client.producer import SEQ_MAX, BatchSequencer, ProducerOptions
+from tailrace.client.transport import BrokenConnectionError, Retries
 from tailrace.client.wire import HttpRequest, HttpResponse
 
 CUT = BrokenConnectionError("reset", sent=True)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.client import sse
-from tailrace.client.sse import EventParser, ServerSentEvent
+from tailrace.client import follow
+from tailrace.client.follow import EventParser, ServerSentEvent
 
 STREAM = (
     b": keep-alive\n\n"
@@ -51,16 +51,16 @@ def test_an_event_without_its_blank_line_is_not_one() -> None:
 
 
 def test_an_event_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "EVENT_BYTES_MAX", 100)
+    monkeypatch.setattr(follow, "EVENT_BYTES_MAX", 100)
     parser = EventParser()
     parser.feed(b"data:" + b"x" * 80)
-    with pytest.raises(sse.EventTooLargeError):
+    with pytest.raises(follow.EventTooLargeError):
         parser.feed(b"x" * 80)
 
 
 def test_the_bound_counts_all_lines_of_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "EVENT_BYTES_MAX", 100)
+    monkeypatch.setattr(follow, "EVENT_BYTES_MAX", 100)
     parser = EventParser()
-    with pytest.raises(sse.EventTooLargeError):
+    with pytest.raises(follow.EventTooLargeError):
         for _ in range(10):
             parser.feed(b"data:" + b"x" * 40 + b"\n")

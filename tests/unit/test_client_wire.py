@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from support.steps import OFFSET, answer, header
-from tailrace.client import encode, transport, wire
-from tailrace.client.error import ClientError, error_from
+from tailrace.client import model, transport, wire
+from tailrace.client.errors import ClientError, error_from
 from tailrace.client.model import Page
 
 JSON = "application/json"
@@ -100,30 +100,30 @@ class Row(msgspec.Struct, array_like=True):
     ],
 )
 def test_json_data(data: Any, body: bytes, parts: list[bytes]) -> None:
-    assert encode.encode_body(data, JSON) == body
-    assert encode.encode_parts(data, JSON) == parts
+    assert model.encode_body(data, JSON) == body
+    assert model.encode_parts(data, JSON) == parts
 
 
 def test_byte_data() -> None:
-    assert encode.encode_body("é", "text/plain") == b"\xc3\xa9"
-    assert encode.encode_parts(b"[1,2]", "text/plain") == [b"[1,2]"]
-    assert encode.join_parts([b"a", b"b"], "text/plain") == b"ab"
+    assert model.encode_body("é", "text/plain") == b"\xc3\xa9"
+    assert model.encode_parts(b"[1,2]", "text/plain") == [b"[1,2]"]
+    assert model.join_parts([b"a", b"b"], "text/plain") == b"ab"
     for data in ({"a": 1}, [b"a"], 1, None):
         with pytest.raises(TypeError, match="text/plain"):
-            encode.encode_body(data, "text/plain")
+            model.encode_body(data, "text/plain")
 
 
 def test_what_the_data_says_about_the_type() -> None:
-    assert encode.implied_type({"a": 1}) == JSON
-    assert encode.implied_type(b"") is None
-    assert encode.implied_type("x") is None
+    assert model.implied_type({"a": 1}) == JSON
+    assert model.implied_type(b"") is None
+    assert model.implied_type("x") is None
 
 
 def test_groups_are_bounded() -> None:
-    cut = list(encode.group_parts([1, 22, b"333", 4], JSON, bytes_max=6, count_max=2))
+    cut = list(model.group_parts([1, 22, b"333", 4], JSON, bytes_max=6, count_max=2))
     assert cut == [[b"1", b"22"], [b"333", b"4"]]
-    assert list(encode.group_parts([b"a", "b"], "text/plain", bytes_max=99, count_max=9)) == [[b"a"], [b"b"]]
-    assert list(encode.group_parts([], JSON, bytes_max=1, count_max=1)) == []
+    assert list(model.group_parts([b"a", "b"], "text/plain", bytes_max=99, count_max=9)) == [[b"a"], [b"b"]]
+    assert list(model.group_parts([], JSON, bytes_max=1, count_max=1)) == []
 
 
 def test_a_page_keeps_what_python_numbers_cannot() -> None:

@@ -13,12 +13,11 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from tailrace.client import ClientError, Retries
 from tailrace.client.hub import AsyncHub, Message, SigningKey, Timeouts, from_runtime, to_runtime
-from tailrace.client.hub.inbox import Inbox
-from tailrace.client.hub.keeping import HeldRegistration, PausedTargets
 from tailrace.client.hub.model import Registration
+from tailrace.client.hub.resources import HeldRegistration, Inbox, PausedTargets
 from tailrace.client.hub.wire import OutgoingRequest, error_from_message, socket_url
+from tailrace.hub.envelope import HUB_ADDRESS, encode_envelope, parse_envelope
 from tailrace.hub.errors import HubError
-from tailrace.hub.message import HUB_ADDRESS, encode_envelope, parse_envelope
 from tailrace.hub.signatures import SignatureKey, verify_signature
 
 QUICK = Retries(delay_s_first=0.01, delay_s_max=0.05, attempts_max=2)

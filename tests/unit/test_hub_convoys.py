@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.hub_world import World
-from tailrace.hub import convoys, decide
+from tailrace.hub import broadcast, decide
 from tailrace.hub.session import Session
 
 SENDER = "@(t/sender)"
@@ -102,8 +102,8 @@ def test_h21_h27_everybody_hears_one_sender_in_order_and_acks_are_exact(
     program: list[tuple[str, Any]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convoys, "BATCH_RECIPIENTS", 4)
-        patch.setattr(convoys, "JOIN_RECIPIENTS_MAX", 8)
+        patch.setattr(broadcast, "BATCH_RECIPIENTS", 4)
+        patch.setattr(broadcast, "JOIN_RECIPIENTS_MAX", 8)
         world = World()
         sender = world.actor(SENDER)
         sessions = dict(enumerate(crowd(world, 12)))

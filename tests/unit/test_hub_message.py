@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.common.errors import ERROR_STATUS, TailraceError
-from tailrace.hub import message
+from tailrace.hub import envelope as message
+from tailrace.hub.envelope import MessageIds, compact_json, parse_members, scan_members
 from tailrace.hub.errors import HUB_CODES, HubError, encode_error, error_payload, to_hub_error
-from tailrace.hub.ids import MessageIds
-from tailrace.hub.members import compact_json, parse_members, scan_members
 
 NOW_MS = 1_767_225_600_000
 LEAST: dict[str, Any] = {"id": "1", "type": "hub:heartbeat", "timestamp": NOW_MS}

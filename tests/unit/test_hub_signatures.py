@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.hub import message
-from tailrace.hub.canonical import canonical_json, format_number
+from tailrace.hub import envelope
 from tailrace.hub.errors import HubError
 from tailrace.hub.signatures import (
     RETIRED_VALID_MS,
     VALID_MS,
     SignatureKey,
+    canonical_json,
     compute_signature,
+    format_number,
     sign_frame,
     verify_signature,
 )
@@ -27,10 +28,10 @@ from tailrace.hub.signatures import (
 NOW_MS = 1_767_225_600_000
 SECRET = bytes(range(32))
 KEY = SignatureKey("k1", SECRET, NOW_MS)
-FRAME = message.encode_envelope(
+FRAME = envelope.encode_envelope(
     id="0197f3c2-5a10-7c44-9b1e-0d5f6a7b8c90",
     from_="@(browser/widget-1)",
-    to=message.HUB_ADDRESS,
+    to=envelope.HUB_ADDRESS,
     type="hub:send",
     payload=b'{"to":"@(a)","type":"t","data":{"n":1.0,"s":"\\u00e4"}}',
     timestamp=NOW_MS,
@@ -57,7 +58,7 @@ def test_the_first_version_signs_the_members_as_they_are_written() -> None:
     assert passes(FRAME, mac)
     # The order and the space of the frame do not matter, the spelling of its values does not change.
     found = json.loads(FRAME)
-    moved = b'{ "payload" : ' + bytes(message.parse_envelope(FRAME).payload)
+    moved = b'{ "payload" : ' + bytes(envelope.parse_envelope(FRAME).payload)
     for name in ("ttl", "id", "from", "to", "type", "pattern", "correlationId", "timestamp", "metadata"):
         moved += b' , "%b" : ' % name.encode() + json.dumps(found[name], separators=(" , ", " : ")).encode()
     assert passes(moved + b"}", mac)
@@ -85,7 +86,7 @@ def test_h13_no_byte_can_be_changed(key_id: str | None, position: int, value: in
         return
     changed[at] = value
     try:
-        before, after = message.parse_envelope(FRAME), message.parse_envelope(bytes(changed))
+        before, after = envelope.parse_envelope(FRAME), envelope.parse_envelope(bytes(changed))
     except HubError:
         return
     same = all(getattr(before, name) == getattr(after, name) for name in before.__struct_fields__[:4])
@@ -98,7 +99,7 @@ def test_h13_no_byte_can_be_changed(key_id: str | None, position: int, value: in
 def test_h13_a_signed_frame_carries_its_signature() -> None:
     for key_id in (None, "k1"):
         frame = sign_frame(FRAME, SECRET, key_id)
-        signature = message.parse_envelope(frame).signature
+        signature = envelope.parse_envelope(frame).signature
         assert signature is not None
         assert passes(frame, signature)
         assert not passes(frame.replace(b"1.0", b"2.0"), signature)

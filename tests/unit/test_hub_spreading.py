@@ -14,7 +14,7 @@ from support.hub_world import START_MS, World
 from tailrace.common.limits import Limits
 from tailrace.hub import decide
 from tailrace.hub.effects import Effect, Send, SendMany
-from tailrace.hub.ids import HEX_PAIRS, ID_RUN_MAX, MessageIds
+from tailrace.hub.envelope import HEX_PAIRS, ID_RUN_MAX, MessageIds
 from tailrace.hub.session import Session
 
 SENDER, TOPIC = "@(t/sender)", "news/all"

@@ -8,7 +8,7 @@ import pytest
 
 from support.hub_world import World
 from tailrace.common.limits import Limits
-from tailrace.hub.boxes import BROADCAST_STREAM
+from tailrace.hub.delivery_queues import BROADCAST_STREAM
 from tailrace.hub.sweep import NAMES_AT_ONCE
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"

@@ -23,12 +23,12 @@ from tailrace.storage.meta_objects import (
     subscription_key,
 )
 from tailrace.storage.object_store.interface import check_key, open_object_store
-from tailrace.subscriptions.config import SubscriptionConfig
 from tailrace.subscriptions.model import (
     HEAD_PREFIX,
     SetHead,
     SetLink,
     StreamLink,
+    SubscriptionConfig,
     SubscriptionHead,
     Wake,
     decode_subscriptions,

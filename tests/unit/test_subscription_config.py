@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.protocol.stream_names import NamePattern, literal_prefix
-from tailrace.subscriptions import config
-from tailrace.subscriptions.config import parse_config, parse_streams
+from tailrace.subscriptions import model
+from tailrace.subscriptions.model import parse_config, parse_streams
 
 LIMITS = Limits()
 WEBHOOK: dict[str, Any] = {
@@ -23,7 +23,7 @@ WEBHOOK: dict[str, Any] = {
 PULL: dict[str, Any] = {"type": "pull-wake", "pattern": "events/*", "wake_stream": "wake/pool"}
 
 
-def parse(value: Any) -> config.SubscriptionConfig:
+def parse(value: Any) -> model.SubscriptionConfig:
     return parse_config(json.dumps(value).encode(), LIMITS)
 
 
@@ -121,10 +121,10 @@ def test_streams_are_sorted_and_unique() -> None:
 
 def test_ids() -> None:
     for good in ("s1", "a.b-c_d", "ü", "...", "x" * 256):
-        assert config.check_id(good) == good
+        assert model.check_id(good) == good
     for bad in ("", "a/b", ".", "..", "x" * 257, "a\x00", "a\n"):
         with pytest.raises(TailraceError):
-            config.check_id(bad)
+            model.check_id(bad)
 
 
 @pytest.mark.parametrize(

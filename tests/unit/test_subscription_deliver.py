@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from support.ports import free_port
-from tailrace.subscriptions import deliver, ssrf
+from tailrace.subscriptions import ssrf, webhooks
 
 LOOPBACK = ssrf.UrlRules(loopback=True)
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -20,10 +20,10 @@ async def request_of(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     return head, await reader.readexactly(length)
 
 
-def exchange(answer: bytes, *, close: bool = True, answer_bytes_max: int = 65536) -> deliver.WebhookResponse:
+def exchange(answer: bytes, *, close: bool = True, answer_bytes_max: int = 65536) -> webhooks.WebhookResponse:
     """Posts to a server that answers with exactly these bytes."""
 
-    async def run() -> deliver.WebhookResponse:
+    async def run() -> webhooks.WebhookResponse:
         released = asyncio.Event()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,7 +40,7 @@ def exchange(answer: bytes, *, close: bool = True, answer_bytes_max: int = 65536
         port = server.sockets[0].getsockname()[1]
         target = ssrf.check_url(f"http://127.0.0.1:{port}/hook?x=1", LOOPBACK)
         try:
-            return await deliver.post_webhook(
+            return await webhooks.post_webhook(
                 target,
                 ["127.0.0.1"],
                 [("X-Test", "yes")],
@@ -116,12 +116,12 @@ def test_no_more_is_read_than_allowed() -> None:
     ],
 )
 def test_what_is_no_answer(answer: bytes) -> None:
-    with pytest.raises(deliver.DeliveryError):
+    with pytest.raises(webhooks.DeliveryError):
         exchange(answer)
 
 
 def test_addresses_are_tried_in_turn() -> None:
-    async def run() -> deliver.WebhookResponse:
+    async def run() -> webhooks.WebhookResponse:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await request_of(reader)
             writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
@@ -132,7 +132,7 @@ def test_addresses_are_tried_in_turn() -> None:
         target = ssrf.check_url(f"http://localhost:{port}/", LOOPBACK)
         async with server:
             # Nobody listens on the first; the second is this machine as well.
-            return await deliver.post_webhook(
+            return await webhooks.post_webhook(
                 target, ["127.0.0.2", "127.0.0.1"], [], b"", answer_bytes_max=10, tls=None
             )
 
@@ -142,7 +142,7 @@ def test_addresses_are_tried_in_turn() -> None:
 def test_nobody_there() -> None:
     async def run() -> None:
         target = ssrf.check_url(f"http://127.0.0.1:{free_port()}/", LOOPBACK)
-        await deliver.post_webhook(target, ["127.0.0.1"], [], b"", answer_bytes_max=10, tls=None)
+        await webhooks.post_webhook(target, ["127.0.0.1"], [], b"", answer_bytes_max=10, tls=None)
 
-    with pytest.raises(deliver.DeliveryError, match="cannot connect"):
+    with pytest.raises(webhooks.DeliveryError, match="cannot connect"):
         asyncio.run(run())

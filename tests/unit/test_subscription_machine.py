@@ -5,11 +5,11 @@ import pytest
 from tailrace.common.errors import TailraceError
 from tailrace.protocol.offsets import START_OFFSET, encode_offset
 from tailrace.subscriptions import state_machine
-from tailrace.subscriptions.config import SubscriptionConfig
 from tailrace.subscriptions.model import (
     BEFORE_FIRST,
     StreamLink,
     Subscription,
+    SubscriptionConfig,
     SubscriptionHead,
     Wake,
     decode_subscriptions,

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.subscriptions.signing import (
+from tailrace.subscriptions.keys import (
     ANNOUNCED_MS,
     CLOCK_SKEW_MS,
     REPLAY_WINDOW_MS,

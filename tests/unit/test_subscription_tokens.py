@@ -5,37 +5,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
-from tailrace.subscriptions import tokens
+from tailrace.subscriptions import keys
 
-KEY = tokens.new_token_key()
+KEY = keys.new_token_key()
 NOW_MS = 1_767_225_600_000
 
 
 def test_round_trip() -> None:
-    token = tokens.issue_wake_token(KEY, "sub/ü", 7, NOW_MS)
-    content = tokens.read_wake_token(KEY, token.encode(), "sub/ü")
+    token = keys.issue_wake_token(KEY, "sub/ü", 7, NOW_MS)
+    content = keys.read_wake_token(KEY, token.encode(), "sub/ü")
     assert content.generation == 7
-    assert content.expires_ms == NOW_MS + tokens.TOKEN_LIFETIME_MS
-    assert tokens.read_bearer_token(KEY, b"bearer  " + token.encode(), "sub/ü") == content
+    assert content.expires_ms == NOW_MS + keys.TOKEN_LIFETIME_MS
+    assert keys.read_bearer_token(KEY, b"bearer  " + token.encode(), "sub/ü") == content
 
 
 def assert_invalid(token: bytes, subscription: str = "s1") -> None:
     with pytest.raises(TailraceError) as caught:
-        tokens.read_wake_token(KEY, token, subscription)
+        keys.read_wake_token(KEY, token, subscription)
     assert caught.value.code == "TOKEN_INVALID"
     assert caught.value.status == 401
 
 
 def test_a_token_is_for_one_subscription_and_one_key() -> None:
-    token = tokens.issue_wake_token(KEY, "s1", 1, NOW_MS).encode()
+    token = keys.issue_wake_token(KEY, "s1", 1, NOW_MS).encode()
     assert_invalid(token, "s2")
     with pytest.raises(TailraceError):
-        tokens.read_wake_token(tokens.new_token_key(), token, "s1")
+        keys.read_wake_token(keys.new_token_key(), token, "s1")
 
 
 @given(st.integers(min_value=0), st.integers(min_value=0, max_value=255))
 def test_no_byte_can_be_changed(position: int, value: int) -> None:
-    token = bytearray(tokens.issue_wake_token(KEY, "s1", 3, NOW_MS).encode())
+    token = bytearray(keys.issue_wake_token(KEY, "s1", 3, NOW_MS).encode())
     at = position % len(token)
     if token[at] == value:
         return
@@ -53,6 +53,6 @@ def test_garbage(token: bytes) -> None:
 )
 def test_headers_without_a_token(header: bytes | None) -> None:
     with pytest.raises(TailraceError) as caught:
-        tokens.read_bearer_token(KEY, header, "s1")
+        keys.read_bearer_token(KEY, header, "s1")
     assert caught.value.code == "TOKEN_INVALID"
     assert "WWW-Authenticate" in dict(caught.value.headers)

@@ -69,7 +69,7 @@ def _followed(lines: Iterator[str]) -> dict[str, Any]:
     """The result at the end of an answer that tells its progress."""
     import orjson
 
-    from tailrace.client.error import error_from
+    from tailrace.client.errors import error_from
 
     shown = sys.stderr.isatty()
     for line in lines:
@@ -148,6 +148,6 @@ def authorization(session: Session) -> dict[str, str]:
 
 def refusal(answer: httpx2.Response) -> Exception:
     """What the server says about a refusal, with the code that scripts look at."""
-    from tailrace.client.error import error_from
+    from tailrace.client.errors import error_from
 
     return error_from(answer.status_code, dict(answer.headers), answer.content)

@@ -239,7 +239,7 @@ def _running(session: Session, engine: Engine, *, asks_server: bool = True) -> G
         need_server(session)
     from pyspark.errors import PySparkException
 
-    from tailrace.client.error import ClientError
+    from tailrace.client.errors import ClientError
     from tailrace.pipeline.session import master_of, open_session
     from tailrace.pipeline.watch.capture import CaptureExistsError
     from tailrace.pipeline.watch.compiled import OtherMatcherError

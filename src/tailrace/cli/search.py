@@ -63,12 +63,12 @@ def search(
             raise RefusedError("--after must be a JSON array, as the page before showed it") from None
     if timeout_ms is not None:
         body["timeout_ms"] = timeout_ms
-    from tailrace.client import raw_json
+    from tailrace.client import model
 
     answer = _ask(session, stream, body)
     found = json.loads(answer)
     if session.json:
-        for hit in raw_json.raw_elements(raw_json.raw_members(answer)["hits"]):
+        for hit in model.raw_elements(model.raw_members(answer)["hits"]):
             put(one_line(hit) + b"\n")
         flush()
     else:

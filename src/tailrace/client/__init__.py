@@ -10,13 +10,11 @@ with Client("http://127.0.0.1:4437") as client:
 
 from __future__ import annotations
 
-from tailrace.client.aio import AsyncClient, AsyncFollow, AsyncStream
-from tailrace.client.aio_producer import AsyncProducer, Receipt
-from tailrace.client.error import ClientError
+from tailrace.client.client import AsyncClient, AsyncFollow, AsyncStream, Client, Follow, Stream
+from tailrace.client.errors import ClientError
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
-from tailrace.client.retry import Retries
-from tailrace.client.sync import Client, Follow, Stream
-from tailrace.client.sync_producer import Producer
+from tailrace.client.producer import AsyncProducer, Producer, Receipt
+from tailrace.client.transport import Retries
 
 __all__ = [
     "AppendResult",

@@ -6,12 +6,10 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Unpack
 
-from tailrace.client import encode, wire
-from tailrace.client.arguments import check_integer
-from tailrace.client.error import ClientError
+from tailrace.client import model, wire
+from tailrace.client.errors import ClientError, check_integer
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
-from tailrace.client.retry import Backoff, Retries
-from tailrace.client.steps import ExchangeResult, Steps, exchange, with_stream_name
+from tailrace.client.transport import Backoff, ExchangeResult, Retries, Steps, exchange, with_stream_name
 
 # `append_many` cuts its requests here: far below the server's 64 MiB, large enough to make requests rare.
 BATCH_BYTES_MAX = 1024 * 1024
@@ -43,7 +41,7 @@ class StreamOperations:
         content_type: str | None,
         lifetime: wire.Lifetime,
         closed: bool,
-        body: encode.Data,
+        body: model.Data,
         key: str | None = None,
         timestamp: wire.Time | None = None,
         fork: wire.ForkPoint | None = None,
@@ -51,8 +49,8 @@ class StreamOperations:
         content_type = content_type or self.content_type
         payload = b""
         if body is not None:
-            content_type = content_type or encode.implied_type(body)
-            payload = encode.encode_body(body, content_type or wire.OCTETS_TYPE)
+            content_type = content_type or model.implied_type(body)
+            payload = model.encode_body(body, content_type or wire.OCTETS_TYPE)
         request = wire.create(
             self.name,
             content_type=content_type,
@@ -79,7 +77,7 @@ class StreamOperations:
         offset: str | None,
         sub_offset: int | None,
         closed: bool,
-        body: encode.Data,
+        body: model.Data,
         lifetime: wire.Lifetime,
     ) -> Steps[StreamOperations]:
         """Create the target; the result is for what comes next with it."""
@@ -110,7 +108,7 @@ class StreamOperations:
     @with_stream_name
     def append(
         self,
-        data: encode.Data,
+        data: model.Data,
         *,
         key: str | None = None,
         seq: str | None = None,
@@ -118,7 +116,7 @@ class StreamOperations:
         close: bool = False,
     ) -> Steps[AppendResult]:
         content_type = yield from self.type_for(data)
-        body = encode.encode_body(data, content_type)
+        body = model.encode_body(data, content_type)
         return (
             yield from self._append(
                 body, content_type=content_type, key=key, seq=seq, timestamp=timestamp, close=close
@@ -132,7 +130,7 @@ class StreamOperations:
     @with_stream_name
     def append_many(
         self,
-        items: Iterable[encode.Data],
+        items: Iterable[model.Data],
         *,
         key: str | None = None,
         timestamp: wire.Time | None = None,
@@ -149,12 +147,12 @@ class StreamOperations:
         if first is _NOTHING:
             return None
         content_type = yield from self.type_for(first)
-        groups = encode.group_parts(
+        groups = model.group_parts(
             chain([first], items), content_type, bytes_max=BATCH_BYTES_MAX, count_max=BATCH_COUNT_MAX
         )
         try:
             for group in groups:
-                body = encode.join_parts(group, content_type)
+                body = model.join_parts(group, content_type)
                 result = yield from self._append(
                     body, content_type=content_type, key=key, timestamp=timestamp
                 )
@@ -186,11 +184,11 @@ class StreamOperations:
             self.content_type = content_type
         return wire.parse_append(outcome.answer)
 
-    def type_for(self, data: encode.Data) -> Steps[str]:
+    def type_for(self, data: model.Data) -> Steps[str]:
         """The content type to append this data with; asks the server if nothing else tells."""
         if self.content_type is not None:
             return self.content_type
-        implied = encode.implied_type(data)
+        implied = model.implied_type(data)
         if implied is not None:
             return implied
         info = yield from self.head()

@@ -14,8 +14,14 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from tailrace.client.arguments import check_integer
-from tailrace.client.error import INVALID_ANSWER, INVALID_NAME, ClientError, error_from, error_from_status
+from tailrace.client.errors import (
+    INVALID_ANSWER,
+    INVALID_NAME,
+    ClientError,
+    check_integer,
+    error_from,
+    error_from_status,
+)
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
 
 STREAM_ROOT = "/v1/stream/"

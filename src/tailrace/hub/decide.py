@@ -1,4 +1,8 @@
-"""What a frame does: `decide(hub, session, frame, now) -> effects`. No waiting, no I/O.
+"""Dispatch of hub frames and events: decide(hub, session, frame, now) returns effects.
+
+`hub:queue_stats` and `hub:metrics`: how a session, or the whole hub, is doing.
+
+What a frame does: `decide(hub, session, frame, now) -> effects`. No waiting, no I/O.
 
 Everything that happens to a hub comes through one of the functions here: a frame, an outcome of an effect,
 the end of a socket, a second that has passed. Each gives the effects that follow.
@@ -9,30 +13,54 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from tailrace.hub import (
-    broadcast,
-    connecting,
-    discovery,
-    mailbox_commands,
-    publishing,
-    registering,
-    send,
-    watching,
-)
+from tailrace.hub import broadcast, mailbox_commands, registration, send, session_lifecycle, topics
 from tailrace.hub.effects import Defer, Effect, ResumeReading
+from tailrace.hub.envelope import Envelope, parse_envelope
 from tailrace.hub.errors import DeniedError, HubError
-from tailrace.hub.fields import HubRequest
-from tailrace.hub.flow import in_token_grace
-from tailrace.hub.keeping import store_plain_send
-from tailrace.hub.message import Envelope, parse_envelope
-from tailrace.hub.relay import REPLAY_WINDOW_MS, SEND_MARKER, PlainSend, parse_plain_send, relay_plain_send
+from tailrace.hub.fast_path import (
+    REPLAY_WINDOW_MS,
+    SEND_MARKER,
+    PlainSend,
+    parse_plain_send,
+    relay_plain_send,
+    store_plain_send,
+)
+from tailrace.hub.flow_control import in_token_grace
+from tailrace.hub.requests import HubRequest
 from tailrace.hub.session import CONNECTED, CONNECTING, Session
-from tailrace.hub.signing import check_signature
+from tailrace.hub.session_lifecycle import check_signature
 from tailrace.hub.state import Hub
+
+
+def send_queue_stats(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
+    hub.reply(session, request, "hub:queue_stats_response", hub.flow.stats(session), now_ms)
+
+
+def send_metrics(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
+    """The last full minute of the caller's session; of the whole hub for whoever manages it."""
+    whole = session.actor.admin and (request.payload.text("scope") == "server" or not hub.dev)
+    session.minute.roll(session, now_ms)
+    received = handed = errors = 0
+    for one in hub.sessions.values() if whole else (session,):
+        one.minute.roll(one, now_ms)
+        counted = one.minute.last
+        received, handed, errors = received + counted[0], handed + counted[1], errors + counted[2]
+    payload: dict[str, Any] = {
+        "messages_received": received,
+        "messages_sent": handed,
+        "errors": errors,
+        "connections_opened": hub.counts[("connections", "opened")] if whole else 1,
+        "connections_closed": hub.counts[("connections", "closed")] if whole else 0,
+        "windowStart": session.minute.last_began_ms,
+        "timestamp": now_ms,
+        "scope": "server" if whole else "session",
+    }
+    hub.reply(session, request, "hub:metrics_response", payload, now_ms)
+
 
 PING_BYTES_MAX: Final = 64
 PONG: Final = b'{"type":"pong"}'
@@ -49,25 +77,25 @@ TYPES_BY_HTTP: Final = frozenset(
 T = TypeVar("T")
 Handler = Callable[[Hub, Session, HubRequest, int], None]
 HANDLERS: Final[dict[str, Handler]] = {
-    "hub:heartbeat": connecting.heartbeat,
-    "hub:disconnect": connecting.disconnect,
-    "hub:refresh_token": connecting.refresh_token,
-    "hub:register": registering.register,
-    "hub:renew": registering.renew,
-    "hub:unregister": registering.unregister,
-    "hub:discover": discovery.discover,
-    "hub:list_actors": discovery.list_actors,
+    "hub:heartbeat": session_lifecycle.heartbeat,
+    "hub:disconnect": session_lifecycle.disconnect,
+    "hub:refresh_token": session_lifecycle.refresh_token,
+    "hub:register": registration.register,
+    "hub:renew": registration.renew,
+    "hub:unregister": registration.unregister,
+    "hub:discover": registration.discover,
+    "hub:list_actors": registration.list_actors,
     "hub:presence": lambda hub, session, request, now: hub.presence.request(session, request, now),
     "hub:send": send.send,
     "hub:reply": lambda hub, session, request, now: hub.asks.reply(session, request, now),
     "hub:broadcast": broadcast.broadcast,
     "hub:subscribe": lambda hub, session, request, now: hub.topics.subscribe(session, request, now),
     "hub:unsubscribe": lambda hub, session, request, now: hub.topics.unsubscribe(session, request, now),
-    "hub:publish": publishing.publish,
+    "hub:publish": topics.publish,
     "hub:mailbox_read": mailbox_commands.read_mailbox,
     "hub:mailbox_commit": mailbox_commands.commit_mailbox,
-    "hub:queue_stats": watching.send_queue_stats,
-    "hub:metrics": watching.send_metrics,
+    "hub:queue_stats": send_queue_stats,
+    "hub:metrics": send_metrics,
 }
 
 
@@ -116,14 +144,14 @@ def on_too_large(hub: Hub, session: Session, prefix: bytes, size: int, now_ms: i
 
 def on_closed(hub: Hub, session: Session, code: int, now_ms: int) -> list[Effect]:
     hub.connecting.discard(session)
-    connecting.socket_closed(hub, session, code, now_ms)
+    session_lifecycle.socket_closed(hub, session, code, now_ms)
     return collect_effects(hub, now_ms)
 
 
 def on_silence(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
     """No sign of life for too long: the socket is closed after what is said here."""
     if session.state == CONNECTED:
-        connecting.send_disconnect(hub, session, "heartbeat_timeout", "no sign of life", now_ms)
+        session_lifecycle.send_disconnect(hub, session, "heartbeat_timeout", "no sign of life", now_ms)
     return collect_effects(hub, now_ms)
 
 
@@ -135,12 +163,12 @@ def on_drained(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
 def tick(hub: Hub, now_ms: int) -> list[Effect]:
     """Once a second."""
     for session in tuple(hub.connecting):
-        connecting.tick_session(hub, session, now_ms)
+        session_lifecycle.tick_session(hub, session, now_ms)
         if session.state != CONNECTING:
             hub.connecting.discard(session)
     _process_in_turns(hub, iter(tuple(hub.sessions.values())), partial(_tick_session, hub), now_ms)
     hub.asks.tick(now_ms)
-    registering.expire_registrations(hub, now_ms, EXPIRED_PER_TICK_MAX)
+    registration.expire_registrations(hub, now_ms, EXPIRED_PER_TICK_MAX)
     hub.mailboxes.tick(now_ms)
     hub.presence.tick(now_ms)
     hub.sweeping.tick(now_ms)
@@ -161,7 +189,7 @@ def _process_in_turns(hub: Hub, items: Iterator[T], look: Callable[[T, int], Non
 
 def _tick_session(hub: Hub, session: Session, now_ms: int) -> None:
     if hub.sessions.get(session.id) is session:  # it has not ended meanwhile
-        connecting.tick_session(hub, session, now_ms)
+        session_lifecycle.tick_session(hub, session, now_ms)
 
 
 def flush(hub: Hub) -> None:
@@ -238,7 +266,7 @@ def _handle(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
             details = {"action": kind, "reason": "not_connected"}
             raise HubError("unauthorized", "say hub:connect first", details)
         hub.connecting.discard(session)
-        connecting.connect(hub, session, request, now_ms)
+        session_lifecycle.connect(hub, session, request, now_ms)
         return
     if kind == "hub:connect":
         raise HubError("invalid_request", "the session is connected", {"field": "type"})

@@ -11,9 +11,9 @@ from msgspec import Raw
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.hub import copies
+from tailrace.hub import requests
 from tailrace.hub.addresses import mailbox_stream, parse_address, topic_stream
-from tailrace.hub.boxes import (
+from tailrace.hub.delivery_queues import (
     BROADCAST,
     BROADCAST_STREAM,
     MAILBOX,
@@ -25,10 +25,10 @@ from tailrace.hub.boxes import (
     group_queue_path,
 )
 from tailrace.hub.effects import AppendOutcome, DeleteStream, Read, ReadResult
+from tailrace.hub.envelope import parse_envelope
 from tailrace.hub.errors import HubError, field_error, to_hub_error
-from tailrace.hub.fields import HubRequest
 from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX, TRACE_KIND_BY_FEED
-from tailrace.hub.message import parse_envelope
+from tailrace.hub.requests import HubRequest
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def remove_mailbox(hub: Hub, path: str) -> None:
 
     def then(found: ReadResult, now_ms: int) -> None:
         for number, time_ns, body in found.entries:
-            copy = copies.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
+            copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
             hub.mailboxes.bury(box, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
         if found.error is None and found.next_entry < (hub.streams.tail(stream) or 0):
             hub.effects.append(Read(stream, found.next_entry, 100, PAGE_BYTES, then))

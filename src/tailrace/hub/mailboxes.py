@@ -7,33 +7,34 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from tailrace.hub import copies
+from tailrace.hub import requests
 from tailrace.hub.addresses import mailbox_stream
-from tailrace.hub.asks import PendingRequest
-from tailrace.hub.boxes import (
+from tailrace.hub.delivery_queues import (
     BROADCAST,
     BROADCAST_STREAM,
     MAILBOX,
     TOPIC,
+    Cursor,
+    Cursors,
     DeliveryQueue,
     Feed,
     GroupQueue,
     HasRoom,
     InFlightEntry,
     PrefetchedEntry,
+    cursor_key,
     decode_broadcast,
     group_queue_path,
 )
-from tailrace.hub.copies import OutgoingMessage
-from tailrace.hub.cursors import Cursor, Cursors, cursor_key
 from tailrace.hub.effects import Append, AppendOutcome, CreateStream, Read, ReadResult
+from tailrace.hub.envelope import new_id, parse_envelope
 from tailrace.hub.errors import HubError, to_hub_error
-from tailrace.hub.flow import SENT
-from tailrace.hub.ids import new_id
-from tailrace.hub.message import parse_envelope
+from tailrace.hub.flow_control import SENT
+from tailrace.hub.pending_requests import PendingRequest
 from tailrace.hub.registry import Registration
+from tailrace.hub.requests import OutgoingMessage
 from tailrace.hub.session import Session
-from tailrace.hub.subscription import TopicSubscription
+from tailrace.hub.topics import TopicSubscription
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
@@ -224,7 +225,7 @@ class Mailboxes:
             self.take(box, registered.session)
         feed = box.mailbox
         assert feed is not None
-        copy.metadata = copies.append_metadata(copy.metadata, b'"hubSeq":%d' % hub.next_seq(now_ms))
+        copy.metadata = requests.append_metadata(copy.metadata, b'"hubSeq":%d' % hub.next_seq(now_ms))
         box.appends += 1
 
         def then(settled: AppendOutcome, now_ms: int) -> None:
@@ -338,10 +339,10 @@ class Mailboxes:
             entry = decode_broadcast(body)
             mine = box.path in entry.recipients
             body = bytes(entry.message)
-        copy = copies.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
+        copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
         if feed.kind != MAILBOX:
             copy.id = new_id(now_ms)
-        seq = copies.parse_metadata(copy).get("hubSeq")
+        seq = requests.parse_metadata(copy).get("hubSeq")
         return PrefetchedEntry(number, time_ns, copy, int(bytes(seq)) if seq is not None else 0, mine)
 
     def _hand(self, box: DeliveryQueue, feed: Feed, ahead: PrefetchedEntry, now_ms: int) -> None:

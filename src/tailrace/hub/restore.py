@@ -1,21 +1,213 @@
-"""Start-up: the hub's streams are read from beginning to end."""
+"""Start-up of the hub: registrations, subscriptions, cursors and recent messages from the log.
+
+Start-up: registrations, subscriptions and positions are put back as the log has them.
+
+Start-up: the hub's streams are read from beginning to end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
 
-from tailrace.hub.addresses import TOPIC_PREFIX
-from tailrace.hub.boxes import BROADCAST_STREAM
-from tailrace.hub.cursors import CURSORS_STREAM as CURSORS
+import msgspec
+
+from tailrace.common.errors import TailraceError
+from tailrace.hub import requests
+from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX
 from tailrace.hub.dead_letters import DEAD_LETTERS_STREAM as LETTERS
-from tailrace.hub.presence import REGISTRY_STREAM
-from tailrace.hub.restoring import MESSAGE_STREAMS, HubRestore
+from tailrace.hub.delivery_queues import BROADCAST_STREAM, Cursor, CursorRecord, decode_broadcast
+from tailrace.hub.delivery_queues import CURSORS_STREAM as CURSORS
+from tailrace.hub.envelope import encode_envelope, new_id, parse_envelope
+from tailrace.hub.mailboxes import STORED_BYTES_MAX
+from tailrace.hub.registration import parse_registry_event
+from tailrace.hub.registry import REGISTRY_STREAM, Registration
+from tailrace.hub.requests import OutgoingMessage
+from tailrace.hub.runner import PAGE_BYTES, PAGE_ENTRIES, LogStreams
 from tailrace.hub.state import Hub
-from tailrace.hub.storage import PAGE_BYTES, PAGE_ENTRIES, LogStreams
 from tailrace.hub.topics import SUBSCRIPTIONS_STREAM as SUBSCRIPTIONS
+from tailrace.hub.topics import SubscriptionRecord
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
+
+# Streams whose entries are messages that somebody may repeat.
+MESSAGE_STREAMS: Final = (MAILBOX_PREFIX, TOPIC_PREFIX, BROADCAST_STREAM)
+
+
+class SubscriptionEvent(msgspec.Struct):
+    key: str
+    value: SubscriptionRecord | None = None
+
+
+class CursorEvent(msgspec.Struct):
+    key: str
+    value: CursorRecord | None = None
+
+
+class DeadLetterPosition(msgspec.Struct):
+    """What a dead letter says of the message that it is about."""
+
+    stream: str | None = None
+    offset: str | None = None
+    cursor: str | None = None
+
+
+_subscription_decoder: Final = msgspec.json.Decoder(SubscriptionEvent)
+_cursor_decoder: Final = msgspec.json.Decoder(CursorEvent)
+_dead_letter_decoder: Final = msgspec.json.Decoder(DeadLetterPosition)
+
+
+class HubRestore:
+    """Takes what the streams hold, oldest first; `finish` makes it the hub's."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._registered: dict[str, Registration] = {}
+        self._positions: dict[str, CursorRecord | None] = {}
+
+    def registry(self, body: bytes) -> None:
+        path, registration = parse_registry_event(body)
+        if registration is not None:
+            self._registered[path] = registration
+        elif (ended := self._registered.pop(path, None)) is not None:
+            self._hub.registry.remember(path, ended.version)
+
+    def subscription(self, body: bytes) -> None:
+        message = _subscription_decoder.decode(body)
+        owner, _, key = message.key.partition(" ")
+        self._hub.topics.restore(message.value, owner[2:-1], key)
+
+    def cursor(self, body: bytes) -> None:
+        message = _cursor_decoder.decode(body)
+        self._positions[message.key] = message.value
+
+    def letter(self, body: bytes) -> None:
+        """A message that was buried a moment ago is passed, written down or not. After `finish`."""
+        letter = _dead_letter_decoder.decode(body)
+        if letter.cursor is None or letter.stream is None or letter.offset is None:
+            return
+        stream, cursors = letter.stream, self._hub.mailboxes.cursors
+        path = letter.cursor.partition(" ")[0][2:-1]
+        try:
+            entry = self._hub.streams.resolve(stream, letter.offset)
+        except TailraceError:
+            return  # its stream is gone, or begins behind it
+        cursor = cursors.of(path, stream)
+        if cursor is None:
+            if not stream.startswith(MAILBOX_PREFIX):
+                return  # where it begins is for its subscription to say
+            cursor = Cursor(unsure_upto=self._hub.streams.tail(stream) or 0)
+            cursors.put(path, stream, cursor, restored=True)
+        if entry > cursor.committed:
+            cursor.passed.add(entry)
+            cursor.follow_passed()
+
+    def broadcast(self, entry: int, body: bytes) -> None:
+        """A broadcast of the last moments: its process may have died before the positions of all recipients
+        were written, and what a recipient has yet to read is not to go before. After `finish`.
+        """
+        hub = self._hub
+        cursors, tail = hub.mailboxes.cursors, hub.streams.tail(BROADCAST_STREAM) or 0
+        for path in decode_broadcast(body).recipients:
+            if path in hub.registry.by_path and cursors.of(path, BROADCAST_STREAM) is None:
+                cursor = Cursor(entry - 1, entry - 1, unsure_upto=tail)
+                cursors.put(path, BROADCAST_STREAM, cursor, restored=True)
+
+    def message(self, stream: str, entry: int, time_ns: int, body: bytes) -> None:
+        """A message that was accepted lately; a repeat of it is known as one. After `finish`."""
+        hub = self._hub
+        recipients: list[str] = []
+        if stream == BROADCAST_STREAM:
+            stored = decode_broadcast(body)
+            recipients, body = stored.recipients, bytes(stored.message)
+        copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
+        original = requests.parse_metadata(copy).get("originalMessageId")
+        request_id = copy.correlation_id if original is None else msgspec.json.decode(original, type=str)
+        if request_id is None or copy.type == "hub:reply":
+            return
+        sender = copy.sender[2:-1]
+        known = hub.registry.by_path.get(sender)
+        seen = hub.seen_of(sender if known is None else known.owner)
+        at_ms = time_ns // 1_000_000
+        if seen.get(request_id, at_ms) is not None:
+            return
+        ask = None
+        if stream.startswith(MAILBOX_PREFIX):
+            path, offset = stream.removeprefix(MAILBOX_PREFIX), hub.streams.offset(stream, entry)
+            ask = hub.asks.rebuild(copy, path, stream, entry, offset, hub.mailboxes.cursors.now_ms)
+        if ask is not None:
+            ask.seen = (seen, seen.add(request_id, at_ms, copy.timestamp))
+            return
+        answer = self._answer(stream, entry, request_id, copy, recipients, at_ms)
+        seen.add(request_id, at_ms, copy.timestamp, answers=(answer,))
+
+    def _answer(
+        self,
+        stream: str,
+        entry: int,
+        request_id: str,
+        copy: OutgoingMessage,
+        recipients: list[str],
+        at_ms: int,
+    ) -> bytes:
+        """What is known of a message whose own answer died with its process."""
+        offset = self._hub.streams.offset(stream, entry)
+        payload: dict[str, object]
+        if stream == BROADCAST_STREAM:
+            kind = "hub:broadcast_ack"
+            payload = {"messageId": request_id, "deliveredCount": 0, "queuedCount": len(recipients)}
+            payload |= {"failedCount": 0, "total": len(recipients), "offset": offset}
+        elif stream.startswith(TOPIC_PREFIX):
+            kind = "hub:published"
+            payload = {"topic": stream.removeprefix(TOPIC_PREFIX), "subscriberCount": 0, "queuedCount": 0}
+            payload |= {"stream": stream, "offset": offset}
+        else:
+            kind = "hub:delivery_ack"
+            payload = {"messageId": request_id, "deliveredAt": at_ms, "status": "accepted"}
+            payload |= {"level": "accepted", "stream": stream, "offset": offset, "duplicate": True}
+        return encode_envelope(
+            id=new_id(at_ms),
+            from_=self._hub.options.address,
+            to=copy.sender,
+            type=kind,
+            payload=msgspec.json.encode(payload),
+            timestamp=at_ms,
+            correlation_id=request_id,
+        )
+
+    def finish(self, now_ms: int) -> None:
+        """Nobody is online yet: every registration has one whole TTL to be taken back."""
+        hub = self._hub
+        hub.mailboxes.cursors.now_ms = now_ms
+        for registration in self._registered.values():
+            registration.expires_ms = now_ms + registration.ttl_ms
+            registration.logged_ms = registration.registered_ms
+            hub.registry.put(registration)
+        for key, record in self._positions.items():
+            owner, _, stream = key.partition(" ")
+            if record is None or hub.streams.tail(stream) is None:
+                continue
+            committed = self._entry(stream, record.committed)
+            delivered = max(committed, self._entry(stream, record.delivered))
+            tail = hub.streams.tail(stream) or 0
+            passed = {entry for first, last in record.passed for entry in range(first, last + 1)}
+            cursor = Cursor(
+                committed,
+                delivered,
+                read_upto=delivered if record.read is None else self._entry(stream, record.read),
+                unsure_upto=tail,
+                moved_ms=record.moved_at or now_ms,
+                passed={entry for entry in passed if committed < entry <= tail},
+            )
+            hub.mailboxes.cursors.put(owner[2:-1], stream, cursor, restored=True)
+
+    def _entry(self, stream: str, offset: str) -> int:
+        """A position that is not there any more is the first one that is."""
+        try:
+            return self._hub.streams.resolve(stream, offset)
+        except TailraceError:
+            return self._hub.streams.earliest(stream)
+
 
 NAMES_AT_ONCE: Final = 1000
 # Positions are written a fraction of a second after what moved them; a process that hardly ran may take

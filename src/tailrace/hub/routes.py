@@ -1,29 +1,210 @@
-"""`/hub/ws`, `/hub/messages`, `/hub/health`, `/hub/shards`."""
+"""HTTP and WebSocket routes of the hub, with connection admission.
+
+Whether a new connection is accepted; if not, when to try again, and in which form that is said.
+
+A browser cannot read the status or the headers of an upgrade that failed. So a connection over the rate is
+upgraded, sent `hub:rate_limited` and closed. That costs more than an HTTP answer, therefore it has rates of
+its own: beyond them the answer is 429.
+
+One WebSocket of the hub: frames in, one by one.
+
+`/hub/ws`, `/hub/messages`, `/hub/health`, `/hub/shards`.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import random
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Final, cast
 
 import msgspec
 import orjson
 
 from tailrace.api import answers
-from tailrace.api.proxies import proxies_of
+from tailrace.api.proxies import network_of, proxies_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import ERROR_STATUS, TailraceError
+from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
+from tailrace.common.token_bucket import Rate, TokenBuckets
 from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
-from tailrace.hub import connecting, decide
+from tailrace.http.websocket import WebSocketConnection
+from tailrace.hub import decide, session_lifecycle
 from tailrace.hub.addresses import parse_address
-from tailrace.hub.admission import ConnectionAdmission, ConnectionRefusal
+from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import HubError
-from tailrace.hub.ids import new_id
 from tailrace.hub.policy import principal_from_identity
 from tailrace.hub.runner import EffectRunner
 from tailrace.hub.session import CONNECTED, Session
-from tailrace.hub.socket import HubSocket, RefusedSocket
+
+ALL_ADDRESSES: Final = ""  # the key of what all addresses share
+PER_ADDRESS_PER_S: Final = 20
+PER_ADDRESS_BURST: Final = 100
+# Connections that are upgraded to be refused: of one address, and of all. Each is open for 2 s at most.
+REFUSED_PER_ADDRESS: Final = 20
+REFUSED_BURST: Final = 100
+# Clients that were refused together do not come back together.
+RETRY_MS: Final = 1000
+FULL_RETRY_MS: Final = 5000
+
+
+class ConnectionRefusal(msgspec.Struct, frozen=True):
+    message: str
+    reason: str
+    retry_after_ms: int
+    over_socket: bool  # the refusal is sent over the WebSocket; else it is the answer to the upgrade
+
+
+class ConnectionAdmission:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        per_s = max(1, limits.hub_connects_per_s)
+        self._buckets = TokenBuckets(
+            {
+                "address": Rate(PER_ADDRESS_PER_S, PER_ADDRESS_BURST),
+                "server": Rate(per_s, per_s),
+                "refused_address": Rate(REFUSED_PER_ADDRESS, REFUSED_PER_ADDRESS),
+                "refused": Rate(REFUSED_BURST, REFUSED_BURST),
+            }
+        )
+
+    def decide(self, address: str, connections: int, now_ns: int) -> ConnectionRefusal | None:
+        """None if the connection is accepted. `connections` are open already."""
+        limits = self._limits
+        network = None if _is_loopback(address) else network_of(address)
+        if connections >= limits.hub_connections:
+            message = f"there are {limits.hub_connections} connections already"
+            return self._refusal(message, "connections", network, FULL_RETRY_MS, now_ns)
+        if not limits.hub_connects_per_s:
+            return None
+        # The address first: one that floods must not use up what all share.
+        if network is not None and (wait_ms := self._buckets.take(network, "address", now_ns)):
+            message = f"more than {PER_ADDRESS_PER_S} new connections per second from one address"
+            return self._refusal(message, "address", network, wait_ms, now_ns)
+        wait_ms = self._buckets.take(ALL_ADDRESSES, "server", now_ns)
+        if not wait_ms:
+            return None
+        if network is not None:
+            self._buckets.give_back(network, "address")
+        message = f"more than {limits.hub_connects_per_s} new connections per second"
+        return self._refusal(message, "server", network, wait_ms, now_ns)
+
+    def _refusal(
+        self, message: str, reason: str, network: str | None, wait_ms: int, now_ns: int
+    ) -> ConnectionRefusal:
+        buckets = self._buckets
+        has_used_up = network is not None and buckets.take(network, "refused_address", now_ns) > 0
+        over_socket = not has_used_up and not buckets.take(ALL_ADDRESSES, "refused", now_ns)
+        spread_ms = random.randint(0, RETRY_MS)  # noqa: S311 - spreads load
+        return ConnectionRefusal(message, reason, max(RETRY_MS, wait_ms) + spread_ms, over_socket)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+MEASURE_INTERVAL: Final = 16
+CLOSE_HEARTBEAT_TIMEOUT: Final = 4408
+
+
+class HubSocket:
+    """What the WebSocket layer calls."""
+
+    __slots__ = ("_runner", "_unmeasured", "session")
+
+    def __init__(self, runner: EffectRunner, upgrade_token: str | None) -> None:
+        self._runner = runner
+        self._unmeasured = 0
+        now_ms = runner.now_ms()
+        self.session = Session(f"session-{new_id(now_ms)}", now_ms)
+        self.session.upgrade_token = upgrade_token
+
+    def opened(self, connection: WebSocketConnection) -> None:
+        limits = self._runner.hub.limits
+        connection.ping_s = limits.hub_heartbeat_ms / 1000
+        connection.dead_s = 3 * connection.ping_s
+        # The first look was set for the usual pause between pings, by which a shorter one would be over.
+        connection.deadline = connection.server.now + connection.ping_s
+        connection.silence_code = CLOSE_HEARTBEAT_TIMEOUT
+        connection.drains_itself = True
+        session = self.session
+        session.peer = connection.peer
+        session.outbox.wire = connection
+        self._runner.wires[session] = connection
+        self._runner.hub.count("connections", "opened")
+        decide.on_opened(self._runner.hub, session)
+
+    def on_message(self, data: bytes, is_text: bool) -> None:
+        """Binary messages of UTF-8 JSON are as good as text; answers are always text."""
+        runner, session = self._runner, self.session
+        hub = runner.hub
+        self._unmeasured += 1
+        if self._unmeasured < MEASURE_INTERVAL:
+            runner.run(decide.decide(hub, session, data, runner.now_ns() // 1_000_000))
+        else:
+            self._unmeasured = 0
+            begun_s = perf_counter()
+            runner.run(decide.decide(hub, session, data, runner.now_ms()))
+            runner.relay_seconds.observe(perf_counter() - begun_s)
+        # Whoever sends faster than it takes its answers is not read from for a while.
+        outbox, bytes_max = session.outbox, hub.limits.hub_pause_bytes
+        if session.frames_held or (outbox.wire.unsent_bytes_most > bytes_max and outbox.bytes > bytes_max):
+            wire = runner.wires.get(session)
+            if wire is not None:
+                wire.pause_reading()
+
+    def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
+        runner = self._runner
+        runner.run(decide.on_too_large(runner.hub, self.session, prefix, size_bytes, runner.now_ms()))
+
+    def on_drain(self) -> None:
+        runner, session = self._runner, self.session
+        runner.run(decide.on_drained(runner.hub, session, runner.now_ms()))
+        wire = runner.wires.get(session)
+        if wire is not None and not session.frames_held:
+            wire.resume_reading()
+
+    def on_silence(self) -> None:
+        """Whoever is given up is told why, and has left: the socket may stay open for a while, but what comes
+        for its session from now on is not written to it."""
+        runner = self._runner
+        runner.run(decide.on_silence(runner.hub, self.session, runner.now_ms()))
+        self.on_close(CLOSE_HEARTBEAT_TIMEOUT, "")
+
+    def on_close(self, code: int, reason: str) -> None:
+        runner = self._runner
+        if runner.wires.pop(self.session, None) is None:
+            return
+        runner.hub.count("connections", "closed")
+        runner.run(decide.on_closed(runner.hub, self.session, code, runner.now_ms()))
+
+
+class RefusedSocket:
+    """A WebSocket that was opened to say why it is refused. What comes over it is ignored."""
+
+    __slots__ = ()
+
+    def on_message(self, data: bytes, is_text: bool) -> None:
+        return
+
+    def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
+        return
+
+    def on_drain(self) -> None:
+        return
+
+    def on_silence(self) -> None:
+        return
+
+    def on_close(self, code: int, reason: str) -> None:
+        return
+
 
 WS_PATH: Final = b"/hub/ws"
 MESSAGES_PATH: Final = b"/hub/messages"
@@ -72,7 +253,7 @@ class HubRoutes:
         return {
             "status": "ok",
             "service": "signal-hub",
-            "version": connecting.PROTOCOL_VERSION,
+            "version": session_lifecycle.PROTOCOL_VERSION,
             "timestamp": self._runner.now_ms(),
         }
 
@@ -153,7 +334,7 @@ class HubRoutes:
         said: list[bytes] = []
 
         def end() -> None:
-            connecting.end_session(runner.hub, session, runner.now_ms())
+            session_lifecycle.end_session(runner.hub, session, runner.now_ms())
 
         def answer(frame: bytes) -> None:
             said.append(frame)

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 import msgspec
 from msgspec import Raw
 
-from tailrace.hub import copies
+from tailrace.hub import requests
 from tailrace.hub.addresses import parse_address
-from tailrace.hub.asks import ACK_LEVELS, REQUEST_TTL_MS_MAX, PendingRequest
-from tailrace.hub.copies import OutgoingMessage
 from tailrace.hub.deduplication import SeenMessage, SeenMessages
 from tailrace.hub.effects import AppendOutcome
+from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import APPLIED, HubError, field_error
-from tailrace.hub.fields import Fields, HubRequest
-from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
-from tailrace.hub.ids import new_id
+from tailrace.hub.flow_control import FULL, SENT, SLOW, WAITING
+from tailrace.hub.pending_requests import ACK_LEVELS, REQUEST_TTL_MS_MAX, PendingRequest
 from tailrace.hub.registry import Registration
+from tailrace.hub.requests import Fields, HubRequest, OutgoingMessage
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
@@ -220,7 +219,7 @@ def _make_pending_request(
         deadline,
         list(wanted.levels),
         wanted.expects_reply,
-        copies.trace_metadata(request),
+        requests.trace_metadata(request),
         copy_id=new_id(now_ms),
     )
 
@@ -245,7 +244,7 @@ def _make_outgoing(
         wanted.type,
         wanted.data,
         now_ms,
-        copies.append_metadata(copies.forwarded_metadata(request), own),
+        requests.append_metadata(requests.forwarded_metadata(request), own),
         "ask" if wanted.expects_reply else "tell",
         request.envelope.correlation_id,
         request.envelope.ttl,

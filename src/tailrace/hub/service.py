@@ -1,4 +1,9 @@
-"""The parts of the hub put together."""
+"""The hub as a part of the server: set-up, reload, metrics, retention, stream access.
+
+Who may read the hub's streams past the hub, by HTTP: whoever could have had it from the hub.
+
+The parts of the hub put together.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +23,46 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
-from tailrace.hub import connecting, decide
-from tailrace.hub.policy import load_policy
-from tailrace.hub.reading import HubStreamAccess
+from tailrace.hub import decide, session_lifecycle
+from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX, parse_address
+from tailrace.hub.errors import HubError
+from tailrace.hub.policy import Policy, load_policy, principal_from_identity
+from tailrace.hub.registry import REGISTRY_STREAM
 from tailrace.hub.restore import restore_hub
 from tailrace.hub.routes import HubRoutes
-from tailrace.hub.runner import EffectRunner
+from tailrace.hub.runner import EffectRunner, LogStreams
 from tailrace.hub.signatures import SECRET_BYTES, SignatureKey
 from tailrace.hub.state import Hub, HubOptions
-from tailrace.hub.storage import LogStreams
 from tailrace.log.model import Lifetime
 from tailrace.storage.retention_service import RetentionBound
 
 if TYPE_CHECKING:
     from tailrace.storage.sealing import SealingService
+
+
+class HubStreamAccess:
+    """The rules in force. They are replaced as a whole when they are read again."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def may_read(self, identity: Identity, name: str) -> bool:
+        """Topics need the right to subscribe, the registry to discover, a mailbox the right to its address.
+
+        A token that names no address opens no session at the hub, and so reads nothing here.
+        """
+        try:
+            actor = principal_from_identity(identity, parse_address(f"@({identity.actor_id})"))
+        except HubError:
+            return False
+        if name == REGISTRY_STREAM:
+            return self.policy.may(actor, "discover")
+        if name.startswith(TOPIC_PREFIX):
+            return self.policy.may_topic(actor, "subscribe", name.removeprefix(TOPIC_PREFIX))
+        if name.startswith(MAILBOX_PREFIX):
+            return actor.has("mailbox") and self.policy.may_register(actor, name.removeprefix(MAILBOX_PREFIX))
+        return False
+
 
 logger = logging.getLogger("tailrace.hub")
 
@@ -111,7 +142,7 @@ class HubService:
         self.hub.policy = self._reading.policy = policy
         self.hub.rates.policy = policy
         now_ms = self.runner.now_ms()
-        connecting.disconnect_denied(self.hub, now_ms)
+        session_lifecycle.disconnect_denied(self.hub, now_ms)
         self.runner.run(decide.collect_effects(self.hub, now_ms))
 
     def stop(self) -> None:

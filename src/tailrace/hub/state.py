@@ -13,23 +13,19 @@ import msgspec
 
 from tailrace.auth import Identity
 from tailrace.common.limits import Limits
-from tailrace.hub import copies
+from tailrace.hub import requests
 from tailrace.hub.addresses import AddressPattern
-from tailrace.hub.asks import PendingRequests
-from tailrace.hub.burying import RejectedMessages
-from tailrace.hub.convoys import BroadcastBatching
-from tailrace.hub.dead_letters import DeadLetters
+from tailrace.hub.broadcast import BroadcastBatching
+from tailrace.hub.dead_letters import DeadLetters, RejectedMessages
 from tailrace.hub.deduplication import SeenMemory, SeenMessages
 from tailrace.hub.effects import Append, AppendOutcome, Close, Effect, Send
+from tailrace.hub.envelope import HUB_ADDRESS, encode_envelope, new_id
 from tailrace.hub.errors import DeniedError, HubError, encode_error
-from tailrace.hub.flow import FlowControl
-from tailrace.hub.ids import new_id
+from tailrace.hub.flow_control import FlowControl
 from tailrace.hub.mailboxes import Mailboxes
-from tailrace.hub.message import HUB_ADDRESS, encode_envelope
-from tailrace.hub.policy import Policy
-from tailrace.hub.presence import PresenceWatches
-from tailrace.hub.rates import RateLimiter
-from tailrace.hub.registry import Registry
+from tailrace.hub.pending_requests import PendingRequests
+from tailrace.hub.policy import Policy, RateLimiter
+from tailrace.hub.registry import PresenceWatches, Registry
 from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
 from tailrace.hub.signatures import SignatureKey
 from tailrace.hub.sweep import HubSweep
@@ -37,7 +33,7 @@ from tailrace.hub.topics import Topics
 from tailrace.hub.trace import MessageTrace
 
 if TYPE_CHECKING:
-    from tailrace.hub.fields import HubRequest
+    from tailrace.hub.requests import HubRequest
 
 HUB_ADDRESS_ALIASES: Final = ("@(tailrace/hub)", "@(signal-hub)")
 AUDIT_STREAM: Final = "hub/audit"
@@ -192,7 +188,7 @@ class Hub:
             payload=payload if isinstance(payload, bytes) else msgspec.json.encode(payload),
             timestamp=now_ms,
             correlation_id=request.id,
-            metadata=copies.trace_metadata(request) if metadata is None else metadata,
+            metadata=requests.trace_metadata(request) if metadata is None else metadata,
         )
         self.control(session, frame)
         return frame
@@ -252,7 +248,7 @@ class Hub:
 
     def refuse_request(self, session: Session, request: HubRequest, error: HubError, now_ms: int) -> bytes:
         return self.refuse(
-            session, error, now_ms, request_id=request.id, trace=copies.trace_metadata(request)
+            session, error, now_ms, request_id=request.id, trace=requests.trace_metadata(request)
         )
 
     # -- keeping ---------------------------------------------------------------------------------------

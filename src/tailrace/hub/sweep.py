@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tailrace.hub import copies
+from tailrace.hub import requests
 from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX
-from tailrace.hub.boxes import BROADCAST_STREAM
-from tailrace.hub.cursors import Cursor
+from tailrace.hub.delivery_queues import BROADCAST_STREAM, Cursor
 from tailrace.hub.effects import DeleteStream, ListStreams, Read, ReadResult, StreamSummary
+from tailrace.hub.envelope import parse_envelope
 from tailrace.hub.mailboxes import PAGE_BYTES, PAGE_ENTRIES, STORED_BYTES_MAX
-from tailrace.hub.message import parse_envelope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -120,7 +119,7 @@ class HubSweep:
             if now_ms - time_ns // 1_000_000 < waits_ms:
                 self._remember(stream, number - 1, time_ns // 1_000_000 + waits_ms)
                 break
-            copy = copies.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
+            copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
             mailboxes.bury(box, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
             old.add(number)
         if old:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from tailrace.hub import copies
-from tailrace.hub.copies import OutgoingMessage
+from tailrace.hub import requests
 from tailrace.hub.effects import Append
+from tailrace.hub.requests import OutgoingMessage
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
@@ -42,7 +42,7 @@ class MessageTrace:
         """One event of one copy."""
         if self._mode == "off" or (self._mode == "durable" and stream is None and event != "dead"):
             return
-        metadata = copies.parse_metadata(copy)
+        metadata = requests.parse_metadata(copy)
         correlation = NULL if copy.correlation_id is None else _quoted(copy.correlation_id)
         record = (
             b'{"ev":"%b","at":%d,"id":%b,"copy":"%b","parent":%b,"correlationId":%b,"traceId":%b,"from":%b,"to":%b,'

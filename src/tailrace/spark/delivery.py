@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from tailrace.client.error import ClientError
+from tailrace.client.errors import ClientError
 from tailrace.client.model import is_json
 from tailrace.client.wire import ProducerFields
 from tailrace.spark.server import Server

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark import TaskContext
 
-from tailrace.client.error import ClientError
+from tailrace.client.errors import ClientError
 from tailrace.protocol import offsets
 from tailrace.spark.columns import Projection
 from tailrace.spark.options import ReadOptions

@@ -13,11 +13,10 @@ import msgspec
 
 import tailrace
 from tailrace.client import transport, wire
-from tailrace.client.error import ClientError
+from tailrace.client.client import SyncTransport
+from tailrace.client.errors import ClientError
 from tailrace.client.model import StreamDescriptor, StreamInfo
-from tailrace.client.retry import Backoff, Retries
-from tailrace.client.steps import exchange
-from tailrace.client.sync import SyncTransport
+from tailrace.client.transport import Backoff, Retries, exchange
 from tailrace.spark.options import Connection
 from tailrace.spark.process_cache import ProcessCache
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from tailrace.client.error import ClientError
+from tailrace.client.errors import ClientError
 from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
 from tailrace.spark.catalogue import START, Catalogue, Position, StreamState, position_of

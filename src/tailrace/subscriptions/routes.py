@@ -15,8 +15,8 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import offsets, stream_names
-from tailrace.subscriptions import signing, ssrf, tokens, views
-from tailrace.subscriptions.config import (
+from tailrace.subscriptions import keys, ssrf, views
+from tailrace.subscriptions.model import (
     STREAMS_MAX,
     SubscriptionConfig,
     check_id,
@@ -29,7 +29,7 @@ from tailrace.subscriptions.service import SubscriptionService
 from tailrace.subscriptions.state_machine import Step, StreamAck, WakeAnswer
 
 JWKS_HEAD = (
-    b"Content-Type: application/jwk-set+json\r\nCache-Control: public, max-age=%d\r\n" % signing.JWKS_CACHE_S
+    b"Content-Type: application/jwk-set+json\r\nCache-Control: public, max-age=%d\r\n" % keys.JWKS_CACHE_S
 )
 JSON_HEAD = answers.JSON_TYPE + answers.NO_STORE
 
@@ -221,7 +221,7 @@ class SubscriptionRoutes:
                 return
             assert step.wake is not None, "a claim is granted with its wake"
             now_ms = self._service.now_ms()
-            token = tokens.issue_wake_token(token_key, agent.sub.id, step.wake.generation, now_ms)
+            token = keys.issue_wake_token(token_key, agent.sub.id, step.wake.generation, now_ms)
             exchange.respond(200, JSON_HEAD, views.claim_body(agent.sub, step.wake, token))
 
         self._service.claim(agent, worker, told)
@@ -239,7 +239,7 @@ class SubscriptionRoutes:
         self, exchange: Exchange, subscription_id: str, kind: str, *, release: bool = False
     ) -> None:
         """The wake's own token is the permission; a missing one is refused before anything else is said."""
-        token = tokens.read_bearer_token(
+        token = keys.read_bearer_token(
             self._service.keys.token_key, exchange.headers.get(b"authorization"), subscription_id
         )
         agent = self._service.find(subscription_id)

@@ -14,8 +14,7 @@ from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
-from tailrace.subscriptions.config import SubscriptionConfig
-from tailrace.subscriptions.model import decode_subscriptions
+from tailrace.subscriptions.model import SubscriptionConfig, decode_subscriptions
 from tailrace.subscriptions.runner import SavedCallback, StepCallback, StreamTail, SubscriptionRunner
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.subscriptions.state_machine import Step

@@ -8,8 +8,7 @@ with Hub("http://127.0.0.1:4437", address="@(svc/price)") as hub:
 
 from __future__ import annotations
 
-from tailrace.client.hub.addresses import Runtime, from_runtime, to_runtime
-from tailrace.client.hub.aio import AsyncHub
+from tailrace.client.hub.client import AsyncHub, Hub
 from tailrace.client.hub.model import (
     Ack,
     Actor,
@@ -20,10 +19,12 @@ from tailrace.client.hub.model import (
     Presence,
     Published,
     Registration,
+    Runtime,
     Subscription,
     Timeouts,
+    from_runtime,
+    to_runtime,
 )
-from tailrace.client.hub.sync import Hub
 from tailrace.client.hub.wire import SigningKey
 
 __all__ = [

@@ -1,4 +1,9 @@
-"""What the client of the hub hands out: messages, actors, acknowledgements."""
+"""Messages, actors, acknowledgements and pages of the hub client; address forms of runtimes.
+
+Addresses as other runtimes write them, and back.
+
+What the client of the hub hands out: messages, actors, acknowledgements.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,39 @@ from typing import Any, Final, Literal, cast, get_args
 
 import msgspec
 
-from tailrace.client.arguments import check_seconds
-from tailrace.client.error import INVALID_ANSWER, ClientError
-from tailrace.hub.message import Envelope
+from tailrace.client.errors import INVALID_ANSWER, ClientError, check_seconds
+from tailrace.hub.addresses import format_address, parse_address
+from tailrace.hub.envelope import Envelope
+
+Runtime = Literal["browser", "cloudflare", "local", "seag", "beam"]
+
+# The first is what is written, all are understood.
+_PREFIXES: Final[dict[Runtime, tuple[str, ...]]] = {
+    "browser": ("local://",),
+    "cloudflare": ("remote://do/", "remote://worker/", "worker://", "do://"),
+    "beam": ("",),
+    "local": (),
+    "seag": (),
+}
+
+
+def to_runtime(address: str, runtime: Runtime) -> str:
+    """An address of the hub as a runtime writes it: `local://w-1` in a browser for `@(w-1)`."""
+    path = parse_address(address, "address")
+    prefixes = _PREFIXES[runtime]
+    return prefixes[0] + path if prefixes else address
+
+
+def from_runtime(text: str, runtime: Runtime) -> str:
+    """The hub's address for one that a runtime wrote. The hub's own form is understood everywhere."""
+    if not text.startswith("@("):
+        for prefix in _PREFIXES[runtime]:
+            if text.startswith(prefix):
+                text = format_address(text.removeprefix(prefix))
+                break
+    parse_address(text, "address")
+    return text
+
 
 AckLevel = Literal["delivered", "accepted", "processed"]
 ACK_LEVELS: Final = get_args(AckLevel)

@@ -1,28 +1,152 @@
-"""Staying connected: heartbeats, reconnecting with jitter, and what was open over it."""
+"""A hub session that reconnects: WebSocket, heartbeats, pending requests.
+
+Questions that wait for their answers.
+
+One WebSocket to the hub: opened, written, read, closed.
+
+Staying connected: heartbeats, reconnecting with jitter, and what was open over it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
 import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.typing import Subprotocol
 
-from tailrace.client.error import CONNECT_FAILED, INVALID_ANSWER, ClientError
+from tailrace.client.errors import CONNECT_FAILED, INVALID_ANSWER, ClientError, error_from
 from tailrace.client.hub import wire
-from tailrace.client.hub.asks import PendingRequests
-from tailrace.client.hub.link import HubConnection, open_connection
 from tailrace.client.hub.model import Message, Timeouts, Welcome, decode_answer
-from tailrace.client.hub.wire import OutgoingRequest
-from tailrace.client.retry import NOT_APPLIED_STATUSES, TRANSIENT_STATUSES, Retries
+from tailrace.client.hub.wire import OutgoingRequest, connection_lost, error_from_message
+from tailrace.client.transport import NOT_APPLIED_STATUSES, TRANSIENT_STATUSES, Retries
+from tailrace.hub.envelope import new_id, parse_envelope
 from tailrace.hub.errors import HubError
-from tailrace.hub.ids import new_id
-from tailrace.hub.message import parse_envelope
+
+
+class PendingRequest:
+    """One question, and what becomes of it."""
+
+    __slots__ = ("answer", "on_part", "request")
+
+    def __init__(self, request: OutgoingRequest, on_part: Callable[[Any], None] | None) -> None:
+        self.request = request
+        self.on_part = on_part
+        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: ClientError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class PendingRequests:
+    """Open questions by the id of their request. A late answer finds nobody, and is dropped."""
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open: dict[str, PendingRequest] = {}
+
+    def __iter__(self) -> Iterator[PendingRequest]:
+        return iter(list(self._open.values()))
+
+    def open(self, request: OutgoingRequest, on_part: Callable[[Any], None] | None = None) -> PendingRequest:
+        ask = self._open[request.id] = PendingRequest(request, on_part)
+        return ask
+
+    def close(self, ask: PendingRequest) -> None:
+        self._open.pop(ask.request.id, None)
+        if not ask.answer.cancel() and not ask.answer.cancelled():
+            ask.answer.exception()  # looked at, so that asyncio does not complain that nobody did
+
+    def take(self, message: Message) -> bool:
+        """Whether somebody has waited for this."""
+        ask = self._open.get(message.correlation_id or "")
+        if ask is None or ask.answer.done():
+            return False
+        if message.type == "hub:broadcast_progress":
+            return True
+        if message.type == "hub:reply" and message.data.get("final") is False:
+            if ask.on_part is not None:
+                ask.on_part(message.data.get("data"))
+            return True
+        error = error_from_message(message)
+        if error is None:
+            ask.answer.set_result(message)
+        else:
+            ask.fail(error)
+        return True
+
+    def fail(self, error: ClientError) -> None:
+        for ask in self:
+            ask.fail(error)
+
+
+# Larger than anything the hub sends, with room for its envelope.
+_FRAME_BYTES_MAX: Final = 20 * 1024 * 1024
+_CLOSE_S_MAX: Final = 2.0
+_SUBPROTOCOL: Final = Subprotocol("signal-hub")
+
+
+class HubConnection:
+    """Errors of the socket become those of the client here, and nowhere else."""
+
+    __slots__ = ("_socket",)
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+
+    async def send(self, frame: bytes) -> None:
+        try:
+            await self._socket.send(frame.decode())
+        except ConnectionClosed as error:
+            raise connection_lost(f"the connection to the hub was lost: {error}", sent=True) from error
+
+    async def receive(self) -> bytes:
+        try:
+            text = await self._socket.recv()
+        except ConnectionClosed as error:
+            raise connection_lost(f"the connection to the hub was lost: {error}", sent=True) from error
+        return text.encode() if isinstance(text, str) else text
+
+    async def close(self) -> None:
+        await self._socket.close()
+
+    def abort(self) -> None:
+        """The end without a goodbye, for a peer that does not answer."""
+        self._socket.transport.abort()
+
+
+async def open_connection(url: str, timeout_s: float) -> HubConnection:
+    """A new socket. An answer that is no upgrade is the error that it tells."""
+    try:
+        socket = await connect(
+            url,
+            subprotocols=[_SUBPROTOCOL],
+            compression=None,
+            open_timeout=timeout_s,
+            close_timeout=_CLOSE_S_MAX,
+            # The heartbeat of the protocol tells more: that somebody reads what is sent.
+            ping_interval=None,
+            max_size=_FRAME_BYTES_MAX,
+        )
+    except InvalidStatus as error:
+        answer = error.response
+        headers = {name.lower(): value for name, value in answer.headers.raw_items()}
+        raise error_from(answer.status_code, headers, bytes(answer.body or b"")) from error
+    except (OSError, TimeoutError, InvalidHandshake, ConnectionClosed) as error:
+        raise ClientError(CONNECT_FAILED, f"no hub answers at {url}: {error}") from error
+    except InvalidURI as error:
+        raise ValueError(str(error)) from error
+    return HubConnection(socket)
+
 
 _DISCONNECT_S_MAX: Final = 2.0
-_FRAME_BYTES_MAX: Final = 20 * 1024 * 1024
 
 
 class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import msgspec
 
-from tailrace.client.error import CONNECTION_LOST, ClientError
+from tailrace.client.errors import CONNECTION_LOST, ClientError
 from tailrace.client.hub.model import Message
-from tailrace.client.retry import retry_after_s
+from tailrace.client.transport import retry_after_s
+from tailrace.hub.envelope import HUB_ADDRESS, encode_envelope
 from tailrace.hub.errors import ERROR_TYPES
-from tailrace.hub.message import HUB_ADDRESS, encode_envelope
 from tailrace.hub.signatures import sign_frame
 
 PROTOCOL_VERSION: Final = "0.1.0"

@@ -1,25 +1,77 @@
-"""Asks that wait: for an ack level, for a reply. Each gets one outcome per level, and one in the end."""
+"""Requests that wait for an acknowledgement or a reply, with their deadlines.
+
+When asks are over if nobody answers them. Most are answered long before, and then cost nothing more.
+
+Asks that wait: for an ack level, for a reply. Each gets one outcome per level, and one in the end.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import Raw
 
-from tailrace.hub import copies
-from tailrace.hub.copies import OutgoingMessage
-from tailrace.hub.deadlines import RequestDeadlines
+from tailrace.hub import requests
 from tailrace.hub.deduplication import SeenMessage, SeenMessages
+from tailrace.hub.envelope import encode_envelope, new_id
 from tailrace.hub.errors import HubError, field_error
-from tailrace.hub.ids import new_id
-from tailrace.hub.message import encode_envelope
+from tailrace.hub.requests import OutgoingMessage
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
-    from tailrace.hub.fields import HubRequest
+    from tailrace.hub.requests import HubRequest
     from tailrace.hub.state import Hub
+
+
+SECOND_MS: Final = 1000
+
+
+class RequestDeadlines:
+    """Asks by the second in which they end, so that one which was answered can be taken out at once.
+
+    A heap of asks would keep each until its time had come: at ten thousand a second, hundreds of thousands.
+    """
+
+    __slots__ = ("_by_second", "_seconds")
+
+    def __init__(self) -> None:
+        self._by_second: dict[int, dict[str, PendingRequest]] = {}  # by the id of the copy
+        self._seconds: list[int] = []  # a heap of the keys of those
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_second.values()))
+
+    def add(self, ask: PendingRequest) -> None:
+        second = ask.deadline_ms // SECOND_MS
+        found = self._by_second.get(second)
+        if found is None:
+            found = self._by_second[second] = {}
+            heapq.heappush(self._seconds, second)
+        found[ask.copy_id] = ask
+
+    def remove(self, ask: PendingRequest) -> None:
+        found = self._by_second.get(ask.deadline_ms // SECOND_MS)
+        if found is not None:
+            found.pop(ask.copy_id, None)
+
+    def take_due(self, now_ms: int) -> list[PendingRequest]:
+        """Those whose time is over, in the order of their deadlines."""
+        due: list[PendingRequest] = []
+        while self._seconds and self._seconds[0] <= now_ms // SECOND_MS:
+            second = self._seconds[0]
+            found = self._by_second[second]
+            due += sorted(
+                (ask for ask in found.values() if ask.deadline_ms <= now_ms), key=lambda ask: ask.deadline_ms
+            )
+            if second == now_ms // SECOND_MS:
+                break  # the rest of this second is still to come
+            heapq.heappop(self._seconds)
+            del self._by_second[second]
+        return due
+
 
 ACK_LEVELS: Final = ("delivered", "accepted", "processed")
 PARTIAL_REPLIES_MAX: Final = 1000
@@ -98,7 +150,7 @@ class PendingRequests:
         self, copy: OutgoingMessage, recipient: str, stream: str, entry: int, offset: str, now_ms: int
     ) -> PendingRequest | None:
         """An ask that this process does not know of: it was stored before a restart."""
-        metadata = copies.parse_metadata(copy)
+        metadata = requests.parse_metadata(copy)
         original, by = metadata.get("originalMessageId"), metadata.get("replyBy")
         if copy.pattern != "ask" or original is None or by is None or int(bytes(by)) <= now_ms:
             return None
@@ -299,8 +351,8 @@ class PendingRequests:
         else:
             body["error"] = raw.get("error", Raw(b"null"))
         body["final"] = final
-        metadata = copies.append_metadata(
-            copies.forwarded_metadata(request),
+        metadata = requests.append_metadata(
+            requests.forwarded_metadata(request),
             b'"via":%b,"originalMessageId":%b'
             % (msgspec.json.encode(self._hub.options.address), msgspec.json.encode(ask.request_id)),
         )
@@ -360,8 +412,9 @@ class PendingRequests:
             "hub:reply",
             bytes(request.envelope.payload),
             now_ms,
-            copies.append_metadata(
-                copies.forwarded_metadata(request), b'"originalMessageId":' + msgspec.json.encode(request_id)
+            requests.append_metadata(
+                requests.forwarded_metadata(request),
+                b'"originalMessageId":' + msgspec.json.encode(request_id),
             ),
             correlation_id=request_id,
         )

@@ -1,15 +1,22 @@
-"""Flow control: what a connection is given while it takes too little, and who is asked to wait."""
+"""Delivery to connections: back-pressure, pause and resume, fan-out of one message to many.
+
+Flow control: what a connection is given while it takes too little, and who is asked to wait.
+
+One message to many connections: what its copies share is encoded once, and each is written once.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from tailrace.hub.effects import Send
+from tailrace.hub.effects import Send, SendMany
+from tailrace.hub.envelope import HEX_PAIRS, ID_RUN_MAX, SharedEnvelope, new_id
 from tailrace.hub.errors import HubError
 from tailrace.hub.session import CONNECTED, NOTHING_DROPPED, Session
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
+
 
 PAUSED_SENDERS_MAX: Final = 64
 SENT, WAITING, SLOW, GONE, FULL = "sent", "waiting", "slow", "gone", "full"
@@ -219,3 +226,54 @@ def session_targets(session: Session) -> list[str]:
 def in_token_grace(session: Session, now_ms: int) -> bool:
     """Its token has expired and it may still bring another: until then deliveries wait."""
     return session.expires_ms is not None and now_ms >= session.expires_ms
+
+
+Recipient = tuple[Session, str]  # and the path of the address that the copy is for
+
+
+def send_to_many(
+    hub: Hub, feeder: Session, shared: SharedEnvelope, recipients: list[Recipient], now_ms: int
+) -> list[Recipient]:
+    """Copies for all who can take one at once. The others are given back, and have been given nothing.
+
+    It does what `Flow.offer` does for one, in one loop: that runs for every copy of every message.
+    """
+    left: list[Recipient] = []
+    for begin in range(0, len(recipients), ID_RUN_MAX):
+        some = recipients[begin : begin + ID_RUN_MAX] if len(recipients) > ID_RUN_MAX else recipients
+        left += _send_run(hub, feeder, shared, some, now_ms)
+    return left
+
+
+def _send_run(
+    hub: Hub, feeder: Session, shared: SharedEnvelope, recipients: list[Recipient], now_ms: int
+) -> list[Recipient]:
+    limits, second = hub.limits, now_ms // 1000
+    bytes_max, messages_max = limits.hub_pause_bytes, limits.hub_pause_messages
+    start, number, end = new_id.run(now_ms, len(recipients))
+    start, end, rest = b'{"id":"' + start, end + shared.middle + b"@(", b")" + shared.rest
+    copies: list[tuple[Session, bytes]] = []
+    left: list[Recipient] = []
+    for recipient in recipients:
+        session, path = recipient
+        frame = b"".join((start, HEX_PAIRS[number >> 8], HEX_PAIRS[number & 255], end, path.encode(), rest))
+        if (
+            session.state != CONNECTED
+            or session.detached_until_ms
+            or (session.expires_ms is not None and now_ms >= session.expires_ms)
+            or not session.outbox.push_if_light(len(frame), bytes_max, messages_max)
+        ):
+            left.append(recipient)
+            continue
+        number += 1
+        session.handed += 1
+        noted = None if session.feeders is None else session.feeders.get(feeder)
+        if noted is not None and noted[0] == second:
+            noted[1] += 1
+        elif session is not feeder:
+            session.fed_by(feeder, now_ms)
+        copies.append((session, frame))
+    if copies:
+        hub.counts["deliveries", "direct"] += len(copies)
+        hub.effects.append(SendMany(copies))
+    return left

@@ -1,4 +1,9 @@
-"""`hub:connect`, heartbeats, goodbyes, tokens that expire, connections that come back."""
+"""Connect, authenticate, resume, heartbeat, token refresh, expiry and end of sessions.
+
+Which messages have to be signed, and whether a signature is its sender's.
+
+`hub:connect`, heartbeats, goodbyes, tokens that expire, connections that come back.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +16,53 @@ import msgspec
 
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.common.errors import TailraceError
-from tailrace.hub import registering
+from tailrace.hub import registration
 from tailrace.hub.addresses import parse_address
 from tailrace.hub.errors import HubError, field_error
-from tailrace.hub.fields import HubRequest
-from tailrace.hub.flow import in_token_grace
-from tailrace.hub.outbox import NO_CONNECTION
+from tailrace.hub.flow_control import in_token_grace
 from tailrace.hub.policy import principal_from_identity, read_claims
-from tailrace.hub.session import CONNECTED, CONNECTING, DISCONNECTED, DISCONNECTING, FEATURES, Session
-from tailrace.hub.signing import check_signature
+from tailrace.hub.requests import HubRequest
+from tailrace.hub.session import (
+    CONNECTED,
+    CONNECTING,
+    DISCONNECTED,
+    DISCONNECTING,
+    FEATURES,
+    NO_CONNECTION,
+    Session,
+)
+from tailrace.hub.signatures import verify_signature
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
+
+
+SIGNED_TYPES: Final = frozenset(
+    (
+        *("hub:connect", "hub:register", "hub:send", "hub:reply"),
+        *("hub:broadcast", "hub:publish", "hub:mailbox_commit"),
+    )
+)
+
+
+def check_signature(hub: Hub, session: Session, path: str, request: HubRequest, now_ms: int) -> None:
+    signature = request.envelope.signature
+    keys_of = hub.options.keys_of
+    if signature is None:
+        if hub.options.signatures_required and request.envelope.type in SIGNED_TYPES:
+            raise HubError("invalid_signature", "this hub takes signed messages only")
+        return
+    if keys_of is None:
+        if hub.dev:
+            return  # nobody has a secret: there is nothing to hold it against
+        raise HubError("invalid_signature", "this hub has no secret of yours")
+    try:
+        verify_signature(request.frame, signature, keys_of(path), now_ms)
+    except HubError:
+        hub.audit(session, "signature", request.id, "invalid", now_ms, path)
+        raise
+    request.verified = True
+
 
 PROTOCOL_VERSION: Final = "0.1.0"
 SUPPORTED_VERSIONS: Final = (PROTOCOL_VERSION,)
@@ -247,7 +287,7 @@ def heartbeat(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> N
     said = request.payload.integer("timestamp")
     for found in session.addresses.values():
         if found.renews_on_heartbeat and found.expires_ms > now_ms:
-            registering.extend_registration(hub, found, now_ms)
+            registration.extend_registration(hub, found, now_ms)
     payload = {"timestamp": request.envelope.timestamp if said is None else said, "serverTime": now_ms}
     hub.reply(session, request, "hub:heartbeat_ack", payload, now_ms)
 
@@ -343,7 +383,7 @@ def end_session(hub: Hub, session: Session, now_ms: int) -> None:
     hub.presence.session_ended(session)
     for path in tuple(session.boxes):
         hub.mailboxes.leave(path, session)
-    registering.release_addresses(hub, session, now_ms)
+    registration.release_addresses(hub, session, now_ms)
     session.frames_held = None
 
 

@@ -1,4 +1,13 @@
-"""An actor's place at the hub: what it holds there, kept over renewals, pauses and lost sessions."""
+"""Registrations, subscriptions and presence watches kept over reconnects, and the inbox.
+
+Messages that have come and were not taken yet, bounded in number and bytes.
+
+What a session has to be told again: addresses and subscriptions, and when they are renewed.
+
+Who is there: what the hub says of actors that come and go, kept over lost sessions.
+
+An actor's place at the hub: what it holds there, kept over renewals, pauses and lost sessions.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +20,8 @@ from typing import Any, Final
 
 import msgspec
 
-from tailrace.client.error import ClientError
+from tailrace.client.errors import ClientError
 from tailrace.client.hub import wire
-from tailrace.client.hub.inbox import Inbox
-from tailrace.client.hub.keeping import HeldRegistration, HeldSubscription, PausedTargets
 from tailrace.client.hub.model import (
     Actor,
     ActorPage,
@@ -26,9 +33,181 @@ from tailrace.client.hub.model import (
     decode_answer,
 )
 from tailrace.client.hub.session import HubSession, SessionOptions, now_ms
-from tailrace.client.hub.watching import PresenceWatch
 from tailrace.client.hub.wire import OutgoingRequest
-from tailrace.hub.ids import new_id
+from tailrace.hub.envelope import new_id
+
+
+class Inbox:
+    """First in, first out. Whoever fills it waits while it is full: then the socket is not read either."""
+
+    __slots__ = ("_bytes", "_bytes_max", "_changed", "_ended", "_error", "_messages", "_messages_max", "full")
+
+    def __init__(self, *, messages_max: int, bytes_max: int) -> None:
+        self._messages: deque[Message] = deque()
+        self._messages_max = messages_max
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._error: ClientError | None = None
+        self.full = False
+
+    async def put(self, message: Message) -> None:
+        while not self._ended and self._is_full():
+            self.full = True
+            await self._wait()
+        self.full = False
+        self._messages.append(message)
+        self._bytes += message.size_bytes
+        self._changed.set()
+
+    async def get(self) -> Message | None:
+        """The next message; None after the end, or the error that it ended with."""
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            await self._wait()
+        message = self._messages.popleft()
+        self._bytes -= message.size_bytes
+        self._changed.set()
+        return message
+
+    def end(self, error: ClientError | None) -> None:
+        """Nothing more will come. What is there can still be taken."""
+        self._ended = True
+        self._error = error
+        self._changed.set()
+
+    def _is_full(self) -> bool:
+        return len(self._messages) >= self._messages_max or self._bytes >= self._bytes_max
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+# Half of the time to live: one renewal may be lost, and the address is still ours.
+_RENEW_AT_FRACTION: Final = 0.5
+RETRY_S: Final = 5.0
+
+
+class HeldRegistration(msgspec.Struct):
+    """An address of ours."""
+
+    payload: dict[str, Any]
+    registration: Registration
+    renew_at: float = 0.0
+
+    def renewed(self, registration: Registration) -> None:
+        self.registration = registration
+        # What was given, which the hub bounds; a hub that does not tell gave what was asked for.
+        ttl_s = registration.ttl_seconds or float(self.payload["ttlSeconds"])
+        self.renew_at = time.monotonic() + _RENEW_AT_FRACTION * ttl_s
+
+    def postponed(self) -> None:
+        self.renew_at = time.monotonic() + RETRY_S
+
+
+class HeldSubscription(msgspec.Struct):
+    """A subscription of ours. Its id changes when a new session makes it again."""
+
+    payload: dict[str, Any]
+    sender: str | None
+    subscription: Subscription
+
+
+class PausedTargets:
+    """Whom the hub has asked us not to write to for now."""
+
+    __slots__ = ("_everybody", "_targets")
+
+    def __init__(self) -> None:
+        self._targets: set[str] = set()
+        self._everybody = False
+
+    def pause(self, targets: list[str] | None) -> None:
+        self._everybody = self._everybody or targets is None
+        self._targets.update(targets or ())
+
+    def resume(self, targets: list[str] | None) -> None:
+        if targets is None:
+            self.clear()
+        self._targets.difference_update(targets or ())
+
+    def clear(self) -> None:
+        self._targets.clear()
+        self._everybody = False
+
+    def __contains__(self, target: str) -> bool:
+        return self._everybody or target in self._targets
+
+
+EVENTS_MAX: Final = 10_000
+GONE_EVENTS: Final = frozenset({"left", "expired"})
+
+
+class PresenceWatch:
+    """One watch. Whatever is missed in between shows as the difference between two looks."""
+
+    def __init__(self, payload: dict[str, Any]) -> None:
+        self.payload = payload
+        self.id = ""
+        self._there: dict[str, Actor] = {}
+        self._events: deque[Presence] = deque()
+        self._changed = asyncio.Event()
+        self._error: ClientError | None = None
+        self._ended = False
+
+    def look(self, actors: list[Actor]) -> None:
+        """Everybody who is there now."""
+        now = {actor.address: actor for actor in actors}
+        for address in [address for address in self._there if address not in now]:
+            self._tell(Presence("left", address, [], self._there.pop(address).version))
+        for address, actor in now.items():
+            known = self._there.get(address)
+            if known is None or known.version != actor.version:
+                event = "joined" if known is None else "updated"
+                self._tell(Presence(event, address, actor.capabilities, actor.version))
+        self._there = now
+
+    def take(self, event: Presence) -> None:
+        """Somebody came, went or changed."""
+        known = self._there.get(event.actor_address)
+        if event.event in GONE_EVENTS:
+            if self._there.pop(event.actor_address, None) is None:
+                return
+        elif known is not None and known.version >= event.version:
+            return  # the look before it had it already
+        else:
+            self._there[event.actor_address] = Actor(
+                event.actor_address, event.capabilities, version=event.version
+            )
+        self._tell(event)
+
+    async def next(self) -> Presence | None:
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return self._events.popleft()
+
+    def end(self, error: ClientError | None = None) -> None:
+        self._ended, self._error = True, error
+        self._changed.set()
+
+    def _tell(self, event: Presence) -> None:
+        if len(self._events) >= EVENTS_MAX:
+            self._events.clear()
+            self.end(ClientError("inbox_full", "too many came and went while nobody looked"))
+        elif not self._ended:
+            self._events.append(event)
+            self._changed.set()
+
 
 _REGISTER_ATTEMPTS: Final = 3
 EARLY_EVENTS_MAX: Final = 10_000

@@ -1,0 +1,450 @@
+"""Fast path for plain sends: direct relay, and mailbox append with spliced frames.
+
+The way of most messages: a plain send, written as clients write it.
+
+It is decoded once, and taken apart no further. A tell to an actor that is there comes to the same as on the
+way of all others, in fewer steps: nothing is made of it but the frame for the recipient. What is not quite
+plain goes the other way, as if nobody had looked.
+
+The short way to a mailbox: a plain send to a durable actor, with or without `ack: accepted`.
+
+It comes to the same as on the way of all others: one entry, one record of the trace, one answer when the
+entry is durable. All three are spliced from what messages of one sender to one recipient have in common.
+What is not quite plain goes the other way, as if nobody had looked.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta, Raw
+
+from tailrace.hub.addresses import ADDRESS_BYTES_MAX, mailbox_stream, parse_address
+from tailrace.hub.deduplication import SeenMessage, SeenMessages
+from tailrace.hub.delivery_queues import DeliveryQueue, Feed
+from tailrace.hub.effects import Append, AppendOutcome, Send
+from tailrace.hub.envelope import DEPTH_MAX, NAME_BYTES_MAX, Envelope, check_frame_text, new_id
+from tailrace.hub.errors import HubError, to_hub_error
+from tailrace.hub.pending_requests import PendingRequest
+from tailrace.hub.requests import HubRequest, OutgoingMessage
+from tailrace.hub.send import SendCommand
+from tailrace.hub.session import CONNECTED, Session
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+
+SEND_MARKER: Final = b'"type":"hub:send","payload":{"to":"'
+REPLAY_WINDOW_MS: Final = 300_000
+ROUTE_CACHE_MAX: Final = 8192  # a full cache holds about 6 MiB
+
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_BYTES_MAX)]
+
+
+class _EmptyMetadata(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    pass
+
+
+class _Payload(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    to: str
+    type: Name
+    data: Raw
+    ack: Literal["accepted"] | None = None  # never written as null here: that is longer than expected
+
+
+class PlainSend(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """All eleven members, none of which asks for anything in particular."""
+
+    id: Name
+    from_: str = msgspec.field(name="from")
+    to: str
+    type: Literal["hub:send"]
+    payload: _Payload
+    pattern: Literal["tell", "ask"]
+    correlation_id: None = msgspec.field(name="correlationId")
+    timestamp: Annotated[int, Meta(ge=10**12, lt=10**13)]  # of thirteen digits
+    metadata: _EmptyMetadata
+    ttl: None
+    signature: None
+
+    @property
+    def is_tell(self) -> bool:
+        return self.pattern == "tell" and self.payload.ack is None
+
+    def request(self, frame: bytes) -> HubRequest | None:
+        """For the way of all others, which need not look again what is wanted. None if that is nonsense."""
+        payload = self.payload
+        try:
+            target = parse_address(payload.to)
+        except HubError:
+            return None
+        envelope = Envelope(
+            id=self.id,
+            type=self.type,
+            timestamp=self.timestamp,
+            from_=self.from_,
+            to=self.to,
+            pattern=self.pattern,
+        )
+        levels = ["delivered"] if self.pattern == "ask" else []
+        if payload.ack is not None:
+            levels = [payload.ack]
+        return HubRequest(
+            envelope, frame, SendCommand(target, payload.type, payload.data, levels, False, None, None)
+        )
+
+
+_decode_plain_send: Final = msgspec.json.Decoder(PlainSend).decode
+# What a frame has beside the texts that vary. It is as long as that and those together only if each member
+# comes once, without space around it, and all texts are plain ASCII: then they can be copied as they are.
+_FIXED_BYTES: Final = len(
+    b'{"id":"","from":"","to":"","type":"hub:send","payload":{"to":"","type":"","data":},"pattern":"",'
+    b'"correlationId":null,"timestamp":1234567890123,"metadata":{},"ttl":null,"signature":null}'
+)
+_ACK_BYTES: Final = len(b',"ack":"accepted"')
+# Data without lists that is shorter than this is not too deep: two levels are the envelope and its payload.
+_DEEP_BYTES: Final = (DEPTH_MAX - 1) * len(b'{"":}')
+
+
+class Route(msgspec.Struct, eq=False, gc=False):
+    """What all copies from one address to another have in common."""
+
+    sender: str  # path
+    target: str
+    head: bytes  # from after the id up to the type
+    own: bytes  # the hub's own metadata up to the original id
+
+
+@lru_cache(ROUTE_CACHE_MAX)
+def route_between(via: bytes, sender: str, to: str) -> Route | None:
+    """None if there is no such address. Whether the sender is who it says is not looked at here."""
+    try:
+        path, target = sender[2:-1].encode("ascii"), parse_address(to)
+    except (HubError, UnicodeEncodeError):
+        return None
+    return Route(
+        sender[2:-1],
+        target,
+        b'","from":"@(%b)","to":"%b","type":"' % (path, to.encode()),
+        b'"forwarded":true,"via":%b,"originalFrom":"@(%b)","originalMessageId":"' % (via, path),
+    )
+
+
+def parse_plain_send(frame: bytes) -> PlainSend | None:
+    """The message, if it is such a one."""
+    try:
+        plain = _decode_plain_send(frame)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    payload = plain.payload
+    sender, to = len(plain.from_), len(payload.to)
+    if sender > ADDRESS_BYTES_MAX or to > ADDRESS_BYTES_MAX:
+        return None
+    size = len(plain.id) + sender + len(plain.to) + to + len(payload.type) + len(plain.pattern)
+    if payload.ack is not None:
+        size += _ACK_BYTES
+    data = len(payload.data)
+    if _FIXED_BYTES + size + data != len(frame) or not _is_valid_text(frame, data):
+        return None
+    return plain
+
+
+def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now_ms: int) -> Send | None:
+    """What goes to the recipient of a plain tell of so many bytes. If it is None, nothing has happened."""
+    if hub.options.verify is not None and abs(now_ms - tell.timestamp) > REPLAY_WINDOW_MS:
+        return None
+    identifier, payload = tell.id, tell.payload
+    route = route_between(hub.via, tell.from_, payload.to)
+    recipient = None if route is None else _find_recipient(hub, session, route, now_ms)
+    if route is None or recipient is None:
+        return None
+    identity = session.actor.path
+    seen = hub.seen_of(identity)
+    if not seen.note(identifier, now_ms):
+        return None
+    if not hub.rates.may_send(identity, size, now_ms):
+        seen.forget(identifier)
+        return None
+    # Joining takes half the time of formatting, here and wherever a message is spliced.
+    copy = b"".join(
+        (
+            b'{"id":"',
+            new_id(now_ms).encode(),
+            route.head,
+            payload.type.encode(),
+            b'","payload":',
+            payload.data,
+            b',"pattern":"tell","correlationId":null,"timestamp":',
+            str(now_ms).encode(),
+            b',"metadata":{',
+            route.own,
+            identifier.encode(),
+            b'"},"ttl":null,"signature":null}',
+        )
+    )
+    recipient.outbox.push(len(copy))
+    recipient.handed += 1
+    hub.counts["messages", "send/delivered"] += 1
+    hub.counts["deliveries", "direct"] += 1
+    noted = None if recipient.feeders is None else recipient.feeders.get(session)
+    if noted is not None and noted[0] == now_ms // 1000:
+        noted[1] += 1
+    elif recipient is not session:
+        recipient.fed_by(session, now_ms)
+    return Send(recipient, copy)
+
+
+def _is_valid_text(frame: bytes, data: int) -> bool:
+    """UTF-8, and not too deep. Where there is little data without lists, nothing has to be counted."""
+    if frame.isascii() and b"[" not in frame and (data < _DEEP_BYTES or frame.count(b"{") <= DEPTH_MAX):
+        return True
+    try:
+        check_frame_text(frame)
+    except HubError:
+        return False
+    return True
+
+
+def may_send_plain(hub: Hub, session: Session, route: Route, now_ms: int) -> bool:
+    """Whether there is nothing about the sender or the rules that has to be looked at closer."""
+    actor = session.actor
+    if route.sender != actor.path and route.sender not in session.addresses:
+        return False
+    if session.expires_ms is not None and now_ms >= session.expires_ms:
+        return False
+    if hub.options.signatures_required:
+        return False
+    if hub.policy.has_rules or not (actor.open or actor.named is None):
+        return hub.policy.may_send(actor, route.target)
+    return True
+
+
+def _find_recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Session | None:
+    """Who gets it, if there is nothing about sender, recipient or rules that has to be looked at closer."""
+    target = route.target
+    found = hub.registry.by_path.get(target)
+    if found is None or found.expires_ms <= now_ms or found.options.durable:
+        return None
+    recipient = found.session
+    if recipient is None or recipient.state != CONNECTED or recipient.detached_until_ms:
+        return None
+    if recipient.answer is not None or (recipient.expires_ms is not None and now_ms >= recipient.expires_ms):
+        return None
+    if session.paused_by or hub.options.trace == "all" or not may_send_plain(hub, session, route, now_ms):
+        return None
+    box = hub.mailboxes.boxes.get(target)
+    if box is not None and (box.appends or not box.live):
+        return None
+    limits = hub.limits
+    if not recipient.outbox.is_light(limits.hub_pause_bytes, limits.hub_pause_messages):
+        return None
+    return recipient
+
+
+class _StoreFragments(msgspec.Struct, frozen=True, gc=False):
+    """What is said of all entries from one address to another."""
+
+    stream: str
+    key: bytes
+    ack: bytes  # from after the id up to the message's id
+    ack_middle: bytes  # from after the time up to the offset
+    trace: bytes  # from after the copy's id up to the type
+    trace_end: bytes  # from after the time up to the offset
+
+
+@lru_cache(ROUTE_CACHE_MAX)
+def _store_fragments(via: bytes, sender: str, target: str) -> _StoreFragments:
+    """Addresses are ASCII without anything to escape."""
+    stream = mailbox_stream(target)
+    name = stream.encode()
+    return _StoreFragments(
+        stream,
+        b"@(%b)" % sender.encode(),
+        b'","from":%b,"to":"@(%b)","type":"hub:delivery_ack","payload":{"messageId":"'
+        % (via, sender.encode()),
+        b',"status":"accepted","level":"accepted","stream":"%b","offset":"' % name,
+        b'","parent":null,"correlationId":null,"traceId":null,"from":"@(%b)","to":"@(%b)",'
+        b'"kind":"send","topic":null,"type":"' % (sender.encode(), target.encode()),
+        b',"stream":"%b","offset":"' % name,
+    )
+
+
+class _PendingStore(msgspec.Struct, eq=False, gc=False):
+    """One message on its way to the disk, and what follows when it is there.
+
+    The log holds it until then and nobody after: it is part of no cycle.
+    """
+
+    hub: Hub
+    session: Session
+    frame: bytes
+    plain: PlainSend
+    route: Route
+    texts: _StoreFragments
+    box: DeliveryQueue
+    feed: Feed
+    copy_id: str
+    accepted_ms: int
+    seq: int
+    known: SeenMessages
+    seen: SeenMessage
+    ask: PendingRequest | None
+
+    def settled(self, settled: AppendOutcome, now_ms: int) -> None:
+        """Durable: acknowledged first, then handed over to whoever is there."""
+        hub, box = self.hub, self.box
+        box.appends -= 1
+        if settled.error is not None:
+            self._failed(settled, now_ms)
+            return
+        assert settled.offset is not None
+        offset = settled.offset.encode()
+        if self.ask is None:
+            self.seen.finished = True
+        else:
+            self.ask.reached, self.ask.stream = "accepted", self.texts.stream
+            self.ask.entry, self.ask.offset = settled.entry, settled.offset
+            hub.asks.answered(self.ask, self._ack(offset, now_ms))
+        hub.counts["deliveries", "stored"] += 1
+        if hub.trace.is_on:
+            hub.trace.add(self._record(offset, now_ms))
+        handed = box.is_fed and hub.mailboxes.arrived(box, self.feed, settled.entry, self._copy(), now_ms)
+        hub.counts["messages", "send/delivered" if handed else "send/queued"] += 1
+        hub.mailboxes.rest(box)
+
+    def _failed(self, settled: AppendOutcome, now_ms: int) -> None:
+        assert settled.error is not None
+        hub, error = self.hub, to_hub_error(settled.error)
+        hub.count("messages", "send/refused")
+        if self.ask is not None:
+            hub.asks.failed(self.ask, error, now_ms)
+        self.known.forget(self.plain.id)  # it may be sent again
+        if self.ask is None:
+            request = self.plain.request(self.frame)
+            assert request is not None
+            request.sender = self.route.sender
+            hub.refuse_request(self.session, request, error, now_ms)
+        hub.mailboxes.let_go(self.box)
+
+    def _ack(self, offset: bytes, now_ms: int) -> bytes:
+        texts, message_id = self.texts, self.plain.id.encode()
+        now = str(now_ms).encode()
+        return b"".join(
+            (
+                b'{"id":"',
+                new_id(now_ms).encode(),
+                texts.ack,
+                message_id,
+                b'","deliveredAt":',
+                now,
+                texts.ack_middle,
+                offset,
+                b'","duplicate":false},"pattern":"tell","correlationId":"',
+                message_id,
+                b'","timestamp":',
+                now,
+                b',"metadata":{},"ttl":null,"signature":null}',
+            )
+        )
+
+    def _record(self, offset: bytes, now_ms: int) -> bytes:
+        texts, payload = self.texts, self.plain.payload
+        return b"".join(
+            (
+                b'{"ev":"accepted","at":',
+                str(now_ms).encode(),
+                b',"id":"',
+                self.plain.id.encode(),
+                b'","copy":"',
+                self.copy_id.encode(),
+                texts.trace,
+                payload.type.encode(),
+                b'","bytes":%d,"sentAt":%d' % (len(payload.data), self.accepted_ms),
+                texts.trace_end,
+                offset,
+                b'","shard":"0"}',
+            )
+        )
+
+    def _copy(self) -> OutgoingMessage:
+        """As the way of all others makes it, for one who is there to get it."""
+        plain, route = self.plain, self.route
+        return OutgoingMessage(
+            self.copy_id,
+            f"@({route.sender})",
+            f"@({route.target})",
+            plain.payload.type,
+            plain.payload.data,
+            self.accepted_ms,
+            b'{%b%b","hubSeq":%d' % (route.own, plain.id.encode(), self.seq),
+        )
+
+
+def store_plain_send(
+    hub: Hub, session: Session, plain: PlainSend, frame: bytes, now_ms: int
+) -> Append | None:
+    """The entry for the mailbox of the recipient. If it is None, nothing has happened."""
+    if plain.pattern == "ask" and plain.payload.ack is None:
+        return None  # it asks to hear of the delivery
+    if hub.options.verify is not None and abs(now_ms - plain.timestamp) > REPLAY_WINDOW_MS:
+        return None
+    payload, identifier = plain.payload, plain.id
+    route = route_between(hub.via, plain.from_, payload.to)
+    if route is None or not may_send_plain(hub, session, route, now_ms):
+        return None
+    found = hub.registry.by_path.get(route.target)
+    if found is None or found.expires_ms <= now_ms or not found.options.durable:
+        return None
+    asks = payload.ack is not None
+    if asks and len(session.asked) >= hub.limits.hub_session_asks:
+        return None
+    identity = session.actor.path
+    known = hub.seen_of(identity)
+    if identifier in known or hub.seen_memory.is_full:
+        return None
+    mailboxes = hub.mailboxes
+    box = mailboxes.open(route.target)
+    feed = box.mailbox
+    is_new_owner = box.session is None and found.session is not None
+    if (
+        feed is None
+        or is_new_owner
+        or mailboxes.is_full(box)
+        or not hub.rates.may_send(identity, len(frame), now_ms)
+    ):
+        mailboxes.let_go(box)
+        return None
+    seen = known.add(identifier, now_ms, plain.timestamp)
+    copy_id, seq = new_id(now_ms), hub.next_seq(now_ms)
+    ask: PendingRequest | None = None
+    if asks:
+        deadline_ms = now_ms + hub.limits.hub_ask_ms
+        ask = PendingRequest(
+            identifier, session, route.sender, route.target, deadline_ms, ["accepted"], False, b"{}", copy_id
+        )
+        ask.seen = (known, seen)
+        hub.asks.begin(ask)
+    texts = _store_fragments(hub.via, route.sender, route.target)
+    kept = _PendingStore(
+        hub, session, frame, plain, route, texts, box, feed, copy_id, now_ms, seq, known, seen, ask
+    )
+    box.appends += 1
+    body = b"".join(
+        (
+            b'{"id":"',
+            copy_id.encode(),
+            route.head,
+            payload.type.encode(),
+            b'","payload":',
+            payload.data,
+            b',"pattern":"tell","correlationId":null,"timestamp":',
+            str(now_ms).encode(),
+            b',"metadata":{',
+            route.own,
+            identifier.encode(),
+            b'","hubSeq":%d},"ttl":null,"signature":null}' % seq,
+        )
+    )
+    return Append(texts.stream, body, kept.settled, texts.key)
