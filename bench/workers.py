@@ -23,13 +23,13 @@ from bench.loadgen import Load as Result
 from bench.loadgen import append_options
 from bench.places import DATA
 from bench.processes import Running, free_port, launch
-from tailrace.workers.placement import Placement
+from tailrace.cluster.placement import Placement
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 20_000
 WARM_SECONDS = 8.0  # until the helpers of every worker run: starting them costs half a second of its core
 STREAMS = 8
-CHILD = b"tailrace.workers.child"
+CHILD = b"tailrace.cluster.worker_process"
 
 
 def is_unified() -> bool:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tailrace.cli.app import VERBS
-from tailrace.cli.failures import EXIT_CODES
+from tailrace.cli.errors import EXIT_CODES
 from tailrace.common.metrics import MetricDefinition
 from tailrace.common.server_metrics import SERVER_METRICS as METRICS
 from tailrace.common.settings import PRESETS, SETTINGS_TABLE, Setting

@@ -13,7 +13,7 @@ from cyclopts import App
 from support.cli import tailrace
 from support.server import ServerProcess
 from tailrace.cli.app import build
-from tailrace.cli.failures import EXIT_CODES
+from tailrace.cli.errors import EXIT_CODES
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = "127.0.0.1:9"

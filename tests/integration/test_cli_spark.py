@@ -9,8 +9,8 @@ import pytest
 
 from support.cli import Finished, tailrace
 from support.ports import free_port
-from tailrace.cli.failures import RefusedError
-from tailrace.cli.spark_needs import need_spark
+from tailrace.cli.errors import RefusedError
+from tailrace.cli.spark_requirements import need_spark
 
 COMMANDS = (("sql", "select 1"), ("pipeline", "run", "--once"), ("pipeline", "stats", "--collection", "x"))
 NO_JAVA = "no Java 17+ found: set JAVA_HOME, or put java on the PATH (see tailrace doctor)"

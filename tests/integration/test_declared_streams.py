@@ -12,8 +12,8 @@ from support.calls import Caller
 from support.cli import tailrace
 from support.server import ServerProcess
 from support.workers import names_of
-from tailrace.api.declared import FILE_BYTES_MAX, STREAMS_MAX, read_declared
 from tailrace.common.errors import TailraceError
+from tailrace.server.declared import FILE_BYTES_MAX, STREAMS_MAX, read_declared
 
 NOTE = {"op": "add", "path": "/note", "schema": {"type": "string"}, "default": ""}
 SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]}

@@ -13,9 +13,9 @@ import pytest
 from support.calls import Caller, eventually
 from support.server import ServerProcess
 from support.wire import Answer, Wire
-from tailrace.api.openapi.document import build
 from tailrace.auth import create_token
 from tailrace.common.clock import FakeClock
+from tailrace.server.openapi.document import build
 
 JSON = "application/json"
 SECRET = "a secret that only the server and this test know"

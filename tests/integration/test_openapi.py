@@ -13,12 +13,12 @@ from openapi_spec_validator import validate
 import tailrace
 from conftest import StartServer
 from support.wire import Wire
-from tailrace.api import app, touch
-from tailrace.api.openapi.document import build
 from tailrace.auth import create_token
 from tailrace.common.errors import ERROR_STATUS
 from tailrace.protocol.http_headers import RESPONSE_HEADERS
 from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS
+from tailrace.server import app, touch
+from tailrace.server.openapi.document import build
 
 DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build()))
 PATHS: dict[str, Any] = DOCUMENT["paths"]

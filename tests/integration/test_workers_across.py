@@ -25,8 +25,8 @@ from support.server import ServerProcess
 from support.sources import BASE, documents, wait_phase, wait_until
 from support.watch_client import Live
 from support.workers import names_of, pid_of
+from tailrace.cluster.layout import read_layout
 from tailrace.schema.profiles import touch_keys
-from tailrace.workers.layout import read_layout
 
 WORKERS = 2
 FIRST, SECOND = range(WORKERS)

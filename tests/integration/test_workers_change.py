@@ -15,13 +15,13 @@ from support.calls import Caller, eventually
 from support.sealing import SEALING_ENV
 from support.server import ServerProcess
 from support.workers import pid_of
+from tailrace.cluster.layout import Layout, read_layout, refuse_left
+from tailrace.cluster.migrate import fold
+from tailrace.cluster.placement import Placement
+from tailrace.cluster.system_streams import FACT
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.log.stored_streams import StreamImage
-from tailrace.workers.delivery import FACT
-from tailrace.workers.layout import Layout, read_layout, refuse_left
-from tailrace.workers.migrate import fold
-from tailrace.workers.placement import Placement
 
 STEPS = [name for name in failpoints.NAMES if name.startswith("workers.")]
 JSON = {"Content-Type": "application/json"}

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from support.log_harness import LogHarness, Pending
 from support.log_model import Append
 from support.queries import FILTERS, SEARCH_BODY, Question, payload_of, questions, records
-from tailrace.api.context import Context
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
+from tailrace.routing.context import Context
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
 from tailrace.search.filtered_reads import FilteredReads

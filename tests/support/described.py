@@ -11,7 +11,7 @@ from schemathesis import checks
 from schemathesis.core.result import Ok
 
 from support.wire import Wire
-from tailrace.api.openapi.document import build
+from tailrace.server.openapi.document import build
 
 JSON = "application/json"
 APPEND = "POST /v1/stream/{name}"

@@ -18,7 +18,7 @@ import sys
 from typing import Final, cast
 
 MODULES: Final = (
-    "tailrace.api.serve",
+    "tailrace.server.serve",
     "tailrace.cli.app",
     "tailrace.cli.serve",
     "tailrace.client",

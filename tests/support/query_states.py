@@ -17,12 +17,12 @@ from support.aggregate_model import INTERVALS, ROLLUPS, AggregateModel, rollup_v
 from support.log_model import Append
 from support.queries import FILTERS, Question, payload_of, questions
 from support.search_states import FAR_S, SearchStates, actions, queries
-from tailrace.api.context import Context
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
 from tailrace.log.routing_keys import KeyListing, LexiconReader
+from tailrace.routing.context import Context
 from tailrace.search.aggregates.run import Aggregator
 from tailrace.search.filtered_reads import FilteredReads
 from tailrace.search.records import RecordView

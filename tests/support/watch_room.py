@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from support.log_harness import LogHarness
-from tailrace.api.context import Context
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
+from tailrace.routing.context import Context
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import BeforeImageLimits, Collection, CounterRegistry
 from tailrace.watch.collection_registry import CollectionRegistry, reset_after_view_loss

@@ -8,9 +8,9 @@ from itertools import count
 from pathlib import Path
 
 from support.server import ServerProcess
-from tailrace.workers.placement import Placement
+from tailrace.cluster.placement import Placement
 
-MODULE = b"tailrace.workers.child"
+MODULE = b"tailrace.cluster.worker_process"
 
 
 def names_of(worker: int, workers: int, prefix: str = "s") -> Iterator[str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from support.http_app import on_loop, until
-from tailrace.api.serve import Server
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
+from tailrace.server.serve import Server
 from tailrace.storage.data_directory import DataDirectory
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tailrace.api.inspection.cold import cached_of
-from tailrace.api.inspection.descriptor import Surroundings, details
-from tailrace.api.inspection.documents import documents_of
-from tailrace.api.inspection.index_status import Manifest
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
+from tailrace.server.cold import cached_of
+from tailrace.server.descriptor import Surroundings, details
+from tailrace.server.documents import documents_of
+from tailrace.server.index_status import Manifest
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache, ObjectRange, cache_source
 from tailrace.storage.segments.model import make_stream_id, stream_prefix
 

@@ -12,10 +12,6 @@ import pytest
 from support.log_harness import LogHarness
 from support.log_model import Append
 from tailrace import __version__
-from tailrace.api.context import Context
-from tailrace.api.follower import Follower
-from tailrace.api.live import Live
-from tailrace.api.live_wires import SseWire
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
@@ -23,9 +19,13 @@ from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
+from tailrace.routing.context import Context
 from tailrace.schema import stream_schema
 from tailrace.schema.registry import Registry, RoutingKey, VersionBoundary
 from tailrace.schema.stream_schema import PROMOTED_PAGE_BYTES, StreamSchema, StreamSchemaCache
+from tailrace.server.follower import Follower
+from tailrace.server.live import Live
+from tailrace.server.live_wires import SseWire
 
 JSON = "application/json"
 

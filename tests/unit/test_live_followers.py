@@ -11,14 +11,14 @@ from support.log_harness import LogHarness
 from support.log_model import Append
 from support.manifests import segment
 from tailrace import __version__
-from tailrace.api.context import Context
-from tailrace.api.follower import Follower
-from tailrace.api.live import Live
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, Trim
+from tailrace.routing.context import Context
+from tailrace.server.follower import Follower
+from tailrace.server.live import Live
 
 TEXT = "text/plain"
 

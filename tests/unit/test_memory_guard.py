@@ -9,9 +9,9 @@ import pytest
 
 from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
-from tailrace.api.memory_guard import MemoryGuard, limit_of, resident_bytes
 from tailrace.common.limits import Limits
 from tailrace.log.commit_path import LARGE_CHANGE_BYTES
+from tailrace.server.memory_guard import MemoryGuard, limit_of, resident_bytes
 
 MIB = 1 << 20
 LIMIT = 100 * MIB

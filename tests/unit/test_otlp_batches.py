@@ -7,11 +7,11 @@ from typing import Any
 import orjson
 import pytest
 
-from tailrace.api import otlp
-from tailrace.api.otlp import APPEND_SPANS, Batches
 from tailrace.schema.profiles.otlp_export import SpanExport
 from tailrace.schema.profiles.otlp_json import read_json
 from tailrace.schema.profiles.profile import OtelTracesProfile
+from tailrace.server import otlp_routes
+from tailrace.server.otlp_routes import APPEND_SPANS, Batches
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PROFILE = OtelTracesProfile({"kind": "otel-traces"}, "profile")
@@ -45,7 +45,7 @@ def test_spans_become_batches_and_are_not_kept_as_objects() -> None:
 
 
 def test_what_a_resource_says_counts_in_every_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "EXPORT_BYTES", 50_000)
+    monkeypatch.setattr(otlp_routes, "EXPORT_BYTES", 50_000)
     export, batches = export_of(20, "x" * 8000)
     assert 30_000 < sum(batch.size for batch in batches.all) <= 50_000
     assert sum(len(batch.lengths) for batch in batches.all) + export.rejected == 20

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from tailrace.api.proxies import Proxies, network_of
 from tailrace.common.settings import SettingsError
 from tailrace.common.settings_loading import load_settings
 from tailrace.http.exchange import Exchange
+from tailrace.routing.proxies import Proxies, network_of
 
 TRUSTED = "10.0.0.0/8, 192.0.2.7, fd00::/8"
 

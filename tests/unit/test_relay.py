@@ -15,11 +15,11 @@ from typing import cast
 import pytest
 
 from support.http_app import HOST, Site, TestApp, chunked, get, on_loop, post, site, until
+from tailrace.cluster.proxy import Front, Inner
 from tailrace.common.limits import Limits
 from tailrace.http import Exchange, HttpServer, relay
 from tailrace.http.handover import HandoverReceiver, HandoverSender
 from tailrace.http.relay import PeerClient, restore_relayed_request
-from tailrace.workers.front import Front, Inner
 
 UPGRADE = (
     "Connection: Upgrade",

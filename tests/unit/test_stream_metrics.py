@@ -10,13 +10,13 @@ import pytest
 
 from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
-from tailrace.api.stream_metrics.series import DROPPED, OTHER, SeriesBook, Source, Timing, Window
-from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import DAY_MS, Limits
 from tailrace.log.publish import StreamTraffic, TrafficCounts
 from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.schema.profiles.metrics import normalise_metric
+from tailrace.server.series import DROPPED, OTHER, SeriesBook, Source, Timing, Window
+from tailrace.server.writer import MetricsWriter
 from tailrace.storage.retention import has_bounds
 
 FLUSH_MS = 10_000

@@ -10,12 +10,12 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from support.calls import eventually
 from support.collector import Collector
-from tailrace.api.observed import is_wanted, route_of
-from tailrace.api.tracing.context import TraceContext, new_trace, read_traceparent
-from tailrace.api.tracing.exporter import QUEUE_SPANS_MAX, Exporter, read_headers, traces_url
-from tailrace.api.tracing.otlp import encode_export
-from tailrace.api.tracing.span import SERVER, TEXT_MAX, Span
 from tailrace.common.settings import Settings
+from tailrace.server.context import TraceContext, new_trace, read_traceparent
+from tailrace.server.exporter import QUEUE_SPANS_MAX, Exporter, read_headers, traces_url
+from tailrace.server.otlp import encode_export
+from tailrace.server.request_tracing import is_wanted, route_of
+from tailrace.server.span import SERVER, TEXT_MAX, Span
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "00f067aa0ba902b7"

@@ -14,6 +14,9 @@ import pytest
 
 from support.http_app import TestApp, on_loop, until
 from support.workers import names_of
+from tailrace.cluster.circle import Circle
+from tailrace.cluster.fork_locations import Home, Homes
+from tailrace.cluster.placement import Placement
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
@@ -23,9 +26,6 @@ from tailrace.log import commit_path
 from tailrace.log.decide import CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.transaction import ignore_reply
-from tailrace.workers.circle import Circle
-from tailrace.workers.homes import Home, Homes
-from tailrace.workers.placement import Placement
 
 FORK = next(names_of(0, 2, "fork/"))
 SOURCE = next(names_of(1, 2, "source/"))

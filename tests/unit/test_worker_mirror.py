@@ -11,6 +11,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from support.http_app import TestApp, on_loop, until
+from tailrace.cluster.feed import FOLLOW, INTEREST, Feed
+from tailrace.cluster.mirror import PAGE_COUNT, SILENCE_S_MAX, Mirror, Mirrors
+from tailrace.cluster.server import between_workers
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
@@ -19,9 +22,6 @@ from tailrace.http.relay import PeerClient
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.transaction import ignore_reply
-from tailrace.workers.feed import FOLLOW, INTEREST, Feed
-from tailrace.workers.mirror import PAGE_COUNT, SILENCE_S_MAX, Mirror, Mirrors
-from tailrace.workers.server import between_workers
 
 
 class FeedApp(TestApp):

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.cluster.layout import Layout, chosen_workers, write_layout
+from tailrace.cluster.pipeline import PlanPart, begins, joined
+from tailrace.cluster.placement import Placement, own_suffix, stream_in
+from tailrace.cluster.proxy import TOUCH_S_MAX, waits_s
+from tailrace.cluster.scatter_gather import added, labelled
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.common.token_bucket import Rate, TokenBuckets
-from tailrace.workers.front import TOUCH_S_MAX, waits_s
-from tailrace.workers.gather import added, labelled
-from tailrace.workers.layout import Layout, chosen_workers, write_layout
-from tailrace.workers.pipeline import PlanPart, begins, joined
-from tailrace.workers.placement import Placement, own_suffix, stream_in
-from tailrace.workers.shared_rates import SLOTS, SharedBuckets
+from tailrace.server.shared_rates import SLOTS, SharedBuckets
 
 
 @given(st.text(min_size=1), st.integers(1, 16), st.integers(1, 16))

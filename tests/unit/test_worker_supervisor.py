@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from support.http_app import until
+from tailrace.cluster import supervisor
+from tailrace.cluster.layout import Layout
+from tailrace.cluster.supervisor import Supervisor, Worker
 from tailrace.common.settings import Settings
 from tailrace.storage.data_directory import DataDirectory
-from tailrace.workers import supervisor
-from tailrace.workers.layout import Layout
-from tailrace.workers.supervisor import Supervisor, Worker
 
 # Stands for a worker: it says that it is ready, and ends when it is told to.
 CHILD = """

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from tailrace.cli.failures import OK, explain
+from tailrace.cli.errors import OK, explain
 from tailrace.common import process
 
 

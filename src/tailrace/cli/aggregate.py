@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.call import get_json, post_json, stream_path
-from tailrace.cli.failures import RefusedError, check_complete
+from tailrace.cli.errors import RefusedError, check_complete
 from tailrace.cli.quantities import past_time
 from tailrace.cli.session import DEFAULT, Session, flush, put_json
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.failures import RefusedError, UsageError
+from tailrace.cli.errors import RefusedError, UsageError
 from tailrace.cli.session import DEFAULT, Session, connect, put_json
 
 if TYPE_CHECKING:

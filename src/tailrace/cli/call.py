@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tailrace.cli.failures import RefusedError, UsageError, unreachable
+from tailrace.cli.errors import RefusedError, UsageError, unreachable
 
 if TYPE_CHECKING:
     import httpx2

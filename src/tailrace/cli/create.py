@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from cyclopts import App, Group, Parameter
 
 from tailrace.cli.call import post_json, stream_path
-from tailrace.cli.failures import UsageError
+from tailrace.cli.errors import UsageError
 from tailrace.cli.quantities import future_time, size_bytes, span_s
 from tailrace.cli.session import DEFAULT, Session, connect, put_json
 

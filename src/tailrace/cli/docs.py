@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 from cyclopts import App, Parameter
 
 from tailrace.cli.call import refusal, send
-from tailrace.cli.failures import UsageError
+from tailrace.cli.errors import UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put_json, tell_none
 from tailrace.cli.tables import Column, show
 

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 from cyclopts import App, Parameter
 from msgspec import Struct
 
-from tailrace.cli.failures import REFUSED
+from tailrace.cli.errors import REFUSED
 from tailrace.cli.session import put_json
 from tailrace.common.settings import Settings, SettingsError
 from tailrace.common.settings_loading import load_settings
@@ -231,9 +231,9 @@ def _files(settings: Settings) -> Finding:
 
 def _stored(settings: Settings) -> Iterator[Finding]:
     """Everything a start would replay. One damaged record that was acknowledged, and no server starts."""
+    from tailrace.cluster.layout import is_unused, worker_paths
     from tailrace.common.errors import TailraceError
     from tailrace.storage.verify import check_directory
-    from tailrace.workers.layout import is_unused, worker_paths
 
     try:
         paths = [path for path in worker_paths(settings.data_dir) if not is_unused(path)]
@@ -267,7 +267,7 @@ def _pipeline(settings: Settings) -> Finding:
     import asyncio
     from importlib.util import find_spec
 
-    from tailrace.api.java import VERSION_MIN, find_java
+    from tailrace.server.java import VERSION_MIN, find_java
 
     if settings.pipeline != "auto":
         return Finding("pipeline", "ok", f"not started here: {settings.pipeline}")

@@ -60,7 +60,7 @@ COMMON = (
 
 def _edge(**flags: str | bool | None) -> int:
     settings = load_settings({name: value for name, value in flags.items() if value is not None})
-    from tailrace.edge.serve import run
+    from tailrace.edge.process import run
 
     return run(settings)
 

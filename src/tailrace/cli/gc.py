@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.buckets import DEFAULT, Bucket, opened, progress
+from tailrace.cli.object_store import DEFAULT, Bucket, opened, progress
 from tailrace.cli.quantities import span_ms
 from tailrace.cli.session import flush, put, put_json
 

@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli import hub_care
 from tailrace.cli.call import authorization
-from tailrace.cli.failures import UsageError, unreachable
+from tailrace.cli.errors import UsageError, unreachable
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json, tell_none
 from tailrace.cli.tables import Column, show
 

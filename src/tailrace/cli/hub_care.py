@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter
 
-from tailrace.cli.failures import OK, REFUSED, UsageError, explain
+from tailrace.cli.errors import OK, REFUSED, UsageError, explain
 from tailrace.cli.quantities import past_time
 from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json, tell_none
 

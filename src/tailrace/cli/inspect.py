@@ -8,8 +8,8 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.buckets import DEFAULT, Bucket, opened
-from tailrace.cli.failures import RefusedError
+from tailrace.cli.errors import RefusedError
+from tailrace.cli.object_store import DEFAULT, Bucket, opened
 from tailrace.cli.session import flush, put, put_json
 
 _HELP: Final = """Print what the files of a data directory or an object store hold.
@@ -219,7 +219,7 @@ def _pairs(record: dict[str, object]) -> str:
 
 def _workers(data_dir: Path) -> list[tuple[dict[str, object], Path]]:
     """The directory of each worker, and what its lines begin with if there are several."""
-    from tailrace.workers.layout import worker_paths
+    from tailrace.cluster.layout import worker_paths
 
     if not data_dir.is_dir():
         raise RefusedError(f"there is no data directory {data_dir}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.failures import UsageError
+from tailrace.cli.errors import UsageError
 from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json, tell_none
 from tailrace.cli.tables import Column, show
 

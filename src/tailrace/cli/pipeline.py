@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.call import get_json, post_json
-from tailrace.cli.failures import RefusedError
+from tailrace.cli.errors import RefusedError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
 _HELP: Final = """Look after the pipeline, which builds the indexes of sealed history.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Group, Parameter
 
 from tailrace.cli.call import need_server
-from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
+from tailrace.cli.errors import RefusedError, UnreachableError, UsageError
 from tailrace.cli.quantities import size_bytes
 from tailrace.cli.session import URL_DEFAULT, URL_VARIABLES, Session, with_scheme
-from tailrace.cli.spark_needs import need_spark
+from tailrace.cli.spark_requirements import need_spark
 from tailrace.common import private_files
 
 if TYPE_CHECKING:

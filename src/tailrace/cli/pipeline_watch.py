@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from cyclopts import App, Group, Parameter
 
 from tailrace.cli.call import need_server
-from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
+from tailrace.cli.errors import RefusedError, UnreachableError, UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def shadow(
 @contextmanager
 def _running(session: Session, engine: Engine, *, asks_server: bool = True) -> Generator[tuple[Any, Place]]:
     """A Spark session and a server; what goes wrong becomes what every command says of it."""
-    from tailrace.cli.spark_needs import need_spark
+    from tailrace.cli.spark_requirements import need_spark
 
     need_spark(engine.master)
     if asks_server:

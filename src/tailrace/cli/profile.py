@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.call import adopt_json, get_json, post_json, stream_path
-from tailrace.cli.failures import UsageError
+from tailrace.cli.errors import UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
 _HELP: Final = """Show and change the profile of a stream.

@@ -6,7 +6,7 @@ import re
 import time
 from typing import Final
 
-from tailrace.cli.failures import UsageError
+from tailrace.cli.errors import UsageError
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SPAN: Final = re.compile(r"([0-9]{1,12})([smhd])")

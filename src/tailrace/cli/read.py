@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.failures import RefusedError, UsageError
+from tailrace.cli.errors import RefusedError, UsageError
 from tailrace.cli.quantities import past_time
 from tailrace.cli.session import DEFAULT, Session, connect, flush, one_line, put, put_json
 

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.failures import OK, REFUSED, RefusedError, UsageError, explain
+from tailrace.cli.errors import OK, REFUSED, RefusedError, UsageError, explain
 from tailrace.cli.session import DEFAULT, Session, connect, put_json
 
 _HELP: Final = """Delete streams and all of their entries. There is no way back.

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.buckets import progress
-from tailrace.cli.failures import OK, REFUSED, RefusedError
+from tailrace.cli.errors import OK, REFUSED, RefusedError
+from tailrace.cli.object_store import progress
 from tailrace.cli.session import flush, put, put_json
 
 if TYPE_CHECKING:
+    from tailrace.cluster.layout import Layout
     from tailrace.storage.salvage import SalvageReport
-    from tailrace.workers.layout import Layout
 
 _HELP: Final = """Copy everything that can be read out of a damaged data directory into a new one.
 
@@ -89,8 +89,8 @@ def _check(old: Path, new: Path) -> None:
 
 def _layout(old: Path, report: SalvageReport) -> Layout:
     """How many workers there were; from their directories if workers.json cannot be read."""
+    from tailrace.cluster.layout import DIRECTORY, Layout, read_layout
     from tailrace.common.errors import TailraceError
-    from tailrace.workers.layout import DIRECTORY, Layout, read_layout
 
     try:
         return read_layout(old)
@@ -106,8 +106,8 @@ def _layout(old: Path, report: SalvageReport) -> Layout:
 
 def _finish(partial: Path, new: Path, layout: Layout) -> None:
     """The copy gets its name when all of it is durable."""
+    from tailrace.cluster.layout import write_layout
     from tailrace.storage.data_directory import sync_directory
-    from tailrace.workers.layout import write_layout
 
     if layout.generation:
         write_layout(partial, layout)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.call import refusal, send, stream_path
-from tailrace.cli.failures import RefusedError, check_complete
+from tailrace.cli.errors import RefusedError, check_complete
 from tailrace.cli.session import DEFAULT, Session, flush, one_line, put
 
 _HELP: Final = """Search the records of a stream: everything that was acknowledged, also what is brand new.

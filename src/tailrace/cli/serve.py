@@ -63,13 +63,13 @@ def _serve(flags: Mapping[str, str | bool | None]) -> int:
     from tailrace.auth import check_listen_address
 
     check_listen_address(settings)
-    from tailrace.workers.layout import FILE, chosen_workers
+    from tailrace.cluster.layout import FILE, chosen_workers
 
     settings = msgspec.structs.replace(settings, workers=chosen_workers(settings))
     if settings.workers > 1 or (settings.data_dir / FILE).exists():
-        from tailrace.workers.supervisor import run
+        from tailrace.cluster.supervisor import run
     else:
-        from tailrace.api.serve import run
+        from tailrace.server.serve import run
     return run(settings)
 
 

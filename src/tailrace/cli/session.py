@@ -54,7 +54,7 @@ DEFAULT: Final = Session()
 def connect(session: Session) -> Generator[Client]:
     """A client that gives up soon: a person is waiting."""
     from tailrace.cli.call import authorization
-    from tailrace.cli.failures import unreachable
+    from tailrace.cli.errors import unreachable
     from tailrace.client import Client, ClientError, Retries
 
     authorization(session)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from cyclopts import App, Parameter
 
 from tailrace.cli.docs import request, split
-from tailrace.cli.failures import UsageError
+from tailrace.cli.errors import UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json, tell_none
 
 _HELP: Final = """Follow databases outside: their tables become collections that stay true.

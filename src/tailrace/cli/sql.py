@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Group, Parameter
 
 from tailrace.cli.call import need_server
-from tailrace.cli.failures import RefusedError, UsageError
+from tailrace.cli.errors import RefusedError, UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
-from tailrace.cli.spark_needs import need_spark
+from tailrace.cli.spark_requirements import need_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

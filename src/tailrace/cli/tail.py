@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.failures import UsageError
+from tailrace.cli.errors import UsageError
 from tailrace.cli.quantities import past_time
 from tailrace.cli.session import DEFAULT, Session, connect, end_at_interrupt, flush
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.failures import REFUSED, UsageError
+from tailrace.cli.errors import REFUSED, UsageError
 from tailrace.cli.key import InFile, existing_book_of, is_key
 from tailrace.cli.key import revoke as revoke_key
 from tailrace.cli.quantities import lifetime_s

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.buckets import DEFAULT, Bucket, opened, progress
-from tailrace.cli.failures import OK, REFUSED, RefusedError
+from tailrace.cli.errors import OK, REFUSED, RefusedError
+from tailrace.cli.object_store import DEFAULT, Bucket, opened, progress
 from tailrace.cli.session import flush, put, put_json
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ async def _verify(stream: str, bucket: Bucket) -> int:
 
 def _directories(settings: Settings, stream: str, not_checked: list[str]) -> list[Path]:
     """Where journals and hot stores are; the reason is added to `not_checked` if they are left out."""
-    from tailrace.workers.layout import is_unused, worker_paths
+    from tailrace.cluster.layout import is_unused, worker_paths
 
     local = "journal and hot store"
     root = settings.data_dir

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.call import authorization, get_json
 from tailrace.cli.docs import split
-from tailrace.cli.failures import RefusedError, unreachable
+from tailrace.cli.errors import RefusedError, unreachable
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tailrace.edge.feed import Answer, RefusedError
 from tailrace.edge.gate import Caller
 from tailrace.edge.recent import Recent, RecentReads
 from tailrace.edge.registry import Registry
-from tailrace.edge.renewals import Renewals
+from tailrace.edge.ttl_renewal import Renewals
 from tailrace.edge.upstreams import Upstream
 from tailrace.protocol.http_headers import slice_etag_format
 

@@ -22,8 +22,6 @@ from typing import Any, Final, cast
 import msgspec
 import orjson
 
-from tailrace.api import answers
-from tailrace.api.proxies import network_of, proxies_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import ERROR_STATUS, TailraceError
 from tailrace.common.limits import Limits
@@ -39,6 +37,8 @@ from tailrace.hub.errors import HubError
 from tailrace.hub.policy import principal_from_identity
 from tailrace.hub.runner import EffectRunner
 from tailrace.hub.session import CONNECTED, Session
+from tailrace.routing import responses
+from tailrace.routing.proxies import network_of, proxies_of
 
 ALL_ADDRESSES: Final = ""  # the key of what all addresses share
 PER_ADDRESS_PER_S: Final = 20
@@ -237,13 +237,13 @@ class HubRoutes:
     def serve(self, exchange: Exchange, method: bytes, path: bytes, identify: Identify) -> None:
         if path == HEALTH_PATH:
             _check_method(method)
-            exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(self.health()))
+            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(self.health()))
         elif path == SHARDS_PATH:
             _check_method(method)
             self._shards(exchange, identify)
         elif path == MESSAGES_PATH:
             if method != b"POST":
-                raise answers.not_allowed("POST, OPTIONS")
+                raise responses.not_allowed("POST, OPTIONS")
             self._message(exchange, identify(exchange))
         else:
             _check_method(method)
@@ -259,10 +259,10 @@ class HubRoutes:
 
     def _shards(self, exchange: Exchange, identify: Identify) -> None:
         authorise(identify(exchange), Action.HUB_SHARDS)
-        base = answers.base_url(exchange, self._settings)
+        base = responses.base_url(exchange, self._settings)
         url = "ws" + base.removeprefix("http") + WS_PATH.decode()
         body = {"epoch": 1, "shards": [{"id": "0", "url": url}]}
-        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     # -- sockets ---------------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class HubRoutes:
         is_ask = _is_ask(exchange.body)
         runner.run(decide.decide(runner.hub, session, exchange.body, now_ms))
         if not said and not is_ask:
-            exchange.respond(202, answers.NO_STORE)
+            exchange.respond(202, responses.NO_STORE)
             end()
 
     def _passing(self, exchange: Exchange, identity: Identity, now_ms: int) -> Session:
@@ -408,20 +408,20 @@ def _is_ask(body: bytes) -> bool:
 def _respond(exchange: Exchange, frame: bytes) -> None:
     """The reply as it is; a refusal in the one form that errors have over HTTP."""
     if not frame:
-        exchange.respond(202, answers.NO_STORE)
+        exchange.respond(202, responses.NO_STORE)
         return
     found = msgspec.json.decode(frame, type=_ReplyPayload)
     code, message = found.payload.get("code"), found.payload.get("message")
     if not isinstance(code, str) or code not in ERROR_STATUS or "retryable" not in found.payload:
-        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, frame)
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, frame)
         return
     details = cast("dict[str, object]", found.payload["details"])
-    answers.refuse(exchange, HubError(code, str(message), details))
+    responses.refuse(exchange, HubError(code, str(message), details))
 
 
 def _check_method(method: bytes) -> None:
     if method not in (b"GET", b"HEAD"):
-        raise answers.not_allowed("GET, HEAD, OPTIONS")
+        raise responses.not_allowed("GET, HEAD, OPTIONS")
 
 
 def _subprotocol(exchange: Exchange) -> bytes | None:

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Final
 
-from tailrace.api.context import Context
 from tailrace.auth import Identity
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
@@ -49,6 +48,7 @@ from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.reader import Page
 from tailrace.log.transaction import Transaction, ignore_reply
 from tailrace.protocol import offsets
+from tailrace.routing.context import Context
 
 JSON_TYPE: Final = "application/json"
 DAY_S: Final = 24 * 3600

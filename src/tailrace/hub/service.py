@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 
 import jwt
 
-from tailrace.api.context import Context
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
@@ -34,6 +33,7 @@ from tailrace.hub.runner import EffectRunner, LogStreams
 from tailrace.hub.signatures import SECRET_BYTES, SignatureKey
 from tailrace.hub.state import Hub, HubOptions
 from tailrace.log.model import Lifetime
+from tailrace.routing.context import Context
 from tailrace.storage.retention_service import RetentionBound
 
 if TYPE_CHECKING:

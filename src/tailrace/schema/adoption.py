@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple, cast
 
-from tailrace.api import answers
-from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.log.transaction import await_commit
 from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.routing.context import Context
 from tailrace.schema.json_schema import compile_schema
 from tailrace.schema.json_values import UnusableRecordError, decode_json_record, encode_json_record
 from tailrace.schema.profiles.profile import Profile
@@ -159,7 +159,7 @@ class AdoptionResponse:
     def begin(self, on_gone: Callable[[], object]) -> None:
         """The check begins. A client that leaves ends it."""
         if self.streamed:
-            self._outlet = self._exchange.open_stream(200, NDJSON_TYPE + answers.NO_STORE)
+            self._outlet = self._exchange.open_stream(200, NDJSON_TYPE + responses.NO_STORE)
             self._outlet.on_gone = lambda: _ignore(on_gone())
         else:
             self._exchange.on_gone = lambda: _ignore(on_gone())
@@ -173,7 +173,7 @@ class AdoptionResponse:
     def finish(self, document: bytes) -> None:
         self._exchange.on_gone = None
         if self._outlet is None:
-            self._exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, document)
+            self._exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, document)
         else:
             self._outlet.write(b'{"result":%b}\n' % document)
             self._outlet.end()
@@ -181,7 +181,7 @@ class AdoptionResponse:
     def refuse(self, error: TailraceError) -> None:
         self._exchange.on_gone = None
         if self._outlet is None:
-            answers.refuse(self._exchange, error)
+            responses.refuse(self._exchange, error)
         else:
             _status, _head, body = self._exchange.connection.server.app.refuse(self._exchange, error)
             self._outlet.write(body + b"\n")

@@ -14,15 +14,14 @@ from functools import partial
 
 import msgspec
 
-from tailrace.api import answers
-from tailrace.api.context import Context
-from tailrace.api.live import Live
-from tailrace.api.parse import check_encoding
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.routing.request_headers import check_encoding
 from tailrace.schema.adoption import (
     AdoptionResponse,
     Adoptions,
@@ -47,6 +46,7 @@ from tailrace.schema.registry_update import RegistryUpdate, decide_update, is_fi
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 from tailrace.search.language import check_rollup_includes
+from tailrace.server.live import Live
 
 METHODS = "GET, HEAD, POST, OPTIONS"
 
@@ -76,7 +76,7 @@ class SchemaRoutes:
             stream = self._log.readable(name)
             _respond_registry(exchange, registry_document(stream, stream.visible_documents))
         else:
-            raise answers.not_allowed(METHODS)
+            raise responses.not_allowed(METHODS)
 
     def _post(self, exchange: Exchange, name: str, body: object, *, adopts: bool) -> None:
         task = self._context.loop.create_task(
@@ -168,7 +168,7 @@ def prepare_registry_update(document: bytes, body: object) -> tuple[Registry, Re
 
 
 def _respond_registry(exchange: Exchange, document: bytes) -> None:
-    exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, document)
+    exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, document)
 
 
 TOUCH_DOCUMENT = "touch"  # key of the document
@@ -203,9 +203,9 @@ class ProfileRoutes:
         elif method in (b"GET", b"HEAD"):
             authorise(identity, Action.QUERY_STREAM, stream=name)
             document = _profile_document(self._log.readable(name))
-            exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, document)
+            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, document)
         else:
-            raise answers.not_allowed(METHODS)
+            raise responses.not_allowed(METHODS)
 
     async def _adopt(self, answer: AdoptionResponse, stream: Stream, new: Profile) -> None:
         before = registry_document(stream, stream.documents)

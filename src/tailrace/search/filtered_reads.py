@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.log.history import MissingBlock
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.protocol.http_headers import header_line
+from tailrace.routing.context import Context
 from tailrace.schema.lenses import LensFailureError
 from tailrace.schema.registry import Promoter, Registry
 from tailrace.search.columns import rows_from_bits

@@ -22,8 +22,6 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from tailrace.api import answers
-from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
@@ -31,6 +29,8 @@ from tailrace.log.model import Stream
 from tailrace.log.reader import PointReader
 from tailrace.log.segment_catalogue import read_segments
 from tailrace.protocol.http_headers import SEARCH_HEADERS, expose_headers_line, header_line
+from tailrace.routing import responses
+from tailrace.routing.context import Context
 from tailrace.schema.json_values import invalid_request
 from tailrace.schema.registry import read_registry
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
@@ -213,7 +213,7 @@ class SearchRoutes:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method not in (b"GET", b"HEAD", b"POST"):
-            raise answers.not_allowed(SEARCH_METHODS)
+            raise responses.not_allowed(SEARCH_METHODS)
         authorise(identity, Action.QUERY_STREAM, stream=name)
         stream = self._log.readable(name)
         asked = (
@@ -241,18 +241,18 @@ class SearchRoutes:
             async with asyncio.timeout(self._context.limits.request_ms / 1000):
                 status, body = await self.search(stream, view, request)
         except TimeoutError:
-            answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+            responses.refuse(exchange, TailraceError("request_timeout", "request timed out"))
             return
         except TailraceError as refusal:
-            answers.refuse(exchange, answers.deleted(stream) if stream.removed else refusal)
+            responses.refuse(exchange, responses.deleted(stream) if stream.removed else refusal)
             return
         except Exception:
             if stream.removed:
-                answers.refuse(exchange, answers.deleted(stream))
+                responses.refuse(exchange, responses.deleted(stream))
                 return
-            answers.refuse(exchange, TailraceError("internal", "the search failed"))
+            responses.refuse(exchange, TailraceError("internal", "the search failed"))
             raise
-        head = answers.JSON_TYPE + answers.NO_STORE + expose_headers_line(SEARCH_HEADERS)
+        head = responses.JSON_TYPE + responses.NO_STORE + expose_headers_line(SEARCH_HEADERS)
         head += b"".join(header_line(name, value) for name, value in coverage_headers(body))
         exchange.respond(status, head, orjson.dumps(body))
 
@@ -338,7 +338,7 @@ class AggregateRoutes:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method != b"POST":
-            raise answers.not_allowed(AGGREGATE_METHODS)
+            raise responses.not_allowed(AGGREGATE_METHODS)
         authorise(identity, Action.QUERY_STREAM, stream=name)
         stream = self._log.readable(name)
         try:
@@ -362,15 +362,15 @@ class AggregateRoutes:
         try:
             body = await self._aggregate(stream, view, request)
         except TailraceError as refusal:
-            answers.refuse(exchange, answers.deleted(stream) if stream.removed else refusal)
+            responses.refuse(exchange, responses.deleted(stream) if stream.removed else refusal)
             return
         except Exception:
             if stream.removed:
-                answers.refuse(exchange, answers.deleted(stream))
+                responses.refuse(exchange, responses.deleted(stream))
                 return
-            answers.refuse(exchange, TailraceError("internal", "the aggregate failed"))
+            responses.refuse(exchange, TailraceError("internal", "the aggregate failed"))
             raise
-        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, body)
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
 
     async def _aggregate(self, stream: Stream, view: RecordView, request: AggregateRequest) -> bytes:
         limit_s = self._context.limits.request_ms / 1000

@@ -9,12 +9,12 @@ from typing import Annotated
 import msgspec
 import orjson
 
-from tailrace.api import answers
-from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import offsets, stream_names
+from tailrace.routing import responses
+from tailrace.routing.context import Context
 from tailrace.subscriptions import keys, ssrf, views
 from tailrace.subscriptions.model import (
     STREAMS_MAX,
@@ -31,7 +31,7 @@ from tailrace.subscriptions.state_machine import Step, StreamAck, WakeAnswer
 JWKS_HEAD = (
     b"Content-Type: application/jwk-set+json\r\nCache-Control: public, max-age=%d\r\n" % keys.JWKS_CACHE_S
 )
-JSON_HEAD = answers.JSON_TYPE + answers.NO_STORE
+JSON_HEAD = responses.JSON_TYPE + responses.NO_STORE
 
 # The caller waits for this; a name server that is slower has its say at the first delivery.
 RESOLVE_S_MAX = 2.0
@@ -138,15 +138,15 @@ class SubscriptionRoutes:
                 pass
             self._create(exchange, subscription_id, config)
         except TailraceError as refusal:
-            answers.refuse(exchange, refusal)
+            responses.refuse(exchange, refusal)
 
     def _create(self, exchange: Exchange, subscription_id: str, config: SubscriptionConfig) -> None:
-        base_url = answers.base_url(exchange, self._context.settings)
+        base_url = responses.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
 
         def told(agent: SubscriptionRunner, new: bool, error: TailraceError | None) -> None:
             if error is not None:
-                answers.refuse(exchange, error)
+                responses.refuse(exchange, error)
             else:
                 exchange.respond(
                     201 if new else 200, JSON_HEAD, views.subscription_body(agent.sub, kid, base_url)
@@ -156,7 +156,7 @@ class SubscriptionRoutes:
 
     def _get(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
         agent = self._find(identify(exchange), Action.READ_SUBSCRIPTION, subscription_id)
-        base_url = answers.base_url(exchange, self._context.settings)
+        base_url = responses.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
         exchange.respond(200, JSON_HEAD, views.subscription_body(agent.sub, kid, base_url))
 
@@ -167,15 +167,15 @@ class SubscriptionRoutes:
         except TailraceError as refusal:
             if refusal.code != "SUBSCRIPTION_NOT_FOUND":
                 raise
-            exchange.respond(204, answers.NO_STORE)
+            exchange.respond(204, responses.NO_STORE)
             return
 
         def told(_: Step, error: TailraceError | None) -> None:
             # Deleted by somebody else a moment ago is deleted.
             if error is not None and error.code != "SUBSCRIPTION_NOT_FOUND":
-                answers.refuse(exchange, error)
+                responses.refuse(exchange, error)
             else:
-                exchange.respond(204, answers.NO_STORE)
+                exchange.respond(204, responses.NO_STORE)
 
         self._service.delete(agent, told)
 
@@ -217,7 +217,7 @@ class SubscriptionRoutes:
 
         def told(step: Step, error: TailraceError | None) -> None:
             if error is not None:
-                answers.refuse(exchange, error)
+                responses.refuse(exchange, error)
                 return
             assert step.wake is not None, "a claim is granted with its wake"
             now_ms = self._service.now_ms()
@@ -276,9 +276,9 @@ def _normalise(offset: str) -> str:
 def _answer_empty(exchange: Exchange) -> StepCallback:
     def told(_: Step, error: TailraceError | None) -> None:
         if error is not None:
-            answers.refuse(exchange, error)
+            responses.refuse(exchange, error)
         else:
-            exchange.respond(204, answers.NO_STORE)
+            exchange.respond(204, responses.NO_STORE)
 
     return told
 
@@ -286,7 +286,7 @@ def _answer_empty(exchange: Exchange) -> StepCallback:
 def _answer_next(exchange: Exchange) -> StepCallback:
     def told(step: Step, error: TailraceError | None) -> None:
         if error is not None:
-            answers.refuse(exchange, error)
+            responses.refuse(exchange, error)
         else:
             body = orjson.dumps({"ok": True, "next_wake": step.wake is not None})
             exchange.respond(200, JSON_HEAD, body)

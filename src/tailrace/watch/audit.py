@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.log import append_to_streams
 from tailrace.log.model import Lifetime
 from tailrace.log.system_streams import AUDIT_STREAM
 from tailrace.log.transaction import Transaction
+from tailrace.routing.context import Context
 from tailrace.watch.cel import expression_shape
 from tailrace.watch.collection import Collection
 

@@ -16,15 +16,15 @@ from typing import Any, Final, cast
 import msgspec
 import orjson
 
-from tailrace.api import answers
-from tailrace.api.context import Context
-from tailrace.api.listing import next_page, page_limit
 from tailrace.auth import Action, Identity, authorise, visible_databases
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.server.listing import next_page, page_limit
 from tailrace.watch import collection_registry, document, names
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import (
@@ -73,17 +73,17 @@ class CollectionRoutes:
 
     def serve_database(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method != b"PUT":
-            raise answers.not_allowed("PUT, OPTIONS")
+            raise responses.not_allowed("PUT, OPTIONS")
         authorise(identity, Action.MANAGE_DATABASE, db=database)
         names.check_database(database)
-        head, body = answers.JSON_TYPE + answers.NO_STORE, orjson.dumps({"database": database})
+        head, body = responses.JSON_TYPE + responses.NO_STORE, orjson.dumps({"database": database})
         if database in self._book.databases:
             exchange.respond(200, head, body)
             return
 
         def answer(_: Transaction, error: TailraceError | None) -> None:
             if error is not None:
-                answers.refuse(exchange, error)
+                responses.refuse(exchange, error)
                 return
             self._book.databases.setdefault(database, {})
             exchange.respond(201, head, body)
@@ -103,7 +103,7 @@ class CollectionRoutes:
             authorise(identity, Action.MANAGE_DATABASE, db=database)
             self._remove(exchange, self._existing(database, name))
         else:
-            raise answers.not_allowed(COLLECTION_METHODS)
+            raise responses.not_allowed(COLLECTION_METHODS)
 
     def _existing(self, database: str, name: str) -> Collection:
         collection = self._book.find(database, names.check_collection(name))
@@ -117,11 +117,11 @@ class CollectionRoutes:
 
         def answer(error: TailraceError | None) -> None:
             if error is not None:
-                answers.refuse(exchange, error)
+                responses.refuse(exchange, error)
                 return
             if self.on_removed is not None:
                 self.on_removed(collection)
-            exchange.respond(204, answers.NO_STORE)
+            exchange.respond(204, responses.NO_STORE)
 
         collection_registry.remove_collection(self._book, collection, answer)
 
@@ -195,7 +195,7 @@ class CollectionRoutes:
             if error is not None:
                 if is_new:
                     self._book.drop_unmade()
-                answers.refuse(exchange, error)
+                responses.refuse(exchange, error)
                 return
             known = 0 if is_new else collection.config.rule_version
             collection.config = planned
@@ -221,7 +221,7 @@ class CollectionRoutes:
 
         def settled(error: TailraceError | None) -> None:
             if error is not None:
-                answers.refuse(exchange, error)
+                responses.refuse(exchange, error)
             else:
                 self._answer(exchange, 200, collection)
 
@@ -229,7 +229,7 @@ class CollectionRoutes:
 
     def _answer(self, exchange: Exchange, status: int, collection: Collection) -> None:
         body = self.shown(collection)
-        exchange.respond(status, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+        exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     def shown(self, collection: Collection) -> dict[str, Any]:
         config, limits = collection.config, self._context.limits
@@ -324,7 +324,7 @@ class DatabaseListingRoutes:
         limit = page_limit(query, self._limits)
         begin = bisect_right(names, query.get("after", ""))
         page = names[begin : begin + limit]
-        head = answers.JSON_TYPE + answers.NO_STORE
+        head = responses.JSON_TYPE + responses.NO_STORE
         if begin + limit < len(names):
             head += next_page(path, limit, page[-1])
         return page, head
@@ -342,7 +342,7 @@ class DatabaseListingRoutes:
 
 def _check_method(method: bytes) -> None:
     if method not in (b"GET", b"HEAD"):
-        raise answers.not_allowed(LISTING_METHODS)
+        raise responses.not_allowed(LISTING_METHODS)
 
 
 STATUS_METHODS = "GET, HEAD, OPTIONS"
@@ -355,7 +355,7 @@ class StatusRoute:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method not in (b"GET", b"HEAD"):
-            raise answers.not_allowed(STATUS_METHODS)
+            raise responses.not_allowed(STATUS_METHODS)
         authorise(identity, Action.READ_DATABASE, db=database)
         found = self._book.database(database)
         gateway = self._gateway
@@ -365,7 +365,7 @@ class StatusRoute:
             "watermark": round(gateway.level, 4),
             "collections": [self._shown(found[name]) for name in sorted(found) if found[name].durable],
         }
-        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     def _shown(self, collection: Collection) -> dict[str, Any]:
         gateway, objectives = self._gateway, self._gateway.objectives

@@ -20,8 +20,6 @@ from typing import Annotated, Any, Final
 import msgspec
 import orjson
 
-from tailrace.api import answers
-from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
@@ -31,6 +29,8 @@ from tailrace.log.model import Lifetime
 from tailrace.log.transaction import Transaction
 from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.routing.context import Context
 from tailrace.storage.retention_service import NO_END, RetentionBound
 from tailrace.watch import document_view, names
 from tailrace.watch.collection import NATIVE, Collection
@@ -321,7 +321,7 @@ class JobRoutes:
         authorise(identity, Action.MANAGE_DATABASE, db=database)
         reading = kind == "view"
         if method not in ((b"GET", b"HEAD") if reading else (b"POST",)):
-            raise answers.not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
+            raise responses.not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
         self._book.database(database)
         if reading:
             _answer(exchange, self._rows(exchange, database))
@@ -339,11 +339,11 @@ class JobRoutes:
                 async with asyncio.timeout(self._context.limits.request_ms / 1000):
                     body = await work
             except TimeoutError:
-                answers.refuse(exchange, TailraceError("request_timeout", "the request took too long"))
+                responses.refuse(exchange, TailraceError("request_timeout", "the request took too long"))
             except TailraceError as refusal:
-                answers.refuse(exchange, refusal)
+                responses.refuse(exchange, refusal)
             except Exception:
-                answers.refuse(exchange, TailraceError("internal", "the request failed"))
+                responses.refuse(exchange, TailraceError("internal", "the request failed"))
                 raise
             else:
                 _answer(exchange, body)
@@ -404,7 +404,7 @@ class JobRoutes:
 
         def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
-                answers.refuse(exchange, error)
+                responses.refuse(exchange, error)
             else:
                 _answer(exchange, {"results": [result.shown() for result in results]})
 
@@ -425,7 +425,7 @@ def _shown(row: DocumentRow) -> Json:
 
 
 def _answer(exchange: Exchange, body: Json) -> None:
-    exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+    exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
 
 def _read(exchange: Exchange, kind: type[Any]) -> Any:

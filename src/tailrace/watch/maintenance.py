@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 import apsw
 
-from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Lifetime
+from tailrace.routing.context import Context
 from tailrace.storage.object_store.interface import ObjectStoreError
 from tailrace.storage.retention_service import RetentionBound
 from tailrace.watch.collection import Collection

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from tailrace.api.context import Context
+from tailrace.routing.context import Context
 from tailrace.storage.object_store.interface import (
     ObjectConflictError,
     ObjectMissingError,

@@ -7,13 +7,13 @@ from typing import Any, Final, cast
 
 import orjson
 
-from tailrace.api import answers
-from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import header_line, if_none_match
+from tailrace.routing import responses
+from tailrace.routing.context import Context
 from tailrace.watch import document, names
 from tailrace.watch.collection_routes import CollectionRoutes, DatabaseListingRoutes, StatusRoute
 from tailrace.watch.document import Document, client_document
@@ -79,7 +79,7 @@ class DatabaseRoutes:
             self._read(exchange, identity, database, name)
             return
         if method not in (b"PUT", b"PATCH", b"DELETE"):
-            raise answers.not_allowed(DOCUMENT_METHODS)
+            raise responses.not_allowed(DOCUMENT_METHODS)
         authorise(identity, Action.WRITE_DATABASE, db=database)
         path = names.split_document_path(name)
         data: Document | None = None
@@ -99,7 +99,7 @@ class DatabaseRoutes:
         def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             refusal = error or results[0].error
             if refusal is not None:
-                answers.refuse(exchange, refusal)
+                responses.refuse(exchange, refusal)
             else:
                 _answer_write(exchange, results[0])
 
@@ -124,19 +124,19 @@ class DatabaseRoutes:
         if not self._access.readable(identity, collection, flat):
             raise absent
         tag = f'"{row.version}"'
-        head = answers.NO_STORE + header_line("ETag", tag)
+        head = responses.NO_STORE + header_line("ETag", tag)
         known = exchange.headers.get(b"if-none-match")
         if known is not None and if_none_match(known.decode("latin-1"), tag):
             exchange.respond(304, head)
             return
         body = client_document(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
-        exchange.respond(200, answers.JSON_TYPE + head, orjson.dumps(body))
+        exchange.respond(200, responses.JSON_TYPE + head, orjson.dumps(body))
 
     # -- several documents -----------------------------------------------------------------------------
 
     def _batch(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method != b"POST":
-            raise answers.not_allowed("POST, OPTIONS")
+            raise responses.not_allowed("POST, OPTIONS")
         authorise(identity, Action.WRITE_DATABASE, db=database)
         _check_type(exchange)
         given = read_object(exchange.body, BATCH_BYTES, {"atomic", "writes"})
@@ -156,14 +156,14 @@ class DatabaseRoutes:
 
         def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
-                answers.refuse(exchange, error)
+                responses.refuse(exchange, error)
                 return
             body: dict[str, Any] = {"results": [result.shown() for result in results]}
             if atomic and any(result.error is not None for result in results):
                 failed = TailraceError("batch_failed", "no write of the batch was made", **body)
-                answers.refuse(exchange, failed)
+                responses.refuse(exchange, failed)
             else:
-                exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+                exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
         self._writer.write(
             database, writes, self._access.writing(identity), answer, atomic=atomic, write_id=write_id
@@ -193,7 +193,7 @@ class DatabaseRoutes:
 
     def _query(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method != b"POST":
-            raise answers.not_allowed("POST, OPTIONS")
+            raise responses.not_allowed("POST, OPTIONS")
         authorise(identity, Action.READ_DATABASE, db=database)
         _check_type(exchange)
         given = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
@@ -204,11 +204,11 @@ class DatabaseRoutes:
                 async with asyncio.timeout(self._context.limits.request_ms / 1000):
                     body = await asked.run()
             except TimeoutError:
-                answers.refuse(exchange, TailraceError("request_timeout", "the query took too long"))
+                responses.refuse(exchange, TailraceError("request_timeout", "the query took too long"))
             except TailraceError as refusal:
-                answers.refuse(exchange, refusal)
+                responses.refuse(exchange, refusal)
             else:
-                exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+                exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
         task = self._context.loop.create_task(run())
         self._tasks.add(task)
@@ -231,12 +231,12 @@ def read_object(body: bytes, bytes_max: int, known: set[str] | None) -> Document
 
 
 def _answer_write(exchange: Exchange, result: WriteResult) -> None:
-    head = answers.NO_STORE + header_line("ETag", f'"{result.version}"')
+    head = responses.NO_STORE + header_line("ETag", f'"{result.version}"')
     if result.status == 204:
         exchange.respond(204, head)
         return
     body = {"path": result.path, "version": result.version, "updatedAt": result.updated_ms}
-    exchange.respond(result.status, head + answers.JSON_TYPE, orjson.dumps(body))
+    exchange.respond(result.status, head + responses.JSON_TYPE, orjson.dumps(body))
 
 
 def _check_type(exchange: Exchange, *, patch: bool = False) -> None:

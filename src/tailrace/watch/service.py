@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from tailrace.api.context import Context
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.exchange import Exchange
+from tailrace.routing.context import Context
 from tailrace.watch import metrics
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import BeforeImageLimits, Collection, CounterRegistry

@@ -50,8 +50,8 @@ from tailrace.storage.segments.index_files import IndexFile
 from tailrace.storage.segments.model import FOREVER, make_stream_id, stream_prefix
 
 if TYPE_CHECKING:
-    from tailrace.api.app import TailraceApp
     from tailrace.search.index_files.lookup_files import RoutingKeyIndexFile, RoutingKeyLexiconFile
+    from tailrace.server.app import TailraceApp
 
 
 STREAMS_CACHED_MAX = 256  # whose spans are kept

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import orjson
 
-from tailrace.api.context import Context
 from tailrace.auth import GrantStore, Identity, TokenVerifier
+from tailrace.routing.context import Context
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.audit import AuditLog
 from tailrace.watch.collection import Collection, CollectionCounters, MetricLabels

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from tailrace.api.context import Context
+from tailrace.routing.context import Context
 from tailrace.watch.cel import expression_shape
 from tailrace.watch.collection import Collection, Slo
 from tailrace.watch.document import Change

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import orjson
 
-from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
+from tailrace.routing.context import Context
 from tailrace.watch.collection import Collection, complete_from_cache
 from tailrace.watch.document import BeforeUnknownError, Change, decode_change
 from tailrace.watch.document_view import DocumentRow

@@ -9,12 +9,12 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from tailrace.api import answers
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.http.websocket import WebSocketConnection
+from tailrace.routing import responses
 from tailrace.watch.query import read_query
 from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.gateway import Gateway
@@ -216,7 +216,7 @@ class RealtimeRoutes:
     def websocket(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """A connection may say who it is with the upgrade, or in its first message."""
         if method not in (b"GET", b"HEAD"):
-            raise answers.not_allowed("GET, HEAD, OPTIONS")
+            raise responses.not_allowed("GET, HEAD, OPTIONS")
         query = self._query(exchange)
         if not exchange.wants_websocket():
             raise TailraceError(
@@ -256,7 +256,7 @@ class RealtimeRoutes:
             comes_back = method == b"GET" and b"last-event-id" in exchange.headers
             if not comes_back or refusal.code not in ("forbidden", "not_found"):
                 raise
-            exchange.respond(204, answers.NO_STORE)
+            exchange.respond(204, responses.NO_STORE)
 
     def _events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         if method in (b"GET", b"HEAD"):
@@ -272,7 +272,7 @@ class RealtimeRoutes:
             _check_scope(identity)
             request = self._posted(exchange)
         else:
-            raise answers.not_allowed("GET, POST, HEAD, OPTIONS")
+            raise responses.not_allowed("GET, POST, HEAD, OPTIONS")
         database = request.get("database") or default_database(identity)
         if not isinstance(database, str):
             authorise(identity, Action.WATCH, db="")
@@ -357,7 +357,7 @@ class RealtimeRoutes:
             identity.origin_id,
         )
         body = {"ticket": signer.ticket(ticket), "expiresAt": int(expires_s * 1000)}
-        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     def _redeemed(self, text: str) -> tuple[Identity, dict[str, Any]]:
         signer = self._gateway.signer

@@ -13,11 +13,11 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from tailrace.api import answers
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.protocol import stream_names
+from tailrace.routing import responses
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.rxdb.feed import POLL_S, DocumentShape, ReplicationFeed, ReplicationTransport
@@ -104,14 +104,14 @@ class ReplicationRoutes:
         database, _, verb = path.partition("/")
         if verb == "push":
             if method != b"POST":
-                raise answers.not_allowed("POST, OPTIONS")
+                raise responses.not_allowed("POST, OPTIONS")
             authorise(identity, Action.REPLICATION_PUSH, db=database)
             self._push(exchange, identity, database)
             return
         if verb not in ("pull", "stream"):
             raise TailraceError("not_found", "there is nothing at this path")
         if method not in (b"GET", b"HEAD"):
-            raise answers.not_allowed("GET, HEAD, OPTIONS")
+            raise responses.not_allowed("GET, HEAD, OPTIONS")
         authorise(identity, Action.REPLICATION_PULL, db=database)
         if verb == "pull":
             self._pull(exchange, identity, database)
@@ -132,10 +132,10 @@ class ReplicationRoutes:
                 pulled = await self._replication.pull(identity, asked)
                 await _respond(exchange, pulled.pieces)
             except TailraceError as refusal:
-                answers.refuse(exchange, refusal)
+                responses.refuse(exchange, refusal)
             except Exception:
                 logger.exception("a pull failed")
-                answers.refuse(exchange, TailraceError("internal", "the pull failed"))
+                responses.refuse(exchange, TailraceError("internal", "the pull failed"))
 
         task = self._replication.spawn(run())
 
@@ -178,9 +178,9 @@ class ReplicationRoutes:
 
         def told(conflicts: list[Document], refusal: TailraceError | None) -> None:
             if refusal is not None:
-                answers.refuse(exchange, refusal)
+                responses.refuse(exchange, refusal)
                 return
-            head = answers.JSON_TYPE + answers.NO_STORE
+            head = responses.JSON_TYPE + responses.NO_STORE
             exchange.respond(200, head, orjson.dumps({"conflicts": conflicts}))
 
         client = read_client(identity, given.get("client"))
@@ -225,7 +225,7 @@ class ReplicationRoutes:
 
 async def _respond(exchange: Exchange, pieces: AsyncIterator[bytes]) -> None:
     """A small page is an answer like others; a large one is streamed as the client takes it."""
-    head = answers.JSON_TYPE + answers.NO_STORE
+    head = responses.JSON_TYPE + responses.NO_STORE
     first = await anext(pieces)
     second = None if exchange.is_head else await anext(pieces, None)
     if second is None:

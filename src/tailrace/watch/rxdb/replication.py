@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from tailrace.api.context import Context
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.log.transaction import Transaction
+from tailrace.routing.context import Context
 from tailrace.watch import document, names
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import Collection

@@ -19,13 +19,13 @@ from typing import Any, Final, NamedTuple, cast
 
 import orjson
 
-from tailrace.api import answers
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol.websocket_frames import CONTINUATION, TEXT, encode_frame
+from tailrace.routing import responses
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.realtime import envelopes
@@ -404,7 +404,7 @@ class ReplicationSocketRoute:
     def serve(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """A client may say who it is with the upgrade, or in a frame."""
         if method not in (b"GET", b"HEAD"):
-            raise answers.not_allowed("GET, HEAD, OPTIONS")
+            raise responses.not_allowed("GET, HEAD, OPTIONS")
         replication = self._replication
         given = read_params(exchange, _PARAMS)
         shape = read_shape(given)

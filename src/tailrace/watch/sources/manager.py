@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import orjson
 
-from tailrace.api.context import Context
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import split_list
@@ -20,6 +19,7 @@ from tailrace.log.listing import list_streams
 from tailrace.log.log import append_to_streams
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
+from tailrace.routing.context import Context
 from tailrace.watch import names
 from tailrace.watch.collection import NATIVE, Collection, encode_config_entry
 from tailrace.watch.collection_registry import CollectionRegistry

@@ -8,19 +8,19 @@ from typing import Any, Final
 
 import orjson
 
-from tailrace.api import answers
-from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.routing.context import Context
 from tailrace.watch import document, names
 from tailrace.watch.sources.config import check_source_name
 from tailrace.watch.sources.manager import SourceManager
 
 BODY_BYTES: Final = 64 * 1024
-_HEAD: Final = answers.JSON_TYPE + answers.NO_STORE
+_HEAD: Final = responses.JSON_TYPE + responses.NO_STORE
 
 Json = dict[str, Any]
 
@@ -47,13 +47,13 @@ class SourceRoutes:
         name, _, verb = rest.partition("/")
         if not rest:
             if not reading:
-                raise answers.not_allowed("GET, HEAD, OPTIONS")
+                raise responses.not_allowed("GET, HEAD, OPTIONS")
             listed = [one.shown() for one in self._sources.listed(database)]
             exchange.respond(200, _HEAD, orjson.dumps({"sources": listed}))
             return
         if verb == "resync":
             if method != b"POST":
-                raise answers.not_allowed("POST, OPTIONS")
+                raise responses.not_allowed("POST, OPTIONS")
             self._spawn(exchange, self._resync(database, check_source_name(name)))
         elif verb:
             raise TailraceError("not_found", "there is nothing at this path")
@@ -69,7 +69,7 @@ class SourceRoutes:
             keep = parse_query(exchange.query).get("keepSlot") == "1"
             self._spawn(exchange, self._remove(database, check_source_name(name), keep))
         else:
-            raise answers.not_allowed("GET, PUT, DELETE, HEAD, OPTIONS")
+            raise responses.not_allowed("GET, PUT, DELETE, HEAD, OPTIONS")
 
     async def _put(self, database: str, name: str, given: Json) -> tuple[int, Json]:
         source, is_new = await self._sources.put(database, name, given)
@@ -87,7 +87,7 @@ class SourceRoutes:
             try:
                 status, body = await work
             except TailraceError as refusal:
-                answers.refuse(exchange, refusal)
+                responses.refuse(exchange, refusal)
             else:
                 exchange.respond(status, _HEAD, orjson.dumps(body))
 

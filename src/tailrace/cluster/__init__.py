@@ -1,0 +1,1 @@
+"""Several processes as one server: placement of streams, workers, and the links between them."""

@@ -1,0 +1,239 @@
+"""One pipeline for the streams of all workers.
+
+Every worker knows what is to be built for its own streams, and publishes it. The first one speaks with the
+pipeline: it joins the plans of all, passes publications on to the owner of their stream, and starts a
+pipeline when there is work anywhere. The token of a pipeline that was started here is known here only, so
+nobody asks for one behind this door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
+from typing import Any, Final
+from urllib.parse import urlencode
+
+import msgspec
+import orjson
+
+from tailrace.auth import Action, Identity, authorise
+from tailrace.cluster.circle import Circle
+from tailrace.cluster.fork_locations import Homes
+from tailrace.cluster.later import Later
+from tailrace.cluster.refusals import refusal_in
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.server.pipeline import (
+    PLAN,
+    PREFIX,
+    PUBLISH,
+    PipelineRoutes,
+    Rebuild,
+    read_body,
+    read_limit,
+    read_live,
+    read_offer,
+)
+from tailrace.server.pipeline_state import Demand
+
+PART: Final = "/_worker/pipeline/"
+PARTS: Final = tuple((PART + name).encode() for name in ("plan", "publish"))
+DEMAND: Final = "/_worker/demand"
+LOOK_S: Final = 2.0  # between two looks at what waits on other workers
+NAMES_MAX: Final = 65_536
+BEHIND: Final = 2**62  # the numbers of streams are smaller
+SERVER: Final = Identity(sub="worker", scopes=frozenset({"manage", "system"}))
+JSON: Final = responses.JSON_TYPE + responses.NO_STORE
+
+Place = tuple[int, int, int]  # what is sorted by: since when it waits, worker, number of the stream
+
+
+class PlanPart(msgspec.Struct):
+    """A page of one worker's plan."""
+
+    layout: int
+    store: str
+    streams: list[dict[str, Any]]
+    next_after: str | None
+
+
+class PipelinePart:
+    """On every worker: answers the questions of the first one."""
+
+    def __init__(self, routes: PipelineRoutes) -> None:
+        self._routes = routes
+        routes.plans.shows_places = True
+
+    def answer(self, exchange: Exchange) -> None:
+        path = PREFIX + exchange.path[len(PART) :]
+        self._routes.answer(exchange, SERVER, exchange.method, path)
+
+    def tell_demand(self, exchange: Exchange) -> None:
+        exchange.respond(200, JSON, msgspec.json.encode(self._routes.state.demand()))
+
+
+class SpreadPipeline:
+    """On the first worker: what the pipeline, wherever it runs, sees of all of them."""
+
+    def __init__(self, routes: PipelineRoutes, circle: Circle, homes: Homes) -> None:
+        self._routes = routes
+        self._own = circle.own
+        self._peers = circle.peers
+        self._homes = homes
+        self._later = Later()
+        self._names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
+        self._demands: dict[int, Demand] = {}  # of others, when they were asked last
+        self._task: asyncio.Task[None] | None = None
+        routes.demand = self._demand
+
+    def start(self) -> None:
+        """Whoever runs no pipeline of its own need not know when there is work for one."""
+        if self._routes.state.mode == "auto":
+            self._task = asyncio.create_task(self._look())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def serve(self, exchange: Exchange, identity: Identity) -> None:
+        authorise(identity, Action.PIPELINE)
+        method, path = exchange.method, exchange.path
+        reads, writes = path == PLAN and method in (b"GET", b"HEAD"), method == b"POST"
+        if reads and "stream" not in parse_query(exchange.query):
+            self._later.spawn(exchange, self._answer_page(exchange))
+        elif reads or (writes and path in (PLAN, PUBLISH)):
+            self._later.spawn(exchange, self._pass_on(exchange, identity))
+        else:
+            self._routes.answer(exchange, identity, method, path)
+
+    async def _pass_on(self, exchange: Exchange, identity: Identity) -> None:
+        """What is about one stream is its owner's."""
+        owner = await self._homes.find(await self._name(exchange))
+        if owner == self._own:
+            self._routes.answer(exchange, identity, exchange.method, exchange.path)
+            return
+        method = "POST" if exchange.method == b"POST" else "GET"
+        target = PART + exchange.path[len(PREFIX) :].decode() + "?" + exchange.query.decode("latin-1")
+        exchange.respond(*await self._ask(owner, method, target, exchange.body))
+
+    async def _ask(self, worker: int, method: str, target: str, body: bytes) -> tuple[int, bytes, bytes]:
+        status, answer = await self._peers[worker].ask(method, target, body)
+        return status, JSON, answer
+
+    async def _name(self, exchange: Exchange) -> str:
+        if exchange.path == PUBLISH:
+            folder = read_offer(exchange).stream_id
+            return self._names.get(folder) or await self._routes.recorded_name(folder)
+        if exchange.method == b"POST":
+            return read_body(exchange, Rebuild).stream
+        return parse_query(exchange.query)["stream"]
+
+    # -- the plan ----------------------------------------------------------------------------------------
+
+    async def _answer_page(self, exchange: Exchange) -> None:
+        query = dict(parse_query(exchange.query))
+        limit, waits = read_limit(query.pop("limit", None)), read_live(query.pop("live", ""))
+        begin = begins(query.pop("after", ""), self._peers)
+        parts = await self._pages(query | {"limit": str(limit)}, begin)
+        if waits and not any(part.streams for part in parts.values()):
+            await self._news(query | {"limit": "1", "live": "long-poll"}, begin)
+            parts = await self._pages(query | {"limit": str(limit)}, begin)
+        streams, following = joined(parts, limit)
+        for one in streams:
+            self._names[one["stream_id"]] = one["stream"]
+        while len(self._names) > NAMES_MAX:
+            self._names.popitem(last=False)
+        first = parts[self._own]
+        shown = {"layout": first.layout, "store": first.store, "streams": streams, "next_after": following}
+        exchange.respond(200, JSON, orjson.dumps(shown))
+
+    async def _pages(self, query: Mapping[str, str], begin: Mapping[int, str]) -> dict[int, PlanPart]:
+        """Of all workers; without one of them nobody could tell whether there is nothing left to do."""
+        found = await asyncio.gather(*(self._page(worker, query, after) for worker, after in begin.items()))
+        return dict(zip(begin, found, strict=True))
+
+    async def _page(self, worker: int, query: Mapping[str, str], after: str) -> PlanPart:
+        target = f"{PART}plan?{urlencode({**query, 'after': after})}"
+        status, _, body = await self._ask(worker, "GET", target, b"")
+        if status != 200:
+            raise refusal_in(body)
+        return msgspec.json.decode(body, type=PlanPart)
+
+    async def _news(self, query: Mapping[str, str], begin: Mapping[int, str]) -> None:
+        """Returns when a worker has something to do, or none has had anything for a while."""
+        waiting = {asyncio.create_task(self._page(worker, query, after)) for worker, after in begin.items()}
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if any(one.result().streams for one in done):
+                    return
+        finally:
+            for one in waiting:
+                one.cancel()
+
+    # -- whether there is work ---------------------------------------------------------------------------
+
+    def _demand(self) -> Demand:
+        return sum(self._demands.values(), self._routes.state.demand())
+
+    async def _look(self) -> None:
+        while True:
+            for worker, peer in self._peers.items():
+                if worker == self._own:
+                    continue
+                try:
+                    _, body = await peer.ask("GET", DEMAND)
+                    self._demands[worker] = msgspec.json.decode(body, type=Demand)
+                except (TailraceError, msgspec.DecodeError):
+                    self._demands.pop(worker, None)  # it is away, and so is its work
+            await asyncio.sleep(LOOK_S)
+
+
+def begins(after: str, workers: Iterable[int]) -> dict[int, str]:
+    """Where each worker's page begins that all together lie behind one place."""
+    if not after:
+        return dict.fromkeys(workers, "")
+    parts = after.split(".")
+    if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts) or len(after) > 64:
+        raise TailraceError("invalid_request", "after must be the next_after of an answer")
+    oldest, number, last = map(int, parts)
+    found: dict[int, str] = {}
+    for worker in workers:
+        if worker == last:
+            found[worker] = f"{oldest}.{number}"
+        elif worker < last:
+            found[worker] = f"{oldest}.{BEHIND}"
+        else:
+            found[worker] = f"{oldest - 1}.{BEHIND}" if oldest else ""
+    return found
+
+
+def joined(parts: Mapping[int, PlanPart], limit: int) -> tuple[list[dict[str, Any]], str | None]:
+    """Those that wait longest first, and the place behind which the rest is."""
+    found: list[tuple[Place, dict[str, Any]]] = []
+    ends: list[Place] = []  # of pages that are not the last ones: what is behind them is not known
+    for worker, part in parts.items():
+        found += [(_place(stream.pop("place"), worker), stream) for stream in part.streams]
+        if part.next_after is not None:
+            ends.append(_place(part.next_after, worker))
+    found.sort(key=itemgetter(0))
+    end = min(ends, default=None)
+    if end is not None:
+        found = [one for one in found if one[0] <= end]
+    if len(found) > limit:
+        found = found[:limit]
+        end = found[-1][0]
+    following = None if end is None else f"{end[0]}.{end[2]}.{end[1]}"
+    return [stream for _, stream in found], following
+
+
+def _place(text: str, worker: int) -> Place:
+    oldest, _, number = text.partition(".")
+    return int(oldest), worker, int(number)

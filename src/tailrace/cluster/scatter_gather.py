@@ -1,0 +1,236 @@
+"""Answers that concern the whole server: every worker is asked for its part, and the parts become one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from heapq import merge
+from itertools import islice
+from typing import Any, Final, cast
+from urllib.parse import urlencode
+
+import orjson
+
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.http.exchange import Exchange
+from tailrace.http.relay import ALONE_HEADER, RELAY_HEADERS, PeerClient
+from tailrace.protocol.http_headers import header_line
+from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.server.seal import PATH as SEAL_PATH
+from tailrace.server.server import DETAILS, MEM
+
+STREAMS: Final = b"/v1/streams"
+METRICS, READY = b"/metrics", b"/readyz"
+OPEN_METRICS: Final = b"/_worker/metrics"
+METRICS_TYPE: Final = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+UP: Final = "# HELP tailrace_worker_up 1 while the worker answers, else 0.\n# TYPE tailrace_worker_up gauge\n"
+_FRAMING: Final = {b"host", b"connection", b"upgrade", b"expect", b"content-length", b"transfer-encoding"}
+_LEFT_OUT: Final = RELAY_HEADERS | _FRAMING
+SETTINGS: Final = frozenset({"configured_limits", "auto_tune"})
+HIGHEST: Final = frozenset({"oldest_ms", "last_publish_at"})
+
+Part = tuple[int, bytes]  # status and body
+
+
+class Gather:
+    """Asks all workers, this one included, over their sockets."""
+
+    def __init__(self, peers: Mapping[int, PeerClient], limits: Limits, deployment: str) -> None:
+        self._peers = peers
+        self._limits = limits
+        self._deployment = deployment
+        self._routes = {
+            STREAMS: self._streams,
+            METRICS: self._metrics,
+            READY: self._ready,
+            DETAILS: self._added,
+            MEM: self._added,
+            SEAL_PATH: self._seal,
+        }
+
+    def handles(self, exchange: Exchange) -> bool:
+        """Other methods are refused by whoever is asked."""
+        methods = (b"POST",) if exchange.path == SEAL_PATH else (b"GET", b"HEAD")
+        return exchange.path in self._routes and exchange.method in methods
+
+    async def answer(self, exchange: Exchange) -> None:
+        await self._routes[exchange.path](exchange)
+
+    async def answer_open(self, exchange: Exchange) -> None:
+        """On the listener for metrics, where nobody has to say who he is."""
+        if exchange.path == METRICS:
+            await self._metrics(exchange, OPEN_METRICS)
+        else:
+            await self._ready(exchange)
+
+    # -- asking ------------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, exchange: Exchange, peer: PeerClient, query: str | None = None, path: bytes | None = None
+    ) -> Part | None:
+        """None: the worker does not answer."""
+        headers = tuple(item for item in exchange.headers.items() if item[0] not in _LEFT_OUT)
+        text = exchange.query.decode("latin-1") if query is None else query
+        target = (path or exchange.path).decode("latin-1") + (f"?{text}" if text else "")
+        method = "POST" if exchange.method == b"POST" else "GET"
+        try:
+            return await peer.ask(method, target, headers=(*headers, (ALONE_HEADER, b"1")))
+        except TailraceError:
+            return None
+
+    async def _ask_all(self, exchange: Exchange, path: bytes | None = None) -> list[Part | None]:
+        return await asyncio.gather(*(self._ask(exchange, peer, None, path) for peer in self._peers.values()))
+
+    async def _all(self, exchange: Exchange) -> list[bytes] | None:
+        """The parts of all, or None if a refusal was answered: one worker's refusal is that of the server."""
+        parts = await self._ask_all(exchange)
+        for number, part in zip(self._peers, parts, strict=True):
+            if part is None:
+                raise TailraceError("unavailable", f"worker {number} does not answer")
+        found = [part for part in parts if part is not None]
+        refused = next((part for part in found if part[0] != 200), None)
+        if refused is not None:
+            exchange.respond(refused[0], responses.JSON_TYPE + responses.NO_STORE, refused[1])
+            return None
+        return [body for _, body in found]
+
+    # -- the routes --------------------------------------------------------------------------------------
+
+    async def _streams(self, exchange: Exchange) -> None:
+        bodies = await self._all(exchange)
+        if bodies is None:
+            return
+        query = parse_query(exchange.query)
+        limit = int(query.get("limit", self._limits.list_page))  # each worker has checked it
+        pages = [cast("list[dict[str, Any]]", orjson.loads(body)) for body in bodies]
+        found = list(islice(merge(*pages, key=lambda one: one["name"]), limit))
+        following = {"limit": str(limit), "after": found[-1]["name"] if found else ""}
+        following.update({name: query[name] for name in ("prefix", "system") if name in query})
+        more = sum(map(len, pages)) > limit
+        whole = [index for index, page in enumerate(pages) if len(page) == limit]
+        if not more and whole:
+            # All of them are one worker's, who may have further ones.
+            query_more = urlencode({**following, "limit": "1"})
+            probe = await self._ask(exchange, self._peers[whole[0]], query_more)
+            more = probe is not None and probe[0] == 200 and bool(orjson.loads(probe[1]))
+        head = responses.JSON_TYPE + responses.NO_STORE
+        if more:
+            head += header_line("Link", f'</v1/streams?{urlencode(following)}>; rel="next"')
+        exchange.respond(200, head, orjson.dumps(found))
+
+    async def _metrics(self, exchange: Exchange, path: bytes | None = None) -> None:
+        parts = await self._ask_all(exchange, path)
+        refused = next((part for part in parts if part is not None and part[0] != 200), None)
+        if refused is not None:
+            exchange.respond(refused[0], responses.JSON_TYPE + responses.NO_STORE, refused[1])
+            return
+        texts = {
+            number: part[1].decode()
+            for number, part in zip(self._peers, parts, strict=True)
+            if part is not None
+        }
+        up = "".join(
+            f'tailrace_worker_up{{worker="{number}"}} {int(number in texts)}\n' for number in self._peers
+        )
+        body = (labelled(texts) + UP + up).encode()
+        exchange.respond(200, METRICS_TYPE + responses.NO_STORE, body)
+
+    async def _ready(self, exchange: Exchange) -> None:
+        parts = await self._ask_all(exchange)
+        workers: list[object] = []
+        unready = ""
+        for number, part in zip(self._peers, parts, strict=True):
+            said: dict[str, Any] = {"status": "down"} if part is None else orjson.loads(part[1])
+            workers.append({"worker": number, **said})
+            if (part is None or part[0] != 200) and not unready:
+                unready = f"worker {number}: {said.get('reason') or 'it does not answer'}"
+        head = responses.JSON_TYPE + responses.NO_STORE
+        if not unready:
+            ready = {"status": "ready", "deployment": self._deployment, "workers": workers}
+            exchange.respond(200, head, orjson.dumps(ready))
+            return
+        degraded = {"status": "degraded", "reason": unready, "workers": workers}
+        exchange.respond(503, head + b"Retry-After: 5\r\n", orjson.dumps(degraded))
+
+    async def _added(self, exchange: Exchange) -> None:
+        bodies = await self._all(exchange)
+        if bodies is not None:
+            parts = [cast("dict[str, Any]", orjson.loads(body)) for body in bodies]
+            body = orjson.dumps({**added(parts), "workers": parts})
+            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
+
+    async def _seal(self, exchange: Exchange) -> None:
+        parts = await self._ask_all(exchange)
+        worst = max(parts, key=lambda part: 1000 if part is None else part[0])
+        if worst is None:
+            raise TailraceError("unavailable", "a worker does not answer; others may have sealed theirs")
+        exchange.respond(worst[0], responses.JSON_TYPE + responses.NO_STORE, worst[1])
+
+
+def labelled(texts: Mapping[int, str]) -> str:
+    """The metrics of all workers as one text: families stay together, samples say whose they are."""
+    families: dict[str, list[str]] = {}
+    for number, text in texts.items():
+        lines: list[str] = []
+        is_new = False
+        for text_line in text.splitlines():
+            if text_line.startswith("# HELP "):
+                name = text_line.split(" ", 3)[2]
+                lines = families.setdefault(name, [])
+                is_new = not lines
+            if text_line.startswith("#"):
+                if is_new:
+                    lines.append(text_line)
+            elif text_line:
+                lines.append(_with_label(text_line, number))
+    return "".join(f"{text_line}\n" for lines in families.values() for text_line in lines)
+
+
+def _with_label(sample: str, number: int) -> str:
+    name, brace, rest = sample.partition("{")
+    if brace:
+        return f'{name}{{worker="{number}",{rest}'
+    name, _, value = sample.partition(" ")
+    return f'{name}{{worker="{number}"}} {value}'
+
+
+def added(parts: Sequence[Any]) -> Any:
+    """Numbers are added up, be they written as text; lists are joined; all else is what the first one says.
+
+    Settings are numbers too, and hold for each worker: those stay as they are. Of ages and moments the
+    highest counts.
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        keys = cast("dict[str, Any]", first)
+        found = [cast("dict[str, Any]", part) for part in parts]
+        return {key: _joined(key, [part[key] for part in found if key in part]) for key in keys}
+    if isinstance(first, bool):
+        return any(parts)
+    if isinstance(first, int | float):
+        return sum(part for part in parts if isinstance(part, int | float))
+    if isinstance(first, str) and all(isinstance(part, str) and _is_number(part) for part in parts):
+        return str(sum(map(int, parts)))
+    if isinstance(first, list):
+        return [item for part in parts for item in cast("list[Any]", part or [])]
+    return first
+
+
+def _joined(key: str, values: list[Any]) -> Any:
+    if key in SETTINGS:
+        return values[0]
+    if key in HIGHEST:
+        told = [value for value in values if value is not None]
+        return max(told, key=_rank, default=None)
+    return added(values)
+
+
+def _rank(value: Any) -> tuple[int, str]:
+    text = str(value)
+    return len(text) if _is_number(text) else 0, text
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()

@@ -1,0 +1,277 @@
+"""`tailrace serve --workers N`: starts the workers, starts one again that dies, stops all together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tailrace.auth.verifier import identity_path
+from tailrace.cluster import bucket
+from tailrace.cluster.arrange import arrange
+from tailrace.cluster.layout import Layout
+from tailrace.cluster.placement import FIRST
+from tailrace.cluster.port import reserve
+from tailrace.cluster.setup import Setup
+from tailrace.common import file_descriptors, private_files
+from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import configure_logging
+from tailrace.common.settings import Settings
+from tailrace.common.settings_loading import unknown_variable_warnings
+from tailrace.server import serve as single
+from tailrace.storage.bootstrap import BootstrapReport
+from tailrace.storage.data_directory import DataDirectory
+
+logger = logging.getLogger("tailrace.workers")
+
+RETRY_S: Final = 0.2
+RETRY_S_MAX: Final = 10.0
+STEADY_S: Final = 30.0  # who has lived so long begins with the shortest pause again
+DRAIN: Final = b"drain\n"
+STOP_S: Final = 10.0  # beyond the time that draining may take
+
+
+def run(settings: Settings) -> int:
+    """The exit code of a server's whole life."""
+    private_files.restrict_umask()
+    configure_logging(settings.log_level, settings.log_format)
+    for told in unknown_variable_warnings(os.environ):
+        logger.warning(told)
+    file_descriptors.raise_open_files_limit()
+    try:
+        # Before anything on the disk changes: a server that cannot listen leaves the streams where they are.
+        port = reserve(settings.host, settings.port)
+        root = DataDirectory(settings.data_dir)
+        try:
+            if settings.workers == 1:
+                layout = arrange(settings, root)
+                port.close()  # a single server shares it with nobody
+                return single.run(own_settings(settings, root, layout, FIRST))
+            return run_several(settings, root, port)
+        finally:
+            root.close()
+            port.close()
+    except TailraceError as error:
+        sys.stderr.write(f"tailrace: {error}\n")
+        return 1
+
+
+def run_several(settings: Settings, root: DataDirectory, port: socket.socket) -> int:
+    restored: BootstrapReport | None = None
+    if settings.bootstrap:
+        restored = asyncio.run(bucket.bootstrap(settings, root))
+        if restored is None:
+            return 0
+    layout = arrange(settings, root)
+    if settings.take_over:
+        asyncio.run(bucket.take_over(settings, root, layout))
+    return asyncio.run(Supervisor(settings, root, layout, port, restored).run())
+
+
+def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index: int) -> Settings:
+    """A worker's: its own directory, and what all of them share."""
+    path = layout.path(root.path, index)
+    changed: dict[str, object] = {"data_dir": path, "object_store": settings.object_store_url, "workers": 1}
+    if settings.auth_configured and not settings.auth_keys_file:
+        changed["auth_keys_file"] = str(identity_path(settings))
+    if settings.tls_self_signed:
+        from tailrace.http.tls import self_signed_certificate
+
+        certificate, key = self_signed_certificate(root.path / "tls", settings.host)
+        changed |= {"tls_self_signed": False, "tls_cert": str(certificate), "tls_key": str(key)}
+    if layout.workers > 1:
+        changed |= {"bootstrap": False, "take_over": False}  # that is done
+        if index != FIRST:
+            changed["pipeline"] = "off"  # the first worker's is that of all
+    return msgspec.structs.replace(settings, **changed)
+
+
+class Worker:
+    """One worker's process, over all its lives."""
+
+    def __init__(self, supervisor: Supervisor, index: int) -> None:
+        self._supervisor = supervisor
+        self.index = index
+        self.url = ""
+        self.process: asyncio.subprocess.Process | None = None
+        self.ready = asyncio.Event()
+        self.drained = asyncio.Event()
+        self._draining = False
+        self.failed = False  # it ended before it was ever ready
+
+    async def run(self) -> None:
+        pause_s = RETRY_S
+        loop = asyncio.get_running_loop()
+        while True:
+            begun_s = loop.time()
+            end = await self._life()
+            self.drained.set()
+            if self._supervisor.stopping.is_set():
+                return
+            if not self.ready.is_set():
+                self.failed = True
+                self._supervisor.stopping.set()
+                return
+            if loop.time() - begun_s > STEADY_S:
+                pause_s = RETRY_S
+            logger.error("worker %d ended with %s; it is started again", self.index, end)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S_MAX)
+            if self._supervisor.stopping.is_set():
+                return
+            self.drained.clear()
+
+    async def _life(self) -> int | Exception:
+        """How it ended. One that could not begin, for want of memory or of descriptors, is tried again."""
+        try:
+            return await self._live()
+        except Exception as error:
+            logger.exception("worker %d cannot be started", self.index)
+            await self._end()
+            return error
+
+    async def _live(self) -> int:
+        self.process = None
+        setup = self._supervisor.setup(self.index)
+        self._supervisor.clear_sockets(setup)
+        self.process = process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tailrace.cluster.worker_process",
+            str(self.index),  # for whoever looks at the list of processes
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for us; we tell them
+        )
+        assert process.stdout is not None
+        self.tell(setup.encode())
+        if self._draining:
+            self.tell(DRAIN)  # which was said while there was nobody to hear it
+        while line := await process.stdout.readline():
+            word, _, rest = line.decode().strip().partition(" ")
+            if word == "ready":
+                self.url = rest
+                self.ready.set()
+            elif word == "drained":
+                self.drained.set()
+        return await process.wait()
+
+    async def _end(self) -> None:
+        process = self.process
+        if process is not None:
+            self.signal(signal.SIGKILL)
+            await process.wait()
+
+    def drain(self) -> None:
+        self._draining = True
+        self.tell(DRAIN)
+
+    def tell(self, line: bytes) -> None:
+        process = self.process
+        if process is not None and process.returncode is None and process.stdin is not None:
+            process.stdin.write(line)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(number)
+
+
+class Supervisor:
+    def __init__(
+        self,
+        settings: Settings,
+        root: DataDirectory,
+        layout: Layout,
+        port: socket.socket,
+        restored: BootstrapReport | None = None,
+    ) -> None:
+        self._settings = settings
+        self._root = root
+        self._layout = layout
+        self._restored = restored
+        self._sockets = ""
+        self._port = int(port.getsockname()[1])
+        self.stopping = asyncio.Event()
+        self._workers: list[Worker] = []
+
+    def setup(self, index: int) -> Setup:
+        settings = own_settings(self._settings, self._root, self._layout, index)
+        settings = msgspec.structs.replace(settings, port=self._port)
+        return Setup(
+            settings=settings,
+            index=index,
+            count=self._layout.workers,
+            sockets=self._sockets,
+            restored=self._restored if index == FIRST else None,
+        )
+
+    @staticmethod
+    def clear_sockets(setup: Setup) -> None:
+        """Those of the worker's life before."""
+        for path in (setup.socket(setup.index), setup.door(setup.index)):
+            Path(path).unlink(missing_ok=True)
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        # Paths of sockets are short, whatever the data directory is called; only we may enter.
+        self._sockets = tempfile.mkdtemp(prefix="tailrace-")
+        try:
+            return await self._run()
+        finally:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def _run(self) -> int:
+        self._workers = [Worker(self, index) for index in range(self._layout.workers)]
+        lives = [asyncio.create_task(worker.run()) for worker in self._workers]
+        stop = asyncio.create_task(self.stopping.wait())
+        ready = asyncio.gather(*(worker.ready.wait() for worker in self._workers))
+        await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
+        if ready.done() and not self.stopping.is_set():
+            single.announce(self._workers[0].url, self._settings)
+        else:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+        await stop
+        await self._stop(lives)
+        return 1 if any(worker.failed for worker in self._workers) else 0
+
+    async def _stop(self, lives: list[asyncio.Task[None]]) -> None:
+        """All finish with their clients first; only then do they stop answering each other."""
+        logger.info("stopping")
+        patience_s = self._settings.limits.drain_ms / 1000 + STOP_S
+        for worker in self._workers:
+            worker.drain()
+        await self._within(patience_s, *(worker.drained.wait() for worker in self._workers))
+        # The first one takes what the others have to tell, and stops last.
+        for stopped in (slice(1, None), slice(0, 1)):
+            for worker in self._workers[stopped]:
+                worker.tell(b"stop\n")
+            await self._within(patience_s, *(asyncio.shield(life) for life in lives[stopped]))
+        for worker in self._workers:
+            worker.signal(signal.SIGKILL)  # whoever is still there
+        await asyncio.gather(*lives, return_exceptions=True)
+
+    @staticmethod
+    async def _within(seconds: float, *waits: Awaitable[object]) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*waits, return_exceptions=True)
+        except TimeoutError:
+            logger.warning("workers took longer than %d s", seconds)
+
+    def _hang_up(self) -> None:
+        for worker in self._workers:
+            worker.signal(signal.SIGHUP)

@@ -1,0 +1,105 @@
+"""The process of one worker: started by the supervisor, told on its standard input, answering on its output.
+
+In: the setup as one line of JSON, then `drain` and `stop`. Out: `ready <url>`, `drained`. When its input
+ends the supervisor is gone, and the worker stops as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import shutil
+import signal
+import sys
+
+import uvloop
+
+from tailrace.cluster.server import WorkerServer
+from tailrace.cluster.setup import Setup
+from tailrace.common import process
+from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import add_common_fields, configure_logging
+from tailrace.log.journal import JournalCorruptError
+from tailrace.routing import request_log
+from tailrace.server import restore
+from tailrace.server.serve import SWITCH_INTERVAL_S
+from tailrace.storage.data_directory import DataDirectory
+
+logger = logging.getLogger("tailrace.workers")
+
+
+def main() -> int:
+    setup = Setup.decode(_first_line(sys.stdin.fileno()))
+    settings = setup.settings
+    configure_logging(settings.log_level, settings.log_format)
+    request_log.configure(settings.log_requests, settings.edge_signing_key)
+    add_common_fields(worker=setup.index)
+    process.set_time_slice(settings.processor_turn_us)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    # Signals are for the supervisor, which stops all workers together.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        uvloop.run(work(setup))
+    except (TailraceError, JournalCorruptError) as error:
+        sys.stderr.write(f"tailrace: worker {setup.index}: {error}\n")
+        return 1
+    return 0
+
+
+async def work(setup: Setup) -> None:
+    loop = asyncio.get_running_loop()
+    orders = await _orders(loop)
+    directory = DataDirectory(setup.settings.data_dir)
+    try:
+        server = WorkerServer(setup, directory, loop)
+    except OSError as error:
+        directory.close()
+        raise TailraceError(
+            "unavailable", f"what is in {directory.path} cannot be trusted: {error}"
+        ) from error
+    try:
+        if setup.restored is not None:
+            restore.count(setup.restored, server.telemetry)
+        await server.start()
+        loop.add_signal_handler(signal.SIGHUP, server.hang_up)
+        say(f"ready {server.url}")
+        order = await orders.readline()
+        if order == b"drain\n":
+            await server.drain_clients()
+            say("drained")
+            await orders.readline()
+        else:
+            logger.warning("the supervisor is gone; stopping")
+            await server.cut_clients()  # another server may be waiting for the directory
+            shutil.rmtree(setup.sockets, ignore_errors=True)  # nobody else will
+    finally:
+        await server.stop()
+        directory.close()
+
+
+def _first_line(descriptor: int) -> bytes:
+    """The line and not a byte more: an order that came with it is for whoever reads the descriptor next."""
+    with open(descriptor, "rb", buffering=0, closefd=False) as unbuffered:
+        return unbuffered.readline()
+
+
+async def _orders(loop: asyncio.AbstractEventLoop) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+def say(line: str) -> None:
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        logger.warning("the supervisor is gone")
+
+
+if __name__ == "__main__":
+    process.run_and_exit(main)

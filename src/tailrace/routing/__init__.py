@@ -1,0 +1,1 @@
+"""What the routes of every subject share: context, responses, request headers, client address."""

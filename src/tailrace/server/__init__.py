@@ -1,0 +1,1 @@
+"""The server process: application, stream and live routes, inspection, health, OpenAPI."""

@@ -1,0 +1,316 @@
+"""The application behind the listener: one router, one policy, one form of headers and errors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from tailrace.auth import ANONYMOUS, GrantStore, Identity, TokenVerifier
+from tailrace.common.errors import TailraceError
+from tailrace.http.cors import AllowedOrigins, CommonHeaders
+from tailrace.http.exchange import Exchange
+from tailrace.hub.service import HubService
+from tailrace.protocol import http_headers, stream_names
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.routing.proxies import proxies_of
+from tailrace.routing.responses import add_phase, not_allowed
+from tailrace.routing.vouched import Vouching
+from tailrace.schema.adoption import Adoptions
+from tailrace.schema.append_validation import AppendValidator
+from tailrace.schema.routes import ProfileRoutes, SchemaRoutes
+from tailrace.search.routes import AggregateRoutes, SearchRoutes
+from tailrace.server.details import DetailsRoutes
+from tailrace.server.health import HealthRoutes
+from tailrace.server.identity_routes import IdentityRoutes
+from tailrace.server.listing import ListingRoutes
+from tailrace.server.live import Live
+from tailrace.server.openapi import document as description
+from tailrace.server.otlp_routes import PATH as TRACES_PATH
+from tailrace.server.otlp_routes import OtlpRoutes
+from tailrace.server.pipeline import PREFIX as PIPELINE_PREFIX
+from tailrace.server.pipeline import PipelineRoutes
+from tailrace.server.rates import IdentityRates
+from tailrace.server.read import ReadRoutes
+from tailrace.server.routing_keys import RoutingKeyRoutes
+from tailrace.server.seal import PATH as SEAL_PATH
+from tailrace.server.server import PATHS as SERVER_PATHS
+from tailrace.server.server import ServerRoutes
+from tailrace.server.streams import StreamRoutes, read_only
+from tailrace.server.touch import TouchRoutes
+from tailrace.server.waiting_appends import WaitingAppends
+from tailrace.watch.service import WatchService
+
+logger = logging.getLogger("tailrace.api")
+
+PREFIX = b"/v1/stream/"
+CONTROL = b"/v1/stream/__ds"
+STREAM_METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
+BODY_METHODS = frozenset((b"POST", b"PUT", b"PATCH", b"DELETE"))
+NAMES_CACHED = 65_536
+PATH_BYTES_CACHED = 256
+
+Control = Callable[[Exchange, bytes, Callable[[Exchange], Identity]], None]
+Resource = Callable[[Exchange, Identity, bytes, str], None]  # with the method and the stream's name
+
+
+class TailraceApp:
+    """Routes requests. `__ds` first, then sub-resources, then the stream itself."""
+
+    def __init__(
+        self, context: Context, verifier: TokenVerifier | None, grants: GrantStore | None = None
+    ) -> None:
+        self._context = context
+        self._verifier = verifier
+        self._grants = grants
+        settings = context.settings
+        proxies = proxies_of(settings.trusted_proxies)
+        vouching = Vouching(settings.edge_signing_key, context.clock, proxies)
+        self.rates = IdentityRates(context.limits, context.clock, vouching)
+        self.identities = IdentityRoutes(context, verifier)
+        self.live = Live(context)
+        self.reads = ReadRoutes(context, self.live)
+        self.filtered = self.reads.filtered
+        self.guard = AppendValidator(self.live.contracts, context.clock, context.limits)
+        self.waiting_appends = WaitingAppends(context.log, context.loop)
+        self._streams = StreamRoutes(context, self.guard, self.waiting_appends)
+        self.adoptions = Adoptions(context, self.guard.candidates)
+        self.schema = SchemaRoutes(context, self.live, self.adoptions)
+        self.touch = TouchRoutes(context)
+        self.profile = ProfileRoutes(context, self.live, self.touch.reset, self.adoptions)
+        self.otlp = OtlpRoutes(context, self.guard)
+        self._listing = ListingRoutes(context)
+        self.health = HealthRoutes(context)
+        self.control: Control | None = None
+        self.details = DetailsRoutes(context, self.live)
+        self.routing_keys = RoutingKeyRoutes(context)
+        self.search = SearchRoutes(context)
+        # What belongs to a stream, by the last segment of its path.
+        self.resources: dict[str, Resource] = {
+            "_aggregate": AggregateRoutes(context, self.search).serve,
+            "_details": self.details.details,
+            "_index_status": self.details.index_status,
+            "_schema": self.schema.serve,
+            "_search": self.search.serve,
+            "_profile": self.profile.serve,
+            "_routing_keys": self.routing_keys.routing_keys,
+        }
+        self.seal: Callable[[Exchange, Identity], None] | None = None
+        self.server: ServerRoutes | None = None
+        self.watch: WatchService | None = None
+        self.hub: HubService | None = None
+        self.pipeline: PipelineRoutes | None = None
+        self._telemetry = context.telemetry
+        self._names: dict[bytes, str] = {}  # by path
+        self._append = self._streams.append
+        self._timing = settings.server_timing
+        total = "total" if self._timing else None
+        self.common_headers = CommonHeaders(settings.resource_policy, AllowedOrigins(settings), total)
+        self.fixed_headers = self.common_headers.fixed
+
+    # -- what net asks for -------------------------------------------------------------------------------
+
+    def handle(self, exchange: Exchange) -> None:
+        method, path = exchange.method, exchange.path
+        name = self._names.get(path)
+        if name is not None and method != b"OPTIONS":
+            # A stream this server has seen before: the way of nearly every request.
+            identity = ANONYMOUS if self._verifier is None else self.identify(exchange)
+            if method == b"POST":
+                self._append(exchange, identity, name)
+            else:
+                self._stream_method(exchange, identity, method, name)
+            return
+        if method == b"OPTIONS":
+            exchange.respond(204, http_headers.preflight_lines())
+            return
+        if path.startswith(PREFIX):
+            if path.startswith(CONTROL) and path[len(CONTROL) :][:1] in (b"", b"/"):
+                # Wakes are answered with tokens of their own, so who is calling is asked route by route.
+                self._control(exchange, path[len(CONTROL) :])
+            else:
+                self._stream(exchange, self.identify(exchange), method, path[len(PREFIX) :])
+            return
+        self._server_route(exchange, method, path)
+
+    def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
+        name = self._names.get(exchange.path)
+        if exchange.method != b"POST" or name is None or self._verifier is not None or self._timing:
+            return self.handle
+        return self._streams.handler_for(exchange, name) or self.handle
+
+    def knows(self, exchange: Exchange) -> bool:
+        """Whether the client of a request whose body is still coming has a token; 401 if it needs one."""
+        if self._verifier is None:
+            return True
+        try:
+            return not self._verifier.verify(exchange.headers.get(b"authorization")).public
+        except TailraceError:
+            if exchange.method in BODY_METHODS and not exchange.path.startswith(CONTROL):
+                raise
+            return False  # a wake is answered with its own token
+
+    def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
+        self._telemetry.refused.add(error.code)
+        return responses.refusal_of(exchange, error)
+
+    def end_live(self) -> None:
+        """Shutdown: nobody is kept waiting."""
+        self.reads.end_waits()
+        self.details.end_waits()
+        self.touch.end_all()
+        self.live.end_all()
+        if self.watch is not None:
+            self.watch.end_live()
+        if self.hub is not None:
+            self.hub.end_live()
+        self.adoptions.end_all()
+        self.otlp.close()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Ends the connections of whoever has lost their right, and counts them."""
+        ended = self.live.recheck(stands) + self.reads.recheck(stands)
+        ended += self.details.recheck(stands) + self.touch.recheck(stands)
+        if self.watch is not None:
+            ended += self.watch.recheck(stands)
+        if self.hub is not None:
+            ended += self.hub.runner.recheck(stands)
+        return ended
+
+    def recheck_hub(self) -> None:
+        """The hub's rules are others: readers of its streams that they do not suffer have to go."""
+        self.live.recheck_hub()
+        self.reads.recheck_hub()
+
+    # -- routing ---------------------------------------------------------------------------------------
+
+    def identify(self, exchange: Exchange) -> Identity:
+        if self._verifier is None:
+            return self._granted(exchange)
+        begun = time.monotonic() if self._timing else 0.0
+        identity = self._verifier.verify(exchange.headers.get(b"authorization"))
+        if self.rates.any:
+            self.rates.take(identity, exchange)
+        if self._timing:
+            add_phase(exchange, "auth", time.monotonic() - begun)
+        return identity
+
+    def _granted(self, exchange: Exchange) -> Identity:
+        """Nobody needs a token here; jobs of the server have one, for what others may not do."""
+        given = exchange.headers.get(b"authorization")
+        if given is None or self._grants is None:
+            return ANONYMOUS
+        return self._grants.find(given.partition(b" ")[2]) or ANONYMOUS
+
+    def _check_body(self, exchange: Exchange) -> None:
+        """For requests whose bodies are decoded: that takes many times their size."""
+        limit = self._context.limits.request_body_bytes
+        if len(exchange.body) > limit:
+            message = f"the body is over {limit} bytes"
+            raise TailraceError("payload_too_large", message, limit_bytes=limit)
+
+    def _control(self, exchange: Exchange, rest: bytes) -> None:
+        self._check_body(exchange)
+        if self.control is None:
+            raise TailraceError("not_found", "subscriptions are not available")
+        self.control(exchange, rest, self.identify)
+
+    def _stream(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
+        decoded = stream_names.decode_name(raw)
+        if method == b"PUT":
+            self._streams.create(exchange, identity, decoded)
+            return
+        name, slash, key = raw.rpartition(b"/pk/")
+        if slash and b"/" not in key:
+            self._by_key(
+                exchange, identity, method, stream_names.decode_name(name), stream_names.decode_name(key)
+            )
+            return
+        if decoded is None or not stream_names.is_valid_name(decoded, self._context.limits.name_bytes):
+            raise TailraceError("not_found", "no stream can have this name")
+        if stream_names.is_sub_resource_name(decoded):
+            self._sub_resource(exchange, identity, method, decoded)
+            return
+        if len(exchange.path) <= PATH_BYTES_CACHED and not stream_names.is_system_name(decoded):
+            if len(self._names) >= NAMES_CACHED:
+                self._names.clear()
+            self._names[exchange.path] = decoded
+        self._stream_method(exchange, identity, method, decoded)
+
+    def _sub_resource(self, exchange: Exchange, identity: Identity, method: bytes, path: str) -> None:
+        self._check_body(exchange)
+        name, slash, route = path.rpartition("/touch/")
+        if slash and name:
+            self.touch.serve(exchange, identity, method, name, route)
+            return
+        name, slash, route = path.rpartition("/_otlp/")
+        if slash and name:
+            self.otlp.serve(exchange, identity, method, name, route)
+            return
+        name, _, resource = path.rpartition("/")
+        serve = self.resources.get(resource) if name else None
+        if serve is None:
+            raise TailraceError("not_found", "there is no such resource on this server")
+        serve(exchange, identity, method, name)
+
+    def _stream_method(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        if method == b"POST":
+            self._streams.append(exchange, identity, name)
+        elif method == b"GET":
+            self.reads.read(exchange, identity, name)
+        elif method == b"HEAD":
+            self._streams.head(exchange, identity, name)
+        elif method == b"PUT":
+            self._streams.create(exchange, identity, name)
+        elif method == b"DELETE":
+            if stream_names.is_system_name(name):
+                raise read_only()
+            self._streams.delete(exchange, identity, name)
+        else:
+            raise not_allowed(STREAM_METHODS)
+
+    def _by_key(
+        self, exchange: Exchange, identity: Identity, method: bytes, name: str | None, key: str | None
+    ) -> None:
+        """`/pk/{key}`: the key is one segment of the raw path and may hold anything, an encoded slash too."""
+        if method not in (b"GET", b"HEAD"):
+            raise not_allowed("GET, HEAD, OPTIONS")
+        if name is None or not key or not stream_names.is_valid_name(name, self._context.limits.name_bytes):
+            raise TailraceError("not_found", "no stream can have this name, or no entry this key")
+        self.reads.read(exchange, identity, name, key)
+
+    def _server_route(self, exchange: Exchange, method: bytes, path: bytes) -> None:
+        self._check_body(exchange)
+        if path == b"/v1/streams":
+            if method not in (b"GET", b"HEAD"):
+                raise not_allowed("GET, HEAD, OPTIONS")
+            self._listing.list(exchange, self.identify(exchange))
+        elif self.health.handles(path):
+            if method not in (b"GET", b"HEAD"):
+                raise not_allowed("GET, HEAD, OPTIONS")
+            self.health.answer(exchange, path, self.identify)
+        elif path == description.PATH:
+            if method not in (b"GET", b"HEAD"):
+                raise not_allowed("GET, HEAD, OPTIONS")
+            description.show(exchange)
+        elif self.identities.handles(path):
+            self.identities.serve(exchange, method, path, self.identify)
+        elif path in SERVER_PATHS and self.server is not None:
+            if method not in (b"GET", b"HEAD"):
+                raise not_allowed("GET, HEAD, OPTIONS")
+            self.server.answer(exchange, self.identify(exchange), path)
+        elif path.startswith(PIPELINE_PREFIX) and self.pipeline is not None:
+            self.pipeline.answer(exchange, self.identify(exchange), method, path)
+        elif path == TRACES_PATH:
+            self.otlp.traces(exchange, self.identify(exchange), method)
+        elif self.watch is not None and self.watch.handles(path):
+            self.watch.serve(exchange, method, path, self.identify)
+        elif self.hub is not None and self.hub.handles(exchange, path):
+            self.hub.serve(exchange, method, path, self.identify)
+        elif path == SEAL_PATH and self.seal is not None:
+            if method != b"POST":
+                raise not_allowed("POST, OPTIONS")
+            self.seal(exchange, self.identify(exchange))
+        else:
+            raise TailraceError("not_found", "there is nothing at this path")

@@ -1,0 +1,83 @@
+"""Health, readiness and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import orjson
+
+from tailrace.auth import Action, Identity, authorise
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+
+HEALTH = frozenset({b"/healthz", b"/health"})
+
+
+class HealthRoutes:
+    """Never behind authentication, apart from the metrics."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.stopping = False
+        self.object_store: Callable[[], str] | None = None  # "ok", or what is wrong with it
+        self.more: Callable[[], dict[str, object]] | None = None  # what else is said of health
+
+    def handles(self, path: bytes) -> bool:
+        return path in HEALTH or path in (b"/readyz", b"/metrics")
+
+    def answer(self, exchange: Exchange, path: bytes, identify: Callable[[Exchange], Identity]) -> None:
+        if path == b"/metrics":
+            authorise(identify(exchange), Action.INSPECT_SERVER)
+            self.metrics(exchange)
+        else:
+            self.answer_open(exchange, path, in_detail=self._manages(exchange, identify))
+
+    def answer_open(self, exchange: Exchange, path: bytes, *, in_detail: bool = False) -> None:
+        """The routes that everybody may ask."""
+        if path in HEALTH:
+            more = {} if self.more is None else self.more()
+            self._json(exchange, 200, {"status": "ok", **more})
+        else:
+            self._ready(exchange, in_detail)
+
+    def metrics(self, exchange: Exchange) -> None:
+        head = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" + responses.NO_STORE
+        exchange.respond(200, head, self._context.telemetry.render())
+
+    @property
+    def unready_reason(self) -> str | None:
+        if self.stopping:
+            return "the server is stopping"
+        log = self._context.log
+        refusal = log.refusal or log.shortage
+        return None if refusal is None else refusal.message
+
+    def _ready(self, exchange: Exchange, in_detail: bool) -> None:
+        reason = self.unready_reason
+        details: dict[str, object] = {}
+        if self.object_store is not None:
+            # What the store answered names the bucket and who asked: not for everybody.
+            state = self.object_store()
+            details["object_store"] = state if in_detail else state.partition(":")[0]
+        if reason is None:
+            # Without its object store a server is ready until too much waits for it.
+            ready = {"status": "ready", "deployment": self._context.deployment, **details}
+            self._json(exchange, 200, ready)
+            return
+        status = "stopping" if self.stopping else "degraded"
+        self._json(exchange, 503, {"status": status, "reason": reason, **details}, b"Retry-After: 5\r\n")
+
+    def _json(self, exchange: Exchange, status: int, body: Mapping[str, object], head: bytes = b"") -> None:
+        exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE + head, orjson.dumps(body))
+
+    def _manages(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> bool:
+        """Whoever has no token, or a bad one, is told as much as everybody."""
+        if self._context.settings.auth_configured and b"authorization" not in exchange.headers:
+            return False
+        try:
+            authorise(identify(exchange), Action.INSPECT_SERVER)
+        except TailraceError:
+            return False
+        return True

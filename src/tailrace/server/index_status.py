@@ -1,0 +1,191 @@
+"""`_index_status`: which index families a stream is configured for, and how far each of them is."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.log.model import Stream
+from tailrace.protocol.stream_names import is_system_name
+from tailrace.search.index_files.index_plan import family_members
+from tailrace.server.documents import Documents
+from tailrace.storage.index_coverage import EMPTY_SUMMARY, FamilySummary, IndexSummary
+
+BUNDLED: Final = ("col", "fts", "agg", "mblk")  # built for each segment and found by it
+QUARANTINED_MAX: Final = 100
+NONE: Final = FamilySummary()
+
+Json = dict[str, object]
+
+
+class Indexed(NamedTuple):
+    """What is known of a stream's companions, and when."""
+
+    summary: IndexSummary = EMPTY_SUMMARY
+    generation: int = 0  # of the wanted plan
+    keyed: bool = False
+    now_ns: int = 0
+
+
+class Manifest(NamedTuple):
+    """The one on the object store. Of what an earlier process uploaded only the generation is known."""
+
+    generation: int
+    uploaded_ns: int = 0
+    etag: str | None = None
+    size_bytes: int = 0
+    indexed: Indexed = Indexed()
+    conflict: bool = False  # it speaks of other entries than those the stream has here
+
+
+class TailRows(NamedTuple):
+    """What the index of recent rows holds of a stream."""
+
+    rows: int = 0
+    bytes: int = 0
+    dropped_rows: int = 0
+    building: bool = False  # older rows are being added in the background
+
+
+def index_status(stream: Stream, documents: Documents, manifest: Manifest, tail: TailRows) -> Json:
+    """The body of `_index_status`."""
+    return _Status(stream, documents, manifest).shown(tail)
+
+
+class _Status:
+    def __init__(self, stream: Stream, documents: Documents, manifest: Manifest) -> None:
+        self._stream = stream
+        self._documents = documents
+        self._manifest = manifest
+        self._indexed = manifest.indexed
+        self._summary = manifest.indexed.summary
+        self._segments = stream.cold.segments
+
+    def shown(self, tail: TailRows) -> Json:
+        documents, manifest, segments = self._documents, self._manifest, self._segments
+        keyed = documents.routing_key or self._indexed.keyed
+        wanted = keyed or documents.search is not None or documents.profile_kind == "metrics"
+        families = self._families()
+        bundled = [self._summary.families.get(family, NONE) for family in BUNDLED]
+        given_up = self._summary.quarantined
+        return {
+            "stream": self._stream.name,
+            "profile": documents.profile_kind,
+            "desired_index_plan_generation": max(self._indexed.generation, int(wanted)),
+            "segments": {"total_count": segments, "uploaded_count": segments},
+            "manifest": {
+                "generation": manifest.generation,
+                "uploaded_generation": manifest.generation,
+                "last_uploaded_at": instant(manifest.uploaded_ns),
+                "last_uploaded_etag": manifest.etag,
+                "last_uploaded_size_bytes": str(manifest.size_bytes) if manifest.size_bytes else None,
+            },
+            "routing_key_index": {"configured": keyed, **self._runs("routing_key_index", keyed)},
+            "routing_key_lexicon": {
+                "configured": documents.routing_key,
+                **self._runs("routing_key_lexicon", documents.routing_key),
+            },
+            "exact_indexes": self._exact(),
+            "bundled_companions": {
+                "object_count": sum(one.objects for one in bundled),
+                "bytes_at_rest": str(sum(one.bytes for one in bundled)),
+                "fully_indexed_uploaded_segments": all(
+                    self._covered(family) == segments for family in self._members() if family in BUNDLED
+                ),
+            },
+            "search_families": families,
+            "last_error": f"{given_up[-1].code}: {given_up[-1].message}" if given_up else None,
+            "quarantined": [
+                {
+                    "first": one.first,
+                    "last": one.last,
+                    "code": one.code,
+                    "message": one.message,
+                    "at": instant(one.at_ns),
+                }
+                for one in given_up[:QUARANTINED_MAX]
+            ],
+            "tail_index": tail._asdict(),
+        }
+
+    def _covered(self, family: str) -> int:
+        """Segments with it. What was sealed since the last look has none yet."""
+        return min(self._segments, self._summary.families.get(family, NONE).covered)
+
+    def _lag(self, family: str, configured: bool) -> Json:
+        found = self._summary.families.get(family, NONE)
+        behind = self._segments - self._covered(family) if configured else 0
+        lag_ms: str | None = None  # never built
+        if found.objects:
+            waited_ns = self._indexed.now_ns - found.oldest_ns if behind and found.oldest_ns else 0
+            lag_ms = str(max(0, waited_ns) // 1_000_000)
+        return {
+            "lag_segments": behind,
+            "lag_ms": lag_ms,
+            "bytes_at_rest": str(found.bytes),
+            "object_count": found.objects,
+        }
+
+    def _runs(self, family: str, configured: bool) -> Json:
+        """A family of sorted runs."""
+        found = self._summary.families.get(family, NONE)
+        lag = self._lag(family, configured)
+        return {
+            "indexed_segment_count": found.contiguous if configured else 0,
+            **lag,
+            "active_run_count": found.objects,
+            "retired_run_count": found.stale_objects,
+            "fully_indexed_uploaded_segments": lag["lag_segments"] == 0,
+            "updated_at": self._updated(found),
+        }
+
+    def _updated(self, found: FamilySummary) -> str | None:
+        return instant(found.updated_ns)
+
+    def _exact(self) -> list[Json]:
+        """The fields share the files of their family."""
+        search = self._documents.search
+        names = self._members().get("exact", ())
+        assert search is not None or not names
+        return [
+            {
+                "name": name,
+                "kind": "" if search is None else search.fields[name].kind,
+                "stale_configuration": name in self._summary.stale_fields,
+                **self._runs("exact", configured=True),
+            }
+            for name in names
+        ]
+
+    def _members(self) -> dict[str, tuple[str, ...]]:
+        search = self._documents.search
+        members = {} if search is None else family_members(search)
+        # The server's own metrics are read one after the other, and nothing is built for them.
+        measured = self._documents.profile_kind == "metrics" and not is_system_name(self._stream.name)
+        return members | ({"mblk": ()} if measured else {})
+
+    def _families(self) -> list[Json]:
+        shown: list[Json] = []
+        for family, names in self._members().items():
+            if family not in BUNDLED:
+                continue
+            found = self._summary.families.get(family, NONE)
+            lag = self._lag(family, configured=True)
+            shown.append(
+                {
+                    "family": family,
+                    "fields": list(names),
+                    "plan_generation": self._indexed.generation if found.objects else 0,
+                    "covered_segment_count": self._covered(family),
+                    "contiguous_covered_segment_count": found.contiguous,
+                    **lag,
+                    "stale_segment_count": found.stale_segments,
+                    "fully_indexed_uploaded_segments": lag["lag_segments"] == 0,
+                    "updated_at": self._updated(found),
+                }
+            )
+        return shown
+
+
+def instant(ns: int) -> str | None:
+    return format_rfc3339(ns) if ns else None

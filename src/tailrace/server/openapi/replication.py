@@ -1,0 +1,119 @@
+"""Replication with clients that hold documents themselves."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tailrace.server.openapi.objects import array, closed, obj
+from tailrace.server.openapi.operations import answer, operation, query, request, schema
+from tailrace.server.openapi.shared import DATABASE
+from tailrace.server.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json, nullable
+
+TAG: Final = "replication"
+_NAME: Final[Json] = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}
+_FLAG: Final[Json] = {"enum": ["0", "1", "true", "false"]}
+_COLLECTION: Final = query("collection", "The collection, such as `orders`.", required=True)
+_CHECKPOINT: Final = query("checkpoint", "What the last page gave, as JSON. Left out: the beginning.")
+_SHAPE: Final = (
+    query("deletedField", "The field that marks deleted documents, `_deleted` if not said.", _NAME),
+    query("stamps", "`0`: without `collection`, `version`, `createdAt` and `updatedAt`.", _FLAG),
+)
+_CLIENT: Final[Json] = {"type": "string", "minLength": 1, "maxLength": 64}
+_OF_CLIENT: Final = query("client", "Who follows: nothing is told while the same `client` pushes.", _CLIENT)
+_DOCUMENT: Final[Json] = obj({"id": STRING})
+
+SCHEMAS: Final[Json] = {
+    "Checkpoint": obj({"updatedAt": COUNT, "id": STRING}, {"pos": STRING}),
+    "ReplicationPage": obj(
+        {
+            "documents": array(_DOCUMENT),
+            "checkpoint": {"anyOf": [schema("Checkpoint"), {"type": "null"}]},
+        }
+    ),
+    "ReplicationPush": closed(
+        {
+            "collection": STRING,
+            "rows": array(
+                obj(
+                    {"newDocumentState": _DOCUMENT},
+                    {"assumedMasterState": nullable(OBJECT)},
+                ),
+                maxItems=500,
+            ),
+        },
+        {"client": _CLIENT, "deletedField": _NAME, "stamps": BOOLEAN},
+    ),
+    "ReplicationConflicts": obj({"conflicts": array(_DOCUMENT)}),
+}
+
+
+def replication_paths() -> Json:
+    return {
+        "/replication/ws": {
+            "get": operation(
+                "replicateByWebSocket",
+                TAG,
+                "The WebSocket protocol of RxDB's replication",
+                {"101": answer("The connection is a WebSocket now.")},
+                (401, 403, 404, 426, 429),
+                parameters=[query("database", "The database, if there is a choice."), *_SHAPE],
+            )
+        },
+        "/replication/v1/databases/{db}/pull": {
+            "parameters": [DATABASE],
+            "get": operation(
+                "pullDocuments",
+                TAG,
+                "Documents that changed since a checkpoint",
+                {"200": answer("A page of them; a short one is the last.", schema("ReplicationPage"))},
+                (404, 410, 429, 501),
+                scope="read",
+                parameters=[
+                    _COLLECTION,
+                    _CHECKPOINT,
+                    query(
+                        "limit",
+                        "Most documents, 100 if not said.",
+                        {"type": "integer", "minimum": 1, "maximum": 1000},
+                    ),
+                    *_SHAPE,
+                ],
+            ),
+        },
+        "/replication/v1/databases/{db}/push": {
+            "parameters": [DATABASE],
+            "post": operation(
+                "pushDocuments",
+                TAG,
+                "Write documents, unless others have written them meanwhile",
+                {"200": answer("Those that others have written.", schema("ReplicationConflicts"))},
+                (404, 405, 415, 429, 501, 507),
+                scope="write",
+                body=request(
+                    schema("ReplicationPush"),
+                    {
+                        "collection": "orders",
+                        "rows": [{"newDocumentState": {"id": "o-1", "total": 5}, "assumedMasterState": None}],
+                    },
+                    "What is to be, and what is believed to be.",
+                ),
+            ),
+        },
+        "/replication/v1/databases/{db}/stream": {
+            "parameters": [DATABASE],
+            "get": operation(
+                "followDocuments",
+                TAG,
+                "Documents as they change, as server-sent events",
+                {"200": {"description": "Pages, or `RESYNC`.", "content": {"text/event-stream": {}}}},
+                (404, 410, 429, 501),
+                scope="read",
+                parameters=[
+                    _COLLECTION,
+                    _CHECKPOINT,
+                    _OF_CLIENT,
+                    *_SHAPE,
+                ],
+            ),
+        },
+    }

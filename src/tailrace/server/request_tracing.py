@@ -1,0 +1,140 @@
+"""Sees requests come and go: for traces, for the log of all requests, for ids on every answer.
+
+It stands before the application only where one of these is asked for. Without them requests do not pass here,
+so that none of it costs an append anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
+from tailrace.http.exchange import Exchange
+from tailrace.log.commit import Committer
+from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS
+from tailrace.routing import request_log
+from tailrace.routing.proxies import proxies_of
+from tailrace.server.app import TailraceApp
+from tailrace.server.span import Span
+from tailrace.server.tracer import Tracer
+
+logger = logging.getLogger("tailrace.requests")
+
+STREAM = "/v1/stream/"
+# The first segments of other routes; what comes behind them is named by clients and tells routes not apart.
+_AREAS = ("v1", "hub", "realtime", "replication")
+_PAGES = ("", "metrics", "healthz", "readyz", "health", "openapi.json")
+
+Handle = Callable[[Exchange], None]
+
+
+def is_wanted(settings: Settings) -> bool:
+    return bool(settings.traces_url) or settings.log_requests == "all" or settings.request_ids
+
+
+class ObservedApp:
+    """Passes everything on to the application behind it."""
+
+    def __init__(
+        self, app: TailraceApp, settings: Settings, tracer: Tracer | None, committer: Committer
+    ) -> None:
+        self._app = app
+        self._tracer = tracer
+        self._committer = committer
+        self._logs_all = settings.log_requests == "all"
+        self._names_all = settings.request_ids
+        self._proxies = proxies_of(settings.trusted_proxies)
+        self._sync = (0.0, 0)  # seconds and records of the last one
+        self.fixed_headers = app.fixed_headers
+
+    # -- what net asks for -----------------------------------------------------------------------------
+
+    def handle(self, exchange: Exchange) -> None:
+        self._observe(exchange, self._app.handle)
+
+    def handler_for(self, exchange: Exchange) -> Handle:
+        short_way = self._app.handler_for(exchange)
+        return lambda again: self._observe(again, short_way)
+
+    def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
+        return self._app.refuse(exchange, error)
+
+    def common_headers(self, exchange: Exchange | None) -> bytes:
+        return self._app.common_headers(exchange)
+
+    # -- what the committer tells ----------------------------------------------------------------------
+
+    def synced(self, seconds: float, records: int) -> None:
+        """Right before the answers of a batch are given."""
+        self._sync = (seconds, records)
+
+    # -- watching --------------------------------------------------------------------------------------
+
+    def _observe(self, exchange: Exchange, handle: Handle) -> None:
+        if self._names_all:
+            exchange.name()
+        span = None if self._tracer is None else self._tracer.request(exchange)
+        if span is None and not self._logs_all:
+            handle(exchange)
+            return
+        seen = _Seen(self, span)
+        exchange.watch_answer(seen.answered)
+        queued_bytes = self._committer.queued_bytes
+        handle(exchange)
+        seen.commits = self._committer.queued_bytes != queued_bytes
+
+    def answered(self, exchange: Exchange, status: int, span: Span | None, commits: bool) -> None:
+        if self._logs_all:
+            request_log.answered(exchange, status, time.monotonic() - exchange.started)
+        tracer = self._tracer
+        if span is None or tracer is None:
+            return
+        method, path = exchange.method.decode("latin-1"), exchange.path.decode("latin-1")
+        route = route_of(path)
+        span.name = f"{method} {route}"
+        span.failed = status >= 500
+        span.attributes = {
+            "http.request.method": method,
+            "http.route": route,
+            "url.path": path,
+            "http.response.status_code": status,
+            "client.address": self._proxies.remote_of(exchange),
+        }
+        if exchange.request_id:
+            span.attributes["tailrace.request_id"] = exchange.request_id.decode("ascii")
+        if commits and status < 300:
+            seconds, records = self._sync
+            now_ns = tracer.now_ns()
+            tracer.past("commit", now_ns - int(seconds * 1e9), now_ns, {"tailrace.records": records}, span)
+        tracer.end(span)
+
+
+class _Seen:
+    """One request that is watched."""
+
+    __slots__ = ("_app", "_span", "commits")
+
+    def __init__(self, app: ObservedApp, span: Span | None) -> None:
+        self._app = app
+        self._span = span
+        self.commits = False  # whether it waits for the journal
+
+    def answered(self, exchange: Exchange, status: int, _head: bytes) -> None:
+        try:
+            self._app.answered(exchange, status, self._span, self.commits)
+        except Exception:
+            logger.exception("a request could not be observed")  # it is answered all the same
+
+
+def route_of(path: str) -> str:
+    """The path without what clients name: few values, however many streams there are."""
+    if path.startswith(STREAM):
+        last = path.rpartition("/")[2]
+        return f"{STREAM}{{name}}/{last}" if last in RESERVED_LAST_SEGMENTS else f"{STREAM}{{name}}"
+    segments = path.strip("/").split("/")
+    if len(segments) <= 1:
+        return f"/{segments[0]}" if segments[0] in _PAGES else "/..."
+    return f"/{segments[0]}/{segments[1]}" if segments[0] in _AREAS else "/..."

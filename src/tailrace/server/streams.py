@@ -1,0 +1,343 @@
+"""PUT, POST, HEAD and DELETE on a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+import orjson
+
+from tailrace.auth import ANONYMOUS, Action, Identity, authorise, is_allowed
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.log.commit_path import LogBackpressureError
+from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.history import FetchedBlock, NotLocalError
+from tailrace.log.model import NO_LIFETIME, Stream
+from tailrace.log.records import Append
+from tailrace.log.transaction import Transaction
+from tailrace.protocol import json_split
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line, is_json
+from tailrace.protocol.stream_names import check_creatable_name, is_system_name
+from tailrace.routing import request_headers, responses
+from tailrace.routing.context import Context
+from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
+from tailrace.schema.registry import fork_registry, read_registry
+from tailrace.schema.routes import TOUCH_DOCUMENT
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
+from tailrace.server.plain_append import PlainAppend
+from tailrace.server.waiting_appends import WaitingAppends
+
+# An append with none of these is nothing but a body: most are.
+SPECIAL_HEADERS = frozenset(
+    (
+        b"stream-closed",
+        b"stream-seq",
+        b"stream-key",
+        b"stream-timestamp",
+        b"producer-id",
+        b"producer-epoch",
+        b"producer-seq",
+        b"prefer",
+        b"content-encoding",
+    )
+)
+
+
+class StreamRoutes:
+    """What changes a stream, and its metadata."""
+
+    def __init__(self, context: Context, guard: AppendValidator, waiting: WaitingAppends) -> None:
+        self._context = context
+        self._waiting = waiting
+        self._guard = guard
+        self._log = context.log
+        self._limits = context.limits
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answer_append = self._answer_timed if context.settings.server_timing else answer_append
+
+    # -- POST ------------------------------------------------------------------------------------------
+
+    def append(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        try:
+            self._append(exchange, identity, name)
+        except LogBackpressureError as lack:
+            self._waiting.add(exchange, lambda again: self._append(again, identity, name), lack)
+
+    def _append(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        authorise(identity, Action.WRITE_STREAM, stream=name)
+        if self._waiting.holds_back:
+            raise LogBackpressureError("other appends wait for room")
+        log = self._log
+        stream = log.streams.by_name.get(name)
+        if stream is None or stream.lifetime is not NO_LIFETIME or stream.gone:
+            stream = log.existing(name)
+        request = self._append_request(exchange, stream)
+        if stream.documents is not None:
+            request.check = self._guard.check
+        log.append(stream, request, self._answer_append, exchange)
+
+    def handler_for(self, exchange: Exchange, name: str) -> Callable[[Exchange], None] | None:
+        """The short way for appends that repeat this head, if there is one."""
+        if exchange.repeated is not None or not SPECIAL_HEADERS.isdisjoint(exchange.headers):
+            return None
+        try:
+            authorise(ANONYMOUS, Action.WRITE_STREAM, stream=name)
+            content_type = request_headers.content_type_of(exchange)
+        except TailraceError:
+            return None
+        if content_type is None or not exchange.body:
+            return None
+
+        def general(again: Exchange) -> None:
+            self._append(again, ANONYMOUS, name)
+
+        return PlainAppend(self._log, name, content_type, general, self._waiting)
+
+    def _answer_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
+        """As `answer_append`; the time from decision to durability is the commit's."""
+        exchange = transaction.context
+        assert type(exchange) is Exchange
+        responses.add_phase(exchange, "commit", time.monotonic() - exchange.started)
+        answer_append(transaction, error)
+
+    def _append_request(self, exchange: Exchange, stream: Stream) -> AppendRequest:
+        headers, body = exchange.headers, exchange.body
+        content_type = request_headers.content_type_of(exchange) if body else None
+        if SPECIAL_HEADERS.isdisjoint(headers) and exchange.repeated is None:
+            if not body:
+                raise TailraceError("empty_body", "there is nothing to append")
+            if content_type is None:
+                raise TailraceError("missing_content_type", "a body needs a Content-Type")
+            return self._with_body(body, content_type, stream)
+        request_headers.check_once(exchange)
+        request_headers.check_encoding(exchange)
+        producer = request_headers.producer(exchange, self._limits)
+        seq = request_headers.stream_seq(exchange, self._limits)
+        key = request_headers.stream_key(exchange, self._limits)
+        hint_ns = request_headers.stream_timestamp_ns(exchange)
+        closes = request_headers.closes(exchange)
+        if not body:
+            if not closes:
+                raise TailraceError("empty_body", "there is nothing to append")
+            request = AppendRequest(b"", None)
+        elif content_type is None:
+            raise TailraceError("missing_content_type", "a body needs a Content-Type")
+        else:
+            request = self._with_body(body, content_type, stream)
+        request.closes = closes
+        request.key = key
+        request.hint_ns = hint_ns
+        request.seq = seq
+        request.producer = producer
+        return request
+
+    def _with_body(self, body: bytes, content_type: str, stream: Stream | None) -> AppendRequest:
+        """Cuts JSON where both sides speak it; bytes of another type are judged by the sequencer."""
+        if is_json(content_type) and (stream is None or stream.json or stream.content_type is None):
+            joined, lengths = json_split.split_to_block(
+                body, self._limits.json_depth, self._limits.append_entries
+            )
+            if not lengths:
+                if stream is None:
+                    return AppendRequest(b"", None)
+                raise TailraceError("empty_array", "an empty array appends nothing")
+            return AppendRequest(joined, content_type, None if len(lengths) == 1 else lengths)
+        return AppendRequest(body, content_type)
+
+    # -- PUT -------------------------------------------------------------------------------------------
+
+    def create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
+        try:
+            self._create(exchange, identity, raw_name)
+        except LogBackpressureError as lack:
+            self._waiting.add(exchange, lambda again: self._create(again, identity, raw_name), lack)
+
+    def _create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
+        if raw_name is not None and is_system_name(raw_name) and self._log.find(raw_name) is not None:
+            # Whoever may not look at it is not told that it is there: to them the name is reserved.
+            if is_allowed(identity, Action.READ_STREAM, stream=raw_name):
+                raise read_only()
+        request_headers.check_once(exchange)
+        name = check_creatable_name(raw_name, self._limits.name_bytes)
+        fork = request_headers.fork(exchange)
+        authorise(identity, Action.WRITE_STREAM, stream=name, source=fork.source)
+        request_headers.check_encoding(exchange)
+        content_type = request_headers.content_type_of(exchange)
+        lifetime = request_headers.lifetime(exchange)
+        closed = request_headers.closes(exchange)
+        initial: AppendRequest | None = None
+        if exchange.body:
+            source = None if fork.source is None else self._log.find(fork.source)
+            inherited = None if source is None else source.content_type
+            if self._log.find(name) is None:
+                content_type = content_type or inherited or DEFAULT_CONTENT_TYPE
+                initial = self._with_body(exchange.body, content_type, None)
+                initial.key = request_headers.stream_key(exchange, self._limits)
+                initial.hint_ns = request_headers.stream_timestamp_ns(exchange)
+                initial.closes = closed
+                if not initial.count:
+                    initial = None
+        request = CreateRequest(
+            name,
+            content_type,
+            lifetime,
+            closed,
+            fork.source,
+            fork.position,
+            fork.sub,
+            initial,
+            None if fork.source is None else partial(self._inherit, name, initial),
+        )
+        # Whether it is new decides the status; the answer waits until that is durable.
+        try:
+            self._log.create(request, self._answer_create, exchange)
+        except NotLocalError as needed:
+            task = self._context.loop.create_task(self._create_later(exchange, request, needed))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _inherit(
+        self, name: str, initial: AppendRequest | None, source: Stream, entry: int
+    ) -> dict[str, bytes]:
+        """What a fork has of its source's documents; its first entries have to pass them."""
+        documents = source.documents or {}
+        if initial is not None:
+            keys = self._guard.judge(initial, source)
+            initial.check = lambda _request, _stream: keys
+        inherited: dict[str, bytes] = {}
+        if SCHEMA_DOCUMENT in documents:
+            inherited[SCHEMA_DOCUMENT] = fork_registry(
+                read_registry(documents[SCHEMA_DOCUMENT]), name, entry
+            ).to_json()
+        if (
+            PROFILE_DOCUMENT in documents and TOUCH_DOCUMENT not in documents
+        ):  # touches are about one stream and its entries
+            inherited[PROFILE_DOCUMENT] = documents[PROFILE_DOCUMENT]
+        return inherited
+
+    async def _create_later(
+        self, exchange: Exchange, request: CreateRequest, needed: NotLocalError | None
+    ) -> None:
+        """A fork at a place that is on the object store: what it needs is fetched, then all is as ever."""
+        at_hand: list[FetchedBlock] = []
+        try:
+            async with asyncio.timeout(self._limits.request_ms / 1000):
+                while needed is not None:
+                    at_hand.append(await self._log.reader.bring(needed.missing))
+                    needed = None
+                    try:
+                        self._log.create(request, self._answer_create, exchange, at_hand)
+                    except NotLocalError as more:
+                        needed = more
+        except TimeoutError:
+            responses.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+        except TailraceError as refusal:
+            responses.refuse(exchange, refusal)
+
+    def _answer_create(self, transaction: Transaction, error: TailraceError | None) -> None:
+        exchange = transaction.context
+        assert isinstance(exchange, Exchange)
+        if error is not None:
+            responses.refuse(exchange, error)
+            return
+        stream = transaction.subject
+        assert stream is not None
+        head = responses.content_type(stream) + responses.next_offset(stream.offset(stream.visible))
+        if stream.visible_closed:
+            head += responses.CLOSED
+        head += responses.lifetime(stream)
+        if transaction.duplicate:
+            exchange.respond(200, head + responses.NO_STORE)
+            return
+        location = responses.base_url(exchange, self._context.settings) + exchange.path.decode("latin-1")
+        exchange.respond(201, head + header_line("Location", location) + responses.NO_STORE)
+
+    # -- HEAD, DELETE ----------------------------------------------------------------------------------
+
+    def head(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        authorise(identity, Action.READ_STREAM, stream=name)
+        stream = self._log.readable(name)
+        tail = stream.offset(stream.visible)
+        head = responses.content_type(stream) + responses.next_offset(tail) + responses.end_offset(tail)
+        head += header_line("Stream-Earliest-Offset", stream.offset(stream.earliest))
+        if stream.visible_closed:
+            head += responses.CLOSED
+        exchange.respond(200, head + responses.lifetime(stream) + responses.NO_STORE)
+
+    def delete(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        authorise(identity, Action.DELETE_STREAM, stream=name)
+        log = self._log
+        stream = log.find(name)
+        if stream is None:
+            if log.confirm_deleted(name, _answer_delete, exchange):
+                return
+        log.remove(log.existing(name), "deleted", _answer_delete, exchange)
+
+
+def read_only() -> TailraceError:
+    return TailraceError(
+        "read_only_stream",
+        "system streams are written by the server only",
+        headers=(("Allow", "GET, HEAD, OPTIONS"),),
+    )
+
+
+def _answer_delete(transaction: Transaction, error: TailraceError | None) -> None:
+    exchange = transaction.context
+    assert isinstance(exchange, Exchange)
+    if error is not None:
+        responses.refuse(exchange, error)
+    else:
+        exchange.respond(204, responses.NO_STORE)
+
+
+def answer_append(transaction: Transaction, error: TailraceError | None) -> None:
+    """The acknowledgement: everything it speaks of is durable."""
+    exchange, stream = transaction.context, transaction.subject
+    assert type(exchange) is Exchange
+    assert stream is not None
+    if error is not None:
+        responses.refuse(exchange, error)
+        return
+    if transaction.duplicate:
+        _answer_special(exchange, stream, stream.visible, 0, transaction.producer, stream.visible_closed)
+        return
+    op = transaction.append or transaction.ops[0]
+    assert type(op) is Append
+    last = op.first + op.count - 1
+    if op.producer is None and not op.closes and b"prefer" not in exchange.headers:
+        exchange.respond(204, responses.next_offset(stream.offset(last)))
+    else:
+        _answer_special(exchange, stream, last, op.count, op.producer and op.producer[1:], op.closes)
+
+
+def _answer_special(
+    exchange: Exchange,
+    stream: Stream,
+    last: int,
+    count: int,
+    producer: tuple[int, int] | None,
+    closed: bool,
+) -> None:
+    """Producers learn the highest sequence that was accepted, whatever this request brought.
+
+    That is `producer`, as it was when the request was decided: what was decided since may not be durable.
+    """
+    offset = stream.offset(last)
+    head = responses.next_offset(offset)
+    status = 204
+    if b"producer-id" in exchange.headers:
+        head += b"Producer-Epoch: %d\r\nProducer-Seq: %d\r\n" % (producer or (0, 0))
+        if count:
+            status = 200
+    if closed:
+        head += responses.CLOSED
+    if b"return=representation" in exchange.headers.get(b"prefer", b"").lower().replace(b" ", b""):
+        body = orjson.dumps({"next_offset": offset, "count": count, "closed": closed})
+        head += b"Preference-Applied: return=representation\r\n" + responses.JSON_TYPE
+        exchange.respond(200, head, body)
+    else:
+        exchange.respond(status, head)
