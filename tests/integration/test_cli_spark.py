@@ -10,7 +10,7 @@ import pytest
 from support.cli import Finished, tailrace
 from support.ports import free_port
 from tailrace.cli.errors import RefusedError
-from tailrace.cli.spark_requirements import need_spark
+from tailrace.cli.spark_requirements import require_spark
 
 COMMANDS = (("sql", "select 1"), ("pipeline", "run", "--once"), ("pipeline", "stats", "--collection", "x"))
 NO_JAVA = "no Java 17+ found: set JAVA_HOME, or put java on the PATH (see tailrace doctor)"
@@ -55,17 +55,17 @@ def test_connect_needs_no_java_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The server behind `sc://` has one of its own."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("JAVA_HOME", "")
-    need_spark("sc://there")
+    require_spark("sc://there")
     with pytest.raises(RefusedError, match="no Java"):
-        need_spark("spark://there:7077")
+        require_spark("spark://there:7077")
 
 
 def test_an_old_java_home_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spark itself would take it, although there is a better one on the path."""
     monkeypatch.setenv("JAVA_HOME", str(java(tmp_path, "11.0.2")))
     monkeypatch.setenv("PATH", str(java(tmp_path, "21.0.1") / "bin"))
-    need_spark("local[1]")
+    require_spark("local[1]")
     assert "JAVA_HOME" not in os.environ
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "21.0.1"))
-    need_spark("local[1]")
+    require_spark("local[1]")
     assert os.environ["JAVA_HOME"] == str(tmp_path / "21.0.1")

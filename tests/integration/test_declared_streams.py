@@ -13,7 +13,7 @@ from support.cli import tailrace
 from support.server import ServerProcess
 from support.workers import names_of
 from tailrace.common.errors import TailraceError
-from tailrace.server.declared import FILE_BYTES_MAX, STREAMS_MAX, read_declared
+from tailrace.server.declared import FILE_BYTES_MAX, STREAMS_MAX, load_declared_streams
 
 NOTE = {"op": "add", "path": "/note", "schema": {"type": "string"}, "default": ""}
 SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]}
@@ -132,7 +132,7 @@ def test_a_stream_that_differs_stops_the_start(server: ServerProcess, file: Path
 def test_a_file_that_cannot_be_read(file: Path, text: str, said: str) -> None:
     file.write_text(text)
     with pytest.raises(TailraceError, match=said) as refused:
-        read_declared(file)
+        load_declared_streams(file)
     assert str(file) in refused.value.message
 
 

@@ -96,7 +96,7 @@ def test_each_route_is_described() -> None:
     assert unknown == []
     resources = {text for text in literals(str) if text in RESERVED_LAST_SEGMENTS}
     assert {f"/v1/stream/{{name}}/{resource}" for resource in resources} <= set(PATHS)
-    assert {f"/v1/stream/{{name}}/touch/{route}" for route in touch.ROUTES} <= set(PATHS)
+    assert {f"/v1/stream/{{name}}/touch/{route}" for route in touch.TOUCH_ROUTES} <= set(PATHS)
     assert app.SEAL_PATH.decode() in PATHS
 
 

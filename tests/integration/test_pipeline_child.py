@@ -16,7 +16,7 @@ from support.offers import FakePipeline, configured, fill, plan, seal, sealed, u
 from support.sealing import wait_until
 from support.server import ServerProcess
 from tailrace.pipeline.owner import Owner
-from tailrace.server.java import version_in
+from tailrace.server.java import parse_java_version
 
 PATIENCE_S = 300.0  # a JVM, on a machine that does other things as well
 StartServer = Callable[..., ServerProcess]
@@ -168,7 +168,7 @@ def test_a_stream_without_families_starts_nothing(start_server: StartServer) -> 
     ],
 )
 def test_versions_of_java(said: bytes, version: int | None) -> None:
-    assert version_in(said) == version
+    assert parse_java_version(said) == version
 
 
 @pytest.mark.nightly

@@ -15,10 +15,10 @@ from support.calls import Caller, eventually
 from support.sealing import SEALING_ENV
 from support.server import ServerProcess
 from support.workers import pid_of
-from tailrace.cluster.layout import Layout, read_layout, refuse_left
-from tailrace.cluster.migrate import fold
+from tailrace.cluster.layout import Layout, read_layout, refuse_leftover_generation
+from tailrace.cluster.migrate import fold_journal
 from tailrace.cluster.placement import Placement
-from tailrace.cluster.system_streams import FACT
+from tailrace.cluster.system_streams import DELIVERED_FACT
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.log.stored_streams import StreamImage
@@ -161,9 +161,9 @@ def test_what_an_attempt_left_is_not_taken_for_streams(tmp_path: Path) -> None:
     left = tmp_path / "workers" / "2" / "0"
     left.mkdir(parents=True)
     (left / "hot.db").touch()
-    refuse_left(tmp_path, Layout(workers=2, generation=1))
+    refuse_leftover_generation(tmp_path, Layout(workers=2, generation=1))
     with pytest.raises(TailraceError, match="cannot be removed"):
-        refuse_left(tmp_path, Layout(workers=2, generation=2))
+        refuse_leftover_generation(tmp_path, Layout(workers=2, generation=2))
 
 
 def test_two_streams_of_one_name_are_not_made_one(tmp_path: Path, filled: Filled) -> None:
@@ -171,7 +171,7 @@ def test_two_streams_of_one_name_are_not_made_one(tmp_path: Path, filled: Filled
     data_dir = tmp_path / "data"
     shutil.copytree(filled.data_dir, data_dir)
     layout, placement = read_layout(data_dir), Placement(2)
-    stores = [fold(layout.path(data_dir, index), tombstone_ms=86_400_000) for index in range(2)]
+    stores = [fold_journal(layout.path(data_dir, index), tombstone_ms=86_400_000) for index in range(2)]
     fork, lives = next(
         (name, index)
         for name in ("fork/a", "fork/b", "fork/c", "fork/d")
@@ -194,8 +194,8 @@ def test_what_a_worker_has_yet_to_tell_is_not_given_up(tmp_path: Path, filled: F
     """As if it had been killed before its news arrived: the number stays until they have."""
     data_dir = tmp_path / "data"
     shutil.copytree(filled.data_dir, data_dir)
-    first = fold(read_layout(data_dir).path(data_dir, 0), tombstone_ms=86_400_000)
-    first.put_meta(f"{FACT}1/__registry__", b"1")
+    first = fold_journal(read_layout(data_dir).path(data_dir, 0), tombstone_ms=86_400_000)
+    first.put_meta(f"{DELIVERED_FACT}1/__registry__", b"1")
     first.close()
     refused = ServerProcess(data_dir, args=("--workers", "1")).start(ready=False)
     assert refused.wait_exit() == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.cli import spelled_out
+from tailrace.cli import expand_flags
 from tailrace.common import memory
 from tailrace.common.limits import MIB, Limits
 from tailrace.common.settings import SettingsError
@@ -59,10 +59,10 @@ def test_no_tuned_setting_may_be_given_as_well(tmp_path: Path, name: str) -> Non
 
 
 def test_the_flag_may_stand_alone() -> None:
-    assert spelled_out(["serve", "--auto-tune"]) == ["serve", "--auto-tune=yes"]
-    assert spelled_out(["serve", "--auto-tune", "--port", "1"])[1] == "--auto-tune=yes"
-    assert spelled_out(["serve", "--auto-tune", "512"]) == ["serve", "--auto-tune", "512"]
-    assert spelled_out(["serve", "--auto-tune=512"]) == ["serve", "--auto-tune=512"]
+    assert expand_flags(["serve", "--auto-tune"]) == ["serve", "--auto-tune=yes"]
+    assert expand_flags(["serve", "--auto-tune", "--port", "1"])[1] == "--auto-tune=yes"
+    assert expand_flags(["serve", "--auto-tune", "512"]) == ["serve", "--auto-tune", "512"]
+    assert expand_flags(["serve", "--auto-tune=512"]) == ["serve", "--auto-tune=512"]
 
 
 def test_control_groups_of_both_versions(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
-from tailrace.server.cold import cached_of
-from tailrace.server.descriptor import Surroundings, details
-from tailrace.server.documents import documents_of
-from tailrace.server.index_status import Manifest
+from tailrace.server.cold import cached_bytes_by_artifact
+from tailrace.server.descriptor import VolatileDetails, stream_details
+from tailrace.server.documents import read_documents
+from tailrace.server.index_status import ManifestStatus
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache, ObjectRange, cache_source
 from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
@@ -34,8 +34,8 @@ def test_caches_are_told_by_what_they_hold(tmp_path: Path) -> None:
             for rest, size in HELD.items():
                 key = stream_prefix(make_stream_id(name, 0)) + rest
                 parts.cache.add(ObjectRange(cache_source(key), 0, size))
-        around = Surroundings(cached=cached_of([parts], stream))
-        shown = details(stream, documents_of(stream), Manifest(0), around)["storage"]
+        around = VolatileDetails(cached=cached_bytes_by_artifact([parts], stream))
+        shown = stream_details(stream, read_documents(stream), ManifestStatus(0), around)["storage"]
         assert isinstance(shown, dict)
         local = shown["local_storage"]
         assert {name: size for name, size in local.items() if "cache" in name} == {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tailrace.cli.aggregate_table import bar, tables
+from tailrace.cli.aggregate_table import draw_bar, layout_tables
 
 LONG = "a-service-with-quite-a-long-name"
 
@@ -37,7 +37,7 @@ def _rows(*services: str | None) -> list[tuple[str, dict[str, Any]]]:
 
 def _shown(rows: list[tuple[str, dict[str, Any]]], measures: list[str], width: int) -> str:
     console = Console(width=width, file=io.StringIO(), no_color=True)
-    for table in tables(rows, measures, width):
+    for table in layout_tables(rows, measures, width):
         console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -76,4 +76,4 @@ def test_each_window_is_named_once_and_the_bar_gives_way_first() -> None:
 
 
 def test_bars_are_in_eighths_of_a_cell() -> None:
-    assert [bar(value, 8, 1) for value in (0, 1, 4, 8)] == ["", "▏", "▌", "█"]
+    assert [draw_bar(value, 8, 1) for value in (0, 1, 4, 8)] == ["", "▏", "▌", "█"]

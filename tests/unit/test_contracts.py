@@ -24,8 +24,8 @@ from tailrace.schema import stream_schema
 from tailrace.schema.registry import Registry, RoutingKey, VersionBoundary
 from tailrace.schema.stream_schema import PROMOTED_PAGE_BYTES, StreamSchema, StreamSchemaCache
 from tailrace.server.follower import Follower
-from tailrace.server.live import Live
-from tailrace.server.live_wires import SseWire
+from tailrace.server.live import LiveReaders
+from tailrace.server.live_wires import SseFollowerTransport
 
 JSON = "application/json"
 
@@ -115,7 +115,7 @@ def test_streams_that_hold_no_json_are_left_alone(log: LogHarness) -> None:
         kept.guard(AppendRequest(b"1", JSON), stream)
 
 
-class Socket(SseWire):
+class Socket(SseFollowerTransport):
     """A connection that only remembers how it ended."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def test_a_follower_is_sent_away_from_an_entry_that_cannot_be_shown(log: LogHarn
     log.call(log.log.describe, stream, "schema", document(RENAME))
     log.settle()
     context = Context(Settings(), log.log, log.clock, log.loop, ServerMetrics(__version__), "id")
-    live = Live(context)
+    live = LiveReaders(context)
 
     def follow(after: int) -> Socket:
         socket = Socket()

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.edge import compress
 from tailrace.edge.cache import Slice
-from tailrace.edge.compress import Packer, may_be_packed, wants_gzip
+from tailrace.edge.compress import SliceCompressor, accepts_gzip, is_compressible
 
 JSON = [(b"Content-Type", b"application/json")]
 
@@ -28,21 +28,21 @@ JSON = [(b"Content-Type", b"application/json")]
     ],
 )
 def test_who_wants_it(accepted: bytes, wanted: bool) -> None:
-    assert wants_gzip(accepted) is wanted
+    assert accepts_gzip(accepted) is wanted
 
 
 def test_what_is_worth_it() -> None:
-    assert may_be_packed(Slice(JSON, b"x" * 1024, 0.0))
-    assert not may_be_packed(Slice(JSON, b"x" * 1023, 0.0))
-    assert not may_be_packed(Slice([(b"Content-Type", b"image/png")], b"x" * 5000, 0.0))
+    assert is_compressible(Slice(JSON, b"x" * 1024, 0.0))
+    assert not is_compressible(Slice(JSON, b"x" * 1023, 0.0))
+    assert not is_compressible(Slice([(b"Content-Type", b"image/png")], b"x" * 5000, 0.0))
 
 
 @pytest.mark.parametrize("size", [2000, 200_000])
 def test_it_is_done_once_and_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(compress, "PACKED_BYTES_MAX", 3 * size)
+    monkeypatch.setattr(compress, "COMPRESSED_BYTES_MAX", 3 * size)
 
     async def run() -> None:
-        packer = Packer()
+        packer = SliceCompressor()
         slices = [Slice(JSON, b"[%d]" % number * (size // 3), 0.0) for number in range(5)]
         first = await packer.pack(slices[0])
         assert gzip.decompress(first) == slices[0].body

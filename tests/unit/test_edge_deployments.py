@@ -8,15 +8,15 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.edge.deployments import DIFFERENT, THE_SAME, Deployments
-from tailrace.edge.origin import parse_origins
+from tailrace.edge.deployments import DIFFERENT_SERVERS, SAME_SERVER, DeploymentCheck
+from tailrace.edge.origin import parse_upstreams
 from tailrace.edge.upstreams import Upstream, Upstreams
 
 
 def judged(mode: str, *said: tuple[str, str]) -> tuple[list[str], int]:
     """What is said to each in turn, and how often everything that was kept had to go."""
     changes: list[None] = []
-    deployments = Deployments(mode)
+    deployments = DeploymentCheck(mode)
     deployments.on_change = lambda: changes.append(None)
     return [deployments.judge(upstream, name) for upstream, name in said], len(changes)
 
@@ -26,17 +26,20 @@ def test_one_upstream_may_be_any_server() -> None:
 
 
 def test_doors_lead_to_one_server() -> None:
-    assert judged("any", ("a", "x"), ("b", "x"), ("b", "y"), ("b", "x")) == (["", "", DIFFERENT, ""], 0)
+    assert judged("any", ("a", "x"), ("b", "x"), ("b", "y"), ("b", "x")) == (
+        ["", "", DIFFERENT_SERVERS, ""],
+        0,
+    )
 
 
 def test_the_server_behind_all_doors_may_begin_again() -> None:
     said = ("a", "x"), ("b", "x"), ("a", "y"), ("b", "y"), ("a", "y")
-    assert judged("any", *said) == (["", "", DIFFERENT, "", ""], 2)
+    assert judged("any", *said) == (["", "", DIFFERENT_SERVERS, "", ""], 2)
 
 
 def test_shards_are_servers_of_their_own() -> None:
     said = ("a", "x"), ("b", "y"), ("b", "x"), ("b", "z")
-    assert judged("sharded", *said) == (["", "", THE_SAME, ""], 1)
+    assert judged("sharded", *said) == (["", "", SAME_SERVER, ""], 1)
 
 
 def test_a_stream_goes_to_a_door_that_is_known_to_be_the_right_one() -> None:
@@ -44,7 +47,7 @@ def test_a_stream_goes_to_a_door_that_is_known_to_be_the_right_one() -> None:
 
     async def run() -> None:
         upstreams = Upstreams(
-            parse_origins("a=http://127.0.0.1:1,b=http://127.0.0.1:2"), "any", Limits(), b"edge"
+            parse_upstreams("a=http://127.0.0.1:1,b=http://127.0.0.1:2"), "any", Limits(), b"edge"
         )
         a, b = upstreams.all
 

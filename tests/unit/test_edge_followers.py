@@ -10,13 +10,13 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.edge import connection, setbacks
-from tailrace.edge.connection import Reply, UpstreamLostError
+from tailrace.edge.connection import UpstreamLostError, UpstreamResponse
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.live import leaving_pace_s
-from tailrace.edge.origin import parse_origins
-from tailrace.edge.pool import Pool
-from tailrace.edge.registry import Followed
-from tailrace.edge.setbacks import SETTLED_S, Setbacks
+from tailrace.edge.live import close_interval_s
+from tailrace.edge.origin import parse_upstreams
+from tailrace.edge.pool import ConnectionPool
+from tailrace.edge.registry import UpstreamRegistry
+from tailrace.edge.setbacks import SETTLED_S, ReconnectBackoff
 from tailrace.edge.upstreams import Upstream
 
 
@@ -30,7 +30,7 @@ def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(setbacks.asyncio, "sleep", note)
 
     async def fail_and_recover() -> list[bool]:
-        row, first = Setbacks(), list[bool]()
+        row, first = ReconnectBackoff(), list[bool]()
         for _ in range(10):
             first.append(row.note_ended(0.1))
             await row.pause()
@@ -46,12 +46,12 @@ def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("readers", "all_s"), [(0, 0.0), (1000, 0.5), (10_000, 5.0), (50_000, 5.0)])
 def test_readers_of_a_stopping_edge_leave_evenly(readers: int, all_s: float) -> None:
-    assert readers * leaving_pace_s(readers) == pytest.approx(all_s)
+    assert readers * close_interval_s(readers) == pytest.approx(all_s)
 
 
 def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the rest of it, and its place among the connections is free again."""
-    monkeypatch.setattr(connection, "SILENT_S_MAX", 0.05)
+    monkeypatch.setattr(connection, "SILENCE_S_MAX", 0.05)
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
 
     async def ask() -> None:
@@ -65,7 +65,7 @@ def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.Monkey
 
         owner = await asyncio.start_server(say_half, "127.0.0.1", 0)
         port = owner.sockets[0].getsockname()[1]
-        pool = Pool(parse_origins(f"http://127.0.0.1:{port}")[0], 1, 1, 30.0)
+        pool = ConnectionPool(parse_upstreams(f"http://127.0.0.1:{port}")[0], 1, 1, 30.0)
         async with asyncio.timeout(30):
             for _ in range(2):
                 reply = await pool.ask(b"GET / HTTP/1.1\r\nHost: owner\r\n\r\n")
@@ -85,7 +85,7 @@ class CrowdedPool:
         self.asked = 0
         self.asked_again = asyncio.Event()
 
-    async def ask(self, request: bytes, **_: Any) -> Reply:
+    async def ask(self, request: bytes, **_: Any) -> UpstreamResponse:
         self.asked += 1
         if self.asked < 3:
             raise TailraceError("overloaded", "too many requests wait for the upstream")
@@ -101,7 +101,7 @@ def test_the_registry_is_looked_at_again_after_a_crowd() -> None:
             origin=origin, pool=pool, note_failed=lambda _now: None, pause=asyncio.Event().wait
         )
         context = SimpleNamespace(edge_id=b"edge", token=None, loop=asyncio.get_running_loop())
-        followed = Followed(
+        followed = UpstreamRegistry(
             cast("EdgeContext", context), cast("Upstream", upstream), lambda _name, _operation: None
         )
         task = asyncio.ensure_future(followed.run())

@@ -10,38 +10,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.edge.cache import Slice
-from tailrace.edge.connection import Reply, UpstreamConnection
-from tailrace.edge.facts import Asking, FactBook
-from tailrace.edge.lifetimes import FOR_EVER, Lifetime, lifetime_of, renewal_due_at
+from tailrace.edge.connection import UpstreamConnection, UpstreamResponse
+from tailrace.edge.facts import InfoRequest, StreamInfoCache
+from tailrace.edge.lifetimes import NO_EXPIRY, StreamLifetime, parse_lifetime, renewal_due_at
 from tailrace.protocol.offsets import encode_offset
 
 DATE = ("Date", "Thu, 01 Jan 1970 00:01:40 GMT")  # 100 s
 
 
-def _reply(*fields: tuple[str, str], status: int = 200) -> Reply:
+def _reply(*fields: tuple[str, str], status: int = 200) -> UpstreamResponse:
     connection = UpstreamConnection(lambda _connection, _again: None)
-    return Reply(connection, status, [(name.encode(), value.encode()) for name, value in fields])
+    return UpstreamResponse(connection, status, [(name.encode(), value.encode()) for name, value in fields])
 
 
 @pytest.mark.parametrize(
     ("fields", "lifetime"),
     [
-        ([], FOR_EVER),
+        ([], NO_EXPIRY),
         # A TTL shows when it would end, too; but that moves.
-        ([("Stream-TTL", "60"), ("Stream-Expires-At", "1970-01-01T00:02:00.000Z")], Lifetime(window_s=60)),
+        (
+            [("Stream-TTL", "60"), ("Stream-Expires-At", "1970-01-01T00:02:00.000Z")],
+            StreamLifetime(window_s=60),
+        ),
         # 20 s later by the owner's clock, which may be up to a second further than it says.
-        ([("Stream-Expires-At", "1970-01-01T00:02:00.000Z")], Lifetime(ends_at=1019.0)),
-        ([("Stream-Expires-At", "some day")], Lifetime(ends_at=-inf)),
-        ([("Stream-Retention", "60")], Lifetime(retained=True)),
-        ([("Stream-TTL", "5"), ("Stream-Retention-Bytes", "9")], Lifetime(window_s=5, retained=True)),
+        ([("Stream-Expires-At", "1970-01-01T00:02:00.000Z")], StreamLifetime(ends_at=1019.0)),
+        ([("Stream-Expires-At", "some day")], StreamLifetime(ends_at=-inf)),
+        ([("Stream-Retention", "60")], StreamLifetime(retained=True)),
+        ([("Stream-TTL", "5"), ("Stream-Retention-Bytes", "9")], StreamLifetime(window_s=5, retained=True)),
     ],
 )
-def test_what_a_head_says(fields: list[tuple[str, str]], lifetime: Lifetime) -> None:
-    assert lifetime_of(_reply(DATE, *fields), sent_at=1000.0) == lifetime
+def test_what_a_head_says(fields: list[tuple[str, str]], lifetime: StreamLifetime) -> None:
+    assert parse_lifetime(_reply(DATE, *fields), sent_at=1000.0) == lifetime
 
 
 def test_an_end_without_the_owners_clock_is_now() -> None:
-    assert lifetime_of(_reply(("Stream-Expires-At", "1970-01-01T00:02:00.000Z")), 1000.0).ends_at == -inf
+    assert parse_lifetime(_reply(("Stream-Expires-At", "1970-01-01T00:02:00.000Z")), 1000.0).ends_at == -inf
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_e16_renewals_are_rare_and_never_too_late(window_s: int, pauses: list[fl
 
 
 def test_what_a_stream_was_is_not_said_of_the_next_one_with_its_name() -> None:
-    book = FactBook(lambda _name, _reason: None)
+    book = StreamInfoCache(lambda _name, _reason: None)
     asking = book.asking("a", 0.0)
     book.note_write("a", b"PUT", 201)
     book.note_head("a", _reply(("Stream-End-Offset", encode_offset(0, 5))), 1.0, asking)
@@ -98,9 +101,9 @@ def test_what_a_stream_was_is_not_said_of_the_next_one_with_its_name() -> None:
 
 def test_an_offset_that_is_gone_leaves_what_is_behind_it() -> None:
     dropped: list[str] = []
-    book = FactBook(lambda _name, reason: dropped.append(reason))
+    book = StreamInfoCache(lambda _name, reason: dropped.append(reason))
     head = _reply(("Stream-Retention-Bytes", "9"), ("Stream-End-Offset", encode_offset(0, 9)))
-    facts = book.note_head("a", head, 1.0, Asking(0.5, 0))
+    facts = book.note_head("a", head, 1.0, InfoRequest(0.5, 0))
     gone = _reply(("Stream-Earliest-Offset", encode_offset(0, 4)), status=410)
     book.note_reply("a", gone, 2.0)
     assert (facts.earliest, dropped) == (encode_offset(0, 4), [])
@@ -109,6 +112,6 @@ def test_an_offset_that_is_gone_leaves_what_is_behind_it() -> None:
 
 
 def test_a_start_that_has_not_moved_is_not_shown() -> None:
-    book = FactBook(lambda _name, _reason: None)
+    book = StreamInfoCache(lambda _name, _reason: None)
     book.note_reply("a", _reply(("Stream-Earliest-Offset", encode_offset(0, 0))), 1.0)
     assert book.of("a").earliest == ""

@@ -10,30 +10,30 @@ from support.ports import free_port
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.settings import SettingsError
-from tailrace.edge.asks import reading_of, target_of
-from tailrace.edge.batch import Batch
+from tailrace.edge.asks import parse_read, parse_target
+from tailrace.edge.batch import FeedBatch
 from tailrace.edge.cache import MemoryCache, Slice
-from tailrace.edge.facts import FactBook
+from tailrace.edge.facts import StreamInfoCache
 from tailrace.edge.metrics import EdgeTelemetry
-from tailrace.edge.origin import parse_origins
-from tailrace.edge.slices import key_of
-from tailrace.edge.upstreams import Upstreams, placement, ranked
+from tailrace.edge.origin import parse_upstreams
+from tailrace.edge.slices import slice_key
+from tailrace.edge.upstreams import Upstreams, placement_key, rendezvous_order
 from tailrace.protocol import offsets
 
 
 def test_taking_an_upstream_away_moves_only_its_streams() -> None:
     ids = ["a", "b", "c", "d"]
     names = [f"stream/{number}" for number in range(2000)]
-    before = {name: ranked(name, ids)[0] for name in names}
-    after = {name: ranked(name, ["a", "b", "d"])[0] for name in names}
+    before = {name: rendezvous_order(name, ids)[0] for name in names}
+    after = {name: rendezvous_order(name, ["a", "b", "d"])[0] for name in names}
     moved = {name for name in names if before[name] != after[name]}
     assert moved == {name for name in names if before[name] == "c"}
     assert 300 < len(moved) < 700
 
 
 def test_partitions_of_a_collection_go_together() -> None:
-    assert placement("__changes__/db/orders/3") == placement("__changes__/db/orders/4")
-    assert placement("orders/3") == "orders/3"
+    assert placement_key("__changes__/db/orders/3") == placement_key("__changes__/db/orders/4")
+    assert placement_key("orders/3") == "orders/3"
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_partitions_of_a_collection_go_together() -> None:
     ],
 )
 def test_paths(path: bytes, kind: str, name: str, key: str | None) -> None:
-    assert target_of(path, 1024) == (kind, name, key)
+    assert parse_target(path, 1024) == (kind, name, key)
 
 
 def test_reads_that_are_the_same_have_one_key() -> None:
-    target = target_of(b"/v1/stream/a", 1024)
+    target = parse_target(b"/v1/stream/a", 1024)
     position = offsets.encode_offset(0, 7).encode()
     spellings = (
         b"offset=" + position,
@@ -67,38 +67,38 @@ def test_reads_that_are_the_same_have_one_key() -> None:
         b"offset=0000000000000000_0000000000000007&unknown=1",
         b"cursor=5&timeout=3&offset=" + position + b"&live=",
     )
-    readings = [reading_of(target, spelling, {}) for spelling in spellings]
-    assert len({key_of(reading) for reading in readings if reading is not None}) == 1
-    keyed = reading_of(target_of(b"/v1/stream/a/pk/x", 1024), b"", {})
+    readings = [parse_read(target, spelling, {}) for spelling in spellings]
+    assert len({slice_key(reading) for reading in readings if reading is not None}) == 1
+    keyed = parse_read(parse_target(b"/v1/stream/a/pk/x", 1024), b"", {})
     assert keyed is not None
-    also = reading_of(target, b"key=x&offset=-1", {})
+    also = parse_read(target, b"key=x&offset=-1", {})
     assert also is not None
-    assert key_of(keyed) == key_of(also)
+    assert slice_key(keyed) == slice_key(also)
     others = (b"", b"format=raw", b"key=y", b"filter=a:1", b"offset=0000000000000000_0000000000000007")
-    found = [reading_of(target, other, {}) for other in others]
-    assert len({key_of(reading) for reading in found if reading is not None}) == len(others)
+    found = [parse_read(target, other, {}) for other in others]
+    assert len({slice_key(reading) for reading in found if reading is not None}) == len(others)
 
 
 @pytest.mark.parametrize(
     "query", [b"offset=now", b"since=5", b"live=sse", b"format=arrow", b"offset=-1&live=long-poll&filter=a:1"]
 )
 def test_reads_that_only_the_owner_answers(query: bytes) -> None:
-    assert reading_of(target_of(b"/v1/stream/a", 1024), query, {}) is None
+    assert parse_read(parse_target(b"/v1/stream/a", 1024), query, {}) is None
 
 
 @pytest.mark.parametrize("query", [b"offset=17", b"offset=-1&offset=-1", b"live=x", b"offset="])
 def test_reads_that_every_server_refuses(query: bytes) -> None:
     with pytest.raises(TailraceError):
-        reading_of(target_of(b"/v1/stream/a", 1024), query, {})
+        parse_read(parse_target(b"/v1/stream/a", 1024), query, {})
 
 
 def test_upstreams_as_they_are_written() -> None:
-    origins = parse_origins("http://a:1, b=https://b.example ,http://[::1]:9")
+    origins = parse_upstreams("http://a:1, b=https://b.example ,http://[::1]:9")
     assert [origin.id for origin in origins] == ["http://a:1", "b", "http://[::1]:9"]
     assert [origin.host_header for origin in origins] == [b"a:1", b"b.example:443", b"[::1]:9"]
     for text in ("", "a:1", "ftp://a", "http://a/path", "http://me:secret@a", "http://a:1,http://a:1"):
         with pytest.raises(SettingsError):
-            parse_origins(text)
+            parse_upstreams(text)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_upstreams_as_they_are_written() -> None:
 )
 def test_a_password_in_an_upstream_is_not_shown(text: str) -> None:
     with pytest.raises(SettingsError) as refused:
-        parse_origins(text)
+        parse_upstreams(text)
     assert "hunter2" not in str(refused.value)
 
 
 def test_a_higher_epoch_drops_what_was_known() -> None:
     dropped: list[tuple[str, str]] = []
-    book = FactBook(lambda name, reason: dropped.append((name, reason)))
+    book = StreamInfoCache(lambda name, reason: dropped.append((name, reason)))
     book.note_batch("a", offsets.encode_offset(0, 5))
     generation = book.of("a").generation
     book.note_batch("a", offsets.encode_offset(0, 9))
@@ -132,7 +132,7 @@ def test_a_higher_epoch_drops_what_was_known() -> None:
 
 
 def test_writes_are_fenced() -> None:
-    book = FactBook(lambda _name, _reason: None)
+    book = StreamInfoCache(lambda _name, _reason: None)
     writes = book.of("a").writes
     book.note_write("a", b"POST", 204)
     assert book.of("a").writes > writes
@@ -158,7 +158,7 @@ def test_memory_keeps_its_bound_and_forgets_the_least_used() -> None:
 
 
 def test_a_batch_is_encoded_once_per_form() -> None:
-    batch = Batch("0", "1", b'[{"n":1}]', True, "7", closed=False)
+    batch = FeedBatch("0", "1", b'[{"n":1}]', True, "7", closed=False)
     assert batch.event("sse") is batch.event("sse")
     assert b'"upToDate":true' in batch.encode("sse", "7", True)
     assert b"upToDate" not in batch.encode("sse", "7", False)
@@ -168,7 +168,7 @@ def test_a_batch_is_encoded_once_per_form() -> None:
 
 def test_an_upstream_that_nobody_has_seen_yet_does_not_make_an_edge_ready() -> None:
     async def started() -> bool:
-        upstreams = Upstreams(parse_origins(f"http://127.0.0.1:{free_port()}"), "any", Limits(), b"edge")
+        upstreams = Upstreams(parse_upstreams(f"http://127.0.0.1:{free_port()}"), "any", Limits(), b"edge")
         await upstreams.start()
         try:
             return upstreams.ready

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tailrace.common.limits import Limits
-from tailrace.edge.origin import parse_origins
-from tailrace.edge.ramp import FIRST_SHARE, OPENING_MAX, RAMP_S, Opening, Ramp
+from tailrace.edge.origin import parse_upstreams
+from tailrace.edge.ramp import FIRST_SHARE, OPENING_MAX, RAMP_S, LoadRamp, OpenLimiter
 from tailrace.edge.upstreams import Upstreams
 
 STREAMS = [f"s/{number}" for number in range(2000)]
@@ -24,7 +24,7 @@ class Time:
 
 def test_the_share_grows_and_keeps_what_it_has() -> None:
     time = Time()
-    ramp = Ramp(time)
+    ramp = LoadRamp(time)
     assert ramp.share == 1.0
     ramp.begin()
     before: set[str] = set()
@@ -39,9 +39,9 @@ def test_the_share_grows_and_keeps_what_it_has() -> None:
 
 def test_sockets_are_opened_a_few_at_a_time_and_then_more() -> None:
     async def most_at_once(time: Time, count: int) -> int:
-        ramp = Ramp(time)
+        ramp = LoadRamp(time)
         ramp.begin()
-        opening = Opening(ramp)
+        opening = OpenLimiter(ramp)
         most = 0
 
         async def open_one() -> None:
@@ -63,7 +63,7 @@ def test_sockets_are_opened_a_few_at_a_time_and_then_more() -> None:
 
 def test_who_gives_up_gives_the_turn_back() -> None:
     async def run() -> None:
-        opening = Opening(Ramp(Time()))
+        opening = OpenLimiter(LoadRamp(Time()))
 
         async def hold(until: asyncio.Event) -> None:
             async with opening:
@@ -88,12 +88,12 @@ def test_who_gives_up_gives_the_turn_back() -> None:
 
 def test_a_door_that_is_back_gets_a_tenth_of_its_streams_first() -> None:
     async def run() -> None:
-        origins = parse_origins("a=http://127.0.0.1:1,b=http://127.0.0.1:2")
+        origins = parse_upstreams("a=http://127.0.0.1:1,b=http://127.0.0.1:2")
         upstreams = Upstreams(origins, "any", Limits(), b"edge")
         first = {name for name in STREAMS if upstreams.of(name).id == "a"}
         door = upstreams.all[0]
         time = Time()
-        door.ramp = Ramp(time)
+        door.ramp = LoadRamp(time)
         door.healthy = False
         assert not any(upstreams.of(name) is door for name in STREAMS)
         door.healthy = True

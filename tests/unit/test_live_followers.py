@@ -18,7 +18,7 @@ from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, Trim
 from tailrace.routing.context import Context
 from tailrace.server.follower import Follower
-from tailrace.server.live import Live
+from tailrace.server.live import LiveReaders
 
 TEXT = "text/plain"
 
@@ -63,7 +63,7 @@ class Scene:
         context = Context(
             settings, self.log.log, self.log.clock, self.log.loop, ServerMetrics(__version__), "id"
         )
-        self.live = Live(context)
+        self.live = LiveReaders(context)
         self.log.create("s", TEXT, (None, None), Append([], None), None)
         self.log.settle()
         stream = self.log.find("s")

@@ -11,7 +11,7 @@ from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
 from tailrace.common.limits import Limits
 from tailrace.log.commit_path import LARGE_CHANGE_BYTES
-from tailrace.server.memory_guard import MemoryGuard, limit_of, resident_bytes
+from tailrace.server.memory_guard import MemoryGuard, memory_limit_bytes, resident_bytes
 
 MIB = 1 << 20
 LIMIT = 100 * MIB
@@ -92,7 +92,7 @@ def test_without_a_limit_nothing_is_refused(harness: LogHarness) -> None:
 
 def test_the_size_of_this_process() -> None:
     assert 5 * MIB < resident_bytes() < 1 << 45
-    assert limit_of(Limits(memory_limit_bytes=7)) == 7
+    assert memory_limit_bytes(Limits(memory_limit_bytes=7)) == 7
 
 
 def test_freed_memory_goes_back_even_without_a_limit(harness: LogHarness) -> None:

@@ -11,13 +11,13 @@ from tailrace.schema.profiles.otlp_export import SpanExport
 from tailrace.schema.profiles.otlp_json import read_json
 from tailrace.schema.profiles.profile import OtelTracesProfile
 from tailrace.server import otlp_routes
-from tailrace.server.otlp_routes import APPEND_SPANS, Batches
+from tailrace.server.otlp_routes import APPEND_SPANS, SpanBatcher
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PROFILE = OtelTracesProfile({"kind": "otel-traces"}, "profile")
 
 
-def export_of(spans: int, resource: str = "x", *, wrong: int = 0) -> tuple[SpanExport, Batches]:
+def export_of(spans: int, resource: str = "x", *, wrong: int = 0) -> tuple[SpanExport, SpanBatcher]:
     """So many spans of one resource; the first few of them have no usable id."""
     listed = [
         {"traceId": TRACE, "spanId": f"{n + 1 - wrong if n >= wrong else 0:016x}", "startTimeUnixNano": "1"}
@@ -25,7 +25,7 @@ def export_of(spans: int, resource: str = "x", *, wrong: int = 0) -> tuple[SpanE
     ]
     attribute: dict[str, Any] = {"key": "about", "value": {"stringValue": resource}}
     body = {"resourceSpans": [{"resource": {"attributes": [attribute]}, "scopeSpans": [{"spans": listed}]}]}
-    batches = Batches(PROFILE, 0)
+    batches = SpanBatcher(PROFILE, 0)
     export = SpanExport(PROFILE.config.otlp_limits, batches.add)
     read_json(orjson.dumps(body), export)
     return export, batches

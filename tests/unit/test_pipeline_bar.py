@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 
-from tailrace.cli.pipeline_bar import Bar
+from tailrace.cli.pipeline_bar import ProgressBar
 from tailrace.pipeline.model import Totals
 from tailrace.pipeline.status import Status
 
@@ -13,7 +13,7 @@ from tailrace.pipeline.status import Status
 def test_a_backlog_of_several_batches_is_one_bar() -> None:
     """What a batch takes is a part of what waits; the bar tells of all of it."""
     seen, status, waiting = io.StringIO(), Status("local[2,4]"), [5, 3]
-    bar = Bar(lambda: waiting.pop(0), seen)
+    bar = ProgressBar(lambda: waiting.pop(0), seen)
     bar.starting("local[2,4]")
     for count in (2, 3):
         bar.batch("companions", count)
@@ -32,7 +32,7 @@ def test_a_backlog_of_several_batches_is_one_bar() -> None:
 
 def test_merges_have_a_bar_of_their_own_and_losses_are_told() -> None:
     seen, status = io.StringIO(), Status("local[2,4]")
-    bar = Bar(lambda: 0, seen)
+    bar = ProgressBar(lambda: 0, seen)
     bar.batch("companions", 1)
     bar.advance("companions", status)
     bar.batch("merge", 4)

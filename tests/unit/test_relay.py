@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 
 from support.http_app import HOST, Site, TestApp, chunked, get, on_loop, post, site, until
-from tailrace.cluster.proxy import Front, Inner
+from tailrace.cluster.proxy import PeerApp, ProxyApp
 from tailrace.common.limits import Limits
 from tailrace.http import Exchange, HttpServer, relay
 from tailrace.http.handover import HandoverReceiver, HandoverSender
@@ -349,7 +349,7 @@ def test_a_request_whose_head_is_known_is_its_own_client_s() -> None:
             exchange.respond(204)
 
         app = TestApp()
-        inner = Inner(cast("Front", ShortWay(answer)), app)
+        inner = PeerApp(cast("ProxyApp", ShortWay(answer)), app)
         app.handle = lambda exchange: inner.handler_for(exchange)(exchange)
         async with site(app) as here:
             client = await here.connect()

@@ -15,7 +15,14 @@ from tailrace.common.limits import DAY_MS, Limits
 from tailrace.log.publish import StreamTraffic, TrafficCounts
 from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.schema.profiles.metrics import normalise_metric
-from tailrace.server.series import DROPPED, OTHER, SeriesBook, Source, Timing, Window
+from tailrace.server.series import (
+    DROPPED_SERIES,
+    OTHER_STREAMS,
+    MetricInterval,
+    MetricSource,
+    SeriesRecorder,
+    TimingSource,
+)
 from tailrace.server.writer import MetricsWriter
 from tailrace.storage.retention import has_bounds
 
@@ -28,16 +35,18 @@ def share(entries: int, size_bytes: int) -> StreamTraffic:
     return found
 
 
-def book(*sources: Source, series_max: int = 2000, timings: Sequence[Timing] = ()) -> SeriesBook:
-    return SeriesBook(list(sources), list(timings), "node", series_max)
+def book(
+    *sources: MetricSource, series_max: int = 2000, timings: Sequence[TimingSource] = ()
+) -> SeriesRecorder:
+    return SeriesRecorder(list(sources), list(timings), "node", series_max)
 
 
 def test_x1_many_streams_are_few_series() -> None:
     shares = {f"stream-{number}": share(1, number) for number in range(100_000)}
-    records = book().records(Window(0, FLUSH_MS), shares, share(7, 70))
+    records = book().records(MetricInterval(0, FLUSH_MS), shares, share(7, 70))
     assert len(records) == 2 * 51
     streams = {record["stream"] for record in records}
-    assert OTHER in streams
+    assert OTHER_STREAMS in streams
     assert "stream-99999" in streams
     written = sum(int(str(record["sum"])) for record in records if record["unit"] == "count")
     assert written == 100_007, "what has no series of its own is in the one of all others"
@@ -47,9 +56,9 @@ def test_x1_many_streams_are_few_series() -> None:
 def test_x1_no_interval_has_more_than_the_limit() -> None:
     shares = {f"stream-{number}": share(1, number) for number in range(1000)}
     counting = book(series_max=20)
-    records = counting.records(Window(0, FLUSH_MS), shares, StreamTraffic())
+    records = counting.records(MetricInterval(0, FLUSH_MS), shares, StreamTraffic())
     assert len(records) == 20
-    assert (records[-1]["metric"], records[-1]["sum"]) == (DROPPED, 2 * 51 - 19)
+    assert (records[-1]["metric"], records[-1]["sum"]) == (DROPPED_SERIES, 2 * 51 - 19)
     assert counting.dropped == 2 * 51 - 19
 
 
@@ -67,20 +76,21 @@ def test_a_million_streams_are_counted_in_little_memory(harness: LogHarness) -> 
 def test_an_idle_node_writes_little() -> None:
     values = [float(number) for number in range(40)]
     sources = [
-        Source(f"m{n}", "bytes", "gauge" if n % 2 else "counter", values[n].__float__) for n in range(40)
+        MetricSource(f"m{n}", "bytes", "gauge" if n % 2 else "counter", values[n].__float__)
+        for n in range(40)
     ]
     idle, size = book(*sources), 0
     for end_ms in range(FLUSH_MS, DAY_MS + 1, FLUSH_MS):
-        for record in idle.records(Window(end_ms - FLUSH_MS, end_ms), {}, StreamTraffic()):
+        for record in idle.records(MetricInterval(end_ms - FLUSH_MS, end_ms), {}, StreamTraffic()):
             size += len(orjson.dumps(record)) + 1
     assert 0 < size < 20_000_000
 
 
 def test_timings_are_told_by_what_was_new() -> None:
     spent = [(5, 2.0)]
-    timings = [Timing("own", lambda: spent[-1], own=True), Timing("calls", lambda: spent[-1])]
+    timings = [TimingSource("own", lambda: spent[-1], own=True), TimingSource("calls", lambda: spent[-1])]
     timed = book(timings=timings)
-    window = Window(0, FLUSH_MS)
+    window = MetricInterval(0, FLUSH_MS)
     assert timed.records(window, {}, StreamTraffic()) == []
     spent.append((7, 2.5))
     (record,) = timed.records(window, {}, StreamTraffic())
@@ -93,12 +103,12 @@ def test_timings_are_told_by_what_was_new() -> None:
 def test_gauges_are_told_when_they_change_and_counters_by_growth() -> None:
     now = {"gauge": 5.0, "counter": 100.0}
     told = book(
-        Source("g", "bytes", "gauge", lambda: now["gauge"], {"gate": "ingest"}),
-        Source("c", "count", "counter", lambda: now["counter"]),
+        MetricSource("g", "bytes", "gauge", lambda: now["gauge"], {"gate": "ingest"}),
+        MetricSource("c", "count", "counter", lambda: now["counter"]),
     )
 
     def at(end_ms: int) -> dict[object, object]:
-        records = told.records(Window(end_ms - FLUSH_MS, end_ms), {}, StreamTraffic())
+        records = told.records(MetricInterval(end_ms - FLUSH_MS, end_ms), {}, StreamTraffic())
         return {record["metric"]: record["sum"] for record in records if record["stream"] is None}
 
     start_ms = 1_767_225_600_000
@@ -119,7 +129,7 @@ def harness(tmp_path: Path) -> Iterator[LogHarness]:
     harness.close()
 
 
-def started(harness: LogHarness, *sources: Source) -> MetricsWriter:
+def started(harness: LogHarness, *sources: MetricSource) -> MetricsWriter:
     log = harness.log
     writer = harness.call(MetricsWriter, log, harness.clock, harness.loop, book(*sources))
     harness.call(writer.start)
@@ -143,8 +153,8 @@ def test_flushes_are_canonical_records_on_a_stream_of_the_server(harness: LogHar
     assert [(record["metric"], record["stream"], record["sum"]) for record in records] == [
         ("tieredstore.append.bytes", "s", 5),
         ("tieredstore.append.entries", "s", 1),
-        ("tieredstore.read.bytes", OTHER, 0),
-        ("tieredstore.read.entries", OTHER, 0),
+        ("tieredstore.read.bytes", OTHER_STREAMS, 0),
+        ("tieredstore.read.entries", OTHER_STREAMS, 0),
     ]
     assert all(normalise_metric(record) == record for record in records)
     assert records[0]["windowEnd"] == int(str(records[0]["windowStart"])) + FLUSH_MS
@@ -165,7 +175,7 @@ def fails() -> float:
 
 @pytest.mark.parametrize("read", [fails, lambda: 1.0])
 def test_x3_what_goes_wrong_stays_here(harness: LogHarness, read: Callable[[], float]) -> None:
-    writer = started(harness, Source("m", "bytes", "gauge", read))
+    writer = started(harness, MetricSource("m", "bytes", "gauge", read))
     if read is not fails:
         harness.log.set_shortage("disk", TailraceError("insufficient_storage", "full"))
     harness.call(writer.flush)

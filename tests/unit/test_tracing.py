@@ -11,10 +11,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from support.calls import eventually
 from support.collector import Collector
 from tailrace.common.settings import Settings
-from tailrace.server.context import TraceContext, new_trace, read_traceparent
-from tailrace.server.exporter import QUEUE_SPANS_MAX, Exporter, read_headers, traces_url
+from tailrace.server.context import TraceContext, new_trace, parse_traceparent
+from tailrace.server.exporter import QUEUE_SPANS_MAX, SpanExporter, parse_header_list, traces_url
 from tailrace.server.otlp import encode_export
-from tailrace.server.request_tracing import is_wanted, route_of
+from tailrace.server.request_tracing import observes_requests, route_label
 from tailrace.server.span import SERVER, TEXT_MAX, Span
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -29,8 +29,8 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-def exporter(collector: Collector) -> Iterator[Exporter]:
-    made = Exporter(collector.base_url, {"x-key": "k"}, {"service.name": "tailrace"}, "1", gather_s=0.05)
+def exporter(collector: Collector) -> Iterator[SpanExporter]:
+    made = SpanExporter(collector.base_url, {"x-key": "k"}, {"service.name": "tailrace"}, "1", gather_s=0.05)
     yield made
     made.close()
 
@@ -41,7 +41,7 @@ def span(name: str = "seal") -> Span:
 
 def test_a_caller_is_read_and_written_as_it_was() -> None:
     header = f"00-{TRACE}-{CALLER}-01"
-    caller = read_traceparent(header.encode())
+    caller = parse_traceparent(header.encode())
     assert caller is not None
     assert caller == TraceContext(bytes.fromhex(TRACE), bytes.fromhex(CALLER), True)
     assert caller.header() == header
@@ -51,10 +51,10 @@ def test_a_caller_is_read_and_written_as_it_was() -> None:
 
 
 def test_a_caller_that_does_not_sample_and_a_later_version() -> None:
-    quiet = read_traceparent(f"00-{TRACE}-{CALLER}-00".encode())
+    quiet = parse_traceparent(f"00-{TRACE}-{CALLER}-00".encode())
     assert quiet is not None
     assert not quiet.sampled
-    later = read_traceparent(f"cc-{TRACE}-{CALLER}-01-what-comes-later".encode())
+    later = parse_traceparent(f"cc-{TRACE}-{CALLER}-01-what-comes-later".encode())
     assert later is not None
     assert later.sampled
 
@@ -74,7 +74,7 @@ def test_a_caller_that_does_not_sample_and_a_later_version() -> None:
     ],
 )
 def test_what_is_no_traceparent_counts_as_absent(header: str) -> None:
-    assert read_traceparent(header.encode()) is None
+    assert parse_traceparent(header.encode()) is None
 
 
 def test_spans_are_what_opentelemetry_reads() -> None:
@@ -104,7 +104,7 @@ def test_spans_are_what_opentelemetry_reads() -> None:
     assert other.status.code == Status.STATUS_CODE_UNSET
 
 
-def test_spans_arrive_with_the_headers_that_were_set(exporter: Exporter, collector: Collector) -> None:
+def test_spans_arrive_with_the_headers_that_were_set(exporter: SpanExporter, collector: Collector) -> None:
     exporter.start()
     for number in range(3):
         exporter.submit(span(f"span-{number}"))
@@ -117,7 +117,7 @@ def test_spans_arrive_with_the_headers_that_were_set(exporter: Exporter, collect
     assert eventually(lambda: exporter.exported, lambda count: count == 3) == 3
 
 
-def test_what_does_not_fit_is_dropped_and_counted(exporter: Exporter, collector: Collector) -> None:
+def test_what_does_not_fit_is_dropped_and_counted(exporter: SpanExporter, collector: Collector) -> None:
     for _ in range(QUEUE_SPANS_MAX + 10):
         exporter.submit(span())
     assert exporter.dropped == 10
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_dropped_and_counted(exporter: Exporter, collector:
     assert len(collector.received()) == QUEUE_SPANS_MAX
 
 
-def test_a_collector_that_asks_for_time_is_tried_again(exporter: Exporter, collector: Collector) -> None:
+def test_a_collector_that_asks_for_time_is_tried_again(exporter: SpanExporter, collector: Collector) -> None:
     collector.status = 503
     exporter.start()
     exporter.submit(span())
@@ -137,7 +137,9 @@ def test_a_collector_that_asks_for_time_is_tried_again(exporter: Exporter, colle
     assert exporter.failed == 0
 
 
-def test_a_refusal_is_counted_and_the_next_batch_goes_on(exporter: Exporter, collector: Collector) -> None:
+def test_a_refusal_is_counted_and_the_next_batch_goes_on(
+    exporter: SpanExporter, collector: Collector
+) -> None:
     collector.status = 400
     exporter.start()
     exporter.submit(span())
@@ -148,7 +150,7 @@ def test_a_refusal_is_counted_and_the_next_batch_goes_on(exporter: Exporter, col
 
 
 def test_closing_without_a_collector_ends_soon(collector: Collector) -> None:
-    lonely = Exporter("http://127.0.0.1:9", {}, {}, "1")
+    lonely = SpanExporter("http://127.0.0.1:9", {}, {}, "1")
     lonely.start()
     lonely.submit(span())
     lonely.close()
@@ -159,7 +161,7 @@ def test_where_spans_go() -> None:
     assert traces_url("http://collector:4318") == "http://collector:4318/v1/traces"
     assert traces_url("https://collector/") == "https://collector/v1/traces"
     assert traces_url("https://collector/otlp/v1/traces") == "https://collector/otlp/v1/traces"
-    assert read_headers("Authorization=Bearer a=b, x=1,") == {"Authorization": "Bearer a=b", "x": "1"}
+    assert parse_header_list("Authorization=Bearer a=b, x=1,") == {"Authorization": "Bearer a=b", "x": "1"}
 
 
 @pytest.mark.parametrize(
@@ -177,11 +179,11 @@ def test_where_spans_go() -> None:
     ],
 )
 def test_routes_have_few_values(path: str, route: str) -> None:
-    assert route_of(path) == route
+    assert route_label(path) == route
 
 
 def test_nothing_of_it_is_in_the_way_by_default() -> None:
-    assert not is_wanted(Settings())
-    assert is_wanted(Settings(traces_url="http://127.0.0.1:4318"))
-    assert is_wanted(Settings(request_ids=True))
-    assert is_wanted(Settings(log_requests="all"))
+    assert not observes_requests(Settings())
+    assert observes_requests(Settings(traces_url="http://127.0.0.1:4318"))
+    assert observes_requests(Settings(request_ids=True))
+    assert observes_requests(Settings(log_requests="all"))

@@ -14,8 +14,8 @@ import pytest
 
 from support.http_app import TestApp, on_loop, until
 from support.workers import names_of
-from tailrace.cluster.circle import Circle
-from tailrace.cluster.fork_locations import Home, Homes
+from tailrace.cluster.circle import Peers
+from tailrace.cluster.fork_locations import ForkLocation, ForkLocations
 from tailrace.cluster.placement import Placement
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
@@ -37,7 +37,7 @@ class SourceApp(TestApp):
     __test__ = False
 
     def handle(self, exchange: Exchange) -> None:
-        exchange.respond(200, b"", msgspec.json.encode(Home(1, exists=True)))
+        exchange.respond(200, b"", msgspec.json.encode(ForkLocation(1, exists=True)))
 
 
 @asynccontextmanager
@@ -50,12 +50,12 @@ async def log_in(directory: Path) -> AsyncIterator[Log]:
 
 
 @asynccontextmanager
-async def homes_of(log: Log, directory: Path) -> AsyncIterator[Homes]:
+async def homes_of(log: Log, directory: Path) -> AsyncIterator[ForkLocations]:
     loop, path = asyncio.get_running_loop(), str(directory / "other")
     server = HttpServer(SourceApp(), Limits())
     await server.start_unix(path)
     peer = PeerClient(path, loop, 10_000, 1024)
-    yield Homes(log, Circle(0, Placement(2), {1: peer}, {}))
+    yield ForkLocations(log, Peers(0, Placement(2), {1: peer}, {}))
     peer.close()
     await server.close()
 

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from support.http_app import TestApp, on_loop, until
-from tailrace.cluster.feed import FOLLOW, INTEREST, Feed
-from tailrace.cluster.mirror import PAGE_COUNT, SILENCE_S_MAX, Mirror, Mirrors
-from tailrace.cluster.server import between_workers
+from tailrace.cluster.feed import FOLLOW_PATH, INTEREST_PATH, TailFeed
+from tailrace.cluster.mirror import PAGE_COUNT, SILENCE_S_MAX, ClusterTails, PeerTails
+from tailrace.cluster.server import peer_limits
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
@@ -29,15 +29,15 @@ class FeedApp(TestApp):
 
     __test__ = False
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: TailFeed) -> None:
         super().__init__()
         self.feed = feed
 
     def handle(self, exchange: Exchange) -> None:
-        if exchange.path == FOLLOW.encode():
+        if exchange.path == FOLLOW_PATH.encode():
             self.feed.follow(exchange)
         else:
-            assert exchange.path == INTEREST.encode()
+            assert exchange.path == INTEREST_PATH.encode()
             self.feed.interest(exchange)
 
 
@@ -48,12 +48,12 @@ class Room:
         loop = asyncio.get_running_loop()
         self.log = Log(directory, Limits(), SYSTEM_CLOCK, loop)
         self.log.open()
-        self.feed = Feed(self.log, loop, lambda _request, _stream: None)
+        self.feed = TailFeed(self.log, loop, lambda _request, _stream: None)
         self.path = str(directory / "socket")
         self.peer = PeerClient(self.path, loop, 10_000, 1024)
         self.heard: list[tuple[str, ...]] = []
         self.wanted: tuple[list[str], list[str]] = ([], [])
-        self.mirrors = Mirrors(
+        self.mirrors = ClusterTails(
             [self.peer],
             lambda: self.wanted,
             lambda name: self.heard.append(("created", name)),
@@ -64,7 +64,7 @@ class Room:
 
     async def open(self) -> None:
         # What clients may send is less than what workers have to tell each other.
-        limits = between_workers(Limits(append_body_bytes=1024))
+        limits = peer_limits(Limits(append_body_bytes=1024))
         self._server = HttpServer(FeedApp(self.feed), limits)
         await self._server.start_unix(self.path)
 
@@ -171,8 +171,8 @@ def test_only_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyP
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        mirrors = Mirrors([], lambda: ([], []), nothing, nothing, nothing)
-        one = Mirror(PeerClient("nobody", loop, 1, 1), mirrors)
+        mirrors = ClusterTails([], lambda: ([], []), nothing, nothing, nothing)
+        one = PeerTails(PeerClient("nobody", loop, 1, 1), mirrors)
         told: asyncio.Future[bool] = loop.create_future()
         lines = 20
 

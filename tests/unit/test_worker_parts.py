@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cluster.layout import Layout, chosen_workers, write_layout
-from tailrace.cluster.pipeline import PlanPart, begins, joined
-from tailrace.cluster.placement import Placement, own_suffix, stream_in
-from tailrace.cluster.proxy import TOUCH_S_MAX, waits_s
-from tailrace.cluster.scatter_gather import added, labelled
+from tailrace.cluster.layout import Layout, choose_worker_count, write_layout
+from tailrace.cluster.pipeline import PlanPart, merge_plans, page_starts
+from tailrace.cluster.placement import Placement, stream_in_path, system_stream_suffix
+from tailrace.cluster.proxy import TOUCH_S_MAX, owner_wait_s
+from tailrace.cluster.scatter_gather import merge_json, merge_metrics
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.common.token_bucket import Rate, TokenBuckets
-from tailrace.server.shared_rates import SLOTS, SharedBuckets
+from tailrace.server.shared_rates import SLOTS, SharedTokenBuckets
 
 
 @given(st.text(min_size=1), st.integers(1, 16), st.integers(1, 16))
@@ -34,15 +34,15 @@ def test_h42_a_name_has_one_home_and_moves_only_to_a_worker_that_is_new(
 def test_a_new_directory_gets_as_many_workers_as_the_machine_has_room_for(
     tmp_path: Path, cores: int, workers: int
 ) -> None:
-    assert chosen_workers(Settings(data_dir=tmp_path), cores) == workers
-    assert chosen_workers(Settings(data_dir=tmp_path, workers=2), cores) == 2
+    assert choose_worker_count(Settings(data_dir=tmp_path), cores) == workers
+    assert choose_worker_count(Settings(data_dir=tmp_path, workers=2), cores) == 2
 
 
 def test_a_directory_in_use_keeps_its_number_where_none_is_given(tmp_path: Path) -> None:
     (tmp_path / "hot.db").touch()
-    assert chosen_workers(Settings(data_dir=tmp_path), 16) == 1
+    assert choose_worker_count(Settings(data_dir=tmp_path), 16) == 1
     write_layout(tmp_path, Layout(workers=5, generation=1))
-    assert chosen_workers(Settings(data_dir=tmp_path), 16) == 5
+    assert choose_worker_count(Settings(data_dir=tmp_path), 16) == 5
 
 
 def test_names_are_spread_evenly() -> None:
@@ -62,7 +62,7 @@ def test_what_the_server_keeps_for_itself_is_on_the_first_worker() -> None:
     ):
         assert placement.home(name) == 0
     for worker in range(1, 4):
-        assert placement.home("__registry__" + own_suffix(worker)) == worker
+        assert placement.home("__registry__" + system_stream_suffix(worker)) == worker
 
 
 def test_the_stream_of_a_path() -> None:
@@ -76,19 +76,19 @@ def test_the_stream_of_a_path() -> None:
         (b"a/_otlp/v1/traces", "a"),
         (b"%ff", None),
     ):
-        assert stream_in(b"/v1/stream/" + path) == name
-    assert stream_in(b"/v1/stream/a/_schema", whole=True) == "a/_schema"
+        assert stream_in_path(b"/v1/stream/" + path) == name
+    assert stream_in_path(b"/v1/stream/a/_schema", whole=True) == "a/_schema"
 
 
 def test_who_may_wait_is_waited_for() -> None:
-    assert waits_s(b"/v1/stream/a") == 0
-    assert waits_s(b"/v1/stream/a/touch/wait") == TOUCH_S_MAX
-    assert waits_s(b"/hub/messages") == inf
+    assert owner_wait_s(b"/v1/stream/a") == 0
+    assert owner_wait_s(b"/v1/stream/a/touch/wait") == TOUCH_S_MAX
+    assert owner_wait_s(b"/hub/messages") == inf
 
 
 def test_metrics_of_workers_become_one_text() -> None:
     one = '# HELP a A.\n# TYPE a counter\na 1.0\n# HELP b B.\n# TYPE b gauge\nb{mode="x"} 2.0\n'
-    text = labelled({0: one, 2: one})
+    text = merge_metrics({0: one, 2: one})
     assert text.splitlines() == [
         *("# HELP a A.", "# TYPE a counter", 'a{worker="0"} 1.0', 'a{worker="2"} 1.0'),
         *("# HELP b B.", "# TYPE b gauge", 'b{worker="0",mode="x"} 2.0', 'b{worker="2",mode="x"} 2.0'),
@@ -104,7 +104,7 @@ def test_numbers_add_up_and_settings_do_not() -> None:
         "configured_limits": {"x": 5},
         "runtime": {"n": 3, "on": True, "top": [2], "at": "then", "no": None, "b": "8", "oldest_ms": "9"},
     }
-    assert added([part, other]) == {
+    assert merge_json([part, other]) == {
         "configured_limits": {"x": 5},
         "runtime": {
             "n": 5,
@@ -147,8 +147,8 @@ def test_pages_of_all_plans_have_every_stream_once_and_in_order(
     seen: list[tuple[int, int, int]] = []
     after: str | None = ""
     while after is not None:
-        begin = begins(after, works)
-        streams, after = joined({worker: page(worker, begin[worker]) for worker in works}, limit)
+        begin = page_starts(after, works)
+        streams, after = merge_plans({worker: page(worker, begin[worker]) for worker in works}, limit)
         assert len(streams) <= limit
         seen += [stream["at"] for stream in streams]
     every = [
@@ -163,7 +163,7 @@ def test_pages_of_all_plans_have_every_stream_once_and_in_order(
 @pytest.mark.parametrize("after", ["x", "1.2", "1.2.3.4", "1.-2.0", f"1.{'2' * 70}.0"])
 def test_a_place_that_no_answer_named(after: str) -> None:
     with pytest.raises(TailraceError, match="next_after"):
-        begins(after, range(2))
+        page_starts(after, range(2))
 
 
 RATES = {"ops": Rate(5, 10), "bytes": Rate(1000, 2000)}
@@ -175,7 +175,7 @@ def test_workers_together_give_no_more_than_one_would(asks: list[tuple[int, int]
     """Whoever is asked: what is given is what a single bucket gives."""
     with TemporaryDirectory() as directory:
         path = Path(directory) / "rates"
-        workers = [SharedBuckets(path, RATES) for _ in range(3)]
+        workers = [SharedTokenBuckets(path, RATES) for _ in range(3)]
         now_ns = 10 * SECOND_NS
         alone = TokenBuckets(RATES)
         for worker, passed_ns in asks:
@@ -186,7 +186,7 @@ def test_workers_together_give_no_more_than_one_would(asks: list[tuple[int, int]
 
 
 def test_what_is_larger_than_the_bound_is_paid_for_afterwards(tmp_path: Path) -> None:
-    one, other = (SharedBuckets(tmp_path / "rates", RATES) for _ in range(2))
+    one, other = (SharedTokenBuckets(tmp_path / "rates", RATES) for _ in range(2))
     assert one.take("sub ada", "bytes", SECOND_NS, 50_000) == 0
     assert other.take("sub ada", "bytes", SECOND_NS, 1) == 48_001
     assert other.take("sub ada", "bytes", 60 * SECOND_NS, 2000) == 0
@@ -200,6 +200,6 @@ def test_what_is_larger_than_the_bound_is_paid_for_afterwards(tmp_path: Path) ->
 
 def test_there_is_room_for_many_identities(tmp_path: Path) -> None:
     """More than there are slots: those that rest make room, and nobody is refused for another."""
-    one, other = (SharedBuckets(tmp_path / "rates", RATES) for _ in range(2))
+    one, other = (SharedTokenBuckets(tmp_path / "rates", RATES) for _ in range(2))
     for number in range(SLOTS + 5000):
         assert (one, other)[number % 2].take(f"sub {number}", "ops", SECOND_NS + number * 10**6) == 0

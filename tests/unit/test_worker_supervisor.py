@@ -14,7 +14,7 @@ import pytest
 from support.http_app import until
 from tailrace.cluster import supervisor
 from tailrace.cluster.layout import Layout
-from tailrace.cluster.supervisor import Supervisor, Worker
+from tailrace.cluster.supervisor import Supervisor, WorkerHandle
 from tailrace.common.settings import Settings
 from tailrace.storage.data_directory import DataDirectory
 
@@ -58,10 +58,10 @@ def root(tmp_path: Path) -> DataDirectory:
     return DataDirectory(tmp_path / "data")
 
 
-def supervised(root: DataDirectory) -> tuple[Supervisor, Worker]:
+def supervised(root: DataDirectory) -> tuple[Supervisor, WorkerHandle]:
     with socket.create_server(("127.0.0.1", 0)) as port:
         made = Supervisor(Settings(data_dir=root.path), root, Layout(workers=1), port)
-    return made, Worker(made, 0)
+    return made, WorkerHandle(made, 0)
 
 
 def test_a_worker_that_cannot_be_started_is_tried_again(
@@ -70,7 +70,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again(
     async def main() -> None:
         processes = Processes()
         monkeypatch.setattr(asyncio, "create_subprocess_exec", processes.start)
-        monkeypatch.setattr(supervisor, "RETRY_S", 0.001)
+        monkeypatch.setattr(supervisor, "RESTART_S", 0.001)
         of_all, worker = supervised(root)
         life = asyncio.create_task(worker.run())
         await worker.ready.wait()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from tailrace.cli.errors import OK, explain
+from tailrace.cli.errors import OK, report_error
 from tailrace.common import process
 
 
@@ -22,7 +22,7 @@ def command(argv: Sequence[str]) -> int:
     arguments = list(argv)
     try:
         # Usage errors are printed like every other failure, as JSON where that was requested.
-        code = build(arguments)(spelled_out(arguments), print_error=False, exit_on_error=False)
+        code = build(arguments)(expand_flags(arguments), print_error=False, exit_on_error=False)
         sys.stdout.flush()  # output that is lost is a failure, and is told while it can be
     except SystemExit as leaving:
         # The printer of tables and help ends the program when the reader of its output has left.
@@ -30,11 +30,11 @@ def command(argv: Sequence[str]) -> int:
             raise
         code = OK
     except Exception as error:  # noqa: BLE001 - the one place that turns failures into exit codes
-        code = explain(error, as_json="--json" in arguments)
+        code = report_error(error, as_json="--json" in arguments)
     return code if isinstance(code, int) else 0
 
 
-def spelled_out(arguments: Sequence[str]) -> list[str]:
+def expand_flags(arguments: Sequence[str]) -> list[str]:
     """`--auto-tune` may stand without its value, which no other flag may."""
     following = [*arguments[1:], ""]
     return [

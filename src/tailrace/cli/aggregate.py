@@ -10,8 +10,8 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.call import get_json, post_json, stream_path
 from tailrace.cli.errors import RefusedError, check_complete
-from tailrace.cli.quantities import past_time
-from tailrace.cli.session import DEFAULT, Session, flush, put_json
+from tailrace.cli.quantities import parse_past_time
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json
 
 _HELP: Final = """Add up a rollup of a stream: counts, sums and percentiles, by spans of time and by group.
 
@@ -50,14 +50,14 @@ def aggregate(
         list[str] | None,
         Parameter(negative="", help="A measure to show, all if left out; may be given repeatedly."),
     ] = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     now_ms = int(time.time() * 1000)
     body: dict[str, object] = {
         "rollup": rollup,
         "interval": interval or _first_interval(session, stream, rollup),
-        "from": past_time(start, "--from") if start else now_ms - _HOUR_MS,
-        "to": past_time(end, "--to") if end else now_ms + 1,
+        "from": parse_past_time(start, "--from") if start else now_ms - _HOUR_MS,
+        "to": parse_past_time(end, "--to") if end else now_ms + 1,
         "group_by": by or [],
     }
     if query:
@@ -68,11 +68,11 @@ def aggregate(
     if session.json:
         for bucket in found["buckets"]:
             for group in bucket["groups"]:
-                put_json({"start": bucket["start"], "end": bucket["end"], **group})
-        flush()
+                print_json({"start": bucket["start"], "end": bucket["end"], **group})
+        flush_output()
     else:
         _show(found, measure)
-    _tell(found)
+    _print_coverage(found)
     check_complete(found["coverage"], "question")
 
 
@@ -85,14 +85,14 @@ def _first_interval(session: Session, stream: str, rollup: str) -> str:
 
 
 def _show(found: dict[str, Any], measure: list[str] | None) -> None:
-    from tailrace.cli.aggregate_table import show
+    from tailrace.cli.aggregate_table import print_aggregate
 
     rows = [(bucket["start"], group) for bucket in found["buckets"] for group in bucket["groups"]]
     if rows:
-        show(rows, measure or list(rows[0][1]["measures"]))
+        print_aggregate(rows, measure or list(rows[0][1]["measures"]))
 
 
-def _tell(found: dict[str, Any]) -> None:
+def _print_coverage(found: dict[str, Any]) -> None:
     """What is no part of the table: on the error output, out of a pipe's way."""
     groups = sum(len(bucket["groups"]) for bucket in found["buckets"])
     line = f"{groups:,} groups in {len(found['buckets']):,} windows, {found['from']} to {found['to']}"

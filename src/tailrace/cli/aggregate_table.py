@@ -29,33 +29,33 @@ class Column(NamedTuple):
         return max(map(cell_len, (self.title, *self.cells)))
 
 
-def show(rows: Sequence[Row], measures: Sequence[str]) -> None:
+def print_aggregate(rows: Sequence[Row], measures: Sequence[str]) -> None:
     """Rows are the start of a window and a group in it."""
     from rich.console import Console
 
     console = Console()
-    for number, table in enumerate(tables(rows, measures, console.width)):
+    for number, table in enumerate(layout_tables(rows, measures, console.width)):
         if number:
             console.print()
         console.print(table)
 
 
-def tables(rows: Sequence[Row], measures: Sequence[str], width: int) -> list[Table]:
+def layout_tables(rows: Sequence[Row], measures: Sequence[str], width: int) -> list[Table]:
     """One table, or as many as the measures need."""
     keys = [_key_column(rows, key) for key in rows[0][1]["key"]]
     measured = [_measure_columns(rows, name) for name in measures]
-    whole = _starts([start for start, _ in rows], short=False)
+    whole = _format_starts([start for start, _ in rows], short=False)
     # Where it gets narrow, times lose what they have in common.
     fits = _width([whole, *keys, *(column for columns in measured for column in columns)]) <= width
-    starts = whole if fits else _starts([start for start, _ in rows], short=True)
+    starts = whole if fits else _format_starts([start for start, _ in rows], short=True)
     counts = [group["measures"][measures[0]]["count"] for _, group in rows] if measures else [0] * len(rows)
     return [
-        _table(starts, keys, columns, counts if number == 0 else [], width)
-        for number, columns in enumerate(_shared_out(starts, keys, measured, width))
+        _format_table(starts, keys, columns, counts if number == 0 else [], width)
+        for number, columns in enumerate(_split_columns(starts, keys, measured, width))
     ]
 
 
-def _shared_out(
+def _split_columns(
     starts: Column, keys: list[Column], measured: list[list[Column]], width: int
 ) -> list[list[Column]]:
     """The columns of each table. Measures stay together, and then their parts, as long as there is room."""
@@ -72,7 +72,9 @@ def _shared_out(
     return found
 
 
-def _table(starts: Column, keys: list[Column], columns: list[Column], counts: list[int], width: int) -> Table:
+def _format_table(
+    starts: Column, keys: list[Column], columns: list[Column], counts: list[int], width: int
+) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -87,7 +89,7 @@ def _table(starts: Column, keys: list[Column], columns: list[Column], counts: li
     bars = [""] * len(starts.cells)
     if counts and bar_cells >= BAR_CELLS_MIN:
         table.add_column("", no_wrap=True)
-        bars = [bar(count, max(counts), bar_cells) for count in counts]
+        bars = [draw_bar(count, max(counts), bar_cells) for count in counts]
     for *cells, drawn in zip(*(column.cells for column in shown), bars, strict=True):
         texts = [Text(cell) for cell in cells]
         table.add_row(*texts, *([Text(drawn, "cyan")] if len(table.columns) > len(texts) else []))
@@ -98,7 +100,7 @@ def _width(columns: Sequence[Column]) -> int:
     return sum(column.width for column in columns) + GAP_CELLS * (len(columns) - 1)
 
 
-def _starts(starts: Sequence[str], *, short: bool) -> Column:
+def _format_starts(starts: Sequence[str], *, short: bool) -> Column:
     """Each window is named once."""
     if short:
         common = ":00.000Z" if all(start.endswith(":00.000Z") for start in starts) else ".000Z"
@@ -114,15 +116,15 @@ def _key_column(rows: Sequence[Row], key: str) -> Column:
 def _measure_columns(rows: Sequence[Row], name: str) -> list[Column]:
     measured = [group["measures"][name] for _, group in rows]
     if len(measured[0]) == 1:
-        return [Column(name, [_number(one["count"]) for one in measured])]
+        return [Column(name, [_format_number(one["count"]) for one in measured])]
     titles = (name, *_SUMMARY[1:])
     return [
-        Column(title, [_number(one[part]) for one in measured])
+        Column(title, [_format_number(one[part]) for one in measured])
         for title, part in zip(titles, _SUMMARY, strict=True)
     ]
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     if value is None:
         return "-"
     if value == int(value) and abs(value) < 1e15:
@@ -132,7 +134,7 @@ def _number(value: float | None) -> str:
     return f"{value:,.3f}" if abs(value) < 1000 else f"{value:,.1f}"
 
 
-def bar(value: int, largest: int, cells: int = BAR_CELLS) -> str:
+def draw_bar(value: int, largest: int, cells: int = BAR_CELLS) -> str:
     """A bar in eighths of a cell; the largest value has the longest."""
     if value <= 0 or largest <= 0:
         return ""

@@ -12,7 +12,7 @@ from tailrace import __version__
 
 _SERVER: Final = Group("Server", sort_key=1)
 _STREAMS: Final = Group("Streams", sort_key=2)
-_CARE: Final = Group("Care", sort_key=3)
+_MAINTENANCE: Final = Group("Care", sort_key=3)
 
 _HELP: Final = """A durable stream server and the tools around it.
 
@@ -50,16 +50,16 @@ _COMMANDS: Final = (
     ("watch", "Watch a query: what matches, and every change of it.", _STREAMS),
     ("hub", "Talk to actors, and look after their messages.", _STREAMS),
     ("source", "Follow databases outside, so that their tables become collections.", _STREAMS),
-    ("seal", "Move streams to the object store now.", _CARE),
-    ("pipeline", "Look after the pipeline that builds indexes, or run one.", _CARE),
-    ("inspect", "Print what the files of a data directory hold.", _CARE),
-    ("verify", "Check that a data directory and its object store are as they were recorded.", _CARE),
-    ("salvage", "Copy what can be read of a damaged data directory into a new one.", _CARE),
-    ("gc", "Delete what no manifest in the object store names any more.", _CARE),
-    ("doctor", "Check that this machine can run a server well.", _CARE),
-    ("token", "Create, inspect and revoke access tokens.", _CARE),
-    ("key", "Create, list and revoke API keys.", _CARE),
-    ("completion", "Print the completion script of a shell.", _CARE),
+    ("seal", "Move streams to the object store now.", _MAINTENANCE),
+    ("pipeline", "Look after the pipeline that builds indexes, or run one.", _MAINTENANCE),
+    ("inspect", "Print what the files of a data directory hold.", _MAINTENANCE),
+    ("verify", "Check that a data directory and its object store are as they were recorded.", _MAINTENANCE),
+    ("salvage", "Copy what can be read of a damaged data directory into a new one.", _MAINTENANCE),
+    ("gc", "Delete what no manifest in the object store names any more.", _MAINTENANCE),
+    ("doctor", "Check that this machine can run a server well.", _MAINTENANCE),
+    ("token", "Create, inspect and revoke access tokens.", _MAINTENANCE),
+    ("key", "Create, list and revoke API keys.", _MAINTENANCE),
+    ("completion", "Print the completion script of a shell.", _MAINTENANCE),
 )
 
 VERBS: Final = tuple(verb for verb, _summary, _group in _COMMANDS)

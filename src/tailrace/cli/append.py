@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import RefusedError, UsageError
-from tailrace.cli.session import DEFAULT, Session, connect, put_json
+from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, print_json
 
 if TYPE_CHECKING:
     from tailrace.client import Client, Stream
@@ -55,11 +55,11 @@ def append(
         str | None, Parameter(help="Producer id: what is sent again after a failure takes effect once.")
     ] = None,
     close: Annotated[bool, Parameter(negative="", help="Close the stream afterwards, for good.")] = False,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     for flag, value in (("--key", key), ("--producer", producer), ("--content-type", content_type)):
         _check(flag, value)
-    with connect(session) as client:
+    with connect_client(session) as client:
         stream = _open(client, name, content_type, create=create)
         cut = _Cut(json=_is_json(stream.content_type), lines=lines)
         batches = [[text.encode() for text in data]] if data else cut.batches(sys.stdin.fileno())
@@ -70,7 +70,7 @@ def append(
     if count == 0 and not close:
         raise RefusedError("there was nothing to append")
     if session.json:
-        put_json({"stream": name, "entries": count, "next_offset": next_offset, "closed": close})
+        print_json({"stream": name, "entries": count, "next_offset": next_offset, "closed": close})
     else:
         print(
             f"appended {count:,} {'entry' if count == 1 else 'entries'} to {name}, next offset {next_offset}"

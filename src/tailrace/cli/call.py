@@ -30,7 +30,7 @@ def get_json(session: Session, path: str) -> dict[str, Any]:
     return _call(session, "GET", path, None)
 
 
-def delete(session: Session, path: str) -> None:
+def delete_resource(session: Session, path: str) -> None:
     """Removes what is at a path, or the refusal as an error."""
     _call(session, "DELETE", path, None)
 
@@ -47,25 +47,28 @@ def adopt_json(session: Session, path: str, body: object) -> dict[str, Any]:
     import httpx2
     import orjson
 
-    sent = authorization(session) | {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
+    sent = authorization_header(session) | {
+        "Content-Type": "application/json",
+        "Accept": "application/x-ndjson",
+    }
     timeout = httpx2.Timeout(_ANSWER_S_MAX, connect=_CONNECT_S_MAX)
-    where = session.url.rstrip("/") + _plain(path) + "?adopt=true"
+    where = session.url.rstrip("/") + _check_plain_path(path) + "?adopt=true"
     try:
         with (
             httpx2.Client(timeout=timeout) as http,
             http.stream("POST", where, content=orjson.dumps(body), headers=sent) as answer,
         ):
             if answer.headers.get("content-type") == "application/x-ndjson":
-                return _followed(answer.iter_lines())
+                return _follow_progress(answer.iter_lines())
             answer.read()
     except httpx2.TransportError as error:
         raise unreachable(session.url, error) from None
     if not answer.is_success:
-        raise refusal(answer)
+        raise server_error(answer)
     return orjson.loads(answer.content)
 
 
-def _followed(lines: Iterator[str]) -> dict[str, Any]:
+def _follow_progress(lines: Iterator[str]) -> dict[str, Any]:
     """The result at the end of an answer that tells its progress."""
     import orjson
 
@@ -90,20 +93,20 @@ def _followed(lines: Iterator[str]) -> dict[str, Any]:
 def _call(session: Session, method: str, path: str, body: bytes | None) -> dict[str, Any]:
     import orjson
 
-    answer = send(session, method, path, body)
+    answer = send_request(session, method, path, body)
     if not answer.is_success:
-        raise refusal(answer)
+        raise server_error(answer)
     return orjson.loads(answer.content) if answer.content else {}
 
 
-def send(
+def send_request(
     session: Session, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> httpx2.Response:
     """What the server answers, whatever it is. Nothing is sent twice."""
     import httpx2
 
-    path = _plain(path)
-    sent = authorization(session) | ({} if body is None else {"Content-Type": "application/json"})
+    path = _check_plain_path(path)
+    sent = authorization_header(session) | ({} if body is None else {"Content-Type": "application/json"})
     try:
         timeout = httpx2.Timeout(_ANSWER_S_MAX, connect=_CONNECT_S_MAX)
         with httpx2.Client(timeout=timeout) as http:
@@ -113,19 +116,19 @@ def send(
         raise unreachable(session.url, error) from None
 
 
-def _plain(path: str) -> str:
+def _check_plain_path(path: str) -> str:
     """The client of HTTP would resolve dots, and something else would be read, changed or deleted."""
     if any(segment in (".", "..") for segment in path.partition("?")[0].split("/")):
         raise UsageError(f"a path has no '.' or '..' segments: {path}")
     return path
 
 
-def need_server(session: Session) -> None:
+def require_server(session: Session) -> None:
     """Somebody answers: asked before something is begun that takes longer than saying that nobody does."""
-    send(session, "GET", "/healthz")
+    send_request(session, "GET", "/healthz")
 
 
-def authorization(session: Session) -> dict[str, str]:
+def authorization_header(session: Session) -> dict[str, str]:
     """The header that says who asks. An address or a token that cannot be is told here."""
     from tailrace.client import transport
 
@@ -146,7 +149,7 @@ def authorization(session: Session) -> dict[str, str]:
     return {} if value is None else {"Authorization": value.decode()}
 
 
-def refusal(answer: httpx2.Response) -> Exception:
+def server_error(answer: httpx2.Response) -> Exception:
     """What the server says about a refusal, with the code that scripts look at."""
     from tailrace.client.errors import error_from
 

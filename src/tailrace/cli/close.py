@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.session import DEFAULT, Session, connect, put_json
+from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, print_json
 
 _HELP: Final = """Close a stream for good: it can be read, but nothing can be appended to it any more.
 
@@ -21,10 +21,12 @@ command = App(name="close", help=_HELP, help_format="markdown")
 
 
 @command.default
-def close(name: Annotated[str, Parameter(help="The stream.")], /, *, session: Session = DEFAULT) -> None:
-    with connect(session) as client:
+def close(
+    name: Annotated[str, Parameter(help="The stream.")], /, *, session: Session = DEFAULT_SESSION
+) -> None:
+    with connect_client(session) as client:
         closed = client.stream(name).close()
     if session.json:
-        put_json({"stream": name, "closed": True, "next_offset": closed.next_offset})
+        print_json({"stream": name, "closed": True, "next_offset": closed.next_offset})
     else:
         print(f"closed {name}, final offset {closed.next_offset}")

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.session import flush, put
+from tailrace.cli.session import flush_output, write_output
 
 _HELP: Final = """Print a script that makes a shell complete commands, flags and the values of flags.
 
@@ -44,5 +44,5 @@ def completion(
     if shell == "zsh":
         # Under this name the file works as `_tailrace` on the fpath; the rest makes `source` work, too.
         script = script.replace("_cyclopts_tailrace", "_tailrace") + _ZSH_CALL
-    put(script.encode())
-    flush()
+    write_output(script.encode())
+    flush_output()

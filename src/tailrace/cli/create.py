@@ -8,8 +8,8 @@ from cyclopts import App, Group, Parameter
 
 from tailrace.cli.call import post_json, stream_path
 from tailrace.cli.errors import UsageError
-from tailrace.cli.quantities import future_time, size_bytes, span_s
-from tailrace.cli.session import DEFAULT, Session, connect, put_json
+from tailrace.cli.quantities import parse_future_time, parse_size_bytes, parse_span_s
+from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, print_json
 
 if TYPE_CHECKING:
     from tailrace.client.wire import Lifetime
@@ -62,32 +62,32 @@ def create(
     expires_at: ExpiresAt = None,
     retention: Retention = None,
     retention_bytes: RetentionBytes = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
-    kept = bounds(ttl, expires_at, retention, retention_bytes)
-    with connect(session) as client:
+    kept = lifetime_options(ttl, expires_at, retention, retention_bytes)
+    with connect_client(session) as client:
         made = client.stream(name, content_type=content_type).create(**kept)
     if profile is not None:
         post_json(session, stream_path(name, "_profile"), {"profile": {"kind": profile}})
     if session.json:
-        put_json({"stream": name, "created": made.created, "next_offset": made.next_offset})
+        print_json({"stream": name, "created": made.created, "next_offset": made.next_offset})
     elif made.created:
         print(f"created {name} ({made.content_type})")
     else:
         print(f"{name} exists already with this configuration")
 
 
-def bounds(
+def lifetime_options(
     ttl: str | None, expires_at: str | None, retention: str | None, retention_bytes: str | None
 ) -> Lifetime:
     """How long a stream and its entries are kept, as the client takes it."""
     if ttl is not None and expires_at is not None:
         raise UsageError("--ttl and --expires-at exclude each other")
     return {
-        "ttl": None if ttl is None else span_s(ttl, "--ttl"),
-        "expires_at": None if expires_at is None else future_time(expires_at, "--expires-at"),
-        "retention": None if retention is None else span_s(retention, "--retention"),
+        "ttl": None if ttl is None else parse_span_s(ttl, "--ttl"),
+        "expires_at": None if expires_at is None else parse_future_time(expires_at, "--expires-at"),
+        "retention": None if retention is None else parse_span_s(retention, "--retention"),
         "retention_bytes": None
         if retention_bytes is None
-        else size_bytes(retention_bytes, "--retention-bytes"),
+        else parse_size_bytes(retention_bytes, "--retention-bytes"),
     }

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.call import get_json, stream_path
-from tailrace.cli.session import DEFAULT, Session, flush, put_json
-from tailrace.cli.tables import console
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json
+from tailrace.cli.tables import make_console
 
 _HELP: Final = """Show what the server knows about a stream: entries, segments, bytes, indexes and requests.
 
@@ -34,13 +34,13 @@ def details(
     stream: Annotated[str, Parameter(help="The stream; the server itself if left out.")] = "",
     /,
     *,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     path = stream_path(stream, "_details") if stream else "/v1/server/_details"
     found = get_json(session, path)
     if session.json:
-        put_json(found)
-        flush()
+        print_json(found)
+        flush_output()
         return
     for title, rows in _of_stream(found) if stream else _of_server(found):
         _show(title, rows)
@@ -151,7 +151,7 @@ def _show(title: str, rows: Rows) -> None:
     table.add_column(overflow="fold", min_width=min(_CELLS_MIN, max(len(value) for _, value in texts)))
     for name, value in texts:
         table.add_row(Text(name), Text(value))
-    console().print(table)
+    make_console().print(table)
 
 
 def _text(value: object) -> str:

@@ -10,10 +10,10 @@ from urllib.parse import quote, urlencode
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import refusal, send
+from tailrace.cli.call import send_request, server_error
 from tailrace.cli.errors import UsageError
-from tailrace.cli.session import DEFAULT, Session, flush, put_json, tell_none
-from tailrace.cli.tables import Column, show
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_empty, print_json
+from tailrace.cli.tables import Column, print_table
 
 _HELP: Final = """Read, write and query documents. A path begins with the database; `default` is always there.
 
@@ -37,7 +37,7 @@ PAGE: Final = 1000
 command = App(name="docs", help=_HELP, help_format="markdown")
 
 
-def split(path: str) -> tuple[str, str]:
+def split_database(path: str) -> tuple[str, str]:
     """The database, and the path in it."""
     database, slash, rest = path.partition("/")
     if not slash or not rest:
@@ -45,7 +45,7 @@ def split(path: str) -> tuple[str, str]:
     return database, rest
 
 
-def request(
+def request_json(
     session: Session,
     method: str,
     path: str,
@@ -57,23 +57,26 @@ def request(
     import orjson
 
     content = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
-    answer = send(session, method, quote(path) + (f"?{query}" if query else ""), content, headers)
+    answer = send_request(session, method, quote(path) + (f"?{query}" if query else ""), content, headers)
     if not answer.is_success:
-        raise refusal(answer)
+        raise server_error(answer)
     return orjson.loads(answer.content) if answer.content else None
 
 
 def document_path(path: str) -> str:
-    database, rest = split(path)
+    database, rest = split_database(path)
     return f"/v1/databases/{database}/docs/{rest}"
 
 
 @command.command
 def get(
-    path: Annotated[str, Parameter(help="Database, collection and id.")], /, *, session: Session = DEFAULT
+    path: Annotated[str, Parameter(help="Database, collection and id.")],
+    /,
+    *,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Print a document."""
-    put_json(request(session, "GET", document_path(path)))
+    print_json(request_json(session, "GET", document_path(path)))
 
 
 @command.command
@@ -85,7 +88,7 @@ def put(
     if_version: Annotated[int | None, Parameter(help="Only if it has this version.")] = None,
     if_absent: Annotated[bool, Parameter(negative="", help="Only if it does not exist.")] = False,
     patch: Annotated[bool, Parameter(negative="", help="Change the given fields only.")] = False,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Create or replace a document."""
     headers: dict[str, str] = {}
@@ -94,15 +97,18 @@ def put(
     if if_absent:
         headers["If-None-Match"] = "*"
     raw = sys.stdin.buffer.read() if data == "-" else data.encode()
-    put_json(request(session, "PATCH" if patch else "PUT", document_path(path), raw, headers))
+    print_json(request_json(session, "PATCH" if patch else "PUT", document_path(path), raw, headers))
 
 
 @command.command
 def rm(
-    path: Annotated[str, Parameter(help="Database, collection and id.")], /, *, session: Session = DEFAULT
+    path: Annotated[str, Parameter(help="Database, collection and id.")],
+    /,
+    *,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Delete a document."""
-    request(session, "DELETE", document_path(path))
+    request_json(session, "DELETE", document_path(path))
 
 
 @command.command
@@ -111,7 +117,7 @@ def ls(
     /,
     *,
     limit: Annotated[int | None, Parameter(help="At most so many.")] = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """List databases, or the collections of one, in the order of their names."""
     if limit is not None and limit < 1:
@@ -120,8 +126,8 @@ def ls(
     found = islice(_listed(session, path, min(limit or PAGE, PAGE)), limit)
     if session.json:
         for row in found:
-            put_json(row)
-        flush()
+            print_json(row)
+        flush_output()
     else:
         _show(found, "no collections" if database else "no databases")
 
@@ -129,7 +135,7 @@ def ls(
 def _listed(session: Session, path: str, page: int) -> Iterator[dict[str, Any]]:
     """Page by page, as far as somebody looks."""
     after = ""
-    while rows := request(session, "GET", path, query=urlencode({"limit": page, "after": after})):
+    while rows := request_json(session, "GET", path, query=urlencode({"limit": page, "after": after})):
         yield from rows
         if len(rows) < page:
             return
@@ -145,7 +151,7 @@ def _show(rows: Iterator[dict[str, Any]], nothing: str) -> None:
         Column(name, right=isinstance(value, int), fold=number == 0)
         for number, (name, value) in enumerate(first.items())
     ]
-    show(columns, (row.values() for row in chain([first], rows)))
+    print_table(columns, (row.values() for row in chain([first], rows)))
 
 
 @command.command
@@ -158,21 +164,21 @@ def query(
         list[str] | None, Parameter(negative="", help="A field, with :desc if need be; repeatable.")
     ] = None,
     limit: Annotated[int, Parameter(help="At most so many, 1 to 1000.")] = 100,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Print the documents that match, one per line."""
-    database, name = split(collection)
+    database, name = split_database(collection)
     asked: dict[str, Any] = {"collection": name, "limit": limit}
     if where:
         asked["where"] = where
     if order:
         asked["orderBy"] = [_order(text) for text in order]
-    found = request(session, "POST", f"/v1/databases/{database}/query", asked)
+    found = request_json(session, "POST", f"/v1/databases/{database}/query", asked)
     for document in found["documents"]:
-        put_json(document if session.json else {"id": document["id"], **document["data"]})
-    flush()
+        print_json(document if session.json else {"id": document["id"], **document["data"]})
+    flush_output()
     if not found["documents"] and not session.json:
-        tell_none("documents")
+        print_empty("documents")
     if found["cursor"] is not None:
         sys.stderr.write(f"more than these {limit:,} match; --limit takes up to 1,000\n")
 

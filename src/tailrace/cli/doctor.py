@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from msgspec import Struct
 
 from tailrace.cli.errors import REFUSED
-from tailrace.cli.session import put_json
+from tailrace.cli.session import print_json
 from tailrace.common.settings import Settings, SettingsError
 from tailrace.common.settings_loading import load_settings
 
@@ -60,16 +60,16 @@ def doctor(
 
     given = {"data_dir": data_dir, "host": host, "port": port}
     failed = False
-    for finding in examine({name: value for name, value in given.items() if value is not None}):
+    for finding in run_checks({name: value for name, value in given.items() if value is not None}):
         failed = failed or finding.verdict == "fail"
         if json:
-            put_json(msgspec.structs.asdict(finding))
+            print_json(msgspec.structs.asdict(finding))
         else:
             print(f"{finding.verdict:<5} {finding.check:<12} {finding.detail}", flush=True)
     return REFUSED if failed else 0
 
 
-def examine(flags: dict[str, str]) -> Iterator[Finding]:
+def run_checks(flags: dict[str, str]) -> Iterator[Finding]:
     """Every check, in an order in which the first failure explains the later ones."""
     yield _python()
     yield _packages()
@@ -231,12 +231,12 @@ def _files(settings: Settings) -> Finding:
 
 def _stored(settings: Settings) -> Iterator[Finding]:
     """Everything a start would replay. One damaged record that was acknowledged, and no server starts."""
-    from tailrace.cluster.layout import is_unused, worker_paths
+    from tailrace.cluster.layout import is_unused_directory, worker_paths
     from tailrace.common.errors import TailraceError
     from tailrace.storage.verify import check_directory
 
     try:
-        paths = [path for path in worker_paths(settings.data_dir) if not is_unused(path)]
+        paths = [path for path in worker_paths(settings.data_dir) if not is_unused_directory(path)]
     except TailraceError as error:
         yield Finding("journal", "fail", error.message)
         return

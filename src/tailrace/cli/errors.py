@@ -79,7 +79,7 @@ class UsageError(Exception):
         self.extra = extra
 
 
-def explain(error: Exception, *, as_json: bool) -> int:
+def report_error(error: Exception, *, as_json: bool) -> int:
     """Say on standard error what went wrong, and give the exit code. A bug is raised again as it is."""
     import orjson
     from cyclopts import CycloptsError

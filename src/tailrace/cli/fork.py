@@ -6,8 +6,8 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.create import ExpiresAt, Retention, RetentionBytes, Ttl, bounds
-from tailrace.cli.session import DEFAULT, Session, connect, put_json
+from tailrace.cli.create import ExpiresAt, Retention, RetentionBytes, Ttl, lifetime_options
+from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, print_json
 
 _HELP: Final = """Create a stream that begins with the entries of another, up to an offset or to its tail.
 
@@ -35,12 +35,12 @@ def fork(
     expires_at: ExpiresAt = None,
     retention: Retention = None,
     retention_bytes: RetentionBytes = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
-    kept = bounds(ttl, expires_at, retention, retention_bytes)
-    with connect(session) as client:
+    kept = lifetime_options(ttl, expires_at, retention, retention_bytes)
+    with connect_client(session) as client:
         made = client.stream(source).fork(target, offset=offset, **kept).head()
     if session.json:
-        put_json({"stream": target, "source": source, "next_offset": made.next_offset})
+        print_json({"stream": target, "source": source, "next_offset": made.next_offset})
     else:
         print(f"forked {source} to {target}, next offset {made.next_offset}")

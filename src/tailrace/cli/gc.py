@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.object_store import DEFAULT, Bucket, opened, progress
-from tailrace.cli.quantities import span_ms
-from tailrace.cli.session import flush, put, put_json
+from tailrace.cli.object_store import DEFAULT_STORE, StoreOptions, open_store, progress_bar
+from tailrace.cli.quantities import parse_span_ms
+from tailrace.cli.session import flush_output, print_json, write_output
 
 if TYPE_CHECKING:
     from tailrace.storage.sweep import Orphan, SweepReport
@@ -45,26 +45,26 @@ def gc(
     offline: Annotated[
         bool, Parameter(negative="", help="No server uses the bucket; also sweep what one may be making.")
     ] = False,
-    bucket: Bucket = DEFAULT,
+    bucket: StoreOptions = DEFAULT_STORE,
 ) -> None:
     asyncio.run(_sweep(bucket, grace, dry_run=dry_run, offline=offline))
 
 
-async def _sweep(bucket: Bucket, grace: str, *, dry_run: bool, offline: bool) -> None:
+async def _sweep(bucket: StoreOptions, grace: str, *, dry_run: bool, offline: bool) -> None:
     import msgspec
 
     from tailrace.storage.sweep import Sweeper
 
     settings = bucket.settings()
-    grace_ms = span_ms(grace, "--grace")
+    grace_ms = parse_span_ms(grace, "--grace")
 
     def report(orphan: Orphan) -> None:
         if bucket.json:
-            put_json(msgspec.structs.asdict(orphan))
+            print_json(msgspec.structs.asdict(orphan))
         elif dry_run:
-            put(f"{orphan.key}  {orphan.bytes:,} bytes: {orphan.reason}\n".encode())
+            write_output(f"{orphan.key}  {orphan.bytes:,} bytes: {orphan.reason}\n".encode())
 
-    async with opened(settings) as objects:
+    async with open_store(settings) as objects:
         sweeper = Sweeper(
             objects,
             report,
@@ -75,17 +75,19 @@ async def _sweep(bucket: Bucket, grace: str, *, dry_run: bool, offline: bool) ->
             dry_run=dry_run,
             offline=offline,
         )
-        async with progress("sweeping", lambda: (0, None, _counted(sweeper.seen, dry_run))):
+        async with progress_bar("sweeping", lambda: (0, None, _counted(sweeper.seen, dry_run))):
             seen = await sweeper.bucket()
     if bucket.json:
-        put_json({"summary": msgspec.structs.asdict(seen)})
+        print_json({"summary": msgspec.structs.asdict(seen)})
     else:
-        put(f"{_counted(seen, dry_run)}\n".encode())
+        write_output(f"{_counted(seen, dry_run)}\n".encode())
         if seen.unclaimed and not offline:
-            put(f"{seen.unclaimed:,} objects have no manifest; they go with --offline\n".encode())
+            write_output(f"{seen.unclaimed:,} objects have no manifest; they go with --offline\n".encode())
         if seen.unreadable:
-            put(f"{seen.unreadable:,} streams have a damaged manifest; see: tailrace verify\n".encode())
-    flush()
+            write_output(
+                f"{seen.unreadable:,} streams have a damaged manifest; see: tailrace verify\n".encode()
+            )
+    flush_output()
 
 
 def _counted(seen: SweepReport, dry_run: bool) -> str:

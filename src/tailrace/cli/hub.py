@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from cyclopts import App, Parameter
 
 from tailrace.cli import hub_care
-from tailrace.cli.call import authorization
+from tailrace.cli.call import authorization_header
 from tailrace.cli.errors import UsageError, unreachable
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json, tell_none
-from tailrace.cli.tables import Column, show
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    flush_output,
+    print_empty,
+    print_json,
+    write_output,
+)
+from tailrace.cli.tables import Column, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,12 +58,12 @@ Count = Annotated[int | None, Parameter(help="Stop after so many.")]
 
 
 @contextmanager
-def join(session: Session, address: str | None = None) -> Generator[Hub]:
+def join_hub(session: Session, address: str | None = None) -> Generator[Hub]:
     """A place at the hub, for as long as the command takes."""
     from tailrace.client import ClientError, Retries
     from tailrace.client.hub import Hub
 
-    authorization(session)
+    authorization_header(session)
     try:
         hub = Hub(
             session.url,
@@ -75,7 +82,7 @@ def join(session: Session, address: str | None = None) -> Generator[Hub]:
         raise unreachable(session.url, error) from None
 
 
-def json_of(text: str | None) -> bytes:
+def parse_json_or_text(text: str | None) -> bytes:
     """JSON as it is written, any other text as a string. What begins like JSON and is none is refused: it is
     more often a mistake than a text."""
     import orjson
@@ -103,17 +110,17 @@ def ls(
     capability: Annotated[
         list[str] | None, Parameter(negative="", help="Only actors that can do this; may be repeated.")
     ] = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """List actors by address."""
-    with join(session) as hub:
+    with join_hub(session) as hub:
         actors = hub.discover(pattern, capabilities=capability or ())
         if session.json:
             import msgspec
 
             for actor in actors:
-                put_json(msgspec.structs.asdict(actor))
-            flush()
+                print_json(msgspec.structs.asdict(actor))
+            flush_output()
         else:
             _show_actors(actors)
 
@@ -132,16 +139,16 @@ def send(
     ttl: Annotated[int | None, Parameter(help="Milliseconds after which it is of no use.")] = None,
     timeout: Annotated[float, Parameter(help="Seconds to wait.")] = 30.0,
     sender: As = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Send one message, and say how far it came."""
     import msgspec
 
-    body = json_of(data)
-    with join(session, sender) as hub:
+    body = parse_json_or_text(data)
+    with join_hub(session, sender) as hub:
         found = hub.send(to, kind, body, ack=ack, ttl_ms=ttl, timeout_s=timeout)
     if session.json:
-        put_json(msgspec.structs.asdict(found))
+        print_json(msgspec.structs.asdict(found))
     else:
         place = f" at {found.offset} of {found.stream}" if found.offset else ""
         print(f"{found.status}{place}")
@@ -156,14 +163,14 @@ def ask(
     *,
     timeout: Annotated[float, Parameter(help="Seconds to wait for the reply.")] = 30.0,
     sender: As = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Ask an actor something, and print the reply. Parts that come before it are printed as they come."""
-    body = json_of(data)
-    with join(session, sender) as hub:
+    body = parse_json_or_text(data)
+    with join_hub(session, sender) as hub:
         reply = hub.ask(to, kind, body, timeout_s=timeout, on_part=_put_now)
-    put_json(reply)
-    flush()
+    print_json(reply)
+    flush_output()
 
 
 @command.command
@@ -174,10 +181,10 @@ def sub(
     group: Annotated[str | None, Parameter(help="Share the work with others of this group.")] = None,
     count: Count = None,
     sender: As = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Print what is published to a topic, until Ctrl-C."""
-    with join(session, sender) as hub:
+    with join_hub(session, sender) as hub:
         hub.subscribe(topic, group=group)
         print(f"listening to {topic}", file=sys.stderr)
         try:
@@ -193,25 +200,25 @@ def tail(
     *,
     from_start: Annotated[bool, Parameter(negative="", help="Print everything first, then follow.")] = False,
     count: Count = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Follow the mailbox of an actor, without taking anything out of it, until Ctrl-C."""
-    from tailrace.cli.session import connect, end_at_interrupt
+    from tailrace.cli.session import connect_client, exit_on_interrupt
     from tailrace.hub.addresses import mailbox_stream, parse_address
 
     stream = mailbox_stream(parse_address(address))
-    with connect(session) as client:
+    with connect_client(session) as client:
         client.stream(stream).head()
         left = count
-        end_at_interrupt()
+        exit_on_interrupt()
         for page in client.stream(stream).follow("-1" if from_start else "now", mode="sse"):
             for entry in page.entries:
-                put_json(entry if session.json else _summary(entry))
+                print_json(entry if session.json else _summary(entry))
                 left = None if left is None else left - 1
                 if left == 0:
-                    flush()
+                    flush_output()
                     return
-            flush()
+            flush_output()
 
 
 def show_messages(messages: Iterable[Message], count: int | None, *, as_json: bool) -> None:
@@ -219,14 +226,14 @@ def show_messages(messages: Iterable[Message], count: int | None, *, as_json: bo
     for message in messages:
         if as_json:
             described: dict[str, Any] = {"type": message.type, "from": message.sender, "to": message.to}
-            put_json({**described, "data": message.data, "metadata": message.metadata, "id": message.id})
+            print_json({**described, "data": message.data, "metadata": message.metadata, "id": message.id})
         else:
-            put(
+            write_output(
                 f"{message.topic or message.to} {message.sender} {message.type} ".encode()
                 + message.raw
                 + b"\n"
             )
-        flush()
+        flush_output()
         left = None if left is None else left - 1
         if left == 0:
             return
@@ -237,8 +244,8 @@ def _summary(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_now(value: object) -> None:
-    put_json(value)
-    flush()
+    print_json(value)
+    flush_output()
 
 
 def _show_actors(actors: Iterable[Actor]) -> None:
@@ -257,8 +264,8 @@ def _show_actors(actors: Iterable[Actor]) -> None:
         )
         for actor in actors
     )
-    if not show(columns, rows):
-        tell_none("actors")
+    if not print_table(columns, rows):
+        print_empty("actors")
 
 
 command.command(hub_care.mailbox)

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter
 
-from tailrace.cli.errors import OK, REFUSED, UsageError, explain
-from tailrace.cli.quantities import past_time
-from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json, tell_none
+from tailrace.cli.errors import OK, REFUSED, UsageError, report_error
+from tailrace.cli.quantities import parse_past_time
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    connect_client,
+    flush_output,
+    print_empty,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from tailrace.client.hub import Hub
@@ -32,27 +39,27 @@ def mailbox(
     commit: Annotated[
         str | None, Parameter(help="Say that everything up to this offset was processed.")
     ] = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Show what waits in a mailbox. Looking moves nothing; --commit does."""
-    from tailrace.cli.hub import join
+    from tailrace.cli.hub import join_hub
 
     # Not under the address itself: that would end the connection of its owner.
-    with join(session) as hub:
+    with join_hub(session) as hub:
         if commit is not None:
             hub.commit_offset(commit, address=address)
         page = hub.read_mailbox(address, offset=offset, limit=limit or _PAGE)
     for kept in page.messages:
         message: dict[str, Any] = kept.message
         if session.json:
-            put_json({"offset": kept.offset, "append_time": kept.append_time, "message": message})
+            print_json({"offset": kept.offset, "append_time": kept.append_time, "message": message})
         else:
             print(kept.offset, message.get("from"), message.get("type"), _json(message.get("payload")))
-    flush()
+    flush_output()
     if session.json:
         return
     if page.lag is None:
-        tell_none(f"mailbox of {address}")
+        print_empty(f"mailbox of {address}")
     else:
         sys.stderr.write(f"{page.lag} uncommitted; committed {page.committed}\n")
 
@@ -67,17 +74,17 @@ def dead_letters(
     ] = None,
     limit: Limit = None,
     replay: Annotated[bool, Parameter(negative="", help="Send them again instead of showing them.")] = False,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> int:
     """List messages that could not be delivered, and why; or send them again."""
-    since = None if since is None else past_time(since, "--since")
+    since = None if since is None else parse_past_time(since, "--since")
     found = _limited(_letters(session, to, reason, since), limit)
     if not replay:
         shown = 0
         for _id, letter in found:
             shown += 1
             if session.json:
-                put_json(letter)
+                print_json(letter)
             else:
                 sent = letter["message"]
                 print(
@@ -87,22 +94,22 @@ def dead_letters(
                     sent.get("type"),
                     _json(sent.get("payload")),
                 )
-        flush()
+        flush_output()
         if not shown and not session.json:
-            tell_none("dead letters")
+            print_empty("dead letters")
         return OK
-    from tailrace.cli.hub import join
+    from tailrace.cli.hub import join_hub
     from tailrace.client import ClientError
 
     failed = 0
-    with join(session) as hub:
+    with join_hub(session) as hub:
         for identifier, letter in found:
             origin = {"stream": DEAD_LETTERS, "id": identifier}
             try:
                 _send_again(hub, letter["message"], letter["to"], origin, session)
             except ClientError as error:
                 failed += 1
-                explain(error, as_json=session.json)
+                report_error(error, as_json=session.json)
     return REFUSED if failed else OK
 
 
@@ -116,18 +123,18 @@ def replay(
         str | None, Parameter(help="Begin at this time (RFC 3339), or with the last 15m, 1h or 7d.")
     ] = None,
     limit: Limit = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Send what a mailbox has kept to another address, marked as replayed. The mailbox stays as it is."""
-    from tailrace.cli.hub import join
+    from tailrace.cli.hub import join_hub
     from tailrace.hub.addresses import mailbox_stream, parse_address
 
     if address == to:
         raise UsageError("a mailbox is not replayed into itself")
     parse_address(to, "to")
-    since = None if since is None else past_time(since, "--since")
+    since = None if since is None else parse_past_time(since, "--since")
     stream = mailbox_stream(parse_address(address))
-    with join(session) as hub:
+    with join_hub(session) as hub:
         for at, message in _limited(_kept(hub, address, offset, since), limit):
             _send_again(hub, message, to, {"stream": stream, "offset": at}, session)
 
@@ -136,13 +143,13 @@ def kick(
     address: Annotated[str, Parameter(help="Whose registration ends.")],
     /,
     *,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """End a registration. An actor that is there may register again; its mailbox stays as it is."""
-    from tailrace.cli.hub import join
+    from tailrace.cli.hub import join_hub
     from tailrace.client import ClientError
 
-    with join(session) as hub:
+    with join_hub(session) as hub:
         if not list(hub.discover(address)):
             raise ClientError("unknown_actor", f"{address} is not registered")
         try:
@@ -162,7 +169,7 @@ def _letters(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     from tailrace.client import ClientError
 
-    with connect(session) as client:
+    with connect_client(session) as client:
         try:
             for letter in client.stream(DEAD_LETTERS).entries(since=since):
                 if to in (None, letter.get("to")) and reason in (None, letter.get("reason")):
@@ -198,10 +205,10 @@ def _send_again(hub: Hub, message: dict[str, Any], to: str, origin: dict[str, st
     metadata = {"replayedFrom": {"messageId": message.get("id"), "from": message.get("from"), **origin}}
     ack = hub.send(to, str(message.get("type")), message.get("payload"), ack="accepted", metadata=metadata)
     if session.json:
-        put_json(msgspec.structs.asdict(ack))
+        print_json(msgspec.structs.asdict(ack))
     else:
         print(f"{ack.status} {message.get('type')} of {message.get('from')} to {to}")
-    flush()
+    flush_output()
 
 
 def _json(value: object) -> str:

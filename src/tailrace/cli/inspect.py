@@ -9,8 +9,8 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import RefusedError
-from tailrace.cli.object_store import DEFAULT, Bucket, opened
-from tailrace.cli.session import flush, put, put_json
+from tailrace.cli.object_store import DEFAULT_STORE, StoreOptions, open_store
+from tailrace.cli.session import flush_output, print_json, write_output
 
 _HELP: Final = """Print what the files of a data directory or an object store hold.
 
@@ -55,12 +55,12 @@ def journal(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
     for worker, path in _workers(data_dir):
         for record in inspect_journal(path):
             if json:
-                put_json(worker | record)
+                print_json(worker | record)
             else:
-                put(_pairs(worker | record).encode() + b"\n")
+                write_output(_pairs(worker | record).encode() + b"\n")
         problems = check_directory(path, deep=False)[0].problems
         damage += [f"{path / 'journal' / file}: {problem}" for file, problem in problems]
-    flush()
+    flush_output()
     if damage:
         raise RefusedError("the journal is damaged: " + "; ".join(damage))
 
@@ -78,11 +78,11 @@ def hot(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
     for worker, path in _workers(data_dir):
         described = worker | inspect_hot_store(path)
         if json:
-            put_json(described)
+            print_json(described)
         else:
             _put_table(described)
         damage += [problem for _, problem in check_hot_store(path / "hot.db", deep=False).problems]
-    flush()
+    flush_output()
     if damage:
         raise RefusedError("the hot store cannot be read: " + "; ".join(damage))
 
@@ -103,19 +103,19 @@ def segment(
     raw = _segment_bytes(where, object_store or (data_dir.absolute() / "objects").as_uri())
     described = describe_segment(raw, where)
     if json:
-        put_json(described)
+        print_json(described)
     else:
         groups = described.pop("row_groups", [])
         _put_table(described)
         for number, group in enumerate(groups):
-            put(f"row group {number}  {_pairs(group)}\n".encode())
+            write_output(f"row group {number}  {_pairs(group)}\n".encode())
     if entries and "problem" not in described:
         for entry in describe_entries(raw):
             if json:
-                put_json(entry)
+                print_json(entry)
             else:
-                put(_pairs(entry).encode() + b"\n")
-    flush()
+                write_output(_pairs(entry).encode() + b"\n")
+    flush_output()
     if problem := described.get("problem"):
         raise RefusedError(f"{where} is not a sound segment: {problem}")
 
@@ -126,19 +126,19 @@ def manifest(
     /,
     *,
     segments: Annotated[bool, Parameter(negative="", help="Print every segment, too.")] = False,
-    bucket: Bucket = DEFAULT,
+    bucket: StoreOptions = DEFAULT_STORE,
 ) -> None:
     """Print what the object store records about a stream, for every use of its name."""
     asyncio.run(_manifest(stream, bucket, segments))
 
 
-async def _manifest(stream: str, bucket: Bucket, with_segments: bool) -> None:
+async def _manifest(stream: str, bucket: StoreOptions, with_segments: bool) -> None:
     from msgspec.structs import asdict
 
     from tailrace.storage.manifests.model import ManifestError
     from tailrace.storage.manifests.store import ManifestStore, describe_head, find_heads
 
-    async with opened(bucket.settings()) as objects:
+    async with open_store(bucket.settings()) as objects:
         manifests = ManifestStore(objects, 0)
         try:
             heads = await find_heads(objects, stream)
@@ -147,23 +147,23 @@ async def _manifest(stream: str, bucket: Bucket, with_segments: bool) -> None:
             for head in heads:
                 described = describe_head(head, await manifests.producers(head))
                 if bucket.json:
-                    put_json(described)
+                    print_json(described)
                 else:
                     _put_table(described)
                 if with_segments:
                     async for info in manifests.segments(head):
                         if bucket.json:
-                            put_json(asdict(info))
+                            print_json(asdict(info))
                         else:
-                            put(f"segment  {_pairs(asdict(info))}\n".encode())
+                            write_output(f"segment  {_pairs(asdict(info))}\n".encode())
                     async for companion in manifests.companions(head):
                         if bucket.json:
-                            put_json(asdict(companion))
+                            print_json(asdict(companion))
                         else:
-                            put(f"companion  {_pairs(asdict(companion))}\n".encode())
+                            write_output(f"companion  {_pairs(asdict(companion))}\n".encode())
         except ManifestError as error:
             raise RefusedError(str(error)) from None
-    flush()
+    flush_output()
 
 
 @command.command
@@ -177,10 +177,10 @@ def token(
     if found is None:
         raise RefusedError("this is no resume token")
     if json:
-        put_json(found)
+        print_json(found)
     else:
         _put_table(found)
-    flush()
+    flush_output()
 
 
 def _segment_bytes(where: str, url: str) -> bytes:
@@ -210,7 +210,7 @@ def _segment_bytes(where: str, url: str) -> bytes:
 def _put_table(described: dict[str, object]) -> None:
     width = max((len(name) for name in described), default=0)
     for name, value in described.items():
-        put(f"{name:<{width}}  {_shown(value)}\n".encode())
+        write_output(f"{name:<{width}}  {_shown(value)}\n".encode())
 
 
 def _pairs(record: dict[str, object]) -> str:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import UsageError
-from tailrace.cli.quantities import lifetime_s
+from tailrace.cli.quantities import parse_lifetime_s
 from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
-from tailrace.cli.session import DEFAULT, Session, put_json, tell_none
-from tailrace.cli.tables import Column, show
+from tailrace.cli.session import DEFAULT_SESSION, Session, print_empty, print_json
+from tailrace.cli.tables import Column, print_table
 
 if TYPE_CHECKING:
     from tailrace.auth import IdentityStore
@@ -59,17 +59,17 @@ def create(
     actor_id: ActorId = None,
     expires: Annotated[str, Parameter(help="Lifetime, such as 8h or 90d; never for none.")] = "never",
     file: InFile = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Make a key and print it. Keep it: nobody can show it again."""
-    lasts_s = lifetime_s(expires)
+    lasts_s = parse_lifetime_s(expires)
     if file is not None:
         from tailrace.auth import create_api_key
 
         key, text = create_api_key(
             sub=sub, scopes=scope, streams=streams, dbs=db, actor_id=actor_id, lifetime_s=lasts_s
         )
-        book_of(file).add_key(key)
+        open_key_file(file).add_key(key)
         made: dict[str, Any] = {"key": text, **key.shown()}
     else:
         from tailrace.cli.call import post_json
@@ -77,25 +77,25 @@ def create(
         asked = {"sub": sub, "scopes": scope, "streams": streams, "databases": db}
         made = post_json(session, PATH, {**asked, "actorId": actor_id, "expiresIn": lasts_s})
     if session.json:
-        put_json(made)
+        print_json(made)
     else:
         print(made["key"])
 
 
 @command.command(name="list")
-def list_keys(*, file: InFile = None, session: Session = DEFAULT) -> None:
+def list_keys(*, file: InFile = None, session: Session = DEFAULT_SESSION) -> None:
     """List keys, without their secrets."""
     if file is not None:
-        found = [key.shown() for key in book_of(file).listed().keys]
+        found = [key.shown() for key in open_key_file(file).listed().keys]
     else:
         from tailrace.cli.call import get_json
 
         found = get_json(session, PATH)["keys"]
     if session.json:
         for key in found:
-            put_json(key)
-    elif not show(_COLUMNS, map(_row, found)):
-        tell_none("keys")
+            print_json(key)
+    elif not print_table(_COLUMNS, map(_row, found)):
+        print_empty("keys")
 
 
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
@@ -110,35 +110,35 @@ def revoke(
     /,
     *,
     file: InFile = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Revoke a key. Connections that were opened with it are closed."""
     bare_id = key_id.removeprefix(KEY_PREFIX).partition("_")[0]
     if file is not None:
-        book_of(file).remove_key(bare_id)
+        open_key_file(file).remove_key(bare_id)
     else:
         from urllib.parse import quote
 
-        from tailrace.cli.call import delete
+        from tailrace.cli.call import delete_resource
 
-        delete(session, f"{PATH}/{quote(bare_id, safe='')}")
+        delete_resource(session, f"{PATH}/{quote(bare_id, safe='')}")
     if session.json:
-        put_json({"revoked": bare_id})
+        print_json({"revoked": bare_id})
     else:
         print(f"revoked {bare_id}")
 
 
-def book_of(file: Path) -> IdentityStore:
+def open_key_file(file: Path) -> IdentityStore:
     from tailrace.auth import IdentityFile, IdentityStore
 
     return IdentityStore(IdentityFile(file))
 
 
-def existing_book_of(file: Path) -> IdentityStore:
+def open_existing_key_file(file: Path) -> IdentityStore:
     """To revoke something: a file that nobody reads would keep nobody out."""
     if not file.exists():
         raise UsageError(f"there is no file {file}: nothing was revoked")
-    return book_of(file)
+    return open_key_file(file)
 
 
 def is_key(text: str) -> bool:

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import UsageError
-from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json, tell_none
-from tailrace.cli.tables import Column, show
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    connect_client,
+    flush_output,
+    print_empty,
+    print_json,
+)
+from tailrace.cli.tables import Column, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,19 +44,19 @@ def ls(
     *,
     limit: Annotated[int | None, Parameter(help="At most so many.")] = None,
     system: Annotated[bool, Parameter(negative="", help="Also the server's own streams.")] = False,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     if limit is not None and limit < 1:
         raise UsageError("--limit must be 1 or more")
-    with connect(session) as client:
+    with connect_client(session) as client:
         page_size = min(limit or 1000, 1000)
         found = islice(client.streams(prefix, page_size=page_size, system=system), limit)
         if session.json:
             import msgspec
 
             for stream in found:
-                put_json(msgspec.structs.asdict(stream))
-            flush()
+                print_json(msgspec.structs.asdict(stream))
+            flush_output()
         else:
             _show(found)
 
@@ -72,5 +79,5 @@ def _show(streams: Iterable[StreamDescriptor]) -> None:
         )
         for stream in streams
     )
-    if not show(columns, rows):
-        tell_none("streams")
+    if not print_table(columns, rows):
+        print_empty("streams")

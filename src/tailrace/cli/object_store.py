@@ -24,7 +24,7 @@ _REDRAW_S: Final = 0.2
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
+class StoreOptions:
     """Flags of commands that work on an object store; settings files and variables count as for `serve`."""
 
     object_store: Annotated[
@@ -54,11 +54,11 @@ class Bucket:
         return load_settings({name: value for name, value in given.items() if value is not None})
 
 
-DEFAULT: Final = Bucket()
+DEFAULT_STORE: Final = StoreOptions()
 
 
 @asynccontextmanager
-async def opened(settings: Settings) -> AsyncGenerator[ObjectStore]:
+async def open_store(settings: Settings) -> AsyncGenerator[ObjectStore]:
     """The store; what goes wrong with it becomes one kind of failure."""
     from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
 
@@ -85,7 +85,7 @@ def _check_directory(url: str, settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def progress(label: str, state: Callable[[], tuple[int, int | None, str]]) -> AsyncGenerator[None]:
+async def progress_bar(label: str, state: Callable[[], tuple[int, int | None, str]]) -> AsyncGenerator[None]:
     """A bar on a terminal: done, of how much (None: not known), and a few words. Nothing in a pipe."""
     import sys
 

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.call import get_json, post_json
 from tailrace.cli.errors import RefusedError
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
 
 _HELP: Final = """Look after the pipeline, which builds the indexes of sealed history.
 
@@ -42,14 +42,14 @@ for _name, _summary in (
 
 
 @command.command
-def status(*, session: Session = DEFAULT) -> None:
+def status(*, session: Session = DEFAULT_SESSION) -> None:
     """Show how the pipeline is, and what waits for it."""
     found = _pipeline(session)
     if session.json:
-        put_json(found)
+        print_json(found)
     else:
-        put("".join(f"{name:<11}{value}\n" for name, value in _lines(found)).encode())
-    flush()
+        write_output("".join(f"{name:<11}{value}\n" for name, value in _lines(found)).encode())
+    flush_output()
 
 
 @command.command
@@ -57,23 +57,23 @@ def rebuild(
     *,
     stream: Annotated[str, Parameter(help="Whose companions are built again.")],
     family: Annotated[str | None, Parameter(help="Only this family, such as col or fts.")] = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Have the companions of a stream built again; searches scan until they are."""
     body = {"stream": stream} if family is None else {"stream": stream, "family": family}
     answer = post_json(session, "/v1/pipeline/plan", body)
     if session.json:
-        put_json(answer)
+        print_json(answer)
     else:
-        put(f"{answer['scheduled']} objects of {stream} are built again\n".encode())
-    flush()
+        write_output(f"{answer['scheduled']} objects of {stream} are built again\n".encode())
+    flush_output()
 
 
 @command.command
 def drain(
     *,
     timeout: Annotated[float, Parameter(help="Seconds to wait at most.")] = 600.0,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Let the running pipeline finish what it is at, publish and end; return when it is gone."""
     until_s = time.monotonic() + timeout
@@ -83,10 +83,10 @@ def drain(
             raise RefusedError(f"the pipeline is still {found['state']} after {timeout:.0f} s")
         time.sleep(_POLL_S)
     if session.json:
-        put_json({"drained": True})
+        print_json({"drained": True})
     else:
-        put(b"the pipeline has ended\n")
-    flush()
+        write_output(b"the pipeline has ended\n")
+    flush_output()
 
 
 def _pipeline(session: Session) -> dict[str, Any]:

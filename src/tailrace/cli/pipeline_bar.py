@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tailrace.pipeline.status import Status
 
 
-class Bar:
+class ProgressBar:
     """One line for each kind of job. `backlog` tells how many segments wait, more than one batch takes."""
 
     def __init__(self, backlog: Callable[[], int], to: TextIO | None = None) -> None:

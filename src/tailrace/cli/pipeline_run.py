@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
-from tailrace.cli.call import need_server
+from tailrace.cli.call import require_server
 from tailrace.cli.errors import RefusedError, UnreachableError, UsageError
-from tailrace.cli.quantities import size_bytes
+from tailrace.cli.quantities import parse_size_bytes
 from tailrace.cli.session import URL_DEFAULT, URL_VARIABLES, Session, with_scheme
-from tailrace.cli.spark_requirements import need_spark
+from tailrace.cli.spark_requirements import require_spark
 from tailrace.common import private_files
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run(
     supervised: Annotated[int | None, Parameter(show=False)] = None,
 ) -> int:
     """Run the pipeline."""
-    need_spark(master if supervised is None else "sc://")  # orders name the master of a supervised one
+    require_spark(master if supervised is None else "sc://")  # orders name the master of a supervised one
     from tailrace.pipeline.run import Options
     from tailrace.pipeline.session import extra_settings
 
@@ -108,10 +108,10 @@ def run(
             once=once,
             store=store,
             directory=checkpoint,
-            heap_bytes=size_bytes(heap, "--heap"),
-            task_memory_bytes=size_bytes(task_memory, "--task-memory"),
+            heap_bytes=parse_size_bytes(heap, "--heap"),
+            task_memory_bytes=parse_size_bytes(task_memory, "--task-memory"),
             batch_segments=batch_segments,
-            batch_bytes=size_bytes(batch_bytes, "--batch-bytes"),
+            batch_bytes=parse_size_bytes(batch_bytes, "--batch-bytes"),
             ui=ui,
             reference=reference,
             conf=tuple(extra_settings(conf).items()),
@@ -143,7 +143,7 @@ def _run_supervised(descriptor: int, options: Options) -> int:
         "conf": None if orders.conf is None else tuple(extra_settings(orders.conf).items()),
     }
     options = options._replace(**{name: value for name, value in given.items() if value is not None})
-    need_spark(options.master)
+    require_spark(options.master)
     return _run(orders.endpoint, leash.token, options, supervised=orders)
 
 
@@ -160,7 +160,7 @@ def _run(
     from tailrace.pipeline.run import Pipeline, UnfinishedError
 
     if options.once:
-        need_server(Session(url=endpoint))  # one that goes on may be there before its server is
+        require_server(Session(url=endpoint))  # one that goes on may be there before its server is
     private_files.restrict_umask()
     configure_logging(
         *(("info", "auto") if supervised is None else (supervised.log_level, supervised.log_format))
@@ -189,11 +189,11 @@ def _run(
 def _progress(owner: Owner) -> Progress | None:
     if not sys.stderr.isatty():
         return None
-    from tailrace.cli.pipeline_bar import Bar
+    from tailrace.cli.pipeline_bar import ProgressBar
 
     for name in ("tailrace.pipeline", "tailrace.spark"):
         logging.getLogger(name).setLevel(logging.WARNING)  # the bar shows the rest
-    return Bar(owner.backlog_segments)
+    return ProgressBar(owner.backlog_segments)
 
 
 def _ending(stop: Callable[[], None]) -> Callable[[int, object], None]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import App, Group, Parameter
 
-from tailrace.cli.call import need_server
+from tailrace.cli.call import require_server
 from tailrace.cli.errors import RefusedError, UnreachableError, UsageError
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
 
 if TYPE_CHECKING:
     from tailrace.pipeline.watch.place import Bound, Place
@@ -26,7 +26,7 @@ ERROR: Final = 2
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class SparkOptions:
     """Flags of all commands that run a job."""
 
     master: Annotated[
@@ -37,7 +37,7 @@ class Engine:
     ] = None
 
 
-ENGINE: Final = Engine()
+DEFAULT_SPARK: Final = SparkOptions()
 Database = Annotated[str, Parameter(help="The database.")]
 From = Annotated[
     str,
@@ -106,8 +106,8 @@ def match(
     start: From = "earliest",
     end: To = "latest",
     checkpoint: Annotated[str | None, Parameter(help="Where the choice of the run is kept.")] = None,
-    engine: Engine = ENGINE,
-    session: Session = DEFAULT,
+    engine: SparkOptions = DEFAULT_SPARK,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     with _running(session, engine) as (spark, place):
         from tailrace.pipeline.watch.match import MatchOptions, run_match
@@ -128,9 +128,11 @@ def rescan(
     publish_view: Annotated[
         bool, Parameter(negative="", help="Put the view that was made into the object store.")
     ] = False,
-    apply: Annotated[bool, Parameter(negative="", help="Have the server put differences right.")] = False,
-    engine: Engine = ENGINE,
-    session: Session = DEFAULT,
+    apply: Annotated[
+        bool, Parameter(negative="", help="Have the server write_output differences right.")
+    ] = False,
+    engine: SparkOptions = DEFAULT_SPARK,
+    session: Session = DEFAULT_SESSION,
 ) -> int:
     with _running(session, engine) as (spark, place):
         from tailrace.pipeline.watch.rescan import RescanOptions, run_rescan
@@ -149,8 +151,8 @@ def stats(
     collection: Annotated[str | None, Parameter(help="Only this one.")] = None,
     start: From = "earliest",
     end: To = "latest",
-    engine: Engine = ENGINE,
-    session: Session = DEFAULT,
+    engine: SparkOptions = DEFAULT_SPARK,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     with _running(session, engine) as (spark, place):
         from tailrace.pipeline.watch.stats import StatsOptions, run_stats
@@ -169,8 +171,8 @@ def capture(
     end: To = "latest",
     sample: Annotated[float, Parameter(help="The share of documents whose changes are kept.")] = 1.0,
     mask: Annotated[str, Parameter(help="Fields whose values are masked, by comma.")] = "",
-    engine: Engine = ENGINE,
-    session: Session = DEFAULT,
+    engine: SparkOptions = DEFAULT_SPARK,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     if not 0 < sample <= 1:
         raise UsageError("--sample is more than 0 and at most 1")
@@ -195,8 +197,8 @@ def shadow(
     max_divergence: Annotated[float, Parameter(help="Share of matches that may differ.")] = 0.0,
     max_latency_ratio: Annotated[float, Parameter(help="How much slower the p99 may be.")] = 1.2,
     report: Annotated[Path, Parameter(help="A directory for the report.")] = Path("shadow-report"),
-    engine: Engine = ENGINE,
-    session: Session = DEFAULT,
+    engine: SparkOptions = DEFAULT_SPARK,
+    session: Session = DEFAULT_SESSION,
 ) -> int:
     try:
         if (capture is None) == (changes is None):
@@ -230,13 +232,15 @@ def shadow(
 
 
 @contextmanager
-def _running(session: Session, engine: Engine, *, asks_server: bool = True) -> Generator[tuple[Any, Place]]:
+def _running(
+    session: Session, engine: SparkOptions, *, asks_server: bool = True
+) -> Generator[tuple[Any, Place]]:
     """A Spark session and a server; what goes wrong becomes what every command says of it."""
-    from tailrace.cli.spark_requirements import need_spark
+    from tailrace.cli.spark_requirements import require_spark
 
-    need_spark(engine.master)
+    require_spark(engine.master)
     if asks_server:
-        need_server(session)
+        require_server(session)
     from pyspark.errors import PySparkException
 
     from tailrace.client.errors import ClientError
@@ -301,7 +305,7 @@ def _show(found: Any, session: Session) -> None:
 
     plain = msgspec.to_builtins(found)
     if session.json:
-        put_json(plain)
+        print_json(plain)
     else:
-        put(msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n")
-    flush()
+        write_output(msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n")
+    flush_output()

@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.call import adopt_json, get_json, post_json, stream_path
 from tailrace.cli.errors import UsageError
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
 
 _HELP: Final = """Show and change the profile of a stream.
 
@@ -31,7 +31,7 @@ command = App(name="profile", help=_HELP, help_format="markdown")
 
 
 @command.command
-def get(stream: Stream, /, *, session: Session = DEFAULT) -> None:
+def get(stream: Stream, /, *, session: Session = DEFAULT_SESSION) -> None:
     """Print the profile of a stream."""
     _show(get_json(session, stream_path(stream, "_profile")), session)
 
@@ -54,7 +54,7 @@ def set_(
             negative="", help="Check the entries that the stream has, and let the profile hold for them too."
         ),
     ] = False,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Give a stream a profile. The kind it has already is configured anew."""
     profile: dict[str, Any] = {"kind": kind, **_object(config)}
@@ -84,7 +84,7 @@ def _show(resource: dict[str, Any], session: Session) -> None:
     import orjson
 
     if session.json:
-        put_json(resource)
+        print_json(resource)
     else:
-        put(orjson.dumps(resource, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    flush()
+        write_output(orjson.dumps(resource, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    flush_output()

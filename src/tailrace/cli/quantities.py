@@ -15,26 +15,26 @@ _TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ].+")
 _UNIX_NS: Final = re.compile(r"[0-9]{13,}")
 
 
-def lifetime_s(text: str) -> int | None:
+def parse_lifetime_s(text: str) -> int | None:
     """The value of `--expires` in seconds; `never` is none."""
-    return None if text == "never" else span_s(text, "--expires")
+    return None if text == "never" else parse_span_s(text, "--expires")
 
 
-def span_s(text: str, flag: str) -> int:
+def parse_span_s(text: str, flag: str) -> int:
     """`90s`, `30m`, `8h` or `90d` in seconds."""
     if (match := _SPAN.fullmatch(text)) is None:
         raise UsageError(f"{flag}: {text!r} is not a time span such as 90s, 30m, 8h or 90d")
     return int(match[1]) * _SECONDS[match[2]]
 
 
-def future_time(text: str, flag: str) -> str:
+def parse_future_time(text: str, flag: str) -> str:
     """A time that can only be written out in full."""
     if _TIME.fullmatch(text) is None:
         raise UsageError(f"{flag}: {text!r} is not an RFC 3339 time such as 2026-01-31T12:00:00Z")
     return text
 
 
-def past_time(text: str, flag: str) -> str:
+def parse_past_time(text: str, flag: str) -> str:
     """A time as the server takes it. A time span is counted back from now: `1h` is an hour ago."""
     if _TIME.fullmatch(text) or _UNIX_NS.fullmatch(text):
         return text
@@ -43,20 +43,20 @@ def past_time(text: str, flag: str) -> str:
             f"{flag}: {text!r} is not a time: use RFC 3339 (2026-01-31T12:00:00Z), Unix nanoseconds, "
             "or a time span back from now (90s, 15m, 1h, 7d)"
         )
-    return str(max(0, time.time_ns() - span_s(text, flag) * 1_000_000_000))
+    return str(max(0, time.time_ns() - parse_span_s(text, flag) * 1_000_000_000))
 
 
-def size_bytes(text: str, flag: str) -> int:
+def parse_size_bytes(text: str, flag: str) -> int:
     """Bytes, written as in every setting: `64MiB`."""
-    return _setting(text, flag, "bytes")
+    return _parse_setting(text, flag, "bytes")
 
 
-def span_ms(text: str, flag: str) -> int:
+def parse_span_ms(text: str, flag: str) -> int:
     """Milliseconds, written as in every setting: `250ms`, `30m`."""
-    return _setting(text, flag, "ms")
+    return _parse_setting(text, flag, "ms")
 
 
-def _setting(text: str, flag: str, unit: str) -> int:
+def _parse_setting(text: str, flag: str, unit: str) -> int:
     from tailrace.common.settings import Setting, SettingsError, parse_setting
 
     try:

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import RefusedError, UsageError
-from tailrace.cli.quantities import past_time
-from tailrace.cli.session import DEFAULT, Session, connect, flush, one_line, put, put_json
+from tailrace.cli.quantities import parse_past_time
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    connect_client,
+    flush_output,
+    print_json,
+    single_line_json,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -55,18 +63,18 @@ def read(
     matching: Annotated[
         str | None, Parameter(name="--filter", help="Only entries that match, for example 'status:>=500'.")
     ] = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     if limit is not None and limit < 1:
         raise UsageError("--limit must be 1 or more")
-    since = None if since is None else past_time(since, "--since")
-    with connect(session) as client:
+    since = None if since is None else parse_past_time(since, "--since")
+    with connect_client(session) as client:
         pages = client.stream(name).pages(offset, key=key, since=since, filter=matching)
         for page in (
             pages if limit is None else _limited(pages, limit, whole=key is None and matching is None)
         ):
-            show(page, as_json=session.json)
-    flush()
+            print_page(page, as_json=session.json)
+    flush_output()
 
 
 def _limited(pages: Iterable[Page], limit: int, *, whole: bool) -> Iterator[Page]:
@@ -100,14 +108,14 @@ def entries_before(offset: str, count: int, earliest: str | None = None) -> str:
     return encode_offset(epoch, max(entry - count, first))
 
 
-def show(page: Page, *, as_json: bool) -> None:
+def print_page(page: Page, *, as_json: bool) -> None:
     """Print one page."""
     if as_json:
-        put_json(_described(page))
+        print_json(_described(page))
     elif page.is_json:
-        put(b"".join(one_line(message) + b"\n" for message in page.raw_entries))
+        write_output(b"".join(single_line_json(message) + b"\n" for message in page.raw_entries))
     else:
-        put(page.body)
+        write_output(page.body)
 
 
 def _described(page: Page) -> dict[str, object]:
@@ -117,7 +125,7 @@ def _described(page: Page) -> dict[str, object]:
 
     described: dict[str, object] = {}
     if page.is_json:
-        described["entries"] = [orjson.Fragment(one_line(message)) for message in page.raw_entries]
+        described["entries"] = [orjson.Fragment(single_line_json(message)) for message in page.raw_entries]
     else:
         described["content_type"] = page.content_type
         try:

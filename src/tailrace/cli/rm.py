@@ -7,8 +7,8 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.errors import OK, REFUSED, RefusedError, UsageError, explain
-from tailrace.cli.session import DEFAULT, Session, connect, put_json
+from tailrace.cli.errors import OK, REFUSED, RefusedError, UsageError, report_error
+from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, print_json
 
 _HELP: Final = """Delete streams and all of their entries. There is no way back.
 
@@ -28,14 +28,14 @@ command = App(name="rm", help=_HELP, help_format="markdown")
 def rm(
     *names: Annotated[str, Parameter(help="The streams.", required=True)],
     yes: Annotated[bool, Parameter(name=("--yes", "-y"), negative="", help="Do not ask.")] = False,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> int:
     from tailrace.client import ClientError
 
     if not yes:
         _ask(names)
     failed = False
-    with connect(session) as client:
+    with connect_client(session) as client:
         for name in names:
             try:
                 client.stream(name).delete()
@@ -43,10 +43,10 @@ def rm(
                 if not error.status:
                     raise  # no server answered, and none would answer the next request
                 failed = True
-                explain(error, as_json=session.json)
+                report_error(error, as_json=session.json)
                 continue
             if session.json:
-                put_json({"stream": name, "deleted": True})
+                print_json({"stream": name, "deleted": True})
             else:
                 print(f"deleted {name}")
     return REFUSED if failed else OK

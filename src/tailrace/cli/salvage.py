@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import OK, REFUSED, RefusedError
-from tailrace.cli.object_store import progress
-from tailrace.cli.session import flush, put, put_json
+from tailrace.cli.object_store import progress_bar
+from tailrace.cli.session import flush_output, print_json, write_output
 
 if TYPE_CHECKING:
     from tailrace.cluster.layout import Layout
@@ -63,7 +63,7 @@ async def _salvage(old: Path, new: Path, *, as_json: bool) -> int:
     if partial.exists():
         raise RefusedError(f"{partial} is left from an earlier attempt; delete it first")
     workers = [(layout.path(old, index), layout.path(partial, index)) for index in range(layout.workers)]
-    async with progress("copying", lambda: (report.bytes, None, _counted(report))):
+    async with progress_bar("copying", lambda: (report.bytes, None, _counted(report))):
         await asyncio.to_thread(copy, old, partial, workers, report)
     _finish(partial, new, layout)
     _put(report, as_json=as_json)
@@ -89,17 +89,17 @@ def _check(old: Path, new: Path) -> None:
 
 def _layout(old: Path, report: SalvageReport) -> Layout:
     """How many workers there were; from their directories if workers.json cannot be read."""
-    from tailrace.cluster.layout import DIRECTORY, Layout, read_layout
+    from tailrace.cluster.layout import WORKERS_DIRECTORY, Layout, read_layout
     from tailrace.common.errors import TailraceError
 
     try:
         return read_layout(old)
     except TailraceError as error:
         report.problems.append(error.message)
-    generations = [int(path.name) for path in (old / DIRECTORY).glob("*") if path.name.isdigit()]
+    generations = [int(path.name) for path in (old / WORKERS_DIRECTORY).glob("*") if path.name.isdigit()]
     if not generations:
         return Layout()
-    found = (old / DIRECTORY / str(max(generations))).glob("*")
+    found = (old / WORKERS_DIRECTORY / str(max(generations))).glob("*")
     numbers = [int(path.name) for path in found if path.name.isdigit()]
     return Layout(workers=max(numbers, default=0) + 1, generation=max(generations))
 
@@ -122,22 +122,22 @@ def _put(report: SalvageReport, *, as_json: bool) -> None:
 
     if as_json:
         for loss in report.losses.values():
-            put_json(msgspec.structs.asdict(loss))
+            print_json(msgspec.structs.asdict(loss))
         summary = msgspec.structs.asdict(report)
         del summary["losses"]
-        put_json({"summary": summary | {"streams_damaged": len(report.losses)}})
-        flush()
+        print_json({"summary": summary | {"streams_damaged": len(report.losses)}})
+        flush_output()
         return
     for loss in report.losses.values():
         reasons = ", ".join(f"{count:,}: {reason}" for reason, count in loss.reasons.items())
-        put(f"{loss.stream}: {loss.entries:,} entries are missing ({reasons})\n".encode())
+        write_output(f"{loss.stream}: {loss.entries:,} entries are missing ({reasons})\n".encode())
     for problem in report.problems:
-        put(f"{problem}\n".encode())
+        write_output(f"{problem}\n".encode())
     missing = "nothing is missing"
     if not report.complete:
         missing = f"{report.entries_missing:,} entries of {len(report.losses):,} streams are missing"
-    put(f"{_counted(report)}: {missing}\n".encode())
-    flush()
+    write_output(f"{_counted(report)}: {missing}\n".encode())
+    flush_output()
 
 
 def _counted(report: SalvageReport) -> str:

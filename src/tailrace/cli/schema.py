@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.call import adopt_json, get_json, post_json, stream_path
 from tailrace.cli.errors import UsageError
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
 
 _HELP: Final = """Show and change what the records of a stream look like.
 
@@ -30,7 +30,7 @@ command = App(name="schema", help=_HELP, help_format="markdown")
 
 
 @command.command
-def get(stream: Stream, /, *, session: Session = DEFAULT) -> None:
+def get(stream: Stream, /, *, session: Session = DEFAULT_SESSION) -> None:
     """Print the registry of a stream."""
     _show(get_json(session, stream_path(stream, "_schema")), session)
 
@@ -59,7 +59,7 @@ def set_(
             negative="", help="Check the entries that the stream has, and let the schema hold for them too."
         ),
     ] = False,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Install the first schema version, the routing key or the searchable fields."""
     body: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def evolve(
         str, Parameter(help="File with the lens to it: the whole of it, or only its array of operations.")
     ],
     search: Annotated[str | None, Parameter(help="File with the searchable fields from then on.")] = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Go on to the next schema version. Older entries are shown through the lens from then on."""
     path = stream_path(stream, "_schema")
@@ -127,7 +127,7 @@ def _show(registry: dict[str, Any], session: Session) -> None:
     import orjson
 
     if session.json:
-        put_json(registry)
+        print_json(registry)
     else:
-        put(orjson.dumps(registry, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    flush()
+        write_output(orjson.dumps(registry, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    flush_output()

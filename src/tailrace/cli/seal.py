@@ -7,8 +7,8 @@ from urllib.parse import urlencode
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import refusal, send
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+from tailrace.cli.call import send_request, server_error
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
 
 _HELP: Final = """Seal a stream, or all of them, without waiting for their size or age.
 
@@ -29,16 +29,16 @@ def seal(
     stream: Annotated[str, Parameter(help="The stream; all of them if left out.")] = "",
     /,
     *,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     path = "/v1/server/_seal" + (f"?{urlencode({'stream': stream})}" if stream else "")
     # 202: not done within one request's time, and still going on.
-    while (answer := send(session, "POST", path)).status_code == 202:
+    while (answer := send_request(session, "POST", path)).status_code == 202:
         pass
     if answer.status_code != 200:
-        raise refusal(answer)
+        raise server_error(answer)
     if session.json:
-        put_json({"sealed": True, "stream": stream or None})
+        print_json({"sealed": True, "stream": stream or None})
     else:
-        put(f"{stream or 'everything'} is sealed\n".encode())
-    flush()
+        write_output(f"{stream or 'everything'} is sealed\n".encode())
+    flush_output()

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import refusal, send, stream_path
+from tailrace.cli.call import send_request, server_error, stream_path
 from tailrace.cli.errors import RefusedError, check_complete
-from tailrace.cli.session import DEFAULT, Session, flush, one_line, put
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, single_line_json, write_output
 
 _HELP: Final = """Search the records of a stream: everything that was acknowledged, also what is brand new.
 
@@ -49,7 +49,7 @@ def search(
     ] = None,
     after: Annotated[str, Parameter(help="Where to go on: the array that the page before ended with.")] = "",
     timeout_ms: Annotated[int | None, Parameter(help="Answer with what is found by then.")] = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     import orjson
 
@@ -65,25 +65,25 @@ def search(
         body["timeout_ms"] = timeout_ms
     from tailrace.client import model
 
-    answer = _ask(session, stream, body)
+    answer = _send_search(session, stream, body)
     found = json.loads(answer)
     if session.json:
         for hit in model.raw_elements(model.raw_members(answer)["hits"]):
-            put(one_line(hit) + b"\n")
-        flush()
+            write_output(single_line_json(hit) + b"\n")
+        flush_output()
     else:
         _show(query, found["hits"], sort or [])
-    _tell(found)
+    _print_summary(found)
     check_complete(found["coverage"], "search")
 
 
-def _ask(session: Session, stream: str, body: dict[str, object]) -> bytes:
+def _send_search(session: Session, stream: str, body: dict[str, object]) -> bytes:
     """The answer; one that ran out of time is an answer too."""
     import orjson
 
-    answer = send(session, "POST", stream_path(stream, "_search"), orjson.dumps(body))
+    answer = send_request(session, "POST", stream_path(stream, "_search"), orjson.dumps(body))
     if answer.status_code not in (200, 408) or b'"hits"' not in answer.content:
-        raise refusal(answer)
+        raise server_error(answer)
     return answer.content
 
 
@@ -92,7 +92,7 @@ def _show(query: str, hits: list[dict[str, Any]], sort: list[str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from tailrace.cli.tables import console as open_console
+    from tailrace.cli.tables import make_console as open_console
 
     console = open_console()
     columns: dict[str, list[str]] = {}
@@ -137,7 +137,7 @@ def _cell(value: object) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _tell(found: dict[str, Any]) -> None:
+def _print_summary(found: dict[str, Any]) -> None:
     """How much that was, apart from the hits themselves: on the error output, out of a pipe's way."""
     import orjson
 

@@ -63,10 +63,10 @@ def _serve(flags: Mapping[str, str | bool | None]) -> int:
     from tailrace.auth import check_listen_address
 
     check_listen_address(settings)
-    from tailrace.cluster.layout import FILE, chosen_workers
+    from tailrace.cluster.layout import LAYOUT_FILE, choose_worker_count
 
-    settings = msgspec.structs.replace(settings, workers=chosen_workers(settings))
-    if settings.workers > 1 or (settings.data_dir / FILE).exists():
+    settings = msgspec.structs.replace(settings, workers=choose_worker_count(settings))
+    if settings.workers > 1 or (settings.data_dir / LAYOUT_FILE).exists():
         from tailrace.cluster.supervisor import run
     else:
         from tailrace.server.serve import run

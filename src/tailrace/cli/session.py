@@ -47,17 +47,17 @@ class Session:
         object.__setattr__(self, "url", with_scheme(self.url))
 
 
-DEFAULT: Final = Session()
+DEFAULT_SESSION: Final = Session()
 
 
 @contextmanager
-def connect(session: Session) -> Generator[Client]:
+def connect_client(session: Session) -> Generator[Client]:
     """A client that gives up soon: a person is waiting."""
-    from tailrace.cli.call import authorization
+    from tailrace.cli.call import authorization_header
     from tailrace.cli.errors import unreachable
     from tailrace.client import Client, ClientError, Retries
 
-    authorization(session)
+    authorization_header(session)
     retries = Retries(attempts_max=3, elapsed_s_max=10.0)
     with Client(session.url, token=session.token, retries=retries) as client:
         try:
@@ -68,22 +68,22 @@ def connect(session: Session) -> Generator[Client]:
             raise unreachable(session.url, error) from None
 
 
-def put(line: bytes) -> None:
+def write_output(line: bytes) -> None:
     """Write to standard output as it is, so that bytes stay bytes in a pipe."""
     sys.stdout.buffer.write(line)
 
 
-def flush() -> None:
+def flush_output() -> None:
     sys.stdout.buffer.flush()
 
 
-def tell_none(what: str) -> None:
+def print_empty(what: str) -> None:
     """An empty list: said on standard error, so that whoever reads the output finds nothing in it."""
-    flush()
+    flush_output()
     sys.stderr.write(f"no {what}\n")
 
 
-def end_at_interrupt() -> None:
+def exit_on_interrupt() -> None:
     """From here on Ctrl-C ends the program at once, as something that was to be expected.
 
     For commands that go on until then and flush what they show. An exception would be lost if it came up
@@ -96,13 +96,13 @@ def end_at_interrupt() -> None:
     signal.signal(signal.SIGINT, leave)
 
 
-def put_json(value: object) -> None:
+def print_json(value: object) -> None:
     import orjson
 
-    put(orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE))
+    write_output(orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def one_line(message: bytes) -> bytes:
+def single_line_json(message: bytes) -> bytes:
     """A JSON message without the line breaks it may have been written with; its tokens stay as they are."""
     if b"\n" not in message and b"\r" not in message:
         return message

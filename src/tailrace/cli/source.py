@@ -7,9 +7,16 @@ from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.docs import request, split
+from tailrace.cli.docs import request_json, split_database
 from tailrace.cli.errors import UsageError
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json, tell_none
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    flush_output,
+    print_empty,
+    print_json,
+    write_output,
+)
 
 _HELP: Final = """Follow databases outside: their tables become collections that stay true.
 
@@ -36,7 +43,7 @@ Name = Annotated[str, Parameter(help="Database and source.")]
 
 
 def _path(name: str) -> str:
-    database, rest = split(name)
+    database, rest = split_database(name)
     if "/" in rest:
         raise UsageError(f"{name!r} is a database and a source, as in default/pg1")
     return f"/v1/databases/{database}/sources/{rest}"
@@ -72,7 +79,7 @@ def add(
     numeric: Annotated[
         Literal["string", "double"], Parameter(help="PostgreSQL: how numeric is shown.")
     ] = "string",
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Follow a database or a stream of records with the profile state-protocol, or change how."""
     if sum(map(bool, (dsn_env, dsn_file, stream))) != 1:
@@ -88,7 +95,7 @@ def add(
         }
     if given["kind"] == "postgres":
         given |= {"publication": publication, "numeric": numeric, **({"slot": slot} if slot else {})}
-    _print(request(session, "PUT", _path(name), given), session)
+    _print(request_json(session, "PUT", _path(name), given), session)
 
 
 def _mapped(text: str) -> tuple[str, dict[str, Any]]:
@@ -103,32 +110,37 @@ def _mapped(text: str) -> tuple[str, dict[str, Any]]:
 
 
 @command.command
-def status(name: Name, /, *, session: Session = DEFAULT) -> None:
+def status(name: Name, /, *, session: Session = DEFAULT_SESSION) -> None:
     """Say how a source is doing."""
-    _print(request(session, "GET", _path(name)), session)
+    _print(request_json(session, "GET", _path(name)), session)
 
 
 @command.command
 def ls(
-    database: Annotated[str, Parameter(help="The database.")] = "default", /, *, session: Session = DEFAULT
+    database: Annotated[str, Parameter(help="The database.")] = "default",
+    /,
+    *,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """List the sources of a database."""
-    found = request(session, "GET", f"/v1/databases/{database}/sources")["sources"]
+    found = request_json(session, "GET", f"/v1/databases/{database}/sources")["sources"]
     for source in found:
         if session.json:
-            put_json(source)
+            print_json(source)
         else:
             phase, error = source["status"]["phase"], source["status"]["error"]
-            put(f"{source['name']}\t{source['kind']}\t{phase}\t{error or ''}".rstrip().encode() + b"\n")
-    flush()
+            write_output(
+                f"{source['name']}\t{source['kind']}\t{phase}\t{error or ''}".rstrip().encode() + b"\n"
+            )
+    flush_output()
     if not found and not session.json:
-        tell_none("sources")
+        print_empty("sources")
 
 
 @command.command
-def resync(name: Name, /, *, session: Session = DEFAULT) -> None:
+def resync(name: Name, /, *, session: Session = DEFAULT_SESSION) -> None:
     """Copy everything again. Whoever watches has to begin again, too."""
-    _print(request(session, "POST", f"{_path(name)}/resync"), session)
+    _print(request_json(session, "POST", f"{_path(name)}/resync"), session)
 
 
 @command.command
@@ -137,12 +149,12 @@ def rm(
     /,
     *,
     keep_slot: Annotated[bool, Parameter(negative="", help="Leave the slot in PostgreSQL.")] = False,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Follow a source no more. Its collections stay as they are, and a slot it had is dropped."""
-    removed = request(session, "DELETE", _path(name), query="keepSlot=1" if keep_slot else "")
+    removed = request_json(session, "DELETE", _path(name), query="keepSlot=1" if keep_slot else "")
     if session.json:
-        put_json(removed)
+        print_json(removed)
     slot = removed["slot"]
     if slot is not None and not removed["slotDropped"]:
         print(
@@ -150,13 +162,13 @@ def rm(
             f" Run there: SELECT pg_drop_replication_slot('{slot}')",
             file=sys.stderr,
         )
-    flush()
+    flush_output()
 
 
 def _print(source: dict[str, Any], session: Session) -> None:
     if session.json:
-        put_json(source)
-        flush()
+        print_json(source)
+        flush_output()
         return
     status = source["status"]
     lines = [
@@ -176,5 +188,5 @@ def _print(source: dict[str, Any], session: Session) -> None:
         lines.append(f"slot         {source['slot']} ({kept})")
     for table, mapped in source["collections"].items():
         lines.append(f"table        {table} -> {mapped['collection']}")
-    put("".join(f"{line}\n" for line in lines).encode())
-    flush()
+    write_output("".join(f"{line}\n" for line in lines).encode())
+    flush_output()

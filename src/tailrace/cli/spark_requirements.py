@@ -10,15 +10,15 @@ from pathlib import Path
 from tailrace.cli.errors import RefusedError
 
 
-def need_spark(master: str) -> None:
+def require_spark(master: str) -> None:
     """PySpark, and a Java that is new enough; a Connect server has one of its own."""
     if find_spec("pyspark") is None:
         raise RefusedError("this needs Spark: pip install 'tailrace[spark]', and Java 17 or newer")
     if not master.startswith("sc://"):
-        _need_java()
+        _require_java()
 
 
-def _need_java() -> None:
+def _require_java() -> None:
     from tailrace.server.java import VERSION_MIN, find_java
 
     found = asyncio.run(find_java())

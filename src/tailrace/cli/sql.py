@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
-from tailrace.cli.call import need_server
+from tailrace.cli.call import require_server
 from tailrace.cli.errors import RefusedError, UsageError
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
-from tailrace.cli.spark_requirements import need_spark
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
+from tailrace.cli.spark_requirements import require_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -59,13 +59,13 @@ def sql(
     master: Annotated[
         str, Parameter(env_var="TAILRACE_PIPELINE_MASTER", group=_SPARK, help="Where Spark runs.")
     ] = "local[*]",
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     if sum((csv, session.json, out is not None)) > 1:
         raise UsageError("--json, --csv and --out exclude each other")
     if query is None and out is not None:
         raise UsageError("--out needs a query")
-    need_spark(master)
+    require_spark(master)
     from tailrace.spark.options import OptionError
     from tailrace.spark.sql import as_of as parse_as_of
 
@@ -73,7 +73,7 @@ def sql(
         end = parse_as_of(as_of)
     except OptionError as error:
         raise UsageError(str(error)) from None
-    need_server(session)
+    require_server(session)
     print("starting Spark, a few seconds ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="tailrace-sql-") as directory:
         from tailrace.pipeline.session import is_local, master_of, open_session
@@ -171,7 +171,7 @@ def _print(found: DataFrame, printing: str) -> None:
         _print_table(names, frame.limit(_ROWS_SHOWN_MAX + 1).collect())
     elif printing == "json":
         for row in frame.toLocalIterator():
-            put_json(dict(zip(names, _cells(row), strict=True)))
+            print_json(dict(zip(names, _cells(row), strict=True)))
     else:
         import csv
         import io
@@ -179,8 +179,8 @@ def _print(found: DataFrame, printing: str) -> None:
         for row in (names, *map(_cells, frame.toLocalIterator())):
             line = io.StringIO()
             csv.writer(line, lineterminator="\n").writerow(row)
-            put(line.getvalue().encode())
-    flush()
+            write_output(line.getvalue().encode())
+    flush_output()
 
 
 def _printable(found: DataFrame) -> DataFrame:

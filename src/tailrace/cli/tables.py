@@ -21,7 +21,7 @@ class Column(NamedTuple):
     fold: bool = False
 
 
-def console() -> Console:
+def make_console() -> Console:
     """Where tables are printed. The next program in a pipe has no width that rows would have to fit."""
     from rich.console import Console
 
@@ -29,7 +29,7 @@ def console() -> Console:
     return Console(width=None if narrow else _PIPE_CELLS)
 
 
-def show(columns: Iterable[Column], rows: Iterable[Iterable[object]]) -> bool:
+def print_table(columns: Iterable[Column], rows: Iterable[Iterable[object]]) -> bool:
     """Print a table; False, and nothing is printed, if there are no rows."""
     from rich.table import Table
     from rich.text import Text
@@ -41,5 +41,5 @@ def show(columns: Iterable[Column], rows: Iterable[Iterable[object]]) -> bool:
     for row in rows:
         table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
     if table.row_count:
-        console().print(table)
+        make_console().print(table)
     return table.row_count > 0

@@ -7,8 +7,8 @@ from typing import Annotated, Final, Literal
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import UsageError
-from tailrace.cli.quantities import past_time
-from tailrace.cli.session import DEFAULT, Session, connect, end_at_interrupt, flush
+from tailrace.cli.quantities import parse_past_time
+from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, exit_on_interrupt, flush_output
 
 _HELP: Final = """Follow a stream: print what is appended from now on, until the stream is closed or Ctrl-C.
 
@@ -56,9 +56,9 @@ def tail(
     mode: Annotated[
         Literal["sse", "long-poll"] | None, Parameter(help="How to wait for entries; sse if not given.")
     ] = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
-    from tailrace.cli.read import entries_before, show
+    from tailrace.cli.read import entries_before, print_page
 
     if last is not None:
         _check_last(last, narrowed=bool(from_start or offset or since or key or matching))
@@ -66,18 +66,18 @@ def tail(
         raise UsageError("a filter needs --mode long-poll")
     if from_start and offset is not None:
         raise UsageError("--from-start and --offset say two things about the beginning")
-    since = None if since is None else past_time(since, "--since")
-    with connect(session) as client:
+    since = None if since is None else parse_past_time(since, "--since")
+    with connect_client(session) as client:
         # A name that does not exist is told at once; following would wait for the server instead.
         info = client.stream(name).head()
         start = "-1" if from_start else "now" if offset is None else offset
         if last is not None:
             start = entries_before(info.next_offset, last, info.earliest_offset)
         how = mode or ("sse" if matching is None else "long-poll")
-        end_at_interrupt()
+        exit_on_interrupt()
         for page in client.stream(name).follow(start, mode=how, key=key, since=since, filter=matching):
-            show(page, as_json=session.json)
-            flush()
+            print_page(page, as_json=session.json)
+            flush_output()
 
 
 def _check_last(last: int, *, narrowed: bool) -> None:

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import REFUSED, UsageError
-from tailrace.cli.key import InFile, existing_book_of, is_key
+from tailrace.cli.key import InFile, is_key, open_existing_key_file
 from tailrace.cli.key import revoke as revoke_key
-from tailrace.cli.quantities import lifetime_s
+from tailrace.cli.quantities import parse_lifetime_s
 from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
-from tailrace.cli.session import DEFAULT, Session, put_json
+from tailrace.cli.session import DEFAULT_SESSION, Session, print_json
 
 _HELP: Final = """Create, inspect and revoke access tokens (JWT).
 
@@ -68,12 +68,12 @@ def create(
         streams=streams,
         dbs=db,
         actor_id=actor_id,
-        lifetime_s=lifetime_s(expires),
+        lifetime_s=parse_lifetime_s(expires),
         issuer=issuer,
         audience=audience,
     )
     if json:
-        put_json({"token": token})
+        print_json({"token": token})
     else:
         print(token)
 
@@ -92,7 +92,7 @@ def inspect(
 
     report = inspect_token(token)
     if json:
-        put_json(msgspec.structs.asdict(report))
+        print_json(msgspec.structs.asdict(report))
     else:
         expiry = "never" if report.expires_in_s is None else f"in {report.expires_in_s:,.0f} s"
         print(f"algorithm  {report.header.get('alg')}")
@@ -115,7 +115,7 @@ def revoke(
         str | None, Parameter(help="Instead: everything that was issued to this subject so far.")
     ] = None,
     file: InFile = None,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Revoke a token, or all of a subject. Connections that were opened with them are closed.
 
@@ -128,7 +128,7 @@ def revoke(
         return
     asked: dict[str, Any] = {"sub": sub} if token is None else _named(token)
     if file is not None:
-        book = existing_book_of(file)
+        book = open_existing_key_file(file)
         if token is None:
             book.revoke_subject(str(sub))
         else:
@@ -138,7 +138,7 @@ def revoke(
 
         post_json(session, "/v1/server/_revocations", asked)
     if session.json:
-        put_json({"revoked": asked})
+        print_json({"revoked": asked})
     else:
         print(f"revoked {asked.get('jti') or sub}")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import OK, REFUSED, RefusedError
-from tailrace.cli.object_store import DEFAULT, Bucket, opened, progress
-from tailrace.cli.session import flush, put, put_json
+from tailrace.cli.object_store import DEFAULT_STORE, StoreOptions, open_store, progress_bar
+from tailrace.cli.session import flush_output, print_json, write_output
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,48 +41,48 @@ command = App(name="verify", help=_HELP, help_format="markdown")
 def verify(
     *,
     stream: Annotated[str, Parameter(help="Only this stream: its name, or its id of 32 hex digits.")] = "",
-    bucket: Bucket = DEFAULT,
+    bucket: StoreOptions = DEFAULT_STORE,
 ) -> int:
     return asyncio.run(_verify(stream, bucket))
 
 
-async def _verify(stream: str, bucket: Bucket) -> int:
+async def _verify(stream: str, bucket: StoreOptions) -> int:
     import msgspec
 
     from tailrace.storage.verify import Verifier
 
     def report(finding: VerifyFinding) -> None:
         if bucket.json:
-            put_json(msgspec.structs.asdict(finding))
+            print_json(msgspec.structs.asdict(finding))
         else:
             about = f"{finding.stream}  " if finding.stream else ""
-            put(f"{about}{finding.key}: {finding.problem}\n".encode())
-        flush()
+            write_output(f"{about}{finding.key}: {finding.problem}\n".encode())
+        flush_output()
 
     settings = bucket.settings()
-    async with opened(settings) as objects:
+    async with open_store(settings) as objects:
         verifier = Verifier(objects, report)
         seen = verifier.seen
         for path in _directories(settings, stream, seen.not_checked):
             await asyncio.to_thread(verifier.directory, path)
-        async with progress("verifying", lambda: (seen.bytes, seen.bytes_known or None, _counted(seen))):
+        async with progress_bar("verifying", lambda: (seen.bytes, seen.bytes_known or None, _counted(seen))):
             if stream:
                 if not await verifier.named(stream):
                     raise RefusedError(f"there is no stream {stream} in {objects.url}")
             else:
                 await verifier.bucket()
     if bucket.json:
-        put_json({"summary": msgspec.structs.asdict(seen)})
+        print_json({"summary": msgspec.structs.asdict(seen)})
     else:
         left_out = f"; not checked: {', '.join(seen.not_checked)}" if seen.not_checked else ""
-        put(f"{_counted(seen)}{left_out}: {seen.findings or 'no'} findings\n".encode())
-    flush()
+        write_output(f"{_counted(seen)}{left_out}: {seen.findings or 'no'} findings\n".encode())
+    flush_output()
     return REFUSED if seen.findings else OK
 
 
 def _directories(settings: Settings, stream: str, not_checked: list[str]) -> list[Path]:
     """Where journals and hot stores are; the reason is added to `not_checked` if they are left out."""
-    from tailrace.cluster.layout import is_unused, worker_paths
+    from tailrace.cluster.layout import is_unused_directory, worker_paths
 
     local = "journal and hot store"
     root = settings.data_dir
@@ -92,7 +92,7 @@ def _directories(settings: Settings, stream: str, not_checked: list[str]) -> lis
     if not root.is_dir():
         not_checked.append(f"{local} (there is no data directory {root})")
         return []
-    paths = [path for path in worker_paths(root) if not is_unused(path)]
+    paths = [path for path in worker_paths(root) if not is_unused_directory(path)]
     if not paths:
         not_checked.append(f"{local} (no server has written to {root})")
     if (root / "watch.db").exists() or any((path / "watch.db").exists() for path in paths):

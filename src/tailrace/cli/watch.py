@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import authorization, get_json
-from tailrace.cli.docs import split
+from tailrace.cli.call import authorization_header, get_json
+from tailrace.cli.docs import split_database
 from tailrace.cli.errors import RefusedError, unreachable
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
@@ -44,9 +44,9 @@ def watch(
     /,
     *,
     where: Annotated[str, Parameter(help="An expression, such as doc.total > 3.")] = "",
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
-    database, name = split(collection)
+    database, name = split_database(collection)
     query: dict[str, Any] = {"collection": name}
     if where:
         query["where"] = where
@@ -65,7 +65,7 @@ def top(
     /,
     *,
     every_s: Annotated[float, Parameter(name="--every", help="Seconds between two looks.")] = 2.0,
-    session: Session = DEFAULT,
+    session: Session = DEFAULT_SESSION,
 ) -> None:
     """Show how the collections of a database do: state, subscriptions, what their objectives burn, and why.
 
@@ -75,10 +75,10 @@ def top(
         found = get_json(session, f"/v1/databases/{database}/status")
         for row in found["collections"]:
             if session.json:
-                put_json(row)
+                print_json(row)
             else:
-                put(f"{_status_line(row)}\n".encode())
-        flush()
+                write_output(f"{_status_line(row)}\n".encode())
+        flush_output()
         return
     from rich.live import Live
 
@@ -125,7 +125,7 @@ class _Lines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        flush()
+        flush_output()
 
     def reset(self, documents: dict[str, dict[str, Any]]) -> None:
         for document in documents.values():
@@ -136,11 +136,11 @@ class _Lines:
 
         doc = delta["doc"]
         if self._as_json:
-            put_json(delta)
+            print_json(delta)
         else:
             data = orjson.dumps(doc["data"]).decode() if "data" in doc else delta["reason"]
-            put(f"{_SIGNS[delta['op']]} {doc['id']} {data}\n".encode())
-        flush()
+            write_output(f"{_SIGNS[delta['op']]} {doc['id']} {data}\n".encode())
+        flush_output()
 
 
 class _Table:
@@ -218,7 +218,7 @@ class _Watching:
         from websockets.sync.client import connect
 
         address = "ws" + self._session.url.rstrip("/").removeprefix("http") + "/realtime/ws"
-        headers = authorization(self._session)
+        headers = authorization_header(self._session)
         try:
             return connect(address, additional_headers=headers, max_size=None)
         except (InvalidHandshake, InvalidURI) as error:

@@ -7,14 +7,14 @@ import time
 
 from tailrace.cluster.layout import (
     Layout,
-    clear_others,
-    is_unused,
-    prepare,
+    create_worker_directories,
+    is_unused_directory,
     read_layout,
-    refuse_left,
+    refuse_leftover_generation,
+    remove_other_generations,
     write_layout,
 )
-from tailrace.cluster.migrate import migrate
+from tailrace.cluster.migrate import migrate_streams
 from tailrace.common import failpoints
 from tailrace.common.settings import Settings
 from tailrace.storage.data_directory import DataDirectory
@@ -22,19 +22,19 @@ from tailrace.storage.data_directory import DataDirectory
 logger = logging.getLogger("tailrace.workers")
 
 
-def arrange(settings: Settings, root: DataDirectory) -> Layout:
+def prepare_layout(settings: Settings, root: DataDirectory) -> Layout:
     """The layout to start with. Killed at any moment, it leaves the old one or the new one."""
     present = read_layout(root.path)
-    clear_others(root.path, present)
+    remove_other_generations(root.path, present)
     if present.workers == settings.workers:
-        prepare(root.path, present, root.deployment)
+        create_worker_directories(root.path, present, root.deployment)
         return present
     wanted = Layout(workers=settings.workers, generation=present.generation + 1)
-    refuse_left(root.path, wanted)
-    prepare(root.path, wanted, root.deployment)
-    if not all(is_unused(present.path(root.path, index)) for index in range(present.workers)):
+    refuse_leftover_generation(root.path, wanted)
+    create_worker_directories(root.path, wanted, root.deployment)
+    if not all(is_unused_directory(present.path(root.path, index)) for index in range(present.workers)):
         begun_s = time.monotonic()
-        count = migrate(root.path, present, wanted, settings.limits.tombstone_ms)
+        count = migrate_streams(root.path, present, wanted, settings.limits.tombstone_ms)
         logger.info(
             "%d streams of %d workers were given to %d in %.1f s",
             *(count, present.workers, wanted.workers, time.monotonic() - begun_s),
@@ -42,5 +42,5 @@ def arrange(settings: Settings, root: DataDirectory) -> Layout:
     root.become_shared()
     write_layout(root.path, wanted)
     failpoints.reached("workers.after_switch")
-    clear_others(root.path, wanted)
+    remove_other_generations(root.path, wanted)
     return wanted

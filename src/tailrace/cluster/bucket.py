@@ -13,11 +13,11 @@ import signal
 from contextlib import ExitStack
 
 from tailrace.cluster.layout import Layout, read_layout
-from tailrace.cluster.migrate import fold
+from tailrace.cluster.migrate import fold_journal
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.server.restore import restore
+from tailrace.server.restore import restore_from_bucket
 from tailrace.storage.bootstrap import BootstrapReport, is_bootstrapped
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
@@ -26,7 +26,7 @@ from tailrace.storage.ownership import BucketOwnership, refuse_foreign_streams
 logger = logging.getLogger("tailrace.workers")
 
 
-async def bootstrap(settings: Settings, root: DataDirectory) -> BootstrapReport | None:
+async def bootstrap_from_bucket(settings: Settings, root: DataDirectory) -> BootstrapReport | None:
     """None if the process is to stop before all is restored; then nothing counts yet."""
     present = read_layout(root.path)
     if present.generation:
@@ -41,10 +41,10 @@ async def bootstrap(settings: Settings, root: DataDirectory) -> BootstrapReport 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    return await restore(settings, root, stop)
+    return await restore_from_bucket(settings, root, stop)
 
 
-async def take_over(settings: Settings, root: DataDirectory, layout: Layout) -> None:
+async def claim_bucket(settings: Settings, root: DataDirectory, layout: Layout) -> None:
     """The bucket becomes ours, if all that is in it is known to one of the workers."""
     with ExitStack() as opened:
         stores: list[StoredStreams] = []
@@ -52,7 +52,7 @@ async def take_over(settings: Settings, root: DataDirectory, layout: Layout) -> 
             path = layout.path(root.path, index)
             # A worker whose supervisor was killed may still be at its end.
             opened.callback(DataDirectory(path).close)
-            fold(path, settings.limits.tombstone_ms).close()
+            fold_journal(path, settings.limits.tombstone_ms).close()
             stores.append(StoredStreams(path / "hot.db"))
             opened.callback(stores[-1].db.close)
         try:

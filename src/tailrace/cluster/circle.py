@@ -9,7 +9,7 @@ from tailrace.cluster.placement import Placement
 from tailrace.http.relay import PeerClient
 
 
-class Circle(NamedTuple):
+class Peers(NamedTuple):
     own: int  # number of this worker
     placement: Placement
     peers: Mapping[

@@ -23,17 +23,17 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.stream_names import NamePattern
 from tailrace.routing import responses
 
-FOLLOW: Final = "/_worker/follow"
-INTEREST: Final = "/_worker/interest"
-WAKE: Final = "/_worker/wake"
-Check = Callable[[AppendRequest, Stream], Sequence[bytes | None] | None]
+FOLLOW_PATH: Final = "/_worker/follow"
+INTEREST_PATH: Final = "/_worker/interest"
+WAKE_PATH: Final = "/_worker/wake"
+AppendCheck = Callable[[AppendRequest, Stream], Sequence[bytes | None] | None]
 
 UNSENT_BYTES_MAX: Final = 16 * 1024 * 1024
 SHOWN_BYTES_MAX: Final = 1024 * 1024  # of what there is; what happens has the rest
 SCAN_PAGE: Final = 500
 
 
-class Interest(msgspec.Struct, frozen=True):
+class StreamInterest(msgspec.Struct, frozen=True):
     """Streams to hear of from now on, besides those of before."""
 
     mark: int
@@ -41,7 +41,7 @@ class Interest(msgspec.Struct, frozen=True):
     names: list[str] = []
 
 
-class News(msgspec.Struct, frozen=True, array_like=True):
+class TailUpdate(msgspec.Struct, frozen=True, array_like=True):
     """One line. `found` and `created` streams have a tail, as have those that `moved`; others are `gone`.
 
     `begun` is the first line, `marked` comes when all that an interest asks for has been told.
@@ -63,10 +63,10 @@ class WakeAppend(msgspec.Struct, frozen=True):
     generation: int
 
 
-class Feed:
+class TailFeed:
     """On every worker but the first."""
 
-    def __init__(self, log: Log, loop: asyncio.AbstractEventLoop, check: Check) -> None:
+    def __init__(self, log: Log, loop: asyncio.AbstractEventLoop, check: AppendCheck) -> None:
         self._log = log
         self._loop = loop
         self._check = check
@@ -91,12 +91,12 @@ class Feed:
         outlet.on_gone = lambda: self._gone(outlet)
         outlet.on_drain = self._drained.set
         self._log.publisher.observers.append(self)
-        outlet.write(_line(News("begun")))
+        outlet.write(_encode_line(TailUpdate("begun")))
 
     def interest(self, exchange: Exchange) -> None:
         if self._outlet is None:
             raise TailraceError("unavailable", "nobody follows")
-        wanted = msgspec.json.decode(exchange.body, type=Interest)
+        wanted = msgspec.json.decode(exchange.body, type=StreamInterest)
         patterns = [NamePattern(text) for text in wanted.patterns]
         known = {pattern.text for pattern in self._patterns}
         self._patterns += [pattern for pattern in patterns if pattern.text not in known]
@@ -120,7 +120,7 @@ class Feed:
             if error is None:
                 exchange.respond(204)
             else:
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
 
         self._log.append(self._log.existing(asked.stream), request, reply, None)
 
@@ -156,7 +156,7 @@ class Feed:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    async def _show(self, patterns: list[NamePattern], wanted: Interest) -> None:
+    async def _show(self, patterns: list[NamePattern], wanted: StreamInterest) -> None:
         """What there is, page by page: appends go on meanwhile, and so does what is told of them."""
         outlet = self._outlet
         for page in self._pages(patterns, wanted.names):
@@ -194,14 +194,14 @@ class Feed:
         lines: list[bytes] = []
         for kind, name, subject in happened:
             if isinstance(subject, int):
-                lines.append(_line(News(kind, name, mark=subject)))
+                lines.append(_encode_line(TailUpdate(kind, name, mark=subject)))
             else:
                 offset = subject.offset(subject.visible)
-                lines.append(_line(News(kind, name, offset, subject.visible == 0)))
+                lines.append(_encode_line(TailUpdate(kind, name, offset, subject.visible == 0)))
         outlet.write(b"".join(lines))
         if outlet.unsent_bytes > UNSENT_BYTES_MAX:
             self.end()  # it comes back, and hears everything again
 
 
-def _line(news: News) -> bytes:
+def _encode_line(news: TailUpdate) -> bytes:
     return msgspec.json.encode(news) + b"\n"

@@ -15,31 +15,31 @@ from urllib.parse import quote
 
 import msgspec
 
-from tailrace.cluster.circle import Circle
+from tailrace.cluster.circle import Peers
 from tailrace.common.errors import TailraceError
 from tailrace.http.relay import peer_unavailable_error
 from tailrace.log.commit import CommitBatch
 from tailrace.log.commit_path import APPEND_TIMED_OUT
 from tailrace.log.log import Log
 
-NOTE: Final = "home/"
-PATH: Final = "/_worker/home"
+FORK_NOTE_PREFIX: Final = "home/"
+LOCATION_PATH: Final = "/_worker/home"
 
 
-class Home(msgspec.Struct, frozen=True):
+class ForkLocation(msgspec.Struct, frozen=True):
     worker: int
     exists: bool  # there may be a stream of the name
 
 
-class Homes:
+class ForkLocations:
     """What this worker knows of names that belong to it."""
 
-    def __init__(self, log: Log, circle: Circle) -> None:
+    def __init__(self, log: Log, circle: Peers) -> None:
         self._log = log
         self._index, self._placement, self._peers, _ = circle
         self.on_moved: Callable[[], None] = _nothing  # what was learnt about paths may be wrong now
         self._placing: dict[str, asyncio.Future[None]] = {}
-        self._notes = dict(_notes(log))
+        self._notes = dict(_load_notes(log))
 
     def noted(self, name: str) -> int:
         """Where a name that belongs to this worker lives."""
@@ -70,19 +70,19 @@ class Homes:
         """Where any name lives."""
         return (await self._find(name)).worker
 
-    def tell(self, name: str) -> Home:
+    def tell(self, name: str) -> ForkLocation:
         """About a name that belongs to this worker."""
         worker = self.noted(name)
-        return Home(worker, worker != self._index or self._log.find(name) is not None)
+        return ForkLocation(worker, worker != self._index or self._log.find(name) is not None)
 
-    async def _find(self, name: str) -> Home:
+    async def _find(self, name: str) -> ForkLocation:
         first = self._placement.home(name)
         if first == self._index:
             return self.tell(name)
-        status, body = await self._peers[first].ask("GET", f"{PATH}?name={quote(name, safe='')}")
+        status, body = await self._peers[first].ask("GET", f"{LOCATION_PATH}?name={quote(name, safe='')}")
         if status != 200:
             raise peer_unavailable_error()
-        return msgspec.json.decode(body, type=Home)
+        return msgspec.json.decode(body, type=ForkLocation)
 
     async def place_fork(self, name: str, source: str) -> int:
         """Where a fork is to be made; that is durable when it is known."""
@@ -103,7 +103,7 @@ class Homes:
         await noted
         return home.worker
 
-    def _goes(self, name: str, home: Home) -> bool:
+    def _goes(self, name: str, home: ForkLocation) -> bool:
         """Whether the fork is made on another worker."""
         if home.worker == self._index or not home.exists:
             return False
@@ -134,7 +134,7 @@ class Homes:
                 self.on_moved()
             self._end_placing(name)
 
-        self._log.put_meta(NOTE + name, b"%d" % home)
+        self._log.put_meta(FORK_NOTE_PREFIX + name, b"%d" % home)
         batch = self._newest()
         batch.waiting.append(settled)
         return written
@@ -149,10 +149,13 @@ class Homes:
         self._placing.pop(name).set_result(None)
 
 
-def _notes(log: Log) -> Iterator[tuple[str, int]]:
+def _load_notes(log: Log) -> Iterator[tuple[str, int]]:
     """All notes but those that a stream of ours disproves."""
     for key, value in log.streams.meta.items():
-        if key.startswith(NOTE) and log.streams.find(name := key[len(NOTE) :]) is None:
+        if (
+            key.startswith(FORK_NOTE_PREFIX)
+            and log.streams.find(name := key[len(FORK_NOTE_PREFIX) :]) is None
+        ):
             yield name, int(value)
 
 

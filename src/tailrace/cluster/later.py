@@ -13,7 +13,7 @@ from tailrace.routing import responses
 logger = logging.getLogger("tailrace.workers")
 
 
-class Later:
+class DeferredResponses:
     """Work for a request that goes on after its handler returned. Refusals are answered as ever."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Later:
         try:
             await work
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
         except Exception:
             logger.exception("a request failed")
-            responses.refuse(exchange, TailraceError("internal", "internal error"))
+            responses.respond_error(exchange, TailraceError("internal", "internal error"))

@@ -18,9 +18,9 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.storage.data_directory import make_directory, sync_directory, write_file_durably
 
-FILE: Final = "workers.json"
-DIRECTORY: Final = "workers"
-VERSION: Final = 1
+LAYOUT_FILE: Final = "workers.json"
+WORKERS_DIRECTORY: Final = "workers"
+LAYOUT_VERSION: Final = 1
 CORES_MIN: Final = 4  # below, one worker and its helpers have enough to do with them
 WORKERS_MAX: Final = 64
 # What a single worker keeps in the data directory itself.
@@ -33,25 +33,25 @@ _ROOT_PARTS: Final = (
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `workers.json`. Without that file there is one worker, of generation 0."""
 
-    version: int = VERSION
+    version: int = LAYOUT_VERSION
     workers: int = 1
     generation: int = 0
 
     def path(self, root: Path, index: int) -> Path:
         """The directory of one worker."""
         assert 0 <= index < self.workers
-        return root if self.generation == 0 else root / DIRECTORY / str(self.generation) / str(index)
+        return root if self.generation == 0 else root / WORKERS_DIRECTORY / str(self.generation) / str(index)
 
 
 def read_layout(root: Path) -> Layout:
-    file = root / FILE
+    file = root / LAYOUT_FILE
     try:
         layout = msgspec.json.decode(file.read_bytes(), type=Layout)
     except FileNotFoundError:
         return Layout()
     except (OSError, msgspec.DecodeError) as error:
         raise TailraceError("unavailable", f"{file} cannot be read: {error}") from error
-    if layout.version > VERSION:
+    if layout.version > LAYOUT_VERSION:
         raise TailraceError("unavailable", f"{file} was written by a newer version of Tailrace")
     return layout
 
@@ -64,14 +64,14 @@ def worker_paths(root: Path) -> list[Path]:
 
 def write_layout(root: Path, layout: Layout) -> None:
     """From this moment on the directories of this generation count, and no others."""
-    write_file_durably(root / FILE, msgspec.json.encode(layout).decode() + "\n")
+    write_file_durably(root / LAYOUT_FILE, msgspec.json.encode(layout).decode() + "\n")
 
 
-def prepare(root: Path, layout: Layout, deployment: str) -> None:
+def create_worker_directories(root: Path, layout: Layout, deployment: str) -> None:
     """Makes the workers' directories. They share one object store, so they are one deployment."""
     if layout.generation:
-        make_directory(root / DIRECTORY)
-        make_directory(root / DIRECTORY / str(layout.generation))
+        make_directory(root / WORKERS_DIRECTORY)
+        make_directory(root / WORKERS_DIRECTORY / str(layout.generation))
     for index in range(layout.workers):
         path = layout.path(root, index)
         make_directory(path)
@@ -79,16 +79,16 @@ def prepare(root: Path, layout: Layout, deployment: str) -> None:
             write_file_durably(path / "deployment", deployment + "\n")
 
 
-def refuse_left(root: Path, layout: Layout) -> None:
+def refuse_leftover_generation(root: Path, layout: Layout) -> None:
     """Rows that an earlier attempt left in a new generation would count as streams: there must be none."""
-    path = root / DIRECTORY / str(layout.generation)
+    path = root / WORKERS_DIRECTORY / str(layout.generation)
     if path.exists():
         raise TailraceError("unavailable", f"{path} is left from an attempt before and cannot be removed")
 
 
-def clear_others(root: Path, layout: Layout) -> None:
+def remove_other_generations(root: Path, layout: Layout) -> None:
     """Removes what other generations left: those that do not count yet, and those that do not any more."""
-    for found in (root / DIRECTORY).glob("*"):
+    for found in (root / WORKERS_DIRECTORY).glob("*"):
         if found.name != str(layout.generation):
             shutil.rmtree(found, ignore_errors=True)
     if layout.generation:
@@ -101,17 +101,17 @@ def clear_others(root: Path, layout: Layout) -> None:
     sync_directory(root)
 
 
-def chosen_workers(settings: Settings, cores: int | None = None) -> int:
+def choose_worker_count(settings: Settings, cores: int | None = None) -> int:
     """How many there shall be. Where nobody says, a directory that is in use stays as it is."""
     if settings.workers:
         return settings.workers
     root = settings.data_dir
-    if (root / FILE).exists() or not is_unused(root):
+    if (root / LAYOUT_FILE).exists() or not is_unused_directory(root):
         return read_layout(root).workers
     cores = cores or len(os.sched_getaffinity(0))
     return 1 if cores < CORES_MIN else min(cores - 1, WORKERS_MAX)
 
 
-def is_unused(path: Path) -> bool:
+def is_unused_directory(path: Path) -> bool:
     """Whether no server has ever written to the directory."""
     return not (path / "hot.db").exists() and not any((path / "journal").glob("*.jnl"))

@@ -19,11 +19,11 @@ from typing import Final, NamedTuple, cast
 import apsw
 import msgspec
 
-from tailrace.cluster.fork_locations import NOTE
+from tailrace.cluster.fork_locations import FORK_NOTE_PREFIX
 from tailrace.cluster.layout import WORKERS_MAX, Layout
-from tailrace.cluster.placement import FIRST, Placement, own_suffix
-from tailrace.cluster.system_streams import ARRIVING, NAMES
-from tailrace.cluster.system_streams import FACT as DELIVERED
+from tailrace.cluster.placement import FIRST_WORKER, Placement, system_stream_suffix
+from tailrace.cluster.system_streams import DELIVERED_FACT as DELIVERED
+from tailrace.cluster.system_streams import FORWARDED_STREAMS, SYSTEM_STREAMS
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.log import segment_catalogue
@@ -39,20 +39,20 @@ from tailrace.watch.service import VIEW_FILE as VIEW
 logger = logging.getLogger("tailrace.workers")
 
 # Tables whose rows belong to a stream, which they name by its number in their first column.
-_OF_STREAMS: Final = (
+_STREAM_TABLES: Final = (
     *("producers", "blocks", "segments", "heads", "due", "trims", "documents", "companions", "quarantined"),
 )
 _IMAGE: Final = msgspec.msgpack.Decoder(StreamImage)
 
 
-class Place(NamedTuple):
+class StreamTarget(NamedTuple):
     """Where a stream goes, and its number there."""
 
     worker: int
     number: int
 
 
-def migrate(root: Path, present: Layout, wanted: Layout, tombstone_ms: int) -> int:
+def migrate_streams(root: Path, present: Layout, wanted: Layout, tombstone_ms: int) -> int:
     """Fills the new workers' directories; how many streams there are. Until `workers.json` says so they do
     not count."""
     with ExitStack() as locks:
@@ -62,14 +62,14 @@ def migrate(root: Path, present: Layout, wanted: Layout, tombstone_ms: int) -> i
             if present.generation:
                 # A worker whose supervisor was killed may still be at its end.
                 locks.callback(DataDirectory(path).close)
-            sources.append(fold(path, tombstone_ms))
+            sources.append(fold_journal(path, tombstone_ms))
         failpoints.reached("workers.after_fold")
         _refuse_undelivered(sources)
         targets = [
             HotDatabase(wanted.path(root, index) / "hot.db", writer=True) for index in range(wanted.workers)
         ]
         count = Migration(sources, targets).run()
-        _copy_view(present.path(root, FIRST), wanted.path(root, FIRST))
+        _copy_view(present.path(root, FIRST_WORKER), wanted.path(root, FIRST_WORKER))
         for index, db in enumerate(targets):
             db.connection.wal_checkpoint(mode=3)
             db.close()
@@ -80,7 +80,7 @@ def migrate(root: Path, present: Layout, wanted: Layout, tombstone_ms: int) -> i
     return count
 
 
-def fold(path: Path, tombstone_ms: int) -> HotDatabase:
+def fold_journal(path: Path, tombstone_ms: int) -> HotDatabase:
     """Brings all that a worker acknowledged into its hot store."""
     make_directory(path / "journal")
     store = StoredStreams(path / "hot.db", writer=True)
@@ -111,10 +111,10 @@ def _copy_view(source: Path, target: Path) -> None:
 
 def _refuse_undelivered(sources: list[HotDatabase]) -> None:
     """What a worker had to tell and has not is in a stream of its own, from where only it can deliver it."""
-    delivered = sources[FIRST].meta()
+    delivered = sources[FIRST_WORKER].meta()
     for index in range(1, len(sources)):
-        for name in ARRIVING:
-            image = sources[index].image_by_name(name + own_suffix(index))
+        for name in FORWARDED_STREAMS:
+            image = sources[index].image_by_name(name + system_stream_suffix(index))
             last = int(delivered.get(f"{DELIVERED}{index}/{name}", b"0"))
             if image is not None and decode_stream(image).tail > last:
                 raise TailraceError(
@@ -132,7 +132,7 @@ class Migration:
         self._targets = targets
         self._present = Placement(len(sources))
         self._placement = Placement(len(targets))
-        self._places: list[dict[int, Place]] = [{} for _ in sources]
+        self._places: list[dict[int, StreamTarget]] = [{} for _ in sources]
         self._taken: list[set[int]] = [set() for _ in targets]
         self._next = 1 + max(int(str(db.fact("next_number", 1))) for db in sources)
 
@@ -162,10 +162,10 @@ class Migration:
         for number, name, _ in self._images(source):
             self._refuse_double(index, name)
             worker = self._placement.home(roots[number])
-            places[number] = Place(worker, self._number(worker, number))
+            places[number] = StreamTarget(worker, self._number(worker, number))
             first = self._placement.home(name)
             if first != worker:
-                self._targets[first].put_meta(NOTE + name, b"%d" % worker)
+                self._targets[first].put_meta(FORK_NOTE_PREFIX + name, b"%d" % worker)
 
     def _refuse_double(self, index: int, name: str) -> None:
         """A fork may have got a name that its home gave to another stream: one of them would be lost."""
@@ -218,7 +218,7 @@ class Migration:
             image.parent = places[image.parent].number if image.parent else 0
             encoded = msgspec.msgpack.encode(image)
             self._targets[place.worker].put_stream(place.number, name, bool(gone), deadline_ns, encoded)
-        for table in _OF_STREAMS:
+        for table in _STREAM_TABLES:
             self._copy(source, table, places)
         forks = source.rows("SELECT number, parent, fork_entry, earliest, gone, forks FROM forks")
         for number, parent, *rest in cast("Iterator[tuple[int, ...]]", forks):
@@ -226,7 +226,7 @@ class Migration:
             values = (place.number, places[parent].number, *rest)
             self._targets[place.worker].execute("INSERT INTO forks VALUES(?, ?, ?, ?, ?, ?)", values)
 
-    def _copy(self, source: HotDatabase, table: str, places: dict[int, Place]) -> None:
+    def _copy(self, source: HotDatabase, table: str, places: dict[int, StreamTarget]) -> None:
         insert = ""
         for number, *rest in source.rows(f"SELECT * FROM {table}"):  # noqa: S608 - names of ours
             place = places.get(cast("int", number))
@@ -249,7 +249,7 @@ class Migration:
 
     def _facts(self, index: int, source: HotDatabase) -> None:
         """Facts about a stream go with it; those of the server itself are the first worker's."""
-        first = self._targets[FIRST]
+        first = self._targets[FIRST_WORKER]
         for key, value in source.meta().items():
             if key.startswith(segment_catalogue.COMPACTION_FACT_PREFIX):
                 place = self._places[index].get(int(key[len(segment_catalogue.COMPACTION_FACT_PREFIX) :]))
@@ -257,9 +257,9 @@ class Migration:
                     self._targets[place.worker].put_meta(
                         segment_catalogue.compaction_fact_key(place.number), value
                     )
-            elif index == FIRST and not key.startswith(NOTE):
+            elif index == FIRST_WORKER and not key.startswith(FORK_NOTE_PREFIX):
                 first.put_meta(key, value)
-        if index == FIRST and MetaTables(source).exist():
+        if index == FIRST_WORKER and MetaTables(source).exist():
             MetaTables(first).changed([], 0)
             for row in source.rows("SELECT subject, file FROM meta_changes"):
                 first.execute("INSERT OR REPLACE INTO meta_changes VALUES(?, ?)", row)
@@ -267,11 +267,14 @@ class Migration:
     def _tellings(self) -> None:
         """What workers have told counts as delivered, where nothing says how far that came: a bucket does not
         know. Whose streams are to be told of again is not said by a fact of one worker, so all do it."""
-        first = self._targets[FIRST]
+        first = self._targets[FIRST_WORKER]
         known = first.meta()
         for source in self._sources:
-            for index, name in product(range(1, WORKERS_MAX), NAMES):
-                fact, image = f"{DELIVERED}{index}/{name}", source.image_by_name(name + own_suffix(index))
+            for index, name in product(range(1, WORKERS_MAX), SYSTEM_STREAMS):
+                fact, image = (
+                    f"{DELIVERED}{index}/{name}",
+                    source.image_by_name(name + system_stream_suffix(index)),
+                )
                 if image is not None and fact not in known:
                     first.put_meta(fact, b"%d" % decode_stream(image).tail)
         if any(REGISTRY_SNAPSHOT_DUE in source.meta() for source in self._sources):

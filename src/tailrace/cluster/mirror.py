@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.cluster.feed import FOLLOW, INTEREST, Interest, News
+from tailrace.cluster.feed import FOLLOW_PATH, INTEREST_PATH, StreamInterest, TailUpdate
 from tailrace.http.relay import LineStreamReceiver, PeerClient, build_request, peer_unavailable_error
 from tailrace.subscriptions.runner import StreamTail
 
@@ -17,15 +17,15 @@ logger = logging.getLogger("tailrace.workers")
 
 RETRY_S: Final = 0.1
 RETRY_S_MAX: Final = 0.5  # whoever makes a subscription waits until all workers are heard
-UP_S_MAX: Final = 5.0
+CONNECT_S_MAX: Final = 5.0
 PAGE_COUNT: Final = 1000  # names that one request asks for
 SILENCE_S_MAX: Final = 30.0  # a worker that tells nothing for so long is away, whatever its socket says
 
 
-class Mirror:
+class PeerTails:
     """One worker's streams. While it is away, what was known of them last counts."""
 
-    def __init__(self, peer: PeerClient, mirrors: Mirrors) -> None:
+    def __init__(self, peer: PeerClient, mirrors: ClusterTails) -> None:
         self._peer = peer
         self._mirrors = mirrors
         self.tails: dict[str, StreamTail] = {}
@@ -42,7 +42,7 @@ class Mirror:
         while True:
             self._begun, self._ended = asyncio.Event(), asyncio.Event()
             followed = LineStreamReceiver(self._on_line, self._on_lost)
-            self._peer.send(build_request("GET", FOLLOW, b"", ()), followed)
+            self._peer.send(build_request("GET", FOLLOW_PATH, b"", ()), followed)
             try:
                 await self._first(self._begun, self._ended)
                 if self._begun.is_set():
@@ -74,8 +74,8 @@ class Mirror:
         mark = self._last_mark
         told = self._marks[mark] = asyncio.get_running_loop().create_future()
         try:
-            body = msgspec.json.encode(Interest(mark, list(patterns), list(names)))
-            status, _ = await self._peer.ask("POST", INTEREST, body)
+            body = msgspec.json.encode(StreamInterest(mark, list(patterns), list(names)))
+            status, _ = await self._peer.ask("POST", INTEREST_PATH, body)
             if status != 204 or not await self._heard_to(told):
                 raise peer_unavailable_error()
         finally:
@@ -101,7 +101,7 @@ class Mirror:
 
     def _on_line(self, line: bytes) -> None:
         self._lines += 1
-        news = msgspec.json.decode(line, type=News)
+        news = msgspec.json.decode(line, type=TailUpdate)
         if news.kind == "begun":
             self._begun.set()
         elif news.kind == "marked":
@@ -116,7 +116,7 @@ class Mirror:
         else:
             self._heard(news)
 
-    def _heard(self, news: News) -> None:
+    def _heard(self, news: TailUpdate) -> None:
         tail = StreamTail(news.offset, news.empty)
         if self._found is not None:
             self._found[news.name] = tail
@@ -148,7 +148,7 @@ class Mirror:
                 told.set_result(False)
 
 
-class Mirrors:
+class ClusterTails:
     """All other workers."""
 
     def __init__(
@@ -163,7 +163,7 @@ class Mirrors:
         self.on_created = on_created
         self.on_moved = on_moved
         self.on_removed = on_removed
-        self._mirrors = [Mirror(peer, self) for peer in peers]
+        self._mirrors = [PeerTails(peer, self) for peer in peers]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -195,7 +195,7 @@ class Mirrors:
     async def want(self, patterns: Sequence[str], names: Sequence[str]) -> None:
         """More to hear of. Raises if one of them is away: it will tell when it is back."""
         try:
-            async with asyncio.timeout(UP_S_MAX):
+            async with asyncio.timeout(CONNECT_S_MAX):
                 await self.complete()
         except TimeoutError:
             raise peer_unavailable_error() from None

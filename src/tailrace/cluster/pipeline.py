@@ -19,37 +19,37 @@ import msgspec
 import orjson
 
 from tailrace.auth import Action, Identity, authorise
-from tailrace.cluster.circle import Circle
-from tailrace.cluster.fork_locations import Homes
-from tailrace.cluster.later import Later
-from tailrace.cluster.refusals import refusal_in
+from tailrace.cluster.circle import Peers
+from tailrace.cluster.fork_locations import ForkLocations
+from tailrace.cluster.later import DeferredResponses
+from tailrace.cluster.refusals import decode_peer_error
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.server.pipeline import (
-    PLAN,
-    PREFIX,
-    PUBLISH,
+    PIPELINE_PREFIX,
+    PLAN_PATH,
+    PUBLISH_PATH,
     PipelineRoutes,
-    Rebuild,
-    read_body,
-    read_limit,
-    read_live,
-    read_offer,
+    RebuildRequest,
+    decode_body,
+    decode_publish_request,
+    parse_limit,
+    parse_live,
 )
-from tailrace.server.pipeline_state import Demand
+from tailrace.server.pipeline_state import PipelineBacklog
 
-PART: Final = "/_worker/pipeline/"
-PARTS: Final = tuple((PART + name).encode() for name in ("plan", "publish"))
-DEMAND: Final = "/_worker/demand"
-LOOK_S: Final = 2.0  # between two looks at what waits on other workers
+PART_PREFIX: Final = "/_worker/pipeline/"
+PART_PATHS: Final = tuple((PART_PREFIX + name).encode() for name in ("plan", "publish"))
+BACKLOG_PATH: Final = "/_worker/demand"
+POLL_S: Final = 2.0  # between two looks at what waits on other workers
 NAMES_MAX: Final = 65_536
 BEHIND: Final = 2**62  # the numbers of streams are smaller
-SERVER: Final = Identity(sub="worker", scopes=frozenset({"manage", "system"}))
+WORKER_IDENTITY: Final = Identity(sub="worker", scopes=frozenset({"manage", "system"}))
 JSON: Final = responses.JSON_TYPE + responses.NO_STORE
 
-Place = tuple[int, int, int]  # what is sorted by: since when it waits, worker, number of the stream
+PagePosition = tuple[int, int, int]  # what is sorted by: since when it waits, worker, number of the stream
 
 
 class PlanPart(msgspec.Struct):
@@ -61,7 +61,7 @@ class PlanPart(msgspec.Struct):
     next_after: str | None
 
 
-class PipelinePart:
+class LocalPipeline:
     """On every worker: answers the questions of the first one."""
 
     def __init__(self, routes: PipelineRoutes) -> None:
@@ -69,24 +69,24 @@ class PipelinePart:
         routes.plans.shows_places = True
 
     def answer(self, exchange: Exchange) -> None:
-        path = PREFIX + exchange.path[len(PART) :]
-        self._routes.answer(exchange, SERVER, exchange.method, path)
+        path = PIPELINE_PREFIX + exchange.path[len(PART_PREFIX) :]
+        self._routes.answer(exchange, WORKER_IDENTITY, exchange.method, path)
 
     def tell_demand(self, exchange: Exchange) -> None:
         exchange.respond(200, JSON, msgspec.json.encode(self._routes.state.demand()))
 
 
-class SpreadPipeline:
+class ClusterPipeline:
     """On the first worker: what the pipeline, wherever it runs, sees of all of them."""
 
-    def __init__(self, routes: PipelineRoutes, circle: Circle, homes: Homes) -> None:
+    def __init__(self, routes: PipelineRoutes, circle: Peers, homes: ForkLocations) -> None:
         self._routes = routes
         self._own = circle.own
         self._peers = circle.peers
         self._homes = homes
-        self._later = Later()
+        self._later = DeferredResponses()
         self._names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
-        self._demands: dict[int, Demand] = {}  # of others, when they were asked last
+        self._demands: dict[int, PipelineBacklog] = {}  # of others, when they were asked last
         self._task: asyncio.Task[None] | None = None
         routes.demand = self._demand
 
@@ -105,10 +105,10 @@ class SpreadPipeline:
     def serve(self, exchange: Exchange, identity: Identity) -> None:
         authorise(identity, Action.PIPELINE)
         method, path = exchange.method, exchange.path
-        reads, writes = path == PLAN and method in (b"GET", b"HEAD"), method == b"POST"
+        reads, writes = path == PLAN_PATH and method in (b"GET", b"HEAD"), method == b"POST"
         if reads and "stream" not in parse_query(exchange.query):
             self._later.spawn(exchange, self._answer_page(exchange))
-        elif reads or (writes and path in (PLAN, PUBLISH)):
+        elif reads or (writes and path in (PLAN_PATH, PUBLISH_PATH)):
             self._later.spawn(exchange, self._pass_on(exchange, identity))
         else:
             self._routes.answer(exchange, identity, method, path)
@@ -120,7 +120,12 @@ class SpreadPipeline:
             self._routes.answer(exchange, identity, exchange.method, exchange.path)
             return
         method = "POST" if exchange.method == b"POST" else "GET"
-        target = PART + exchange.path[len(PREFIX) :].decode() + "?" + exchange.query.decode("latin-1")
+        target = (
+            PART_PREFIX
+            + exchange.path[len(PIPELINE_PREFIX) :].decode()
+            + "?"
+            + exchange.query.decode("latin-1")
+        )
         exchange.respond(*await self._ask(owner, method, target, exchange.body))
 
     async def _ask(self, worker: int, method: str, target: str, body: bytes) -> tuple[int, bytes, bytes]:
@@ -128,24 +133,24 @@ class SpreadPipeline:
         return status, JSON, answer
 
     async def _name(self, exchange: Exchange) -> str:
-        if exchange.path == PUBLISH:
-            folder = read_offer(exchange).stream_id
+        if exchange.path == PUBLISH_PATH:
+            folder = decode_publish_request(exchange).stream_id
             return self._names.get(folder) or await self._routes.recorded_name(folder)
         if exchange.method == b"POST":
-            return read_body(exchange, Rebuild).stream
+            return decode_body(exchange, RebuildRequest).stream
         return parse_query(exchange.query)["stream"]
 
     # -- the plan ----------------------------------------------------------------------------------------
 
     async def _answer_page(self, exchange: Exchange) -> None:
         query = dict(parse_query(exchange.query))
-        limit, waits = read_limit(query.pop("limit", None)), read_live(query.pop("live", ""))
-        begin = begins(query.pop("after", ""), self._peers)
+        limit, waits = parse_limit(query.pop("limit", None)), parse_live(query.pop("live", ""))
+        begin = page_starts(query.pop("after", ""), self._peers)
         parts = await self._pages(query | {"limit": str(limit)}, begin)
         if waits and not any(part.streams for part in parts.values()):
             await self._news(query | {"limit": "1", "live": "long-poll"}, begin)
             parts = await self._pages(query | {"limit": str(limit)}, begin)
-        streams, following = joined(parts, limit)
+        streams, following = merge_plans(parts, limit)
         for one in streams:
             self._names[one["stream_id"]] = one["stream"]
         while len(self._names) > NAMES_MAX:
@@ -160,10 +165,10 @@ class SpreadPipeline:
         return dict(zip(begin, found, strict=True))
 
     async def _page(self, worker: int, query: Mapping[str, str], after: str) -> PlanPart:
-        target = f"{PART}plan?{urlencode({**query, 'after': after})}"
+        target = f"{PART_PREFIX}plan?{urlencode({**query, 'after': after})}"
         status, _, body = await self._ask(worker, "GET", target, b"")
         if status != 200:
-            raise refusal_in(body)
+            raise decode_peer_error(body)
         return msgspec.json.decode(body, type=PlanPart)
 
     async def _news(self, query: Mapping[str, str], begin: Mapping[int, str]) -> None:
@@ -180,7 +185,7 @@ class SpreadPipeline:
 
     # -- whether there is work ---------------------------------------------------------------------------
 
-    def _demand(self) -> Demand:
+    def _demand(self) -> PipelineBacklog:
         return sum(self._demands.values(), self._routes.state.demand())
 
     async def _look(self) -> None:
@@ -189,14 +194,14 @@ class SpreadPipeline:
                 if worker == self._own:
                     continue
                 try:
-                    _, body = await peer.ask("GET", DEMAND)
-                    self._demands[worker] = msgspec.json.decode(body, type=Demand)
+                    _, body = await peer.ask("GET", BACKLOG_PATH)
+                    self._demands[worker] = msgspec.json.decode(body, type=PipelineBacklog)
                 except (TailraceError, msgspec.DecodeError):
                     self._demands.pop(worker, None)  # it is away, and so is its work
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
-def begins(after: str, workers: Iterable[int]) -> dict[int, str]:
+def page_starts(after: str, workers: Iterable[int]) -> dict[int, str]:
     """Where each worker's page begins that all together lie behind one place."""
     if not after:
         return dict.fromkeys(workers, "")
@@ -215,14 +220,14 @@ def begins(after: str, workers: Iterable[int]) -> dict[int, str]:
     return found
 
 
-def joined(parts: Mapping[int, PlanPart], limit: int) -> tuple[list[dict[str, Any]], str | None]:
+def merge_plans(parts: Mapping[int, PlanPart], limit: int) -> tuple[list[dict[str, Any]], str | None]:
     """Those that wait longest first, and the place behind which the rest is."""
-    found: list[tuple[Place, dict[str, Any]]] = []
-    ends: list[Place] = []  # of pages that are not the last ones: what is behind them is not known
+    found: list[tuple[PagePosition, dict[str, Any]]] = []
+    ends: list[PagePosition] = []  # of pages that are not the last ones: what is behind them is not known
     for worker, part in parts.items():
-        found += [(_place(stream.pop("place"), worker), stream) for stream in part.streams]
+        found += [(_parse_position(stream.pop("place"), worker), stream) for stream in part.streams]
         if part.next_after is not None:
-            ends.append(_place(part.next_after, worker))
+            ends.append(_parse_position(part.next_after, worker))
     found.sort(key=itemgetter(0))
     end = min(ends, default=None)
     if end is not None:
@@ -234,6 +239,6 @@ def joined(parts: Mapping[int, PlanPart], limit: int) -> tuple[list[dict[str, An
     return [stream for _, stream in found], following
 
 
-def _place(text: str, worker: int) -> Place:
+def _parse_position(text: str, worker: int) -> PagePosition:
     oldest, _, number = text.partition(".")
     return int(oldest), worker, int(number)

@@ -14,10 +14,10 @@ import xxhash
 
 from tailrace.protocol import stream_names
 
-FIRST: Final = 0
-STREAMS: Final = b"/v1/stream/"
+FIRST_WORKER: Final = 0
+STREAM_PREFIX: Final = b"/v1/stream/"
 # `__registry__/2`: what worker 2 has to tell before it is in `__registry__`.
-_OWN: Final = re.compile(r"__[a-z_]+__/(\d{1,3})")
+_SYSTEM_STREAM: Final = re.compile(r"__[a-z_]+__/(\d{1,3})")
 
 
 class Placement:
@@ -30,23 +30,23 @@ class Placement:
     def home(self, name: str) -> int:
         """The worker that a name belongs to. Forks are with their source: see `homes.py`."""
         if name.startswith(("__", "hub/")):
-            own = _OWN.fullmatch(name)
-            return int(own[1]) if own is not None and int(own[1]) < self.count else FIRST
+            own = _SYSTEM_STREAM.fullmatch(name)
+            return int(own[1]) if own is not None and int(own[1]) < self.count else FIRST_WORKER
         encoded = name.encode("utf-8", "surrogatepass")
         return max(range(self.count), key=lambda index: xxhash.xxh3_64_intdigest(encoded, index))
 
 
-def own_suffix(index: int) -> str:
+def system_stream_suffix(index: int) -> str:
     """What the names of a worker's own system streams end with."""
-    return "" if index == FIRST else f"/{index}"
+    return "" if index == FIRST_WORKER else f"/{index}"
 
 
-def stream_in(path: bytes, *, whole: bool = False) -> str | None:
+def stream_in_path(path: bytes, *, whole: bool = False) -> str | None:
     """The stream that a path below `/v1/stream/` is about; None if no stream can be meant.
 
     `whole`: all of it is the name, as in a request that makes a stream.
     """
-    raw = path[len(STREAMS) :]
+    raw = path[len(STREAM_PREFIX) :]
     if whole:
         return stream_names.decode_name(raw)
     name, slash, key = raw.rpartition(b"/pk/")

@@ -10,25 +10,25 @@ from typing import Final
 from tailrace.common.errors import TailraceError
 
 PORT_S_MAX: Final = 5.0
-PAUSE_S: Final = 0.05
+PORT_RETRY_S: Final = 0.05
 
 
-def reserve(host: str, port: int) -> socket.socket:
+def reserve_port(host: str, port: int) -> socket.socket:
     """Bound and never listened on: the port stays ours while workers come and go."""
     deadline = time.monotonic() + PORT_S_MAX
     while True:
         try:
-            return _bound(host, port)
+            return _bind(host, port)
         except OSError as error:
             # Workers of a supervisor that was killed a moment ago may still be letting go.
             if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                time.sleep(PAUSE_S)
+                time.sleep(PORT_RETRY_S)
                 continue
             reason = error.strerror or error
             raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     """A socket on the address. That nobody else listens there is seen without sharing it first."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]

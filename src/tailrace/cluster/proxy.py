@@ -13,11 +13,11 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from tailrace.auth import Action, Identity, authorise
-from tailrace.cluster.circle import Circle
-from tailrace.cluster.later import Later
-from tailrace.cluster.placement import FIRST, STREAMS, stream_in
-from tailrace.cluster.scatter_gather import METRICS, READY, Gather
-from tailrace.cluster.scatter_gather import STREAMS as LISTING
+from tailrace.cluster.circle import Peers
+from tailrace.cluster.later import DeferredResponses
+from tailrace.cluster.placement import FIRST_WORKER, STREAM_PREFIX, stream_in_path
+from tailrace.cluster.scatter_gather import METRICS_PATH, READY_PATH, ScatterGather
+from tailrace.cluster.scatter_gather import STREAMS_PATH as LISTING
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import MODE_UPGRADE, App, Exchange
 from tailrace.http.handover import HandoverSender
@@ -28,37 +28,37 @@ from tailrace.protocol.stream_names import check_creatable_name, is_sub_resource
 from tailrace.routing import request_headers
 from tailrace.routing.context import Context
 from tailrace.schema.profiles.touch_waits import TIMEOUT_MS_MAX
-from tailrace.server.app import CONTROL, TailraceApp
-from tailrace.server.listing import list_action
-from tailrace.server.otlp_routes import PATH as TRACES_PATH
-from tailrace.server.pipeline import PREFIX as PIPELINE_PREFIX
-from tailrace.server.seal import PATH as SEAL_PATH
+from tailrace.server.app import CONTROL_PREFIX, TailraceApp
+from tailrace.server.listing import listing_action
+from tailrace.server.otlp_routes import TRACES_PATH
+from tailrace.server.pipeline import PIPELINE_PREFIX
+from tailrace.server.seal import SEAL_PATH
 
 if TYPE_CHECKING:
-    from tailrace.cluster.fork_locations import Homes
+    from tailrace.cluster.fork_locations import ForkLocations
 
 PATHS_CACHED: Final = 65_536
 PATH_BYTES_CACHED: Final = 256
 HOPS_MAX: Final = 2
 MOVE_MASK: Final = 31
 FORKED_FROM: Final = b"stream-forked-from"
-TOUCH: Final = b"/touch/"
+TOUCH_SEGMENT: Final = b"/touch/"
 TOUCH_S_MAX: Final = TIMEOUT_MS_MAX / 1000
 
 Settle = Callable[[], Coroutine[None, None, None]]
 
 
-class Front:
+class ProxyApp:
     """What the listener of a worker serves."""
 
     def __init__(
         self,
-        circle: Circle,
+        circle: Peers,
         context: Context,
         routes: TailraceApp,
         app: App,
-        homes: Homes,
-        gather: Gather,
+        homes: ForkLocations,
+        gather: ScatterGather,
         handover: HandoverSender,
     ) -> None:
         self._routes = routes
@@ -73,7 +73,7 @@ class Front:
         spans = context.settings.otlp_traces_stream
         self._traces = self._placement.home(spans) if spans else self._index
         self._owners: dict[bytes, int] = {}  # by path, of streams
-        self._later = Later()
+        self._later = DeferredResponses()
         # Subscriptions look at streams of all workers: what those did before the request is heard first.
         self.settle: Settle | None = None
         self.pipeline: Callable[[Exchange, Identity], None] | None = None  # of all, on the first worker
@@ -104,9 +104,9 @@ class Front:
 
     def handler_for_relayed(self, exchange: Exchange) -> Callable[[Exchange], None] | None:
         """The short way for what another worker passed on, if it is ours by its name."""
-        if not exchange.path.startswith(STREAMS) or exchange.path.startswith(CONTROL):
+        if not exchange.path.startswith(STREAM_PREFIX) or exchange.path.startswith(CONTROL_PREFIX):
             return None
-        name = stream_in(exchange.path)
+        name = stream_in_path(exchange.path)
         if name is None or self._placement.home(name) != self._index:
             return None
         return self._app.handler_for(exchange) if self._homes.noted(name) == self._index else None
@@ -136,9 +136,9 @@ class Front:
         path = exchange.path
         if exchange.method == b"OPTIONS":
             self._app.handle(exchange)
-        elif path.startswith(CONTROL) and path[len(CONTROL) :][:1] in (b"", b"/"):
-            self._to(FIRST, exchange, hops)
-        elif path.startswith(STREAMS):
+        elif path.startswith(CONTROL_PREFIX) and path[len(CONTROL_PREFIX) :][:1] in (b"", b"/"):
+            self._to(FIRST_WORKER, exchange, hops)
+        elif path.startswith(STREAM_PREFIX):
             self._stream(exchange, hops)
         elif path == TRACES_PATH:
             self._to(self._traces, exchange, hops)
@@ -146,24 +146,24 @@ class Front:
             self._later.spawn(exchange, self._to_home(exchange, name, hops))
         elif path.startswith(PIPELINE_PREFIX):
             if self.pipeline is None:
-                self._to(FIRST, exchange, hops)
+                self._to(FIRST_WORKER, exchange, hops)
             else:
                 self.pipeline(exchange, self._routes.identify(exchange))
         elif self._gather.handles(exchange):
             self._check_gathered(exchange)
             self._later.spawn(exchange, self._gather.answer(exchange))
         elif self._is_for_first(exchange):
-            self._to(FIRST, exchange, hops)
+            self._to(FIRST_WORKER, exchange, hops)
         else:
             self._app.handle(exchange)
 
     def _check_gathered(self, exchange: Exchange) -> None:
         """Each worker asks who it is; a refusal comes from here, with all that belongs to one."""
-        if exchange.path == READY:
+        if exchange.path == READY_PATH:
             return
         identity, query = self._routes.identify(exchange), parse_query(exchange.query)
         if exchange.path == LISTING:
-            authorise(identity, list_action(query))
+            authorise(identity, listing_action(query))
         else:
             authorise(identity, Action.SEAL if exchange.path == SEAL_PATH else Action.INSPECT_SERVER)
 
@@ -175,7 +175,7 @@ class Front:
 
     def _stream(self, exchange: Exchange, hops: int) -> None:
         makes = exchange.method == b"PUT"
-        name = stream_in(exchange.path, whole=makes)
+        name = stream_in_path(exchange.path, whole=makes)
         if name is None or (makes and is_sub_resource_name(name)):
             # No stream has this name, wherever one asks. Whose the path is else depends on the method.
             self._app.handle(exchange)
@@ -202,9 +202,9 @@ class Front:
 
     async def _fork(self, exchange: Exchange, name: str, hops: int) -> None:
         """The note of where it is made is durable, so nobody writes one who may not make the fork."""
-        request_headers.check_once(exchange)
+        request_headers.check_single_headers(exchange)
         check_creatable_name(name, self._log.limits.name_bytes)
-        source = request_headers.fork(exchange).source
+        source = request_headers.parse_fork(exchange).source
         assert source is not None
         identity = self._routes.identify(exchange)
         authorise(identity, Action.WRITE_STREAM, stream=name, source=source)
@@ -228,7 +228,7 @@ class Front:
                 self._relay(owner, exchange, hops)
             else:
                 self._pass_on(owner, exchange)
-        elif self.settle is not None and exchange.path.startswith(CONTROL):
+        elif self.settle is not None and exchange.path.startswith(CONTROL_PREFIX):
             self._later.spawn(exchange, self._settled(exchange))
         else:
             self._app.handle(exchange)
@@ -239,7 +239,7 @@ class Front:
         self._send(owner, exchange, hops + 1)
 
     def _send(self, owner: int, exchange: Exchange, hops: int) -> None:
-        self._peers[owner].relay(exchange, hops, waits_s(exchange.path))
+        self._peers[owner].relay(exchange, hops, owner_wait_s(exchange.path))
 
     async def _settled(self, exchange: Exchange) -> None:
         assert self.settle is not None
@@ -254,18 +254,18 @@ class Front:
             forget()
 
 
-def waits_s(path: bytes) -> float:
+def owner_wait_s(path: bytes) -> float:
     """How long its owner may wait before it answers: for touches as long as somebody asks for, for the reply
     to a message as long as its sender likes. All others end in a request's time."""
     if path == HUB_MESSAGES:
         return inf
-    return TOUCH_S_MAX if TOUCH in path else 0.0
+    return TOUCH_S_MAX if TOUCH_SEGMENT in path else 0.0
 
 
-class Inner:
+class PeerApp:
     """What the unix socket of a worker serves: requests that others passed on, and their questions."""
 
-    def __init__(self, front: Front, app: App) -> None:
+    def __init__(self, front: ProxyApp, app: App) -> None:
         self._front = front
         self._app = app
         self.questions: dict[bytes, Callable[[Exchange], None]] = {}
@@ -287,22 +287,22 @@ class Inner:
     def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
         """The short way, for what this worker owns."""
         handle = self._front.handler_for_relayed(exchange)
-        return self.handle if handle is None else partial(_receive_and, handle)
+        return self.handle if handle is None else partial(_receive_then, handle)
 
 
-def _receive_and(handle: Callable[[Exchange], None], exchange: Exchange) -> None:
+def _receive_then(handle: Callable[[Exchange], None], exchange: Exchange) -> None:
     """The connection carried the request of another client before."""
     restore_relayed_request(exchange)
     handle(exchange)
 
 
-class MetricsFront:
+class ClusterMetricsApp:
     """The listener for metrics: those of all workers, whichever was asked."""
 
-    def __init__(self, app: App, gather: Gather) -> None:
+    def __init__(self, app: App, gather: ScatterGather) -> None:
         self._app = app
         self._gather = gather
-        self._later = Later()
+        self._later = DeferredResponses()
         self.fixed_headers = app.fixed_headers
         self.refuse = app.refuse
         self.common_headers = app.common_headers
@@ -311,7 +311,7 @@ class MetricsFront:
         return self.handle
 
     def handle(self, exchange: Exchange) -> None:
-        if exchange.path in (METRICS, READY) and self._gather.handles(exchange):
+        if exchange.path in (METRICS_PATH, READY_PATH) and self._gather.handles(exchange):
             self._later.spawn(exchange, self._gather.answer_open(exchange))
         else:
             self._app.handle(exchange)

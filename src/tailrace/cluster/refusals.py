@@ -7,13 +7,13 @@ import msgspec
 from tailrace.common.errors import TailraceError
 
 
-class Refused(msgspec.Struct):
+class PeerError(msgspec.Struct):
     """The part of an error's body that matters here."""
 
     code: str
     message: str
 
 
-def refusal_in(answer: bytes) -> TailraceError:
-    error = msgspec.json.decode(answer, type=dict[str, Refused])["error"]
+def decode_peer_error(answer: bytes) -> TailraceError:
+    error = msgspec.json.decode(answer, type=dict[str, PeerError])["error"]
     return TailraceError(error.code, error.message)

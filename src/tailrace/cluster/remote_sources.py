@@ -11,10 +11,10 @@ from typing import Final
 
 import msgspec
 
-from tailrace.cluster.circle import Circle
-from tailrace.cluster.fork_locations import Homes
-from tailrace.cluster.later import Later
-from tailrace.cluster.refusals import refusal_in
+from tailrace.cluster.circle import Peers
+from tailrace.cluster.fork_locations import ForkLocations
+from tailrace.cluster.later import DeferredResponses
+from tailrace.cluster.refusals import decode_peer_error
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
@@ -23,12 +23,12 @@ from tailrace.routing import responses
 from tailrace.watch.sources.model import SourceError
 from tailrace.watch.sources.stream import LocalOriginStream, OriginEntry, OriginStream, find_origin_stream
 
-PATH: Final = "/_worker/source"
+SOURCE_PATH: Final = "/_worker/source"
 WAIT_S: Final = 4.0  # for news; less than anybody waits for an answer
 HEAD: Final = b"Content-Type: application/msgpack\r\n" + responses.NO_STORE
 
 
-class Question(msgspec.Struct, frozen=True):
+class SourceRequest(msgspec.Struct, frozen=True):
     """For entries behind one, or, with none wanted, for the stream to have more than are known."""
 
     stream: str
@@ -38,7 +38,7 @@ class Question(msgspec.Struct, frozen=True):
     known: int = -1
 
 
-class Answer(msgspec.Struct, frozen=True):
+class SourceResponse(msgspec.Struct, frozen=True):
     incarnation: str = ""
     earliest: int = 0
     visible: int = 0
@@ -48,22 +48,22 @@ class Answer(msgspec.Struct, frozen=True):
     problem: str = ""  # why nothing can be read
 
 
-class OriginDesk:
+class SourceServer:
     """On every worker: reads its own streams for the first one."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._later = Later()
+        self._later = DeferredResponses()
 
     def answer(self, exchange: Exchange) -> None:
-        asked = msgspec.msgpack.decode(exchange.body, type=Question)
+        asked = msgspec.msgpack.decode(exchange.body, type=SourceRequest)
         self._later.spawn(exchange, self._answer(exchange, asked))
 
-    async def _answer(self, exchange: Exchange, asked: Question) -> None:
+    async def _answer(self, exchange: Exchange, asked: SourceRequest) -> None:
         try:
             stream = find_origin_stream(self._log, asked.stream)
         except SourceError as error:
-            exchange.respond(200, HEAD, msgspec.msgpack.encode(Answer(problem=str(error))))
+            exchange.respond(200, HEAD, msgspec.msgpack.encode(SourceResponse(problem=str(error))))
             return
         origin = LocalOriginStream(self._log, stream)
         try:
@@ -76,7 +76,7 @@ class OriginDesk:
                         await origin.news()
         finally:
             origin.close()
-        told = Answer(
+        told = SourceResponse(
             origin.incarnation,
             origin.earliest,
             origin.visible,
@@ -87,13 +87,13 @@ class OriginDesk:
         exchange.respond(200, HEAD, msgspec.msgpack.encode(told))
 
 
-class FarOrigin:
+class RemoteOrigin:
     """A stream of another worker."""
 
     def __init__(self, peer: PeerClient, name: str) -> None:
         self._peer = peer
         self._name = name
-        self._told = Answer()
+        self._told = SourceResponse()
 
     @property
     def incarnation(self) -> str:
@@ -118,29 +118,29 @@ class FarOrigin:
         return offsets.encode_offset(epoch, entry)
 
     async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]:
-        await self.ask(Question(self._name, after, bytes_max, entries_max))
+        await self.ask(SourceRequest(self._name, after, bytes_max, entries_max))
         return [OriginEntry(*row) for row in self._told.entries]
 
     async def news(self) -> None:
-        await self.ask(Question(self._name, known=self._told.visible))
+        await self.ask(SourceRequest(self._name, known=self._told.visible))
 
     def close(self) -> None:
         """Nothing is held between two questions."""
 
-    async def ask(self, question: Question) -> None:
-        status, body = await self._peer.ask("POST", PATH, msgspec.msgpack.encode(question))
+    async def ask(self, question: SourceRequest) -> None:
+        status, body = await self._peer.ask("POST", SOURCE_PATH, msgspec.msgpack.encode(question))
         if status != 200:
-            raise refusal_in(body)
-        told = msgspec.msgpack.decode(body, type=Answer)
+            raise decode_peer_error(body)
+        told = msgspec.msgpack.decode(body, type=SourceResponse)
         if told.problem:
             raise SourceError(told.problem)
         self._told = told
 
 
-class Origins:
+class RemoteOrigins:
     """On the first worker: finds streams that it does not have."""
 
-    def __init__(self, log: Log, circle: Circle, homes: Homes) -> None:
+    def __init__(self, log: Log, circle: Peers, homes: ForkLocations) -> None:
         self._log = log
         self._circle = circle
         self._homes = homes
@@ -149,6 +149,6 @@ class Origins:
         owner = await self._homes.find(name)
         if owner == self._circle.own:
             return LocalOriginStream(self._log, find_origin_stream(self._log, name))
-        found = FarOrigin(self._circle.peers[owner], name)
-        await found.ask(Question(name))
+        found = RemoteOrigin(self._circle.peers[owner], name)
+        await found.ask(SourceRequest(name))
         return found

@@ -18,23 +18,25 @@ from tailrace.http.relay import ALONE_HEADER, RELAY_HEADERS, PeerClient
 from tailrace.protocol.http_headers import header_line
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
-from tailrace.server.seal import PATH as SEAL_PATH
-from tailrace.server.server import DETAILS, MEM
+from tailrace.server.seal import SEAL_PATH
+from tailrace.server.server import DETAILS_PATH, MEMORY_PATH
 
-STREAMS: Final = b"/v1/streams"
-METRICS, READY = b"/metrics", b"/readyz"
-OPEN_METRICS: Final = b"/_worker/metrics"
+STREAMS_PATH: Final = b"/v1/streams"
+METRICS_PATH, READY_PATH = b"/metrics", b"/readyz"
+PEER_METRICS_PATH: Final = b"/_worker/metrics"
 METRICS_TYPE: Final = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-UP: Final = "# HELP tailrace_worker_up 1 while the worker answers, else 0.\n# TYPE tailrace_worker_up gauge\n"
+WORKER_UP_METRIC: Final = (
+    "# HELP tailrace_worker_up 1 while the worker answers, else 0.\n# TYPE tailrace_worker_up gauge\n"
+)
 _FRAMING: Final = {b"host", b"connection", b"upgrade", b"expect", b"content-length", b"transfer-encoding"}
-_LEFT_OUT: Final = RELAY_HEADERS | _FRAMING
-SETTINGS: Final = frozenset({"configured_limits", "auto_tune"})
-HIGHEST: Final = frozenset({"oldest_ms", "last_publish_at"})
+_DROPPED_HEADERS: Final = RELAY_HEADERS | _FRAMING
+UNMERGED_KEYS: Final = frozenset({"configured_limits", "auto_tune"})
+MAXIMUM_KEYS: Final = frozenset({"oldest_ms", "last_publish_at"})
 
-Part = tuple[int, bytes]  # status and body
+PeerAnswer = tuple[int, bytes]  # status and body
 
 
-class Gather:
+class ScatterGather:
     """Asks all workers, this one included, over their sockets."""
 
     def __init__(self, peers: Mapping[int, PeerClient], limits: Limits, deployment: str) -> None:
@@ -42,11 +44,11 @@ class Gather:
         self._limits = limits
         self._deployment = deployment
         self._routes = {
-            STREAMS: self._streams,
-            METRICS: self._metrics,
-            READY: self._ready,
-            DETAILS: self._added,
-            MEM: self._added,
+            STREAMS_PATH: self._streams,
+            METRICS_PATH: self._metrics,
+            READY_PATH: self._ready,
+            DETAILS_PATH: self._added,
+            MEMORY_PATH: self._added,
             SEAL_PATH: self._seal,
         }
 
@@ -60,8 +62,8 @@ class Gather:
 
     async def answer_open(self, exchange: Exchange) -> None:
         """On the listener for metrics, where nobody has to say who he is."""
-        if exchange.path == METRICS:
-            await self._metrics(exchange, OPEN_METRICS)
+        if exchange.path == METRICS_PATH:
+            await self._metrics(exchange, PEER_METRICS_PATH)
         else:
             await self._ready(exchange)
 
@@ -69,9 +71,9 @@ class Gather:
 
     async def _ask(
         self, exchange: Exchange, peer: PeerClient, query: str | None = None, path: bytes | None = None
-    ) -> Part | None:
+    ) -> PeerAnswer | None:
         """None: the worker does not answer."""
-        headers = tuple(item for item in exchange.headers.items() if item[0] not in _LEFT_OUT)
+        headers = tuple(item for item in exchange.headers.items() if item[0] not in _DROPPED_HEADERS)
         text = exchange.query.decode("latin-1") if query is None else query
         target = (path or exchange.path).decode("latin-1") + (f"?{text}" if text else "")
         method = "POST" if exchange.method == b"POST" else "GET"
@@ -80,7 +82,7 @@ class Gather:
         except TailraceError:
             return None
 
-    async def _ask_all(self, exchange: Exchange, path: bytes | None = None) -> list[Part | None]:
+    async def _ask_all(self, exchange: Exchange, path: bytes | None = None) -> list[PeerAnswer | None]:
         return await asyncio.gather(*(self._ask(exchange, peer, None, path) for peer in self._peers.values()))
 
     async def _all(self, exchange: Exchange) -> list[bytes] | None:
@@ -134,7 +136,7 @@ class Gather:
         up = "".join(
             f'tailrace_worker_up{{worker="{number}"}} {int(number in texts)}\n' for number in self._peers
         )
-        body = (labelled(texts) + UP + up).encode()
+        body = (merge_metrics(texts) + WORKER_UP_METRIC + up).encode()
         exchange.respond(200, METRICS_TYPE + responses.NO_STORE, body)
 
     async def _ready(self, exchange: Exchange) -> None:
@@ -158,7 +160,7 @@ class Gather:
         bodies = await self._all(exchange)
         if bodies is not None:
             parts = [cast("dict[str, Any]", orjson.loads(body)) for body in bodies]
-            body = orjson.dumps({**added(parts), "workers": parts})
+            body = orjson.dumps({**merge_json(parts), "workers": parts})
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
 
     async def _seal(self, exchange: Exchange) -> None:
@@ -169,7 +171,7 @@ class Gather:
         exchange.respond(worst[0], responses.JSON_TYPE + responses.NO_STORE, worst[1])
 
 
-def labelled(texts: Mapping[int, str]) -> str:
+def merge_metrics(texts: Mapping[int, str]) -> str:
     """The metrics of all workers as one text: families stay together, samples say whose they are."""
     families: dict[str, list[str]] = {}
     for number, text in texts.items():
@@ -196,7 +198,7 @@ def _with_label(sample: str, number: int) -> str:
     return f'{name}{{worker="{number}"}} {value}'
 
 
-def added(parts: Sequence[Any]) -> Any:
+def merge_json(parts: Sequence[Any]) -> Any:
     """Numbers are added up, be they written as text; lists are joined; all else is what the first one says.
 
     Settings are numbers too, and hold for each worker: those stay as they are. Of ages and moments the
@@ -206,7 +208,7 @@ def added(parts: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         keys = cast("dict[str, Any]", first)
         found = [cast("dict[str, Any]", part) for part in parts]
-        return {key: _joined(key, [part[key] for part in found if key in part]) for key in keys}
+        return {key: _merge_values(key, [part[key] for part in found if key in part]) for key in keys}
     if isinstance(first, bool):
         return any(parts)
     if isinstance(first, int | float):
@@ -218,13 +220,13 @@ def added(parts: Sequence[Any]) -> Any:
     return first
 
 
-def _joined(key: str, values: list[Any]) -> Any:
-    if key in SETTINGS:
+def _merge_values(key: str, values: list[Any]) -> Any:
+    if key in UNMERGED_KEYS:
         return values[0]
-    if key in HIGHEST:
+    if key in MAXIMUM_KEYS:
         told = [value for value in values if value is not None]
         return max(told, key=_rank, default=None)
-    return added(values)
+    return merge_json(values)
 
 
 def _rank(value: Any) -> tuple[int, str]:

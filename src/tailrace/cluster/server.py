@@ -9,12 +9,12 @@ from typing import Final
 import msgspec
 
 from tailrace.cluster import feed, fork_locations, pipeline, remote_sources, system_streams
-from tailrace.cluster.circle import Circle
-from tailrace.cluster.placement import FIRST, Placement, own_suffix
-from tailrace.cluster.proxy import Front, Inner, MetricsFront
-from tailrace.cluster.scatter_gather import OPEN_METRICS, Gather
-from tailrace.cluster.setup import Setup
-from tailrace.cluster.subscriptions import SpreadSubscriptions
+from tailrace.cluster.circle import Peers
+from tailrace.cluster.placement import FIRST_WORKER, Placement, system_stream_suffix
+from tailrace.cluster.proxy import ClusterMetricsApp, PeerApp, ProxyApp
+from tailrace.cluster.scatter_gather import PEER_METRICS_PATH, ScatterGather
+from tailrace.cluster.setup import WorkerSetup
+from tailrace.cluster.subscriptions import ClusterSubscriptions
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.limits import Limits
 from tailrace.http.exchange import App, Exchange
@@ -26,14 +26,14 @@ from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.server.serve import Server
-from tailrace.server.shared_rates import SharedBuckets
+from tailrace.server.shared_rates import SharedTokenBuckets
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
 
 # Between workers a connection rests until one of them stops.
 NEVER_MS: Final = 2**40
 # What is said about the client beside the headers it repeated, which are in the head a second time.
-HEAD_BYTES_MORE: Final = 4096
+HEAD_BYTES_EXTRA: Final = 4096
 PAGE_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
@@ -42,7 +42,7 @@ class WorkerServer(Server):
 
     shares_port = True
 
-    def __init__(self, setup: Setup, directory: DataDirectory, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, setup: WorkerSetup, directory: DataDirectory, loop: asyncio.AbstractEventLoop) -> None:
         self._setup = setup
         self.index = setup.index
         workers = range(setup.count)
@@ -50,31 +50,31 @@ class WorkerServer(Server):
         bounds = limits.request_ms, limits.append_queue_max_bytes
         self.peers = {index: PeerClient(setup.socket(index), loop, *bounds) for index in workers}
         doors = {index: setup.door(index) for index in workers}
-        super().__init__(setup.settings, directory, loop, own_suffix(setup.index))
-        circle = Circle(setup.index, Placement(setup.count), self.peers, doors)
-        self.sealing.share = "first" if setup.index == FIRST else "rest"
-        self._homes = fork_locations.Homes(self.log, circle)
+        super().__init__(setup.settings, directory, loop, system_stream_suffix(setup.index))
+        circle = Peers(setup.index, Placement(setup.count), self.peers, doors)
+        self.sealing.share = "first" if setup.index == FIRST_WORKER else "rest"
+        self._homes = fork_locations.ForkLocations(self.log, circle)
         self.log.is_elsewhere = self._homes.is_elsewhere
-        self._gather = Gather(self.peers, setup.settings.limits, directory.deployment)
+        self._gather = ScatterGather(self.peers, setup.settings.limits, directory.deployment)
         self._handover = HandoverSender()
-        self._front = Front(
+        self._front = ProxyApp(
             circle, self.context, self.app, super().front(), self._homes, self._gather, self._handover
         )
-        if isinstance(self._subscriptions, SpreadSubscriptions):
+        if isinstance(self._subscriptions, ClusterSubscriptions):
             self._front.settle = self._subscriptions.settle
-        self._part = pipeline.PipelinePart(self.pipeline)
-        self._spread: pipeline.SpreadPipeline | None = None
-        if self.index == FIRST:
-            self._spread = pipeline.SpreadPipeline(self.pipeline, circle, self._homes)
+        self._part = pipeline.LocalPipeline(self.pipeline)
+        self._spread: pipeline.ClusterPipeline | None = None
+        if self.index == FIRST_WORKER:
+            self._spread = pipeline.ClusterPipeline(self.pipeline, circle, self._homes)
             self._front.pipeline = self._spread.serve
-            self.watch.sources.elsewhere = remote_sources.Origins(self.log, circle, self._homes).find
-        self._feed = feed.Feed(self.log, loop, self.app.guard.check)
-        self._incoming = system_streams.Incoming(self.log, self._prepare)
-        self._outgoing = system_streams.Outgoing(self.log, self.index, self.peers[FIRST])
+            self.watch.sources.elsewhere = remote_sources.RemoteOrigins(self.log, circle, self._homes).find
+        self._feed = feed.TailFeed(self.log, loop, self.app.guard.check)
+        self._incoming = system_streams.EventReceiver(self.log, self._prepare)
+        self._outgoing = system_streams.EventSender(self.log, self.index, self.peers[FIRST_WORKER])
         self._inner: HttpServer | None = None
         self._adoption: HandoverReceiver | None = None
         if self.app.rates.any:
-            self.app.rates.buckets = SharedBuckets(Path(setup.rates), self.app.rates.rates)
+            self.app.rates.buckets = SharedTokenBuckets(Path(setup.rates), self.app.rates.rates)
         peers = tuple(self.peers.values())
         self.telemetry.relayed_requests.read = lambda: sum(peer.relayed for peer in peers)
         self.telemetry.moved_connections.read = lambda: self._handover.given
@@ -82,10 +82,10 @@ class WorkerServer(Server):
     # -- what is otherwise than in a single process --------------------------------------------------------
 
     def subscriptions(self, context: Context) -> SubscriptionService:
-        if self.index != FIRST:
+        if self.index != FIRST_WORKER:
             return super().subscriptions(context)
-        others = [peer for index, peer in self.peers.items() if index != FIRST]
-        return SpreadSubscriptions(
+        others = [peer for index, peer in self.peers.items() if index != FIRST_WORKER]
+        return ClusterSubscriptions(
             self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry, others
         )
 
@@ -93,7 +93,7 @@ class WorkerServer(Server):
         return self._front
 
     def metrics_app(self) -> App:
-        return MetricsFront(super().metrics_app(), self._gather)
+        return ClusterMetricsApp(super().metrics_app(), self._gather)
 
     async def start_services(self) -> None:
         """The socket comes first: workers that start ask each other."""
@@ -111,23 +111,23 @@ class WorkerServer(Server):
 
     async def before_log_closes(self) -> None:
         """What was told until now arrives: the first worker stops last."""
-        if self.index != FIRST:
+        if self.index != FIRST_WORKER:
             await self._outgoing.stop()
 
     async def _open_socket(self) -> None:
-        inner = Inner(self._front, self.app)
+        inner = PeerApp(self._front, self.app)
         inner.questions = {
-            fork_locations.PATH.encode(): self._tell_home,
-            OPEN_METRICS: self.app.health.metrics,
-            system_streams.PATH.encode(): self._incoming.receive,
-            feed.FOLLOW.encode(): self._feed.follow,
-            feed.INTEREST.encode(): self._feed.interest,
-            feed.WAKE.encode(): self._feed.wake,
-            remote_sources.PATH.encode(): remote_sources.OriginDesk(self.log).answer,
-            pipeline.DEMAND.encode(): self._part.tell_demand,
-            **dict.fromkeys(pipeline.PARTS, self._part.answer),
+            fork_locations.LOCATION_PATH.encode(): self._tell_home,
+            PEER_METRICS_PATH: self.app.health.metrics,
+            system_streams.DELIVER_PATH.encode(): self._incoming.receive,
+            feed.FOLLOW_PATH.encode(): self._feed.follow,
+            feed.INTEREST_PATH.encode(): self._feed.interest,
+            feed.WAKE_PATH.encode(): self._feed.wake,
+            remote_sources.SOURCE_PATH.encode(): remote_sources.SourceServer(self.log).answer,
+            pipeline.BACKLOG_PATH.encode(): self._part.tell_demand,
+            **dict.fromkeys(pipeline.PART_PATHS, self._part.answer),
         }
-        self._inner = HttpServer(inner, between_workers(self._setup.settings.limits))
+        self._inner = HttpServer(inner, peer_limits(self._setup.settings.limits))
         self._front.on_forget.append(self._inner.heads_known.clear)
         self.app.rates.inside = self._inner
         await self._inner.start_unix(self._setup.socket(self.index))
@@ -176,7 +176,7 @@ class WorkerServer(Server):
         exchange.respond(200, responses.JSON_TYPE, msgspec.json.encode(self._homes.tell(name)))
 
 
-def between_workers(limits: Limits) -> Limits:
+def peer_limits(limits: Limits) -> Limits:
     """Clients are counted, timed and measured where they are connected.
 
     What is passed on has a longer head than it came with, and what workers tell each other comes in pages
@@ -186,6 +186,6 @@ def between_workers(limits: Limits) -> Limits:
         limits,
         idle_ms=NEVER_MS,
         connections=2**31,
-        header_bytes=2 * limits.header_bytes + HEAD_BYTES_MORE,
+        header_bytes=2 * limits.header_bytes + HEAD_BYTES_EXTRA,
         append_body_bytes=max(limits.append_body_bytes, PAGE_BYTES_MAX),
     )

@@ -11,7 +11,7 @@ from tailrace.common.settings import Settings
 from tailrace.storage.bootstrap import BootstrapReport
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings  # with the worker's own data directory and the object store that all share
     index: int
     count: int
@@ -34,7 +34,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self, enc_hook=str) + b"\n"
 
     @classmethod
-    def decode(cls, raw: bytes) -> Setup:
+    def decode(cls, raw: bytes) -> WorkerSetup:
         return msgspec.json.decode(raw, type=cls, dec_hook=_path)
 
 

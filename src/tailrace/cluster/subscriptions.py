@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from tailrace.cluster.feed import WAKE, WakeAppend
-from tailrace.cluster.mirror import Mirrors
-from tailrace.cluster.refusals import refusal_in
+from tailrace.cluster.feed import WAKE_PATH, WakeAppend
+from tailrace.cluster.mirror import ClusterTails
+from tailrace.cluster.refusals import decode_peer_error
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
@@ -25,7 +25,7 @@ from tailrace.subscriptions.state_machine import Step
 START_S_MAX: Final = 5.0
 
 
-class SpreadSubscriptions(SubscriptionService):
+class ClusterSubscriptions(SubscriptionService):
     """As the service of a single process, with a mirror of the streams that others own."""
 
     def __init__(
@@ -40,7 +40,7 @@ class SpreadSubscriptions(SubscriptionService):
         super().__init__(log, settings, clock, loop, telemetry)
         self._peers = peers
         self._spread_loop = loop
-        self._mirrors = Mirrors(peers, self._wanted, self.created, self.moved, self.removed)
+        self._mirrors = ClusterTails(peers, self._wanted, self.created, self.moved, self.removed)
         # What is asked for, counted by nobody: a name stays here until the worker starts again.
         self._patterns: set[str] = set()
         self._paths: set[str] = set()
@@ -102,7 +102,7 @@ class SpreadSubscriptions(SubscriptionService):
             except TailraceError as error:
                 told(Step(), error)
             else:
-                super(SpreadSubscriptions, self).add_streams(agent, paths, told)
+                super(ClusterSubscriptions, self).add_streams(agent, paths, told)
 
         self._spawn(add())
 
@@ -118,11 +118,11 @@ class SpreadSubscriptions(SubscriptionService):
 
     async def _write_there(self, peer: PeerClient, asked: bytes, written: SavedCallback) -> None:
         try:
-            status, answer = await peer.ask("POST", WAKE, asked)
+            status, answer = await peer.ask("POST", WAKE_PATH, asked)
         except TailraceError as error:
             written(error)
             return
-        written(None if status == 204 else refusal_in(answer))
+        written(None if status == 204 else decode_peer_error(answer))
 
     # -- inside ------------------------------------------------------------------------------------------
 

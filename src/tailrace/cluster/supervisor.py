@@ -18,11 +18,11 @@ import msgspec
 
 from tailrace.auth.verifier import identity_path
 from tailrace.cluster import bucket
-from tailrace.cluster.arrange import arrange
+from tailrace.cluster.arrange import prepare_layout
 from tailrace.cluster.layout import Layout
-from tailrace.cluster.placement import FIRST
-from tailrace.cluster.port import reserve
-from tailrace.cluster.setup import Setup
+from tailrace.cluster.placement import FIRST_WORKER
+from tailrace.cluster.port import reserve_port
+from tailrace.cluster.setup import WorkerSetup
 from tailrace.common import file_descriptors, private_files
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging
@@ -34,9 +34,9 @@ from tailrace.storage.data_directory import DataDirectory
 
 logger = logging.getLogger("tailrace.workers")
 
-RETRY_S: Final = 0.2
-RETRY_S_MAX: Final = 10.0
-STEADY_S: Final = 30.0  # who has lived so long begins with the shortest pause again
+RESTART_S: Final = 0.2
+RESTART_S_MAX: Final = 10.0
+STABLE_S: Final = 30.0  # who has lived so long begins with the shortest pause again
 DRAIN: Final = b"drain\n"
 STOP_S: Final = 10.0  # beyond the time that draining may take
 
@@ -50,14 +50,14 @@ def run(settings: Settings) -> int:
     file_descriptors.raise_open_files_limit()
     try:
         # Before anything on the disk changes: a server that cannot listen leaves the streams where they are.
-        port = reserve(settings.host, settings.port)
+        port = reserve_port(settings.host, settings.port)
         root = DataDirectory(settings.data_dir)
         try:
             if settings.workers == 1:
-                layout = arrange(settings, root)
+                layout = prepare_layout(settings, root)
                 port.close()  # a single server shares it with nobody
-                return single.run(own_settings(settings, root, layout, FIRST))
-            return run_several(settings, root, port)
+                return single.run(worker_settings(settings, root, layout, FIRST_WORKER))
+            return run_workers(settings, root, port)
         finally:
             root.close()
             port.close()
@@ -66,19 +66,19 @@ def run(settings: Settings) -> int:
         return 1
 
 
-def run_several(settings: Settings, root: DataDirectory, port: socket.socket) -> int:
+def run_workers(settings: Settings, root: DataDirectory, port: socket.socket) -> int:
     restored: BootstrapReport | None = None
     if settings.bootstrap:
-        restored = asyncio.run(bucket.bootstrap(settings, root))
+        restored = asyncio.run(bucket.bootstrap_from_bucket(settings, root))
         if restored is None:
             return 0
-    layout = arrange(settings, root)
+    layout = prepare_layout(settings, root)
     if settings.take_over:
-        asyncio.run(bucket.take_over(settings, root, layout))
+        asyncio.run(bucket.claim_bucket(settings, root, layout))
     return asyncio.run(Supervisor(settings, root, layout, port, restored).run())
 
 
-def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index: int) -> Settings:
+def worker_settings(settings: Settings, root: DataDirectory, layout: Layout, index: int) -> Settings:
     """A worker's: its own directory, and what all of them share."""
     path = layout.path(root.path, index)
     changed: dict[str, object] = {"data_dir": path, "object_store": settings.object_store_url, "workers": 1}
@@ -91,12 +91,12 @@ def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index:
         changed |= {"tls_self_signed": False, "tls_cert": str(certificate), "tls_key": str(key)}
     if layout.workers > 1:
         changed |= {"bootstrap": False, "take_over": False}  # that is done
-        if index != FIRST:
+        if index != FIRST_WORKER:
             changed["pipeline"] = "off"  # the first worker's is that of all
     return msgspec.structs.replace(settings, **changed)
 
 
-class Worker:
+class WorkerHandle:
     """One worker's process, over all its lives."""
 
     def __init__(self, supervisor: Supervisor, index: int) -> None:
@@ -110,7 +110,7 @@ class Worker:
         self.failed = False  # it ended before it was ever ready
 
     async def run(self) -> None:
-        pause_s = RETRY_S
+        pause_s = RESTART_S
         loop = asyncio.get_running_loop()
         while True:
             begun_s = loop.time()
@@ -122,11 +122,11 @@ class Worker:
                 self.failed = True
                 self._supervisor.stopping.set()
                 return
-            if loop.time() - begun_s > STEADY_S:
-                pause_s = RETRY_S
+            if loop.time() - begun_s > STABLE_S:
+                pause_s = RESTART_S
             logger.error("worker %d ended with %s; it is started again", self.index, end)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_S_MAX)
+            pause_s = min(2 * pause_s, RESTART_S_MAX)
             if self._supervisor.stopping.is_set():
                 return
             self.drained.clear()
@@ -202,21 +202,21 @@ class Supervisor:
         self._sockets = ""
         self._port = int(port.getsockname()[1])
         self.stopping = asyncio.Event()
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerHandle] = []
 
-    def setup(self, index: int) -> Setup:
-        settings = own_settings(self._settings, self._root, self._layout, index)
+    def setup(self, index: int) -> WorkerSetup:
+        settings = worker_settings(self._settings, self._root, self._layout, index)
         settings = msgspec.structs.replace(settings, port=self._port)
-        return Setup(
+        return WorkerSetup(
             settings=settings,
             index=index,
             count=self._layout.workers,
             sockets=self._sockets,
-            restored=self._restored if index == FIRST else None,
+            restored=self._restored if index == FIRST_WORKER else None,
         )
 
     @staticmethod
-    def clear_sockets(setup: Setup) -> None:
+    def clear_sockets(setup: WorkerSetup) -> None:
         """Those of the worker's life before."""
         for path in (setup.socket(setup.index), setup.door(setup.index)):
             Path(path).unlink(missing_ok=True)
@@ -234,13 +234,13 @@ class Supervisor:
             shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def _run(self) -> int:
-        self._workers = [Worker(self, index) for index in range(self._layout.workers)]
+        self._workers = [WorkerHandle(self, index) for index in range(self._layout.workers)]
         lives = [asyncio.create_task(worker.run()) for worker in self._workers]
         stop = asyncio.create_task(self.stopping.wait())
         ready = asyncio.gather(*(worker.ready.wait() for worker in self._workers))
         await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not self.stopping.is_set():
-            single.announce(self._workers[0].url, self._settings)
+            single.print_startup_banner(self._workers[0].url, self._settings)
         else:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)

@@ -26,13 +26,13 @@ from tailrace.log.transaction import Transaction
 
 logger = logging.getLogger("tailrace.workers")
 
-PATH: Final = "/_worker/deliver"
-FACT: Final = "delivered/"
-ARRIVING: Final = (
+DELIVER_PATH: Final = "/_worker/deliver"
+DELIVERED_FACT: Final = "delivered/"
+FORWARDED_STREAMS: Final = (
     system_streams.REGISTRY_STREAM,
     system_streams.SEGMENTS_STREAM,
 )  # nobody may miss one of these
-NAMES: Final = (*ARRIVING, METRICS_STREAM)
+SYSTEM_STREAMS: Final = (*FORWARDED_STREAMS, METRICS_STREAM)
 PAGE_ENTRIES: Final = 500
 PAGE_BYTES: Final = 1024 * 1024
 RETRY_S: Final = 0.5
@@ -40,7 +40,7 @@ STOP_S_MAX: Final = 5.0
 JSON: Final = b"Content-Type: application/json\r\n"
 
 
-class Delivery(msgspec.Struct, frozen=True):
+class EventDelivery(msgspec.Struct, frozen=True):
     """Entries of one worker's stream, in order; none of them asks how far the other side is."""
 
     worker: int
@@ -50,11 +50,11 @@ class Delivery(msgspec.Struct, frozen=True):
     lost: bool = False  # those before it are gone for good: retention was faster
 
 
-class Delivered(msgspec.Struct, frozen=True):
+class DeliveryAck(msgspec.Struct, frozen=True):
     last: int  # entry that has arrived
 
 
-class Outgoing:
+class EventSender:
     """On every worker but the first: sends what its own streams have."""
 
     def __init__(self, log: Log, index: int, first: PeerClient) -> None:
@@ -62,18 +62,18 @@ class Outgoing:
         self._index = index
         self._peer = first
         self._news = asyncio.Event()
-        self._arrived = {name: asyncio.Event() for name in NAMES}  # all there is
+        self._arrived = {name: asyncio.Event() for name in SYSTEM_STREAMS}  # all there is
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._log.publisher.on_own_streams.append(self._on_news)
-        self._tasks = [asyncio.create_task(self._run(name)) for name in NAMES]
+        self._tasks = [asyncio.create_task(self._run(name)) for name in SYSTEM_STREAMS]
 
     async def stop(self) -> None:
         """Delivers the rest, if it can be. What cannot is when the worker comes back."""
         try:
             async with asyncio.timeout(STOP_S_MAX):
-                for name in NAMES:
+                for name in SYSTEM_STREAMS:
                     await self._arrived[name].wait()
         except TimeoutError:
             logger.warning("not everything that this worker has to tell could be delivered")
@@ -110,22 +110,22 @@ class Outgoing:
         if stream is None:
             return position
         if position < 0:
-            position = await self._send(Delivery(self._index, name, 0, []))
+            position = await self._send(EventDelivery(self._index, name, 0, []))
         if stream.visible <= position:
             return position
         after = max(position, stream.earliest)
         page = await self._log.reader.read(stream, after, PAGE_BYTES, PAGE_ENTRIES, apart=True)
         entries = [msgspec.Raw(bytes(part)) for part in page.parts]
-        return await self._send(Delivery(self._index, name, after + 1, entries, lost=after > position))
+        return await self._send(EventDelivery(self._index, name, after + 1, entries, lost=after > position))
 
-    async def _send(self, delivery: Delivery) -> int:
-        status, body = await self._peer.ask("POST", PATH, msgspec.json.encode(delivery))
+    async def _send(self, delivery: EventDelivery) -> int:
+        status, body = await self._peer.ask("POST", DELIVER_PATH, msgspec.json.encode(delivery))
         if status != 200:
             raise TailraceError("unavailable", f"the first worker answered {status}")
-        return msgspec.json.decode(body, type=Delivered).last
+        return msgspec.json.decode(body, type=DeliveryAck).last
 
 
-class Incoming:
+class EventReceiver:
     """On the first worker: takes what the others send."""
 
     def __init__(self, log: Log, prepare: Callable[[str], None]) -> None:
@@ -133,25 +133,25 @@ class Incoming:
         self._prepare = prepare  # makes a stream that is more than its entries
 
     def receive(self, exchange: Exchange) -> None:
-        delivery = msgspec.json.decode(exchange.body, type=Delivery)
-        assert delivery.stream in NAMES
+        delivery = msgspec.json.decode(exchange.body, type=EventDelivery)
+        assert delivery.stream in SYSTEM_STREAMS
         if (
             delivery.stream == system_streams.REGISTRY_STREAM
             and listing.REGISTRY_SNAPSHOT_DUE in self._log.streams.meta
         ):
             raise TailraceError("unavailable", "the registry begins anew first")
-        key = f"{FACT}{delivery.worker}/{delivery.stream}"
+        key = f"{DELIVERED_FACT}{delivery.worker}/{delivery.stream}"
         last = int(self._log.streams.meta.get(key, b"0"))
         fits = delivery.first == last + 1 or (delivery.lost and delivery.first > last)
         if not delivery.entries or not fits:
-            exchange.respond(200, JSON, msgspec.json.encode(Delivered(last)))
+            exchange.respond(200, JSON, msgspec.json.encode(DeliveryAck(last)))
             return
         self._prepare(delivery.stream)
         now = delivery.first + len(delivery.entries) - 1
 
         def reply(_: Transaction, error: TailraceError | None) -> None:
             if error is None:
-                exchange.respond(200, JSON, msgspec.json.encode(Delivered(now)))
+                exchange.respond(200, JSON, msgspec.json.encode(DeliveryAck(now)))
             else:
                 exchange.respond(503)
 

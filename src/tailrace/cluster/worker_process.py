@@ -16,7 +16,7 @@ import sys
 import uvloop
 
 from tailrace.cluster.server import WorkerServer
-from tailrace.cluster.setup import Setup
+from tailrace.cluster.setup import WorkerSetup
 from tailrace.common import process
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import add_common_fields, configure_logging
@@ -30,7 +30,7 @@ logger = logging.getLogger("tailrace.workers")
 
 
 def main() -> int:
-    setup = Setup.decode(_first_line(sys.stdin.fileno()))
+    setup = WorkerSetup.decode(_first_line(sys.stdin.fileno()))
     settings = setup.settings
     configure_logging(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests, settings.edge_signing_key)
@@ -43,16 +43,16 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        uvloop.run(work(setup))
+        uvloop.run(run_worker(setup))
     except (TailraceError, JournalCorruptError) as error:
         sys.stderr.write(f"tailrace: worker {setup.index}: {error}\n")
         return 1
     return 0
 
 
-async def work(setup: Setup) -> None:
+async def run_worker(setup: WorkerSetup) -> None:
     loop = asyncio.get_running_loop()
-    orders = await _orders(loop)
+    orders = await _open_commands(loop)
     directory = DataDirectory(setup.settings.data_dir)
     try:
         server = WorkerServer(setup, directory, loop)
@@ -63,14 +63,14 @@ async def work(setup: Setup) -> None:
         ) from error
     try:
         if setup.restored is not None:
-            restore.count(setup.restored, server.telemetry)
+            restore.record_restore(setup.restored, server.telemetry)
         await server.start()
         loop.add_signal_handler(signal.SIGHUP, server.hang_up)
-        say(f"ready {server.url}")
+        report(f"ready {server.url}")
         order = await orders.readline()
         if order == b"drain\n":
             await server.drain_clients()
-            say("drained")
+            report("drained")
             await orders.readline()
         else:
             logger.warning("the supervisor is gone; stopping")
@@ -87,13 +87,13 @@ def _first_line(descriptor: int) -> bytes:
         return unbuffered.readline()
 
 
-async def _orders(loop: asyncio.AbstractEventLoop) -> asyncio.StreamReader:
+async def _open_commands(loop: asyncio.AbstractEventLoop) -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     return reader
 
 
-def say(line: str) -> None:
+def report(line: str) -> None:
     try:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

@@ -8,24 +8,24 @@ import time
 from collections.abc import Callable, Coroutine
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import Reading, Target, reading_of, target_of
+from tailrace.edge.asks import RequestTarget, SharedRead, parse_read, parse_target
 from tailrace.edge.cache import Slice
-from tailrace.edge.compress import ENCODED, VARY, Packer, may_be_packed, wants_gzip
-from tailrace.edge.connection import Reply, UpstreamLostError
+from tailrace.edge.compress import GZIP_HEADER, VARY_HEADER, SliceCompressor, accepts_gzip, is_compressible
+from tailrace.edge.connection import UpstreamLostError, UpstreamResponse
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.facts import FactBook
-from tailrace.edge.feed import RefusedError, is_passing
+from tailrace.edge.facts import StreamInfoCache
+from tailrace.edge.feed import UpstreamRefusedError, is_transient
 from tailrace.edge.forward import Forwarder
-from tailrace.edge.gate import Caller, Gate
+from tailrace.edge.gate import Authenticator, Caller
 from tailrace.edge.headers import cache_line, response_lines
-from tailrace.edge.held_streams import HeldStreams, is_event_stream
-from tailrace.edge.live import Live
+from tailrace.edge.held_streams import HeldEventStreams, is_event_stream
+from tailrace.edge.live import EdgeLiveReaders
 from tailrace.edge.long_poll import LongPolls
-from tailrace.edge.own import PATHS as OWN
-from tailrace.edge.own import READS, OwnRoutes
-from tailrace.edge.revocations import PATH as REVOKED
-from tailrace.edge.sharded import LISTINGS, Shards
-from tailrace.edge.slices import Slices
+from tailrace.edge.own import ADMIN_PATHS as OWN
+from tailrace.edge.own import READ_METHODS, AdminRoutes
+from tailrace.edge.revocations import REVOKED_PATH as REVOKED
+from tailrace.edge.sharded import LISTING_PATHS, ShardRouter
+from tailrace.edge.slices import SliceReader
 from tailrace.edge.upstreams import Upstream
 from tailrace.http import request_log
 from tailrace.http.cors import AllowedOrigins, CommonHeaders
@@ -37,12 +37,12 @@ from tailrace.protocol.query_params import live_mode, parse_query
 logger = logging.getLogger("tailrace.edge")
 
 # Of the owner; nobody is asked who they are.
-FOR_EVERYBODY = (b"/openapi.json", b"/hub/health", b"/v1/stream/__ds/jwks.json")
-WRITES = (b"POST", b"PUT", b"DELETE")
+PUBLIC_PATHS = (b"/openapi.json", b"/hub/health", b"/v1/stream/__ds/jwks.json")
+WRITE_METHODS = (b"POST", b"PUT", b"DELETE")
 # Spans go to a stream that only the owner knows.
-TRACES = b"/v1/traces"
+TRACES_PATH = b"/v1/traces"
 
-_CACHE = re.compile(rb"X-Cache: ([A-Z]+)\r\n")
+_X_CACHE = re.compile(rb"X-Cache: ([A-Z]+)\r\n")
 
 
 class EdgeApp:
@@ -51,12 +51,12 @@ class EdgeApp:
     def __init__(
         self,
         context: EdgeContext,
-        gate: Gate,
-        book: FactBook,
-        slices: Slices,
-        live: Live,
+        gate: Authenticator,
+        book: StreamInfoCache,
+        slices: SliceReader,
+        live: EdgeLiveReaders,
         long_polls: LongPolls,
-        held: HeldStreams,
+        held: HeldEventStreams,
         on_write: Callable[[str, bytes, int], None],
     ) -> None:
         self._context = context
@@ -68,10 +68,10 @@ class EdgeApp:
         self._held = held
         self._on_write = on_write
         self._forwarder = Forwarder(context)
-        self._shards = Shards(context) if context.upstreams.mode == "sharded" else None
+        self._shards = ShardRouter(context) if context.upstreams.mode == "sharded" else None
         self._loop_mark = b"tailrace-edge-" + context.edge_id
-        self.own = OwnRoutes(context)
-        self._packer = Packer()
+        self.own = AdminRoutes(context)
+        self._packer = SliceCompressor()
         settings = context.settings
         self._logs_all = settings.log_requests == "all"
         # Before it goes on, so that the server's log has the same id.
@@ -115,7 +115,7 @@ class EdgeApp:
     def _log_answer(self, exchange: Exchange, status: int, head: bytes) -> None:
         """A line for every answer that the log does not know yet, with what X-Cache says."""
         seconds = time.monotonic() - exchange.started
-        found = _CACHE.search(head)
+        found = _X_CACHE.search(head)
         more = {"cache": found[1].decode()} if found is not None else {}
         request_log.log_request(exchange, status, seconds, **more)
 
@@ -124,7 +124,7 @@ class EdgeApp:
     def _route(self, exchange: Exchange) -> None:
         if exchange.wants_websocket():
             self._origins.check(exchange)
-        target = target_of(exchange.path, self._context.limits.name_bytes)
+        target = parse_target(exchange.path, self._context.limits.name_bytes)
         if target.kind == "server" and not self._shows(exchange.path):
             raise TailraceError("not_found", "this edge does not show the server behind it")
         begun = time.monotonic()
@@ -132,7 +132,7 @@ class EdgeApp:
         self._context.note(exchange, "edge-auth", time.monotonic() - begun)
         if self._shards is not None:
             self._shards.check(exchange, target)
-            if exchange.path in LISTINGS and exchange.method == b"GET":
+            if exchange.path in LISTING_PATHS and exchange.method == b"GET":
                 self._start(exchange, self._shards.list(exchange), wait=False)
                 return
         if target.kind != "stream":
@@ -143,11 +143,11 @@ class EdgeApp:
             return
         self._start(exchange, self._write_or_head(exchange, target, caller), wait=False)
 
-    def _let_in(self, exchange: Exchange, target: Target) -> Caller:
+    def _let_in(self, exchange: Exchange, target: RequestTarget) -> Caller:
         """Before anything is looked up or sent on."""
         if target.kind == "stream" or _is_system_read(exchange, target):
             return self._gate.admit(exchange, target.name)
-        if exchange.path in FOR_EVERYBODY:
+        if exchange.path in PUBLIC_PATHS:
             return Caller.of(exchange)
         return self._gate.identify(exchange)
 
@@ -155,8 +155,8 @@ class EdgeApp:
         """Of the server itself; an edge in front of this one has to follow what is revoked."""
         return self._context.settings.edge_expose_server or path == REVOKED
 
-    def _read(self, exchange: Exchange, target: Target, caller: Caller) -> None:
-        reading = reading_of(target, exchange.query, exchange.headers)
+    def _read(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> None:
+        reading = parse_read(target, exchange.query, exchange.headers)
         if reading is None or not caller.shared or _wants_fresh(exchange, reading):
             self._start_pass(exchange, target, caller)
         elif reading.mode == "":
@@ -165,7 +165,7 @@ class EdgeApp:
             work = self._answer_live(exchange, target, reading, caller)
             self._start(exchange, self._answer_or_hold(exchange, target, caller, work), wait=True)
 
-    def _start_pass(self, exchange: Exchange, target: Target, caller: Caller) -> None:
+    def _start_pass(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> None:
         work = self._answer_or_hold(exchange, target, caller, self._pass(exchange, target, caller))
         self._start(exchange, work, wait=_may_wait(exchange, target))
 
@@ -173,7 +173,7 @@ class EdgeApp:
         self._context.answer_later(exchange, work, wait=wait)
 
     async def _answer_or_hold(
-        self, exchange: Exchange, target: Target, caller: Caller, work: Coroutine[None, None, None]
+        self, exchange: Exchange, target: RequestTarget, caller: Caller, work: Coroutine[None, None, None]
     ) -> None:
         """An event stream that is known is held while its upstream does not answer, instead of a 503."""
         try:
@@ -185,20 +185,22 @@ class EdgeApp:
                 raise
             self._held.hold(exchange, lambda: self._upstream(exchange, target))
 
-    def _is_known_event_stream(self, exchange: Exchange, target: Target, caller: Caller) -> bool:
+    def _is_known_event_stream(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> bool:
         return is_event_stream(exchange, _names_stream(target)) and self._held.knows(
             exchange, target.name, caller
         )
 
-    async def _pass(self, exchange: Exchange, target: Target, caller: Caller) -> None:
+    async def _pass(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> None:
         """As it is; waits and streams have connections of their own."""
         apart = _may_wait(exchange, target)
         sent_at = self._context.loop.time()
 
-        def observe(reply: Reply) -> None:
+        def observe(reply: UpstreamResponse) -> None:
             if target.kind == "stream":
                 self._book.note_reply(target.name, reply, sent_at)
-            elif exchange.method in WRITES and (target.kind == "resource" or exchange.path == TRACES):
+            elif exchange.method in WRITE_METHODS and (
+                target.kind == "resource" or exchange.path == TRACES_PATH
+            ):
                 self._book.note_change(target.name)
             self._count(reply)
             if is_event_stream(exchange, _names_stream(target)):
@@ -207,17 +209,19 @@ class EdgeApp:
         upstream = self._upstream(exchange, target)
         await self._forwarder.forward(exchange, upstream, caller, apart=apart, observe=observe)
 
-    def _note_event_stream(self, exchange: Exchange, target: Target, caller: Caller, reply: Reply) -> None:
+    def _note_event_stream(
+        self, exchange: Exchange, target: RequestTarget, caller: Caller, reply: UpstreamResponse
+    ) -> None:
         if reply.status == 200:
             self._held.note_answered(exchange)
-        elif is_passing(reply.status) and self._is_known_event_stream(exchange, target, caller):
+        elif is_transient(reply.status) and self._is_known_event_stream(exchange, target, caller):
             raise TailraceError("unavailable", f"the upstream answers {reply.status}")
 
-    async def _write_or_head(self, exchange: Exchange, target: Target, caller: Caller) -> None:
+    async def _write_or_head(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> None:
         asking = self._book.asking(target.name, self._context.loop.time())
 
-        def observe(reply: Reply) -> None:
-            if exchange.method in WRITES:
+        def observe(reply: UpstreamResponse) -> None:
+            if exchange.method in WRITE_METHODS:
                 self._on_write(target.name, exchange.method, reply.status)
                 if exchange.method == b"POST" or reply.status in (404, 410):
                     self._book.note_reply(target.name, reply, asking.sent_at)
@@ -228,22 +232,22 @@ class EdgeApp:
         upstream = self._upstream(exchange, target)
         await self._forwarder.forward(exchange, upstream, caller, observe=observe)
 
-    def _upstream(self, exchange: Exchange, target: Target) -> Upstream:
+    def _upstream(self, exchange: Exchange, target: RequestTarget) -> Upstream:
         upstreams = self._context.upstreams
         place = target.name if self._shards is None else self._shards.place(exchange, target)
         return upstreams.of(place) if place else upstreams.any()
 
     async def _answer_live(
-        self, exchange: Exchange, target: Target, reading: Reading, caller: Caller
+        self, exchange: Exchange, target: RequestTarget, reading: SharedRead, caller: Caller
     ) -> None:
         follow = self._long_polls.answer if reading.mode == "long-poll" else self._live.follow
         if not await follow(exchange, reading, caller):
             await self._pass(exchange, target, caller)
 
-    async def _answer_slice(self, exchange: Exchange, reading: Reading, caller: Caller) -> None:
+    async def _answer_slice(self, exchange: Exchange, reading: SharedRead, caller: Caller) -> None:
         try:
             found, outcome = await self._get_slice(exchange, reading, caller)
-        except RefusedError as refused:
+        except UpstreamRefusedError as refused:
             refusal = refused.refusal
             self._context.telemetry.edge_requests.add("read", "MISS", refusal.status)
             exchange.respond(refusal.status, response_lines(refusal.fields, cache_line("MISS")), refusal.body)
@@ -252,7 +256,7 @@ class EdgeApp:
             raise TailraceError("unavailable", "the upstream does not answer") from None
         await self._respond(exchange, reading, found, outcome)
 
-    async def _get_slice(self, exchange: Exchange, reading: Reading, caller: Caller) -> tuple[Slice, str]:
+    async def _get_slice(self, exchange: Exchange, reading: SharedRead, caller: Caller) -> tuple[Slice, str]:
         context = self._context
         begun = time.monotonic()
         found = await self._slices.at_hand(reading, caller)
@@ -264,7 +268,7 @@ class EdgeApp:
         context.note_upstream(exchange, time.monotonic() - looked, found.queued_s, found.timing)
         return found, "MISS"
 
-    async def _respond(self, exchange: Exchange, reading: Reading, found: Slice, outcome: str) -> None:
+    async def _respond(self, exchange: Exchange, reading: SharedRead, found: Slice, outcome: str) -> None:
         facts = self._book.of(reading.name)
         head = found.lines + reading.start_line + cache_line(outcome)
         if found.end:
@@ -277,39 +281,39 @@ class EdgeApp:
             age_s = max(0, int(self._context.loop.time() - found.stored_at))
             head += b"Age: %d\r\n" % age_s
         body = found.body
-        if may_be_packed(found):
-            head += VARY
+        if is_compressible(found):
+            head += VARY_HEADER
         wanted = exchange.headers.get(b"if-none-match")
         if wanted is not None and found.tag and if_none_match(wanted.decode("latin-1"), found.tag):
             self._context.telemetry.edge_requests.add("read", outcome, 304)
             exchange.respond(304, head)
             return
-        if may_be_packed(found) and wants_gzip(exchange.headers.get(b"accept-encoding", b"")):
+        if is_compressible(found) and accepts_gzip(exchange.headers.get(b"accept-encoding", b"")):
             body = await self._packer.pack(found)
-            head += ENCODED
+            head += GZIP_HEADER
         self._context.telemetry.edge_requests.add("read", outcome, 200)
         exchange.respond(200, http_headers.header_line("Content-Type", found.content_type) + head, body)
 
-    def _count(self, reply: Reply) -> None:
+    def _count(self, reply: UpstreamResponse) -> None:
         self._context.telemetry.edge_requests.add("forward", "BYPASS", reply.status)
 
 
-def _names_stream(target: Target) -> bool:
+def _names_stream(target: RequestTarget) -> bool:
     return target.kind in ("stream", "reserved")
 
 
-def _is_system_read(exchange: Exchange, target: Target) -> bool:
+def _is_system_read(exchange: Exchange, target: RequestTarget) -> bool:
     """Streams of the hub have rules that the owner knows, and refusals of writes are in its own words."""
-    return target.kind == "reserved" and target.name.startswith("__") and exchange.method in READS
+    return target.kind == "reserved" and target.name.startswith("__") and exchange.method in READ_METHODS
 
 
-def _wants_fresh(exchange: Exchange, reading: Reading) -> bool:
+def _wants_fresh(exchange: Exchange, reading: SharedRead) -> bool:
     """`no-cache` or `no-store` on a plain read: it must not be behind the owner."""
     control = exchange.headers.get(b"cache-control", b"").lower()
     return reading.mode == "" and (b"no-cache" in control or b"no-store" in control)
 
 
-def _may_wait(exchange: Exchange, target: Target) -> bool:
+def _may_wait(exchange: Exchange, target: RequestTarget) -> bool:
     """Whether the answer may take long, or never end."""
     if exchange.wants_websocket() or exchange.path.startswith((b"/realtime/", b"/replication/")):
         return True

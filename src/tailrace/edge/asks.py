@@ -9,11 +9,11 @@ from urllib.parse import quote, urlencode
 from tailrace.protocol import offsets, stream_names
 from tailrace.protocol.query_params import live_mode, parse_query, read_start, routing_key
 
-PREFIX = b"/v1/stream/"
-CONTROL = b"/v1/stream/__ds"
+STREAM_PREFIX = b"/v1/stream/"
+CONTROL_PREFIX = b"/v1/stream/__ds"
 
 
-class Target(NamedTuple):
+class RequestTarget(NamedTuple):
     """What a path names. Only ordinary streams are cached and shared; all else is forwarded as it is."""
 
     kind: str  # stream, reserved, resource, server or other
@@ -21,29 +21,29 @@ class Target(NamedTuple):
     key: str | None = None  # of `/pk/{key}`
 
 
-def target_of(path: bytes, name_bytes_max: int) -> Target:
-    if not path.startswith(PREFIX):
-        return Target("server" if path.startswith(b"/v1/server") else "other")
-    raw = path[len(PREFIX) :]
-    if path.startswith(CONTROL) and path[len(CONTROL) :][:1] in (b"", b"/"):
-        return Target("other", "__ds")
+def parse_target(path: bytes, name_bytes_max: int) -> RequestTarget:
+    if not path.startswith(STREAM_PREFIX):
+        return RequestTarget("server" if path.startswith(b"/v1/server") else "other")
+    raw = path[len(STREAM_PREFIX) :]
+    if path.startswith(CONTROL_PREFIX) and path[len(CONTROL_PREFIX) :][:1] in (b"", b"/"):
+        return RequestTarget("other", "__ds")
     stream, slash, raw_key = raw.rpartition(b"/pk/")
     key: str | None = None
     if slash and b"/" not in raw_key:
         raw, key = stream, stream_names.decode_name(raw_key)
         if not key:
-            return Target("other")
+            return RequestTarget("other")
     name = stream_names.decode_name(raw)
     if name is None or not stream_names.is_valid_name(name, name_bytes_max):
-        return Target("other")
+        return RequestTarget("other")
     if name.startswith(("__", "hub/")) or name == "hub":
-        return Target("reserved", name, key)
+        return RequestTarget("reserved", name, key)
     if key is None and stream_names.is_sub_resource_name(name):
-        return Target("resource", owner_of(name))
-    return Target("stream", name, key)
+        return RequestTarget("resource", owning_stream(name))
+    return RequestTarget("stream", name, key)
 
 
-def owner_of(path: str) -> str:
+def owning_stream(path: str) -> str:
     """The stream that a sub-resource belongs to."""
     segments = path.split("/")
     for index in range(1, len(segments)):
@@ -55,7 +55,7 @@ def owner_of(path: str) -> str:
     return path
 
 
-class Reading(NamedTuple):
+class SharedRead(NamedTuple):
     """A read that the edge may answer itself. Parameters that do not change its bytes are left out."""
 
     name: str
@@ -75,12 +75,12 @@ class Reading(NamedTuple):
         return _parameters(self.offset, self.fmt, self.key, self.filter_text)
 
     @classmethod
-    def plain(cls, name: str, offset: str, fmt: str, key: str) -> Reading:
+    def plain(cls, name: str, offset: str, fmt: str, key: str) -> SharedRead:
         """The read of what follows an offset."""
         return cls(name, offset, fmt, key, "", "", "", None, {})
 
 
-def reading_of(target: Target, raw_query: bytes, headers: Mapping[bytes, bytes]) -> Reading | None:
+def parse_read(target: RequestTarget, raw_query: bytes, headers: Mapping[bytes, bytes]) -> SharedRead | None:
     """A GET on a stream as a read that can be shared; None if it has to be forwarded.
 
     Raises for what every server refuses: repeated parameters, malformed offsets.
@@ -98,7 +98,7 @@ def reading_of(target: Target, raw_query: bytes, headers: Mapping[bytes, bytes])
     if (filter_text is not None and mode) or (given == "now" and not mode):
         return None
     key = routing_key(query, target.key)
-    return Reading(
+    return SharedRead(
         target.name,
         given or "-1",
         fmt,
@@ -117,7 +117,7 @@ def _parameters(offset: str, fmt: str, key: str, filter_text: str) -> dict[str, 
     return {name: value for name, value in found.items() if value}
 
 
-def stream_target(name: str, parameters: dict[str, str]) -> bytes:
+def build_stream_target(name: str, parameters: dict[str, str]) -> bytes:
     """Path and query of a stream, as the edge asks for it."""
     query = f"?{urlencode(parameters, quote_via=quote)}" if parameters else ""
     return f"/v1/stream/{quote(name, safe='/')}{query}".encode()

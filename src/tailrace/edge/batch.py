@@ -13,7 +13,7 @@ from tailrace.protocol.websocket_frames import encode_text
 OVERHEAD_BYTES = 512
 
 
-class Message(msgspec.Struct, frozen=True):
+class FeedMessage(msgspec.Struct, frozen=True):
     """What an upstream says on a socket: a `data` or a `control`."""
 
     type: str
@@ -25,10 +25,10 @@ class Message(msgspec.Struct, frozen=True):
     closed: bool = msgspec.field(name="streamClosed", default=False)
 
 
-read_message = msgspec.json.Decoder(Message).decode
+decode_message = msgspec.json.Decoder(FeedMessage).decode
 
 
-class Batch:
+class FeedBatch:
     """Covers `(start, next]`. Each wire form is made on first use, and the same bytes go to all readers."""
 
     __slots__ = (
@@ -91,7 +91,7 @@ def encode_control(form: str, offset: str, cursor: str, up_to_date: bool, closed
     return chunk(sse.control_event(offset, cursor, up_to_date, closed))
 
 
-def payload_of(message: Message) -> bytes:
+def message_payload(message: FeedMessage) -> bytes:
     if message.encoding == "base64":
         return base64.b64decode(message.payload)
     return message.payload.encode()

@@ -6,8 +6,8 @@ import re
 from collections import OrderedDict
 from math import inf
 
-from tailrace.edge.connection import Reply
-from tailrace.edge.headers import response_lines, unnamed
+from tailrace.edge.connection import UpstreamResponse
+from tailrace.edge.headers import response_lines, without_request_id
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.protocol.http_headers import is_json, slice_etag_start
 
@@ -58,19 +58,19 @@ class Slice:
         self.earliest = found.get(b"stream-earliest-offset", "")
         self.up_to_date = b"stream-up-to-date" in found
         self.closed = b"stream-closed" in found
-        kept = [field for field in unnamed(fields) if field[0].lower() not in _SEPARATE]
+        kept = [field for field in without_request_id(fields) if field[0].lower() not in _SEPARATE]
         self.lines = response_lines(kept)
 
     @classmethod
-    def of(cls, reply: Reply, body: bytes, now: float, sent_at: float) -> Slice:
+    def of(cls, reply: UpstreamResponse, body: bytes, now: float, sent_at: float) -> Slice:
         return cls(reply.fields, body, now).brought_by(reply, sent_at)
 
-    def confirmed(self, reply: Reply, now: float, sent_at: float) -> Slice:
+    def confirmed(self, reply: UpstreamResponse, now: float, sent_at: float) -> Slice:
         """The same body with the head of a 304, which leaves out what has not changed."""
         head = {name.lower(): (name, value) for name, value in (*self.fields, *reply.fields)}
         return Slice([*head.values()], self.body, now).brought_by(reply, sent_at)
 
-    def brought_by(self, reply: Reply, sent_at: float) -> Slice:
+    def brought_by(self, reply: UpstreamResponse, sent_at: float) -> Slice:
         """Notes how it came here, for Server-Timing, and how long it may stay."""
         self.queued_s = reply.queued_s
         self.timing = reply.get(b"server-timing") or b""

@@ -14,34 +14,34 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.batch import Batch, Message
+from tailrace.edge.batch import FeedBatch, FeedMessage
 from tailrace.edge.connection import UpstreamLostError
-from tailrace.edge.feed import Feed, RefusedError, open_feed
+from tailrace.edge.feed import UpstreamFeed, UpstreamRefusedError, open_feed
 from tailrace.edge.ramp import RAMP_S
-from tailrace.edge.setbacks import Setbacks
+from tailrace.edge.setbacks import ReconnectBackoff
 from tailrace.edge.upstreams import Upstream
 from tailrace.protocol.http_headers import is_text
 
 if TYPE_CHECKING:
-    from tailrace.edge.channels import Channels
+    from tailrace.edge.channels import ChannelTable
 
 logger = logging.getLogger("tailrace.edge")
 
 # Many readers are told in rounds, so many per turn of the loop: whoever is told last gets everything that
 # came meanwhile in one write.
-TOLD_PER_TURN = 64
+NOTIFIED_PER_TURN = 64
 # Written to a reader at once; what is more follows when this is on its way.
-PIECE_BYTES_MAX = 256 * 1024
+ENCODED_BYTES_MAX = 256 * 1024
 # What is kept for readers at one place: those at the last few batches are many, those behind are few.
 JOINED_MAX = 8
 SHUT_S = 1.0
-GONE = 4404
-GOING_AWAY = 1001
-OVERLOADED = 1013
-NOT_ALLOWED = 1008
+CLOSE_GONE = 4404
+CLOSE_GOING_AWAY = 1001
+CLOSE_OVERLOADED = 1013
+CLOSE_NOT_ALLOWED = 1008
 
 
-class Reader(Protocol):
+class ChannelReader(Protocol):
     """Somebody who waits at a channel."""
 
     authorization: bytes | None
@@ -56,7 +56,7 @@ class Reader(Protocol):
         ...
 
 
-class Piece(NamedTuple):
+class EncodedBatches(NamedTuple):
     """Encoded batches, and where a reader is after them."""
 
     data: bytes
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
     up_to_date: bool  # as its last control says
 
 
-class Key(NamedTuple):
+class ChannelKey(NamedTuple):
     """What readers have to have in common."""
 
     name: str
@@ -82,7 +82,7 @@ class Key(NamedTuple):
 class Channel:
     """One followed stream. Lives as long as it has readers, and a little longer."""
 
-    def __init__(self, channels: Channels, key: Key, token: bytes | None, start: str = "") -> None:
+    def __init__(self, channels: ChannelTable, key: ChannelKey, token: bytes | None, start: str = "") -> None:
         self._channels = channels
         self._context = channels.context
         self.key = key
@@ -95,21 +95,21 @@ class Channel:
         self.closed = False  # the stream is: there will be no more batches
         self.over = False  # so is the channel
         self.first = 0  # number of the oldest batch in the ring
-        self.ring: deque[Batch] = deque()
+        self.ring: deque[FeedBatch] = deque()
         self.ring_bytes = 0
         self._numbers: dict[str, int] = {}  # where a batch begins: its number
-        self._joined: dict[tuple[int, str], Piece] = {}  # what readers at one place are given
+        self._joined: dict[tuple[int, str], EncodedBatches] = {}  # what readers at one place are given
         # The way of nearly everybody, from `step_from` to the end, by form.
         self.step_from = -1
-        self.step: dict[str, Piece] = {}
-        self.readers: dict[Reader, None] = {}
-        self._feed: Feed | None = None
+        self.step: dict[str, EncodedBatches] = {}
+        self.readers: dict[ChannelReader, None] = {}
+        self._feed: UpstreamFeed | None = None
         self._upstream: Upstream | None = None  # the door that the socket goes through
         self._opened_at = 0.0
-        self._setbacks = Setbacks()
+        self._setbacks = ReconnectBackoff()
         self.carried: bytes | None = None  # the Authorization that the socket was opened with
         self._hold: asyncio.Task[None] | None = None  # ends the wait for a lost upstream
-        self._round: list[Reader] = []
+        self._round: list[ChannelReader] = []
         self._told = 0  # of the round
         self._told_again = False
         # Arrival of the oldest batch of the round, and of the oldest that no round has told of yet.
@@ -142,7 +142,7 @@ class Channel:
         """Whether an offset lies inside the ring, be it at a boundary or not."""
         return bool(self.ring) and self.ring[0].start <= offset <= self.end
 
-    def piece_from(self, number: int, form: str) -> Piece:
+    def piece_from(self, number: int, form: str) -> EncodedBatches:
         """What a reader gets that has all batches below a number: the same bytes for all who are there."""
         found = self._joined.get((number, form))
         if found is None:
@@ -155,7 +155,7 @@ class Channel:
             self.step[form] = found
         return found
 
-    def batch(self, number: int) -> Batch:
+    def batch(self, number: int) -> FeedBatch:
         return self.ring[number - self.first]
 
     def is_newest(self, number: int) -> bool:
@@ -172,27 +172,27 @@ class Channel:
             self._context.telemetry.edge_encodings.value += 1
         return batch.encode(form, cursor, self.ends_at(number))
 
-    def _join(self, number: int, form: str) -> Piece:
+    def _join(self, number: int, form: str) -> EncodedBatches:
         first = self.batch(number)
         parts: list[bytes] = []
         size = 0
-        while number < self.following and size < PIECE_BYTES_MAX:
+        while number < self.following and size < ENCODED_BYTES_MAX:
             part = self.encoded(number, form, self.batch(number).cursor)
             parts.append(part)
             size += len(part)
             number += 1
         last = self.batch(number - 1).next
-        return Piece(b"".join(parts), number, last, first.cursor_number, self.ends_at(number - 1))
+        return EncodedBatches(b"".join(parts), number, last, first.cursor_number, self.ends_at(number - 1))
 
     def _forget_joined(self) -> None:
         """What was put together does not say any more how things are."""
         self._joined.clear()
         self.step_from, self.step = -1, {}
 
-    def attach(self, reader: Reader) -> None:
+    def attach(self, reader: ChannelReader) -> None:
         self.readers[reader] = None
 
-    def detach(self, reader: Reader) -> None:
+    def detach(self, reader: ChannelReader) -> None:
         self.readers.pop(reader, None)
         if not self.readers:
             self.idle_since = self._context.loop.time()
@@ -218,7 +218,7 @@ class Channel:
         self.connected = not self.closed
         self._end_hold()
 
-    async def _look_and_follow(self, upstream: Upstream, token: bytes | None) -> Feed | None:
+    async def _look_and_follow(self, upstream: Upstream, token: bytes | None) -> UpstreamFeed | None:
         """The socket, or None if the stream has nothing more to follow."""
         context = self._context
         authorization = self.carried = context.token or token or self._some_token()
@@ -226,7 +226,7 @@ class Channel:
         content_type = (reply.get(b"content-type") or b"").decode("latin-1")
         if self.content_type is not None and content_type != self.content_type:
             # The stream got its type, or is another one: whoever comes back sees the right encoding.
-            self._finish(GOING_AWAY)
+            self._finish(CLOSE_GOING_AWAY)
             return None
         self.content_type = content_type
         self.text = is_text(content_type)
@@ -249,10 +249,10 @@ class Channel:
 
     def _some_token(self) -> bytes | None:
         """Of one of the readers, where the edge has none of its own."""
-        best = max(self.readers, key=_lasts, default=None)
+        best = max(self.readers, key=_token_lifetime, default=None)
         return None if best is None else best.authorization
 
-    def _on_pair(self, payload: bytes | None, control: Message) -> None:
+    def _on_pair(self, payload: bytes | None, control: FeedMessage) -> None:
         if self.over or self.closed:
             return
         self._forget_joined()
@@ -263,7 +263,7 @@ class Channel:
             else:
                 self._tell()
             return
-        batch = Batch(self.end, control.offset, payload, self.text, control.cursor, closed=control.closed)
+        batch = FeedBatch(self.end, control.offset, payload, self.text, control.cursor, closed=control.closed)
         batch.arrived = time.monotonic()
         if self._untold_since is None:
             self._untold_since = batch.arrived
@@ -284,16 +284,16 @@ class Channel:
         self._forget_joined()
         if self.over or self.closed:
             return
-        if code == GONE:
+        if code == CLOSE_GONE:
             self._channels.stream_gone(self.key.name)
-            self._finish(GONE)
+            self._finish(CLOSE_GONE)
             return
-        reason = {GOING_AWAY: "away", NOT_ALLOWED: "token"}.get(code, "lost")
+        reason = {CLOSE_GOING_AWAY: "away", CLOSE_NOT_ALLOWED: "token"}.get(code, "lost")
         self._context.telemetry.edge_reconnects.add(reason)
         if self._hold is None:
             self._hold = self._context.loop.create_task(self._hold_readers())
         first = self._setbacks.note_ended(self._context.loop.time() - self._opened_at)
-        at_once = first and code in (GOING_AWAY, NOT_ALLOWED)
+        at_once = first and code in (CLOSE_GOING_AWAY, CLOSE_NOT_ALLOWED)
         self._task = self._context.loop.create_task(self._reopen(at_once=at_once))
 
     async def _reopen(self, *, at_once: bool) -> None:
@@ -312,11 +312,11 @@ class Channel:
             except TailraceError as refusal:
                 if refusal.code == "overloaded":  # else no door is open, and that has a pause of its own
                     self._setbacks.note()
-            except RefusedError as refused:
+            except UpstreamRefusedError as refused:
                 self._setbacks.note()
                 status = refused.refusal.status
                 if status in (400, 404, 410):
-                    self._finish(GONE if status != 400 else GOING_AWAY)
+                    self._finish(CLOSE_GONE if status != 400 else CLOSE_GOING_AWAY)
                 elif status in (401, 403):
                     at_once = self._dismiss_refused()
             if self.connected or self.over or self.closed or self._task is not asyncio.current_task():
@@ -337,7 +337,7 @@ class Channel:
             upstream = upstreams.home(self.key.name)
         if await upstream.look_now():
             await asyncio.sleep(RAMP_S)
-        self.stop(OVERLOADED)
+        self.stop(CLOSE_OVERLOADED)
 
     def _end_hold(self) -> None:
         if self._hold is not None and self._hold is not asyncio.current_task():
@@ -349,9 +349,9 @@ class Channel:
         for reader in list(self.readers):
             if reader.authorization == self.carried:
                 self.detach(reader)
-                reader.on_end(NOT_ALLOWED)
+                reader.on_end(CLOSE_NOT_ALLOWED)
         if self._context.token is not None or not self.readers:
-            self._finish(NOT_ALLOWED)
+            self._finish(CLOSE_NOT_ALLOWED)
         return True
 
     async def _pause(self) -> None:
@@ -380,7 +380,7 @@ class Channel:
         self._go_on()
 
     def _go_on(self) -> None:
-        begun, self._told = self._told, self._told + TOLD_PER_TURN
+        begun, self._told = self._told, self._told + NOTIFIED_PER_TURN
         for reader in self._round[begun : self._told]:
             if reader in self.readers:
                 try:
@@ -421,7 +421,7 @@ class Channel:
             reader.on_end(code)
         self.readers.clear()
 
-    def stop(self, code: int = GOING_AWAY) -> None:
+    def stop(self, code: int = CLOSE_GOING_AWAY) -> None:
         """Nobody needs it any more, or the edge stops."""
         self._finish(code)
         for task in (self.opened, self._task):
@@ -460,7 +460,7 @@ class Channel:
             self._channels.ring_bytes -= batch.size
 
 
-def _lasts(reader: Reader) -> float:
+def _token_lifetime(reader: ChannelReader) -> float:
     """How long a reader's token is good; one without a token is the last choice."""
     if reader.authorization is None:
         return -inf

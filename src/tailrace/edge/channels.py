@@ -6,14 +6,14 @@ import asyncio
 from collections import Counter
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import stream_target
-from tailrace.edge.batch import Batch
-from tailrace.edge.channel import GOING_AWAY, GONE, Channel, Key
-from tailrace.edge.connection import Reply, UpstreamLostError
+from tailrace.edge.asks import build_stream_target
+from tailrace.edge.batch import FeedBatch
+from tailrace.edge.channel import CLOSE_GOING_AWAY, CLOSE_GONE, Channel, ChannelKey
+from tailrace.edge.connection import UpstreamLostError, UpstreamResponse
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.facts import FactBook
-from tailrace.edge.feed import Answer, RefusedError, answer_of
-from tailrace.edge.headers import own_request
+from tailrace.edge.facts import StreamInfoCache
+from tailrace.edge.feed import UpstreamAnswer, UpstreamRefusedError, read_answer
+from tailrace.edge.headers import build_request
 from tailrace.protocol import offsets
 
 TICK_S = 1.0
@@ -21,13 +21,13 @@ TICK_S = 1.0
 ROOM_SHARE = 0.9
 
 
-class Channels:
+class ChannelTable:
     """The table of channels, and the timer that serves them all."""
 
-    def __init__(self, context: EdgeContext, book: FactBook) -> None:
+    def __init__(self, context: EdgeContext, book: StreamInfoCache) -> None:
         self.context = context
         self._book = book
-        self._table: dict[Key, Channel] = {}
+        self._table: dict[ChannelKey, Channel] = {}
         self._private: set[Channel] = set()
         self._by_name: dict[str, set[Channel]] = {}
         self.ring_bytes = 0
@@ -38,7 +38,7 @@ class Channels:
         telemetry.edge_private_sockets.read = lambda: len(self._private)
         telemetry.edge_ring_bytes.read = lambda: self.ring_bytes
 
-    async def open(self, key: Key, token: bytes | None) -> tuple[Channel, bool]:
+    async def open(self, key: ChannelKey, token: bytes | None) -> tuple[Channel, bool]:
         """The channel of a stream, and whether it was there already. Raises what its upstream says."""
         channel = self._table.get(key)
         known = channel is not None
@@ -50,17 +50,17 @@ class Channels:
             self._enter(channel)
         try:
             await asyncio.shield(channel.opened)
-        except (RefusedError, UpstreamLostError, TailraceError):
+        except (UpstreamRefusedError, UpstreamLostError, TailraceError):
             self._take_off(channel)
             raise
         except asyncio.CancelledError:
             if not channel.opened.cancelled():
                 raise
             # The stream was deleted meanwhile; what is said of that is the owner's.
-            raise RefusedError(Answer(404, [], b"")) from None
+            raise UpstreamRefusedError(UpstreamAnswer(404, [], b"")) from None
         return channel, known
 
-    async def open_private(self, key: Key, token: bytes | None, start: str) -> Channel:
+    async def open_private(self, key: ChannelKey, token: bytes | None, start: str) -> Channel:
         """A socket for one reader that does not fit into the ring."""
         if len(self._private) >= self.context.limits.edge_private_sockets:
             self.context.telemetry.edge_overload.add("private_sockets")
@@ -86,20 +86,24 @@ class Channels:
             channel.uncounted = True
             self.ring_bytes -= channel.ring_bytes
 
-    async def head(self, name: str, authorization: bytes | None) -> Reply:
+    async def head(self, name: str, authorization: bytes | None) -> UpstreamResponse:
         """What the owner says of a stream right now; raises `RefusedError` if that is a no."""
         upstream = self.context.upstreams.of(name)
-        request = own_request(
-            b"HEAD", stream_target(name, {}), upstream.origin.host_header, self.context.edge_id, authorization
+        request = build_request(
+            b"HEAD",
+            build_stream_target(name, {}),
+            upstream.origin.host_header,
+            self.context.edge_id,
+            authorization,
         )
         asking = self._book.asking(name, self.context.loop.time())
         reply = await upstream.pool.ask(request, head_only=True, again=True)
         self._book.note_head(name, reply, self.context.loop.time(), asking)
         if reply.status != 200:
-            raise RefusedError(await answer_of(reply))
+            raise UpstreamRefusedError(await read_answer(reply))
         return reply
 
-    def note_batch(self, channel: Channel, batch: Batch) -> None:
+    def note_batch(self, channel: Channel, batch: FeedBatch) -> None:
         """A batch arrived: reads that begin now have to see it, and the ring keeps its bounds."""
         context = self.context
         context.telemetry.edge_batches.value += 1
@@ -112,7 +116,7 @@ class Channels:
         if self.ring_bytes > context.limits.edge_rings_bytes:
             self._make_room(batch)
 
-    def _make_room(self, newest: Batch) -> None:
+    def _make_room(self, newest: FeedBatch) -> None:
         """Takes from the largest rings, and last of all their only batch; what has just come stays.
 
         A little more than is needed, so that not every batch has to look for the largest.
@@ -126,7 +130,7 @@ class Channels:
 
     def stream_gone(self, name: str) -> None:
         self._book.drop(name, "gone")
-        self.end_stream(name, GONE)
+        self.end_stream(name, CLOSE_GONE)
 
     def end_stream(self, name: str, code: int) -> None:
         """All channels of a stream end: it was deleted, or another has its name."""
@@ -137,13 +141,13 @@ class Channels:
         """A deletion was told. It may be one of a stream that had the name before: the owner knows."""
         if name not in self._by_name:
             return
-        epoch, code = -1, GOING_AWAY
+        epoch, code = -1, CLOSE_GOING_AWAY
         try:
             carried = (channel.carried for channel in self._by_name[name])
             reply = await self.head(name, self.context.token or next(filter(None, carried), None))
             epoch = _epoch_of((reply.get(b"stream-next-offset") or b"").decode("latin-1"))
-        except RefusedError as refused:
-            code = GONE if refused.refusal.status in (404, 410) else GOING_AWAY
+        except UpstreamRefusedError as refused:
+            code = CLOSE_GONE if refused.refusal.status in (404, 410) else CLOSE_GOING_AWAY
         except (UpstreamLostError, TailraceError):
             pass  # whoever comes back is told by the owner
         for channel in tuple(self._by_name.get(name, ())):

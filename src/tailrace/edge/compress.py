@@ -13,13 +13,13 @@ from tailrace.protocol.http_headers import is_text
 BODY_BYTES_MIN = 1024
 # Longer ones take a while, and have a thread to take it on.
 INLINE_BYTES_MAX = 32 * 1024
-PACKED_BYTES_MAX = 32 * 1024 * 1024
+COMPRESSED_BYTES_MAX = 32 * 1024 * 1024
 LEVEL = 1
-VARY = b"Vary: Accept-Encoding\r\n"
-ENCODED = b"Content-Encoding: gzip\r\n"
+VARY_HEADER = b"Vary: Accept-Encoding\r\n"
+GZIP_HEADER = b"Content-Encoding: gzip\r\n"
 
 
-class Packer:
+class SliceCompressor:
     """Slices in their compressed form; those that are asked for often are compressed once."""
 
     def __init__(self) -> None:
@@ -41,21 +41,21 @@ class Packer:
     def _keep(self, found: Slice, packed: bytes) -> None:
         if found not in self._packed:
             self._packed[found] = packed
-            self._bytes += _held(found, packed)
-        while self._bytes > PACKED_BYTES_MAX:
-            self._bytes -= _held(*self._packed.popitem(last=False))
+            self._bytes += _held_bytes(found, packed)
+        while self._bytes > COMPRESSED_BYTES_MAX:
+            self._bytes -= _held_bytes(*self._packed.popitem(last=False))
 
 
-def _held(found: Slice, packed: bytes) -> int:
+def _held_bytes(found: Slice, packed: bytes) -> int:
     """The slice counts too: it may be here only."""
     return found.size + len(packed)
 
 
-def may_be_packed(found: Slice) -> bool:
+def is_compressible(found: Slice) -> bool:
     return len(found.body) >= BODY_BYTES_MIN and is_text(found.content_type)
 
 
-def wants_gzip(accepted: bytes) -> bool:
+def accepts_gzip(accepted: bytes) -> bool:
     """Whether `Accept-Encoding` allows it. A quality of nothing forbids; others are not compared."""
     for item in accepted.lower().split(b","):
         coding, _, weight = item.partition(b";")

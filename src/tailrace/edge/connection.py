@@ -12,7 +12,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 # Body bytes that wait for their reader before the socket is not read any further.
 HELD_BYTES_MAX = 256 * 1024
 # Silence in the middle of an answer that is waited for as a whole, after which its upstream counts as lost.
-SILENT_S_MAX = 30.0
+SILENCE_S_MAX = 30.0
 SWITCHING = 101
 DIGITS_MAX = 18  # of a number in a header
 
@@ -25,7 +25,7 @@ class UpstreamLostError(Exception):
         self.sent = sent
 
 
-class Reply:
+class UpstreamResponse:
     """The answer of an upstream: its head, then its body piece by piece."""
 
     __slots__ = (
@@ -114,7 +114,7 @@ class Reply:
 
     async def _piece_in_time(self) -> bytes:
         try:
-            async with asyncio.timeout(SILENT_S_MAX):
+            async with asyncio.timeout(SILENCE_S_MAX):
                 return await self.piece()
         except TimeoutError:
             self.abandon()
@@ -156,8 +156,8 @@ class UpstreamConnection(asyncio.Protocol):
         # Called when the connection is lost, also between two requests.
         self.on_lost: Callable[[UpstreamConnection], None] | None = None
         self._parser: HttpResponseParser | None = None
-        self._waiter: asyncio.Future[Reply] | None = None
-        self._reply: Reply | None = None
+        self._waiter: asyncio.Future[UpstreamResponse] | None = None
+        self._reply: UpstreamResponse | None = None
         self._fields: list[tuple[bytes, bytes]] = []
         self._head_only = False
         self._reading = True
@@ -169,7 +169,9 @@ class UpstreamConnection(asyncio.Protocol):
         self.closed = False
         self.idle_since = 0.0
 
-    def send(self, request: bytes, *, head_only: bool, more: bool = False) -> asyncio.Future[Reply]:
+    def send(
+        self, request: bytes, *, head_only: bool, more: bool = False
+    ) -> asyncio.Future[UpstreamResponse]:
         """Sends a request, or its head if there is `more`; the future has the head of its answer."""
         assert self._parser is None, "one request at a time"
         self._parser = HttpResponseParser(self)
@@ -267,7 +269,7 @@ class UpstreamConnection(asyncio.Protocol):
         status = parser.get_status_code()
         if status < SWITCHING:
             return
-        self._reply = reply = Reply(self, status, self._fields)
+        self._reply = reply = UpstreamResponse(self, status, self._fields)
         waiter, self._waiter = self._waiter, None
         self._make_room()
         if self._head_only:

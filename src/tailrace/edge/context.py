@@ -12,7 +12,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
 from tailrace.edge.gate import Caller
-from tailrace.edge.headers import cache_line, id_line, own_request, whole_target
+from tailrace.edge.headers import build_request, cache_line, request_id_line, whole_target
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
@@ -111,8 +111,8 @@ class EdgeContext:
         """A read that a client is the reason for, and that others may share."""
         mark = self._mark_line(b"GET", target, caller)
         host = upstream.origin.host_header
-        more = (mark, id_line(caller.request_id), *more)
-        return own_request(b"GET", target, host, self.edge_id, caller.authorization, *more, via=caller.via)
+        more = (mark, request_id_line(caller.request_id), *more)
+        return build_request(b"GET", target, host, self.edge_id, caller.authorization, *more, via=caller.via)
 
     def _mark_line(self, method: bytes, target: bytes, caller: Caller) -> bytes:
         if self._mark is None:

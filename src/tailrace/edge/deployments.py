@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-DIFFERENT = "the upstreams are different servers: mode any is for one"
-THE_SAME = "two upstreams are one server: mode sharded is for several"
+DIFFERENT_SERVERS = "the upstreams are different servers: mode any is for one"
+SAME_SERVER = "two upstreams are one server: mode sharded is for several"
 
 
-class Deployments:
+class DeploymentCheck:
     """Remembers what each upstream was, and says which of them would split streams."""
 
     def __init__(self, mode: str) -> None:
@@ -25,10 +25,10 @@ class Deployments:
         others = [known for other, known in self._accepted.items() if other != upstream_id]
         if self._mode == "any" and any(known != deployment for known in others):
             self._accepted.pop(upstream_id, None)
-            return DIFFERENT
+            return DIFFERENT_SERVERS
         if self._mode == "sharded" and deployment in others:
             self._accepted.pop(upstream_id, None)
-            return THE_SAME
+            return SAME_SERVER
         before = self._last.get(upstream_id, deployment)
         self._accepted[upstream_id] = self._last[upstream_id] = deployment
         if before != deployment:

@@ -34,17 +34,17 @@ logger = logging.getLogger("tailrace.edge")
 
 crc32c = cast("Callable[[bytes], int]", google_crc32c.value)  # pyright: ignore[reportUnknownMemberType]
 MAGIC = b"TREDGE2\n"
-LAYOUT = struct.Struct(">8sIII")  # magic, length of the head, length of the body, CRC32C
+HEADER_LAYOUT = struct.Struct(">8sIII")  # magic, length of the head, length of the body, CRC32C
 # The owner remembers deleted names for 30 days; within that time a new stream has a higher epoch.
 AGE_S_MAX = 7 * 86_400
 PENDING_MAX = 64
 LOCK = "lock"
 ROOT = 0
 
-Key = tuple[str, ...]
+DiskKey = tuple[str, ...]
 
 
-class Head(msgspec.Struct, frozen=True):
+class SliceHeader(msgspec.Struct, frozen=True):
     """What is stored in front of the body."""
 
     key: list[str]
@@ -72,10 +72,10 @@ class DiskCache:
             self.bytes += size
         context.telemetry.edge_cache_bytes.reads[("disk",)] = lambda: self.bytes
 
-    def may_have(self, key: Key) -> bool:
+    def may_have(self, key: DiskKey) -> bool:
         return self._on and digest_of(key) in self._files
 
-    async def get(self, key: Key, deployment: str, epoch: int) -> Slice | None:
+    async def get(self, key: DiskKey, deployment: str, epoch: int) -> Slice | None:
         digest = digest_of(key)
         if not self._on or not deployment or digest not in self._files:
             return None
@@ -92,7 +92,7 @@ class DiskCache:
         fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.fields]
         return Slice(fields, body, self._context.loop.time() - age_s, head.epoch)
 
-    def put(self, key: Key, found: Slice, deployment: str) -> None:
+    def put(self, key: DiskKey, found: Slice, deployment: str) -> None:
         """Keeps a slice, unless the disk cannot keep up or has failed, or nobody knows whose it is."""
         if not self._on or not deployment or self._pending >= PENDING_MAX:
             return
@@ -142,7 +142,7 @@ class DiskCache:
         self._lock.close()
 
 
-def digest_of(key: Key) -> str:
+def digest_of(key: DiskKey) -> str:
     return hashlib.sha256("\0".join(key).encode()).hexdigest()
 
 
@@ -204,7 +204,7 @@ def _scan(directory: Path) -> list[tuple[str, int]]:
 def write_slice(path: Path, head: bytes, body: bytes) -> int:
     path.parent.mkdir(mode=private_files.DIRECTORY_MODE, exist_ok=True)
     rest = head + body
-    data = LAYOUT.pack(MAGIC, len(head), len(body), crc32c(rest)) + rest
+    data = HEADER_LAYOUT.pack(MAGIC, len(head), len(body), crc32c(rest)) + rest
     unfinished = path.with_suffix(f".{time.monotonic_ns()}")
     try:
         with private_files.create_private_file(unfinished) as file:
@@ -216,21 +216,21 @@ def write_slice(path: Path, head: bytes, body: bytes) -> int:
     return len(data)
 
 
-def read_slice(path: Path, key: Key, deployment: str, epoch: int) -> tuple[Head, bytes] | None:
+def read_slice(path: Path, key: DiskKey, deployment: str, epoch: int) -> tuple[SliceHeader, bytes] | None:
     """A file's content, or None if it is not what it should be."""
     try:
         data = path.read_bytes()
         os.utime(path)
     except OSError:
         return None
-    if len(data) < LAYOUT.size:
+    if len(data) < HEADER_LAYOUT.size:
         return None
-    magic, head_bytes, body_bytes, checksum = LAYOUT.unpack_from(data)
-    rest = data[LAYOUT.size :]
+    magic, head_bytes, body_bytes, checksum = HEADER_LAYOUT.unpack_from(data)
+    rest = data[HEADER_LAYOUT.size :]
     if magic != MAGIC or len(rest) != head_bytes + body_bytes or crc32c(rest) != checksum:
         return None
     try:
-        head = msgspec.json.decode(rest[:head_bytes], type=Head)
+        head = msgspec.json.decode(rest[:head_bytes], type=SliceHeader)
     except msgspec.DecodeError:
         return None
     if tuple(head.key) != key or head.deployment != deployment or head.epoch != epoch:

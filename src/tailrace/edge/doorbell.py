@@ -7,7 +7,7 @@ import asyncio
 from tailrace.edge.channel import Channel
 
 
-class Doorbell:
+class ChannelWaiter:
     """A reader that only wants to know. One wait each."""
 
     def __init__(
@@ -42,6 +42,6 @@ class Doorbell:
         until = asyncio.get_running_loop().time() + seconds
         while channel.end < offset and not channel.over and not channel.closed:
             left = until - asyncio.get_running_loop().time()
-            if left <= 0 or not await Doorbell(channel).wait(left):
+            if left <= 0 or not await ChannelWaiter(channel).wait(left):
                 return False
         return channel.end >= offset or channel.over

@@ -6,14 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tailrace.edge.connection import Reply
-from tailrace.edge.lifetimes import WINDOW_S_MIN, Lifetime, lifetime_of
+from tailrace.edge.connection import UpstreamResponse
+from tailrace.edge.lifetimes import WINDOW_S_MIN, StreamLifetime, parse_lifetime
 from tailrace.protocol import offsets
 
 STREAMS_KEPT = 100_000
 
 
-class Tide:
+class WriteCounter:
     """Writes that went to a stream whose name only the owner knows: they count for all streams."""
 
     __slots__ = ("writes",)
@@ -22,7 +22,7 @@ class Tide:
         self.writes = 0
 
 
-class Facts:
+class StreamInfo:
     """One stream. The edge has no truth of its own: all of it was said by an upstream."""
 
     __slots__ = (
@@ -38,7 +38,7 @@ class Facts:
         "renewal_at",
     )
 
-    def __init__(self, tide: Tide) -> None:
+    def __init__(self, tide: WriteCounter) -> None:
         # Rises when the stream's slices are dropped: an answer that was on its way is then not kept.
         self.generation = 0
         self._writes = 0
@@ -47,7 +47,7 @@ class Facts:
         self.epoch = -1
         self.end = ""  # the greatest end seen
         self.earliest = ""  # where reading can begin, once something was trimmed
-        self.lifetime: Lifetime | None = None  # None while not known
+        self.lifetime: StreamLifetime | None = None  # None while not known
         # Loop times at which the last read that reached the owner, and the last renewal, were sent.
         self.read_at = float("-inf")
         self.renewal_at = float("-inf")
@@ -80,25 +80,25 @@ class Facts:
             self.read_at = max(self.read_at, sent_at)
 
 
-class Asking(NamedTuple):
+class InfoRequest(NamedTuple):
     """When a question about a stream was sent, and what its slices were then."""
 
     sent_at: float
     generation: int
 
 
-class FactBook:
+class StreamInfoCache:
     """The streams that were asked for lately."""
 
     def __init__(self, on_drop: Callable[[str, str], None]) -> None:
-        self._facts: OrderedDict[str, Facts] = OrderedDict()
+        self._facts: OrderedDict[str, StreamInfo] = OrderedDict()
         self._on_drop = on_drop  # with the name and the reason
-        self._tide = Tide()
+        self._tide = WriteCounter()
 
-    def of(self, name: str) -> Facts:
+    def of(self, name: str) -> StreamInfo:
         facts = self._facts.get(name)
         if facts is None:
-            facts = self._facts[name] = Facts(self._tide)
+            facts = self._facts[name] = StreamInfo(self._tide)
             if len(self._facts) > STREAMS_KEPT:
                 oldest, _ = self._facts.popitem(last=False)
                 self._on_drop(oldest, "forgotten")
@@ -111,8 +111,8 @@ class FactBook:
         facts = self._facts.get(name)
         return facts is not None and facts.epoch >= 0
 
-    def asking(self, name: str, now: float) -> Asking:
-        return Asking(now, self.of(name).generation)
+    def asking(self, name: str, now: float) -> InfoRequest:
+        return InfoRequest(now, self.of(name).generation)
 
     def drop(self, name: str, reason: str) -> None:
         """The stream is gone, or another has its name: nothing of it may be served again."""
@@ -151,7 +151,7 @@ class FactBook:
         facts.note_written()
         self._note_end(name, facts, offset)
 
-    def note_reply(self, name: str, reply: Reply, sent_at: float) -> Facts:
+    def note_reply(self, name: str, reply: UpstreamResponse, sent_at: float) -> StreamInfo:
         """What the head of any answer about a stream tells: how it was when that was asked, or later."""
         facts = self.of(name)
         earliest = reply.get(b"stream-earliest-offset")
@@ -172,16 +172,16 @@ class FactBook:
             _note_earliest(facts, earliest.decode("latin-1"))
         return facts
 
-    def note_head(self, name: str, reply: Reply, now: float, asking: Asking) -> Facts:
+    def note_head(self, name: str, reply: UpstreamResponse, now: float, asking: InfoRequest) -> StreamInfo:
         """HEAD also tells how long the stream and its entries live."""
         assert asking.sent_at <= now, "an answer comes after its question"
         told = reply.status == 200 and self.of(name).generation == asking.generation
         facts = self.note_reply(name, reply, asking.sent_at)
         if told:
-            facts.lifetime = lifetime_of(reply, asking.sent_at)
+            facts.lifetime = parse_lifetime(reply, asking.sent_at)
         return facts
 
-    def _note_end(self, name: str, facts: Facts, end: str) -> None:
+    def _note_end(self, name: str, facts: StreamInfo, end: str) -> None:
         if end == facts.end:
             return
         epoch = offsets.parse_offset(end)[0]
@@ -193,7 +193,7 @@ class FactBook:
         facts.end = max(facts.end, end)
 
 
-def _note_earliest(facts: Facts, earliest: str) -> None:
+def _note_earliest(facts: StreamInfo, earliest: str) -> None:
     """HEAD names it always: as long as nothing was trimmed it is the start."""
     if earliest > facts.earliest and offsets.parse_offset(earliest)[1] > 0:
         facts.earliest = earliest

@@ -13,10 +13,10 @@ import msgspec
 from websockets.frames import Frame, Opcode
 from websockets.protocol import CLIENT, OPEN, Protocol
 
-from tailrace.edge.asks import stream_target
-from tailrace.edge.batch import Message, payload_of, read_message
-from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
-from tailrace.edge.headers import own_request
+from tailrace.edge.asks import build_stream_target
+from tailrace.edge.batch import FeedMessage, decode_message, message_payload
+from tailrace.edge.connection import UpstreamConnection, UpstreamLostError, UpstreamResponse
+from tailrace.edge.headers import build_request
 from tailrace.edge.upstreams import Upstream
 
 ACCEPT_SALT = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
@@ -27,7 +27,7 @@ DEAD_S = 45.0
 ABNORMAL = 1006
 
 
-class Answer(NamedTuple):
+class UpstreamAnswer(NamedTuple):
     """What an upstream said, to be passed on as it is."""
 
     status: int
@@ -35,26 +35,26 @@ class Answer(NamedTuple):
     body: bytes
 
 
-class RefusedError(Exception):
+class UpstreamRefusedError(Exception):
     """The upstream answered, and the answer is no."""
 
-    def __init__(self, refusal: Answer) -> None:
+    def __init__(self, refusal: UpstreamAnswer) -> None:
         super().__init__(f"status {refusal.status}")
         self.refusal = refusal
 
 
-def is_passing(status: int) -> bool:
+def is_transient(status: int) -> bool:
     """Whether an upstream that answers so may answer otherwise in a moment."""
     return status == 429 or status >= 500
 
 
-class Feed(asyncio.Protocol):
+class UpstreamFeed(asyncio.Protocol):
     """One open socket. Tells of each pair, and once of its end."""
 
     def __init__(
         self,
         transport: asyncio.Transport,
-        on_pair: Callable[[bytes | None, Message], None],
+        on_pair: Callable[[bytes | None, FeedMessage], None],
         on_end: Callable[[int], None],
         bytes_max: int,
     ) -> None:
@@ -124,12 +124,12 @@ class Feed(asyncio.Protocol):
 
     def _on_message(self, raw: bytes) -> None:
         try:
-            message = read_message(raw)
+            message = decode_message(raw)
         except msgspec.DecodeError:
             self.give_up()
             return
         if message.type == "data":
-            self._payload = payload_of(message)
+            self._payload = message_payload(message)
         elif message.type == "control":
             payload, self._payload = self._payload, None
             self._on_pair(payload, message)
@@ -151,15 +151,15 @@ async def open_feed(
     name: str,
     parameters: dict[str, str],
     authorization: bytes | None,
-    on_pair: Callable[[bytes | None, Message], None],
+    on_pair: Callable[[bytes | None, FeedMessage], None],
     on_end: Callable[[int], None],
     bytes_max: int,
-) -> Feed:
+) -> UpstreamFeed:
     """Opens `live=ws` on a stream; raises `RefusedError` or `UpstreamLostError`, and that in time."""
     key = base64.b64encode(secrets.token_bytes(16))
-    request = own_request(
+    request = build_request(
         b"GET",
-        stream_target(name, {"live": "ws", **parameters}),
+        build_stream_target(name, {"live": "ws", **parameters}),
         upstream.origin.host_header,
         edge_id,
         authorization,
@@ -168,29 +168,29 @@ async def open_feed(
     )
     try:
         async with asyncio.timeout(upstream.pool.answer_s):
-            reply, connection = await _upgraded(upstream, request)
+            reply, connection = await _upgrade(upstream, request)
     except TimeoutError:
         raise UpstreamLostError("the upstream's handshake did not come in time", sent=True) from None
     accept = base64.b64encode(hashlib.sha1(key + ACCEPT_SALT, usedforsecurity=False).digest())
     if connection.closed or reply.get(b"sec-websocket-accept") != accept:
         connection.abort()
         raise UpstreamLostError("the upstream's handshake is wrong", sent=True)
-    feed = Feed(connection.transport, on_pair, on_end, bytes_max)
+    feed = UpstreamFeed(connection.transport, on_pair, on_end, bytes_max)
     early = connection.take_over(feed)
     if early:
         feed.data_received(early)
     return feed
 
 
-async def _upgraded(upstream: Upstream, request: bytes) -> tuple[Reply, UpstreamConnection]:
+async def _upgrade(upstream: Upstream, request: bytes) -> tuple[UpstreamResponse, UpstreamConnection]:
     reply, connection = await upstream.pool.ask_apart(request)
     if reply.status != 101:
         try:
-            raise RefusedError(await answer_of(reply))
+            raise UpstreamRefusedError(await read_answer(reply))
         finally:
             connection.abort()
     return reply, connection
 
 
-async def answer_of(reply: Reply) -> Answer:
-    return Answer(reply.status, reply.fields, await reply.body(REFUSAL_BYTES_MAX) or b"")
+async def read_answer(reply: UpstreamResponse) -> UpstreamAnswer:
+    return UpstreamAnswer(reply.status, reply.fields, await reply.body(REFUSAL_BYTES_MAX) or b"")

@@ -7,30 +7,30 @@ import time
 from collections.abc import Callable
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
+from tailrace.edge.connection import UpstreamConnection, UpstreamLostError, UpstreamResponse
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.gate import Caller
 from tailrace.edge.headers import (
     cache_line,
-    framing_of,
+    framing_header,
     request_bytes,
     request_head,
     request_lines,
     response_lines,
 )
-from tailrace.edge.tunnel import tunnel
+from tailrace.edge.tunnel import open_tunnel
 from tailrace.edge.upstreams import Upstream
 from tailrace.http.exchange import BODILESS_STATUSES, Exchange, ResponseStream
 from tailrace.http.streaming_request import BodyLostError, BodyStream, StreamingExchange
 
-READS = frozenset((b"GET", b"HEAD"))
+READ_METHODS = frozenset((b"GET", b"HEAD"))
 # Answers up to this size go out in one piece.
 WHOLE_BYTES_MAX = 64 * 1024
 UNKNOWN_OUTCOME = "append outcome is unknown, check Stream-Next-Offset before retrying"
 # Headers that mean nothing when they come twice; joined into one they would mean something else.
-ONCE = frozenset((b"authorization", b"content-type"))
+SINGLE_HEADERS = frozenset((b"authorization", b"content-type"))
 
-Observe = Callable[[Reply], None]
+ReplyObserver = Callable[[UpstreamResponse], None]
 
 
 class Forwarder:
@@ -47,19 +47,19 @@ class Forwarder:
         caller: Caller | None,
         *,
         apart: bool = False,
-        observe: Observe | None = None,
+        observe: ReplyObserver | None = None,
     ) -> None:
         """Answers with what the upstream says; `apart` is for answers that may take long.
 
         `observe` sees the head of the answer before the client does. If it raises, the client gets that.
         """
-        check_once(exchange)
+        check_single_headers(exchange)
         if exchange.wants_websocket():
             await self._upgrade(exchange, upstream, caller)
             return
         context = self._context
         lines = request_lines(exchange, context.edge_id, context.mark_of(exchange, caller))
-        is_read = exchange.method in READS
+        is_read = exchange.method in READ_METHODS
         begun = time.monotonic()
         try:
             reply, connection = await self._ask(exchange, upstream, lines, apart=apart)
@@ -67,7 +67,7 @@ class Forwarder:
             return  # the client knows why, or is gone
         except UpstreamLostError as lost:
             upstream.note_failed(context.loop.time())
-            raise unavailable(lost, exchange.method) from None
+            raise upstream_unavailable(lost, exchange.method) from None
         theirs = reply.get(b"server-timing") or b""
         context.note_upstream(exchange, time.monotonic() - begun, reply.queued_s, theirs)
         try:
@@ -82,12 +82,12 @@ class Forwarder:
 
     async def _ask(
         self, exchange: Exchange, upstream: Upstream, lines: bytes, *, apart: bool
-    ) -> tuple[Reply, UpstreamConnection | None]:
+    ) -> tuple[UpstreamResponse, UpstreamConnection | None]:
         """The answer, and the connection if it has one of its own. Writes are sent once, whatever happens."""
-        intake = intake_of(exchange)
-        is_head, is_read = exchange.method == b"HEAD", exchange.method in READS
+        intake = pending_body(exchange)
+        is_head, is_read = exchange.method == b"HEAD", exchange.method in READ_METHODS
         if intake is not None:
-            head = request_head(exchange, lines, framing_of(intake))
+            head = request_head(exchange, lines, framing_header(intake))
             return await upstream.uploads.ask_while_coming(head, intake, head_only=is_head), None
         request = request_bytes(exchange, lines)
         if apart:
@@ -101,16 +101,16 @@ class Forwarder:
             reply, connection = await upstream.pool.ask_apart(request_bytes(exchange, lines))
         except UpstreamLostError as lost:
             upstream.note_failed(self._context.loop.time())
-            raise unavailable(lost, exchange.method) from None
+            raise upstream_unavailable(lost, exchange.method) from None
         if reply.status != 101:
             try:
                 await self.relay(exchange, reply, "BYPASS")
             finally:
                 connection.abort()
             return
-        tunnel(exchange, reply, connection)
+        open_tunnel(exchange, reply, connection)
 
-    async def relay(self, exchange: Exchange, reply: Reply, cache: str) -> None:
+    async def relay(self, exchange: Exchange, reply: UpstreamResponse, cache: str) -> None:
         """Gives the client an upstream's answer, as fast as it takes it."""
         head = response_lines(reply.fields, cache_line(cache) if cache else b"")
         length = reply.length
@@ -121,17 +121,19 @@ class Forwarder:
             try:
                 body = await reply.body(WHOLE_BYTES_MAX)
             except UpstreamLostError as lost:
-                raise unavailable(lost, exchange.method) from None
+                raise upstream_unavailable(lost, exchange.method) from None
             exchange.respond(reply.status, head, body or b"")
         else:
             await self._stream(exchange, reply, head, length)
 
-    async def _stream(self, exchange: Exchange, reply: Reply, head: bytes, length: int | None) -> None:
+    async def _stream(
+        self, exchange: Exchange, reply: UpstreamResponse, head: bytes, length: int | None
+    ) -> None:
         outlet = exchange.open_stream(reply.status, head, length)
         if outlet.closed:
             reply.abandon()  # the client has left
             return
-        drained = Drain(outlet)
+        drained = ClientDrain(outlet)
 
         def gone() -> None:
             drained.open()
@@ -150,7 +152,7 @@ class Forwarder:
         outlet.end()
 
 
-class Drain:
+class ClientDrain:
     """Waits until a client has taken what was written to it, or is gone."""
 
     def __init__(self, outlet: ResponseStream) -> None:
@@ -167,20 +169,20 @@ class Drain:
             await self._event.wait()
 
 
-def unavailable(lost: UpstreamLostError, method: bytes) -> TailraceError:
+def upstream_unavailable(lost: UpstreamLostError, method: bytes) -> TailraceError:
     """What a client is told when its request did not come through."""
-    if lost.sent and method not in READS:
+    if lost.sent and method not in READ_METHODS:
         return TailraceError("unavailable", UNKNOWN_OUTCOME)
     return TailraceError("unavailable", "the upstream does not answer")
 
 
-def intake_of(exchange: Exchange) -> BodyStream | None:
+def pending_body(exchange: Exchange) -> BodyStream | None:
     """The body, if it was not all here when the request was."""
     return exchange.intake if isinstance(exchange, StreamingExchange) else None
 
 
-def check_once(exchange: Exchange) -> None:
+def check_single_headers(exchange: Exchange) -> None:
     for name in exchange.repeated or ():
-        if name in ONCE or name.startswith((b"stream-", b"producer-")):
+        if name in SINGLE_HEADERS or name.startswith((b"stream-", b"producer-")):
             text = name.decode("latin-1")
             raise TailraceError("invalid_header", f"{text} is given more than once", header=text)

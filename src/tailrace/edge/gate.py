@@ -39,7 +39,7 @@ class Caller(NamedTuple):
         return cls(shared, ip, given.get(b"authorization"), via=via, request_id=request_id)
 
 
-class Gate:
+class Authenticator:
     """Checks tokens with the keys and the policy that the owner has.
 
     Credentials that cannot be checked here are the owner's to judge: such a client shares nothing.

@@ -23,7 +23,7 @@ HOP_BY_HOP = frozenset(
     )
 )
 # Written by the edge itself; what a client says about them is not believed.
-REQUEST_OWN = frozenset(
+REQUEST_REPLACED = frozenset(
     (
         b"content-length",
         b"expect",
@@ -39,7 +39,7 @@ REQUEST_OWN = frozenset(
     )
 )
 # Of an answer: net and the edge write their own.
-RESPONSE_OWN = frozenset(
+RESPONSE_REPLACED = frozenset(
     (
         b"content-length",
         b"date",
@@ -56,17 +56,17 @@ EXPOSED = http_headers.expose_headers_line(http_headers.RESPONSE_HEADERS).partit
 
 def request_lines(exchange: Exchange, edge_id: bytes, mark: bytes = b"", *, upgrade: bool = False) -> bytes:
     """The header lines with which a client's request goes on. `mark` is the line that vouches for it."""
-    named = _named(exchange.headers.get(b"connection", b""))
+    named = _connection_headers(exchange.headers.get(b"connection", b""))
     lines: list[bytes] = []
     for name, value in exchange.headers.items():
-        if name in REQUEST_OWN or name in HOP_BY_HOP or name in named:
+        if name in REQUEST_REPLACED or name in HOP_BY_HOP or name in named:
             continue
         lines.append(b"%b: %b\r\n" % (name, value))
     host = exchange.headers.get(b"host", b"")
     address = exchange.peer.rpartition(":")[0].encode()
     lines.append(b"host: %b\r\n%b" % (host, via_line(edge_id, exchange.headers.get(b"via", b""))))
     lines.append(b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (address, exchange.scheme))
-    lines.append(b"x-forwarded-host: %b\r\n%b%b" % (host, id_line(exchange.request_id), mark))
+    lines.append(b"x-forwarded-host: %b\r\n%b%b" % (host, request_id_line(exchange.request_id), mark))
     if upgrade:
         asked = exchange.headers.get(b"upgrade", b"websocket")
         lines.append(b"connection: Upgrade\r\nupgrade: %b\r\n" % asked)
@@ -91,7 +91,7 @@ def request_head(exchange: Exchange, lines: bytes, framing: bytes) -> bytes:
     return b"%b %b HTTP/1.1\r\n%b%b\r\n" % (exchange.method, whole_target(exchange), lines, framing)
 
 
-def framing_of(intake: BodyStream) -> bytes:
+def framing_header(intake: BodyStream) -> bytes:
     if intake.length is None:
         return b"transfer-encoding: chunked\r\n"
     return b"content-length: %d\r\n" % intake.length
@@ -102,7 +102,7 @@ def response_lines(fields: Iterable[tuple[bytes, bytes]], *more: bytes) -> bytes
     lines: list[bytes] = []
     for name, value in fields:
         lower = name.lower()
-        if lower in RESPONSE_OWN or lower in HOP_BY_HOP:
+        if lower in RESPONSE_REPLACED or lower in HOP_BY_HOP:
             continue
         if lower == b"access-control-expose-headers" and value == EXPOSED:
             continue
@@ -112,7 +112,7 @@ def response_lines(fields: Iterable[tuple[bytes, bytes]], *more: bytes) -> bytes
     return b"".join(lines) + b"".join(more)
 
 
-def unnamed(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def without_request_id(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The fields of an answer that is for several: the id of the request that brought it is one client's."""
     return [field for field in fields if field[0].lower() != b"x-request-id" and field[1] != b"X-Request-Id"]
 
@@ -126,12 +126,12 @@ def via_line(edge_id: bytes, seen: bytes = b"") -> bytes:
     return b"via: %b1.1 tailrace-edge-%b\r\n" % (seen + b", " if seen else b"", edge_id)
 
 
-def id_line(request_id: bytes) -> bytes:
+def request_id_line(request_id: bytes) -> bytes:
     """The name of a request, so that it is found by it in the log of the owner, too."""
     return b"x-request-id: %b\r\n" % request_id if request_id else b""
 
 
-def own_request(
+def build_request(
     method: bytes,
     target: bytes,
     host: bytes,
@@ -152,6 +152,6 @@ def own_request(
     )
 
 
-def _named(connection: bytes) -> frozenset[bytes]:
+def _connection_headers(connection: bytes) -> frozenset[bytes]:
     """Headers that the client has tied to its connection."""
     return frozenset(token.strip().lower() for token in connection.split(b",")) - {b"", b"close"}

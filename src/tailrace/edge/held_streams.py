@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.channels import Channels
+from tailrace.edge.channels import ChannelTable
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.facts import FactBook
+from tailrace.edge.facts import StreamInfoCache
 from tailrace.edge.gate import Caller
 from tailrace.edge.headers import cache_line
 from tailrace.edge.upstreams import Upstream
@@ -37,7 +37,7 @@ FindUpstream = Callable[[], Upstream]
 
 
 @dataclass(slots=True)
-class Held:
+class HeldResponse:
     """One response that waits for its upstream."""
 
     find_upstream: FindUpstream
@@ -45,16 +45,16 @@ class Held:
     silent_since: float
 
 
-class HeldStreams:
+class HeldEventStreams:
     """Which event streams are known, and the responses that wait."""
 
-    def __init__(self, context: EdgeContext, channels: Channels, book: FactBook) -> None:
+    def __init__(self, context: EdgeContext, channels: ChannelTable, book: StreamInfoCache) -> None:
         self._context = context
         self._clients = channels.clients
         self._book = book
         # Forwarded event streams that an upstream has answered with 200, the most recent last.
         self._answered: OrderedDict[bytes, None] = OrderedDict()
-        self._held: dict[ResponseStream, Held] = {}
+        self._held: dict[ResponseStream, HeldResponse] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def note_answered(self, exchange: Exchange) -> None:
@@ -87,7 +87,7 @@ class HeldStreams:
             return
         retry_ms = random.randint(*RETRY_MS)  # noqa: S311 - spreads load
         outlet.write(b": upstream unavailable, waiting for it\nretry: %d\n\n" % retry_ms)
-        self._held[outlet] = Held(find_upstream, now + context.limits.edge_hold_ms / 1000, now)
+        self._held[outlet] = HeldResponse(find_upstream, now + context.limits.edge_hold_ms / 1000, now)
         self._clients["held"] += 1
         outlet.on_gone = lambda: self._forget(outlet)
         if self._timer is None:

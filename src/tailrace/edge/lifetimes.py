@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from tailrace.common.timestamps import parse_rfc3339_ns
-from tailrace.edge.connection import Reply
+from tailrace.edge.connection import UpstreamResponse
 
 # Of a stream that ends sooner without reads nothing is kept: there would be no time to renew it.
 WINDOW_S_MIN = 4
@@ -15,7 +15,7 @@ WINDOW_S_MIN = 4
 DATE_S = 1.0
 
 
-class Lifetime(NamedTuple):
+class StreamLifetime(NamedTuple):
     """What bounds a stream. Set when the stream is made, and never changed."""
 
     window_s: int | None = None  # of a TTL: it ends if nobody reads or writes for this long
@@ -23,22 +23,22 @@ class Lifetime(NamedTuple):
     retained: bool = False  # its oldest entries are taken away, by age or by size
 
 
-FOR_EVER = Lifetime()
+NO_EXPIRY = StreamLifetime()
 
 
-def lifetime_of(reply: Reply, sent_at: float) -> Lifetime:
+def parse_lifetime(reply: UpstreamResponse, sent_at: float) -> StreamLifetime:
     """What the answer to a HEAD says; `sent_at` is the loop time at which it was asked for."""
     window, expires = reply.get(b"stream-ttl"), reply.get(b"stream-expires-at")
     retained = any(reply.get(name) for name in (b"stream-retention", b"stream-retention-bytes"))
     if window is not None:
-        return Lifetime(window_s=reply.number(b"stream-ttl") or 0, retained=retained)
+        return StreamLifetime(window_s=reply.number(b"stream-ttl") or 0, retained=retained)
     if expires is not None:
-        left_s = _left_s(expires.decode("latin-1"), reply.get(b"date") or b"")
-        return Lifetime(ends_at=sent_at + left_s, retained=retained)
-    return Lifetime(retained=True) if retained else FOR_EVER
+        left_s = _remaining_s(expires.decode("latin-1"), reply.get(b"date") or b"")
+        return StreamLifetime(ends_at=sent_at + left_s, retained=retained)
+    return StreamLifetime(retained=True) if retained else NO_EXPIRY
 
 
-def _left_s(expires: str, date: bytes) -> float:
+def _remaining_s(expires: str, date: bytes) -> float:
     """The time to an instant of the owner's clock, rounded down; none if it cannot be told."""
     instant_ns = parse_rfc3339_ns(expires)
     try:

@@ -7,16 +7,16 @@ import random
 from collections.abc import Callable
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import Reading
-from tailrace.edge.channel import NOT_ALLOWED, Key
-from tailrace.edge.channels import Channels
+from tailrace.edge.asks import SharedRead
+from tailrace.edge.channel import CLOSE_NOT_ALLOWED, ChannelKey
+from tailrace.edge.channels import ChannelTable
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.feed import RefusedError
-from tailrace.edge.gate import Caller, Gate
+from tailrace.edge.feed import UpstreamRefusedError
+from tailrace.edge.gate import Authenticator, Caller
 from tailrace.edge.headers import cache_line
 from tailrace.edge.reader import LiveReader
-from tailrace.edge.slices import Slices
+from tailrace.edge.slices import SliceReader
 from tailrace.http.exchange import Exchange
 from tailrace.http.live_transport import LiveWebSocketHandler, SseTransport, WebSocketTransport
 from tailrace.protocol import offsets
@@ -26,14 +26,16 @@ from tailrace.protocol.sse import EVENT_STREAM_HEADERS
 TICK_S = 1.0
 # At shutdown readers are sent away at this rate, so that they do not all come back in one moment; faster only
 # if they are so many that it would take longer than this.
-ENDED_PER_S = 2000
-END_S_MAX = 5.0
+CLOSED_PER_S = 2000
+CLOSE_S_MAX = 5.0
 
 
-class Live:
+class EdgeLiveReaders:
     """All live readers: how they come in, and the one timer for keep-alives and rotation."""
 
-    def __init__(self, context: EdgeContext, gate: Gate, channels: Channels, slices: Slices) -> None:
+    def __init__(
+        self, context: EdgeContext, gate: Authenticator, channels: ChannelTable, slices: SliceReader
+    ) -> None:
         self.context = context
         self._gate = gate
         self.channels = channels
@@ -46,7 +48,7 @@ class Live:
             context.telemetry.edge_fanout_bytes.reads[(mode,)] = lambda mode=mode: self.fanout_bytes[mode]
         self._timer: asyncio.TimerHandle | None = None
 
-    async def follow(self, exchange: Exchange, reading: Reading, caller: Caller) -> bool:
+    async def follow(self, exchange: Exchange, reading: SharedRead, caller: Caller) -> bool:
         """Makes a live reader of a request. False if the owner has to decide: nothing was answered then."""
         if reading.mode == "ws" and not exchange.wants_websocket():
             return False
@@ -56,11 +58,11 @@ class Live:
             if offset == "now":
                 outcome = "MISS"
                 offset = await self._tail(reading.name, caller)
-            key = Key(reading.name, reading.fmt, reading.key)
+            key = ChannelKey(reading.name, reading.fmt, reading.key)
             channel, known = await self.channels.open(key, caller.authorization)
             reader = LiveReader(self, channel, reading, caller, offset)
             first = await reader.prepare()
-        except RefusedError:
+        except UpstreamRefusedError:
             return False
         except UpstreamLostError:
             raise TailraceError("unavailable", "the upstream does not answer") from None
@@ -122,11 +124,11 @@ class Live:
         """Keys or revocations have changed: whoever has lost their right is sent away."""
         for reader in tuple(self.readers):
             if not self._gate.stands(reader.caller):
-                reader.finish(NOT_ALLOWED)
+                reader.finish(CLOSE_NOT_ALLOWED)
 
     def end_all(self) -> None:
         """Shutdown: everybody is sent away and comes back elsewhere, not all at once."""
-        pace_s = leaving_pace_s(len(self.readers))
+        pace_s = close_interval_s(len(self.readers))
         for index, reader in enumerate(tuple(self.readers)):
             delay_s = index * pace_s
             end: Callable[[], None] = reader.rotate
@@ -143,6 +145,6 @@ class Live:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
 
 
-def leaving_pace_s(readers: int) -> float:
+def close_interval_s(readers: int) -> float:
     """The time between two of so many readers that are sent away."""
-    return min(1 / ENDED_PER_S, END_S_MAX / max(1, readers))
+    return min(1 / CLOSED_PER_S, CLOSE_S_MAX / max(1, readers))

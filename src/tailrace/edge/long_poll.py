@@ -11,17 +11,17 @@ import time
 from typing import NamedTuple
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import Reading, stream_target
-from tailrace.edge.channel import Channel, Key
-from tailrace.edge.channels import Channels
+from tailrace.edge.asks import SharedRead, build_stream_target
+from tailrace.edge.channel import Channel, ChannelKey
+from tailrace.edge.channels import ChannelTable
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.doorbell import Doorbell
-from tailrace.edge.facts import FactBook
-from tailrace.edge.feed import Answer, RefusedError
-from tailrace.edge.gate import Caller, Gate
-from tailrace.edge.headers import cache_line, response_lines, unnamed
-from tailrace.edge.slices import OF_ONE
+from tailrace.edge.doorbell import ChannelWaiter
+from tailrace.edge.facts import StreamInfoCache
+from tailrace.edge.feed import UpstreamAnswer, UpstreamRefusedError
+from tailrace.edge.gate import Authenticator, Caller
+from tailrace.edge.headers import cache_line, response_lines, without_request_id
+from tailrace.edge.slices import UNSHARED_STATUSES
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import NO_STORE, header_line
 from tailrace.protocol.offsets import next_cursor
@@ -31,26 +31,28 @@ from tailrace.protocol.query_params import wait_limit_lines, wait_ms
 FROM_NOW = "true"
 
 
-class Asked(NamedTuple):
+class UpstreamPoll(NamedTuple):
     """A question to the owner that is under way, and what was known when it was sent."""
 
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[UpstreamAnswer]
     writes: int
 
 
 class LongPolls:
     """Readers that wait for the next batch and are answered once."""
 
-    def __init__(self, context: EdgeContext, gate: Gate, channels: Channels, book: FactBook) -> None:
+    def __init__(
+        self, context: EdgeContext, gate: Authenticator, channels: ChannelTable, book: StreamInfoCache
+    ) -> None:
         self._context = context
         self._gate = gate
         self._channels = channels
         self._book = book
-        self._asked: dict[tuple[str, ...], Asked] = {}
-        self._bells: dict[Doorbell, Caller] = {}
+        self._asked: dict[tuple[str, ...], UpstreamPoll] = {}
+        self._bells: dict[ChannelWaiter, Caller] = {}
         self._stopping = False
 
-    async def answer(self, exchange: Exchange, reading: Reading, caller: Caller) -> bool:
+    async def answer(self, exchange: Exchange, reading: SharedRead, caller: Caller) -> bool:
         """Answers now or later. False if the owner has to decide: nothing was answered then."""
         limits = self._context.limits
         patience_ms = wait_ms(reading.query, limits.long_poll_default_ms, limits.long_poll_max_ms)
@@ -58,14 +60,14 @@ class LongPolls:
         self._channels.clients["long-poll"] += 1
         try:
             return await self._wait(exchange, reading, caller, until)
-        except RefusedError:
+        except UpstreamRefusedError:
             return False
         except UpstreamLostError:
             raise TailraceError("unavailable", "the upstream does not answer") from None
         finally:
             self._channels.clients["long-poll"] -= 1
 
-    async def _wait(self, exchange: Exchange, reading: Reading, caller: Caller, until: float) -> bool:
+    async def _wait(self, exchange: Exchange, reading: SharedRead, caller: Caller, until: float) -> bool:
         context = self._context
         outcome = "HIT"
         if reading.offset == "now":
@@ -75,7 +77,7 @@ class LongPolls:
                 return False
             tail = (reply.get(b"stream-next-offset") or b"").decode("latin-1")
             reading = reading._replace(offset=tail, raw_live=FROM_NOW)
-        key = Key(reading.name, "", reading.key)
+        key = ChannelKey(reading.name, "", reading.key)
         while True:
             channel, known = await self._channels.open(key, caller.authorization)
             outcome = outcome if known else "MISS"
@@ -85,7 +87,7 @@ class LongPolls:
                 if answer.status != 204 or _is_closed(answer):
                     self._pass_on(exchange, reading, answer, outcome)
                     return True
-                reading = reading._replace(offset=_next_of(answer))
+                reading = reading._replace(offset=_next_offset(answer))
             left_s = until - context.loop.time()
             rung = channel.end > reading.offset or channel.closed or channel.over
             if left_s > 0 and not rung and not self._stopping:
@@ -98,7 +100,7 @@ class LongPolls:
                 return True
 
     async def _hear(self, channel: Channel, caller: Caller, seconds: float) -> bool:
-        bell = Doorbell(channel, caller.authorization, caller.until_s)
+        bell = ChannelWaiter(channel, caller.authorization, caller.until_s)
         self._bells[bell] = caller
         try:
             return await bell.wait(seconds)
@@ -119,7 +121,7 @@ class LongPolls:
 
     # -- asking the owner
 
-    async def _ask(self, reading: Reading, caller: Caller) -> Answer:
+    async def _ask(self, reading: SharedRead, caller: Caller) -> UpstreamAnswer:
         """What the owner answers right now; all who ask the same at once ask together."""
         facts = self._book.of(reading.name)
         key = (reading.name, reading.offset, reading.fmt, reading.key, reading.raw_live)
@@ -128,13 +130,13 @@ class LongPolls:
             self._context.telemetry.edge_coalesced.value += 1
             try:
                 return await asyncio.shield(asked.task)
-            except RefusedError as refused:
-                if refused.refusal.status not in OF_ONE:
+            except UpstreamRefusedError as refused:
+                if refused.refusal.status not in UNSHARED_STATUSES:
                     raise
         task = self._context.loop.create_task(self._fetch(reading, caller))
-        asked = self._asked[key] = Asked(task, facts.writes)
+        asked = self._asked[key] = UpstreamPoll(task, facts.writes)
 
-        def answered(_: asyncio.Task[Answer]) -> None:
+        def answered(_: asyncio.Task[UpstreamAnswer]) -> None:
             if self._asked.get(key) is asked:
                 del self._asked[key]
             if not task.cancelled():
@@ -143,33 +145,33 @@ class LongPolls:
         task.add_done_callback(answered)
         return await asyncio.shield(task)
 
-    async def _fetch(self, reading: Reading, caller: Caller) -> Answer:
+    async def _fetch(self, reading: SharedRead, caller: Caller) -> UpstreamAnswer:
         context = self._context
         upstream = context.upstreams.of(reading.name)
         parameters = {**reading.parameters, "live": reading.raw_live, "timeout_ms": "0"}
-        request = context.request_for(caller, upstream, stream_target(reading.name, parameters))
+        request = context.request_for(caller, upstream, build_stream_target(reading.name, parameters))
         sent_at = context.loop.time()
         reply = await upstream.pool.ask(request, again=True)
         body = await reply.body(context.limits.edge_frame_bytes)
         self._book.note_reply(reading.name, reply, sent_at)
         if body is None:
             raise TailraceError("unavailable", "the upstream's answer is too large for this edge")
-        answer = Answer(reply.status, reply.fields, body)
+        answer = UpstreamAnswer(reply.status, reply.fields, body)
         if reply.status >= 400:
-            raise RefusedError(answer)
+            raise UpstreamRefusedError(answer)
         return answer
 
     # -- answering
 
-    def _pass_on(self, exchange: Exchange, reading: Reading, answer: Answer, outcome: str) -> None:
+    def _pass_on(self, exchange: Exchange, reading: SharedRead, answer: UpstreamAnswer, outcome: str) -> None:
         dropped = (b"stream-cursor", b"etag") if reading.query.get("offset") == "now" else (b"stream-cursor",)
-        fields = [field for field in unnamed(answer.fields) if field[0].lower() not in dropped]
+        fields = [field for field in without_request_id(answer.fields) if field[0].lower() not in dropped]
         self._context.telemetry.edge_requests.add("long-poll", outcome, answer.status)
         cursor = b"" if _is_closed(answer) else self._cursor(reading)
         head = response_lines(fields, cursor, reading.start_line, cache_line(outcome))
         exchange.respond(answer.status, head, answer.body)
 
-    def _idle(self, exchange: Exchange, reading: Reading, channel: Channel, outcome: str) -> None:
+    def _idle(self, exchange: Exchange, reading: SharedRead, channel: Channel, outcome: str) -> None:
         """The time is up. Up to date is only who has all there is, as far as that is known."""
         head = header_line("Stream-Next-Offset", reading.offset) + NO_STORE + self._cursor(reading)
         head += reading.start_line
@@ -180,14 +182,14 @@ class LongPolls:
         self._context.telemetry.edge_requests.add("long-poll", outcome, 204)
         exchange.respond(204, head + cache_line(outcome))
 
-    def _cursor(self, reading: Reading) -> bytes:
+    def _cursor(self, reading: SharedRead) -> bytes:
         return header_line("Stream-Cursor", next_cursor(reading.cursor, self._context.now_s()))
 
 
-def _is_closed(answer: Answer) -> bool:
+def _is_closed(answer: UpstreamAnswer) -> bool:
     return any(name.lower() == b"stream-closed" for name, _ in answer.fields)
 
 
-def _next_of(answer: Answer) -> str:
+def _next_offset(answer: UpstreamAnswer) -> str:
     found = (value for name, value in answer.fields if name.lower() == b"stream-next-offset")
     return next(found, b"").decode("latin-1")

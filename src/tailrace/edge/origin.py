@@ -12,7 +12,7 @@ from tailrace.common.settings import SettingsError
 _NAMED = re.compile(r"([A-Za-z0-9._-]+)=(https?://.*)")
 
 
-class Origin(NamedTuple):
+class UpstreamAddress(NamedTuple):
     """One upstream as it was given: `URL` or `name=URL`."""
 
     id: str
@@ -26,10 +26,10 @@ class Origin(NamedTuple):
         return f"{host}:{self.port}".encode()
 
 
-def parse_origins(text: str) -> list[Origin]:
+def parse_upstreams(text: str) -> list[UpstreamAddress]:
     """The upstreams of a comma-separated list; refuses what cannot be one."""
     items = [text] if "@" in text else text.split(",")  # whose password may have a comma
-    origins = [_parse(item.strip()) for item in items if item.strip()]
+    origins = [_parse_upstream(item.strip()) for item in items if item.strip()]
     if not origins:
         raise SettingsError("an edge needs an upstream: tailrace edge --upstream http://host:4437")
     if len({origin.id for origin in origins}) != len(origins):
@@ -37,7 +37,7 @@ def parse_origins(text: str) -> list[Origin]:
     return origins
 
 
-def _parse(text: str) -> Origin:
+def _parse_upstream(text: str) -> UpstreamAddress:
     named = _NAMED.fullmatch(text)
     url = named[2] if named else text
     parts = urlsplit(url)
@@ -47,13 +47,15 @@ def _parse(text: str) -> Origin:
         port = -1
     plain = parts.path in ("", "/") and not parts.query and not parts.username and not parts.password
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or not plain:
-        raise SettingsError(f"an upstream is given as http://host:port or https://host:port{_instead(text)}")
+        raise SettingsError(f"an upstream is given as http://host:port or https://host:port{_redacted(text)}")
     tls = ssl.create_default_context() if parts.scheme == "https" else None
     port = port or (443 if tls else 80)
     shown = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return Origin(named[1] if named else f"{parts.scheme}://{shown}:{port}", parts.hostname, port, tls)
+    return UpstreamAddress(
+        named[1] if named else f"{parts.scheme}://{shown}:{port}", parts.hostname, port, tls
+    )
 
 
-def _instead(text: str) -> str:
+def _redacted(text: str) -> str:
     """What was given instead, if that may be shown: a password in it is nobody's business."""
     return ", without a user or a password" if "@" in text else f", not {text.partition('?')[0]!r}"

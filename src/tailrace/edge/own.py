@@ -12,15 +12,15 @@ from tailrace.edge.headers import cache_line
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import JSON_TYPE, NO_STORE, error_response
 
-HEALTH = (b"/healthz", b"/health")
-PATHS = (*HEALTH, b"/readyz", b"/metrics")
-READS = (b"GET", b"HEAD")
+HEALTH_PATHS = (b"/healthz", b"/health")
+ADMIN_PATHS = (*HEALTH_PATHS, b"/readyz", b"/metrics")
+READ_METHODS = (b"GET", b"HEAD")
 # Nobody upstream is asked, and nothing of it is kept.
 BYPASS = NO_STORE + cache_line("BYPASS")
 METRICS_TYPE = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 
 
-class OwnRoutes:
+class AdminRoutes:
     """Answered here, never upstream."""
 
     def __init__(self, context: EdgeContext) -> None:
@@ -29,13 +29,13 @@ class OwnRoutes:
 
     def answer(self, exchange: Exchange, inspect: Callable[[Exchange], None]) -> None:
         """`inspect` refuses who may not look at the numbers."""
-        if exchange.method not in READS:
+        if exchange.method not in READ_METHODS:
             allow = (("Allow", "GET, HEAD, OPTIONS"),)
             raise TailraceError("method_not_allowed", "this path takes GET, HEAD, OPTIONS", headers=allow)
         if exchange.path == b"/metrics":
             inspect(exchange)
             exchange.respond(200, METRICS_TYPE + BYPASS, self._context.telemetry.render())
-        elif exchange.path in HEALTH:
+        elif exchange.path in HEALTH_PATHS:
             exchange.respond(200, JSON_TYPE + BYPASS, b'{"status":"ok"}')
         else:
             self._answer_ready(exchange)
@@ -58,16 +58,16 @@ class EdgeMetricsApp:
 
     fixed_headers: bytes | None = b"X-Content-Type-Options: nosniff\r\n"
 
-    def __init__(self, own: OwnRoutes) -> None:
+    def __init__(self, own: AdminRoutes) -> None:
         self._own = own
 
     def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
         return self.handle
 
     def handle(self, exchange: Exchange) -> None:
-        if exchange.path not in PATHS:
+        if exchange.path not in ADMIN_PATHS:
             raise TailraceError("not_found", "this port serves /metrics, /healthz and /readyz")
-        self._own.answer(exchange, _everybody)
+        self._own.answer(exchange, _allow_all)
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         return error_response(error)
@@ -76,5 +76,5 @@ class EdgeMetricsApp:
         return self.fixed_headers or b""
 
 
-def _everybody(_: Exchange) -> None:
+def _allow_all(_: Exchange) -> None:
     """Who can reach the port may read them."""

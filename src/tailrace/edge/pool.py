@@ -7,20 +7,22 @@ import time
 from collections import deque
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
-from tailrace.edge.origin import Origin
+from tailrace.edge.connection import UpstreamConnection, UpstreamLostError, UpstreamResponse
+from tailrace.edge.origin import UpstreamAddress
 from tailrace.http.exchange import LAST_CHUNK, chunk
 from tailrace.http.streaming_request import BodyStream
 
 # A kept connection that was silent longer is not trusted with a request: its other end may be closing it.
-KEPT_S_MAX = 20.0
+IDLE_S_MAX = 20.0
 CONNECT_S = 5.0
 
 
-class Pool:
+class ConnectionPool:
     """Requests to one upstream. Long answers and sockets have connections of their own."""
 
-    def __init__(self, origin: Origin, connections_max: int, queue_max: int, answer_s: float) -> None:
+    def __init__(
+        self, origin: UpstreamAddress, connections_max: int, queue_max: int, answer_s: float
+    ) -> None:
         self.origin = origin
         self._loop = asyncio.get_running_loop()
         self._free = connections_max
@@ -41,7 +43,7 @@ class Pool:
     def queued(self) -> int:
         return len(self._waiting)
 
-    async def ask(self, request: bytes, *, head_only: bool = False, again: bool = False) -> Reply:
+    async def ask(self, request: bytes, *, head_only: bool = False, again: bool = False) -> UpstreamResponse:
         """Sends a request when it is its turn. With `again` it is tried once more if nothing came back."""
         queued_s = await self._turn()
         connection = await self._kept_or_new()
@@ -56,7 +58,9 @@ class Pool:
         reply.queued_s = queued_s
         return reply
 
-    async def ask_while_coming(self, head: bytes, body: BodyStream, *, head_only: bool = False) -> Reply:
+    async def ask_while_coming(
+        self, head: bytes, body: BodyStream, *, head_only: bool = False
+    ) -> UpstreamResponse:
         """Sends a request whose body is still coming, as fast as the upstream takes it.
 
         An upstream that answers before the end gets no more of it. Raises `BodyLostError` if there is no end.
@@ -89,7 +93,7 @@ class Pool:
         connection.send_more(piece, last=body.ended)
         return body.ended
 
-    async def ask_apart(self, request: bytes) -> tuple[Reply, UpstreamConnection]:
+    async def ask_apart(self, request: bytes) -> tuple[UpstreamResponse, UpstreamConnection]:
         """Sends a request on a connection of its own, for answers that take as long as they like."""
         connection = await self._connect()
         try:
@@ -134,7 +138,7 @@ class Pool:
     # -- connections
 
     async def _kept_or_new(self) -> UpstreamConnection:
-        oldest = self._loop.time() - KEPT_S_MAX
+        oldest = self._loop.time() - IDLE_S_MAX
         while self._idle:
             connection = self._idle.pop()
             if connection.closed or connection.transport.is_closing():
@@ -168,7 +172,9 @@ class Pool:
         self._all.add(connection)
         return connection
 
-    async def _send(self, connection: UpstreamConnection, request: bytes, *, head_only: bool) -> Reply:
+    async def _send(
+        self, connection: UpstreamConnection, request: bytes, *, head_only: bool
+    ) -> UpstreamResponse:
         try:
             async with asyncio.timeout(self.answer_s):
                 return await connection.send(request, head_only=head_only)
@@ -179,7 +185,7 @@ class Pool:
             connection.abort()
             raise UpstreamLostError("the upstream did not answer in time", sent=True) from None
 
-    def let_go(self, reply: Reply) -> None:
+    def let_go(self, reply: UpstreamResponse) -> None:
         """An answer that has no end in sight gives its turn to others."""
         connection = reply.connection
         if connection is not None and connection in self._slots:

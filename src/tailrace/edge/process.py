@@ -25,23 +25,23 @@ from tailrace.common.settings import Settings, SettingsError
 from tailrace.common.settings_loading import unknown_variable_warnings
 from tailrace.edge.app import EdgeApp
 from tailrace.edge.cache import MemoryCache
-from tailrace.edge.channel import GOING_AWAY, GONE
-from tailrace.edge.channels import Channels
+from tailrace.edge.channel import CLOSE_GOING_AWAY, CLOSE_GONE
+from tailrace.edge.channels import ChannelTable
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.disk import DiskCache
-from tailrace.edge.facts import FactBook
-from tailrace.edge.gate import Gate
-from tailrace.edge.held_streams import HeldStreams
-from tailrace.edge.live import Live
+from tailrace.edge.facts import StreamInfoCache
+from tailrace.edge.gate import Authenticator
+from tailrace.edge.held_streams import HeldEventStreams
+from tailrace.edge.live import EdgeLiveReaders
 from tailrace.edge.long_poll import LongPolls
 from tailrace.edge.metrics import EdgeTelemetry
-from tailrace.edge.origin import parse_origins
+from tailrace.edge.origin import parse_upstreams
 from tailrace.edge.own import EdgeMetricsApp
-from tailrace.edge.registry import Registry
-from tailrace.edge.revocations import Revoked
-from tailrace.edge.slices import Slices
+from tailrace.edge.registry import RegistryFollower
+from tailrace.edge.revocations import RevocationFollower
+from tailrace.edge.slices import SliceReader
 from tailrace.edge.token import EdgeToken
-from tailrace.edge.ttl_renewal import Renewals
+from tailrace.edge.ttl_renewal import TtlRenewals
 from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.http import request_log
 from tailrace.http.server import HttpServer
@@ -57,7 +57,7 @@ IDENTITIES_S = 1.0
 
 def run(settings: Settings) -> int:
     """`tailrace edge`: the exit code of an edge's whole life."""
-    settings = listening(settings)
+    settings = listen_settings(settings)
     check_listen_address(settings)
     private_files.restrict_umask()
     configure_logging(settings.log_level, settings.log_format)
@@ -75,7 +75,7 @@ def run(settings: Settings) -> int:
         return 1
 
 
-def listening(settings: Settings) -> Settings:
+def listen_settings(settings: Settings) -> Settings:
     """The settings with the edge's own address: a server and an edge may share one settings file."""
     host, colon, port = settings.edge_listen.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
@@ -91,7 +91,7 @@ async def serve(settings: Settings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    edge = Edge(settings)
+    edge = EdgeServer(settings)
     loop.add_signal_handler(signal.SIGHUP, edge.hang_up)
     try:
         await edge.start()
@@ -104,13 +104,13 @@ async def serve(settings: Settings) -> int:
     return 0
 
 
-class Edge:
+class EdgeServer:
     """All parts of one edge process."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         edge_id = secrets.token_hex(4).encode()
-        origins = parse_origins(settings.edge_upstream)
+        origins = parse_upstreams(settings.edge_upstream)
         mode = settings.edge_upstream_mode
         if len(origins) > 1 and mode == "single":
             raise SettingsError("several upstreams need --upstream-mode any (one deployment) or sharded")
@@ -119,15 +119,15 @@ class Edge:
         token = EdgeToken(settings.edge_token_file) if settings.edge_token_file else None
         context = EdgeContext(settings, self.upstreams, self.telemetry, SYSTEM_CLOCK, edge_id, token)
         self.context = context
-        self.gate = Gate(settings)
+        self.gate = Authenticator(settings)
         self.memory = MemoryCache(settings.limits.edge_memory_cache_bytes, self.telemetry)
-        self.book = FactBook(self._on_drop)
-        self.channels = Channels(context, self.book)
-        self.registry = Registry(context, self._on_registry)
+        self.book = StreamInfoCache(self._on_drop)
+        self.channels = ChannelTable(context, self.book)
+        self.registry = RegistryFollower(context, self._on_registry)
         cache_dir = settings.edge_cache_dir
         self.disk = DiskCache(context, Path(cache_dir)) if cache_dir else None
-        self.renewals = Renewals(context, self.book, self.channels)
-        self.slices = Slices(
+        self.renewals = TtlRenewals(context, self.book, self.channels)
+        self.slices = SliceReader(
             context,
             self.book,
             self.channels,
@@ -137,12 +137,12 @@ class Edge:
             self.renewals,
             verifies=self.gate.verifies,
         )
-        self.live = Live(context, self.gate, self.channels, self.slices)
+        self.live = EdgeLiveReaders(context, self.gate, self.channels, self.slices)
         self.long_polls = LongPolls(context, self.gate, self.channels, self.book)
-        self.revoked: Revoked | None = None
+        self.revoked: RevocationFollower | None = None
         if self.gate.verifier is not None:
-            self.revoked = Revoked(context, self.gate.verifier.book, self._recheck)
-        self.held = HeldStreams(context, self.channels, self.book)
+            self.revoked = RevocationFollower(context, self.gate.verifier.book, self._recheck)
+        self.held = HeldEventStreams(context, self.channels, self.book)
         self.app = EdgeApp(
             context, self.gate, self.book, self.slices, self.live, self.long_polls, self.held, self._on_write
         )
@@ -237,12 +237,12 @@ class Edge:
         """An upstream is another server now: streams of the same names are other streams."""
         logger.warning("an upstream is another server than before: nothing that was kept of it is given")
         for name in self.book.drop_all("deployment"):
-            self.channels.end_stream(name, GOING_AWAY)
+            self.channels.end_stream(name, CLOSE_GOING_AWAY)
 
     def _on_write(self, name: str, method: bytes, status: int) -> None:
         self.book.note_write(name, method, status)
         if method == b"DELETE" and status < 300:
-            self.channels.end_stream(name, GONE)
+            self.channels.end_stream(name, CLOSE_GONE)
 
     def _on_registry(self, name: str, operation: str) -> None:
         self.book.drop(name, "registry")

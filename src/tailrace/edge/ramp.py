@@ -18,7 +18,7 @@ RAMP_S = 10.0
 OPENING_MAX = 64
 
 
-class Ramp:
+class LoadRamp:
     """The share of its usual load that an upstream is given now."""
 
     def __init__(self, time: Callable[[], float]) -> None:
@@ -39,10 +39,10 @@ class Ramp:
         return share >= 1.0 or xxhash.xxh3_64_intdigest(key.encode(), seed=1) < share * 2**64
 
 
-class Opening:
+class OpenLimiter:
     """Turns to open a socket: so many at a time, and fewer at first."""
 
-    def __init__(self, ramp: Ramp) -> None:
+    def __init__(self, ramp: LoadRamp) -> None:
         self._ramp = ramp
         self._waiting: deque[asyncio.Future[None]] = deque()
         self.active = 0

@@ -11,20 +11,27 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import Reading
-from tailrace.edge.batch import Batch, encode_control
+from tailrace.edge.asks import SharedRead
+from tailrace.edge.batch import FeedBatch, encode_control
 from tailrace.edge.cache import Slice
-from tailrace.edge.channel import GOING_AWAY, GONE, NOT_ALLOWED, OVERLOADED, Channel, Piece
+from tailrace.edge.channel import (
+    CLOSE_GOING_AWAY,
+    CLOSE_GONE,
+    CLOSE_NOT_ALLOWED,
+    CLOSE_OVERLOADED,
+    Channel,
+    EncodedBatches,
+)
 from tailrace.edge.connection import UpstreamLostError
-from tailrace.edge.doorbell import Doorbell
-from tailrace.edge.feed import RefusedError, is_passing
+from tailrace.edge.doorbell import ChannelWaiter
+from tailrace.edge.feed import UpstreamRefusedError, is_transient
 from tailrace.edge.gate import Caller
 from tailrace.http.live_transport import LiveTransport
 from tailrace.protocol.http_headers import is_text
 from tailrace.protocol.offsets import next_cursor
 
 if TYPE_CHECKING:
-    from tailrace.edge.live import Live
+    from tailrace.edge.live import EdgeLiveReaders
 
 # How often a reader between two boundaries reads on before it gets a socket of its own.
 ROUNDS_MAX = 3
@@ -33,7 +40,7 @@ LAG_S_MAX = 1.0
 RETRY_S = 0.25
 
 
-class RetypedError(TailraceError):
+class ContentTypeChangedError(TailraceError):
     """What follows travels in another encoding than what the client was promised."""
 
     def __init__(self) -> None:
@@ -72,7 +79,9 @@ class LiveReader:
         "wire",
     )
 
-    def __init__(self, live: Live, channel: Channel, reading: Reading, caller: Caller, offset: str) -> None:
+    def __init__(
+        self, live: EdgeLiveReaders, channel: Channel, reading: SharedRead, caller: Caller, offset: str
+    ) -> None:
         self._live = live
         self._context = live.context
         self.channel = channel  # the one it is attached to, or is on its way to
@@ -103,11 +112,11 @@ class LiveReader:
 
     # -- getting there
 
-    async def prepare(self) -> Batch | None:
+    async def prepare(self) -> FeedBatch | None:
         """The first thing to send, or None if that comes from the ring. What is refused, is refused here."""
         return await self._next_slice()
 
-    def begin(self, first: Batch | None) -> None:
+    def begin(self, first: FeedBatch | None) -> None:
         """The client is connected: from here on it is sent events."""
         if self.ended:
             return
@@ -116,14 +125,14 @@ class LiveReader:
         else:
             self._task = self._context.spawn(self._join(first))
 
-    async def _next_slice(self) -> Batch | None:
+    async def _next_slice(self) -> FeedBatch | None:
         """What follows `last`, read from upstream or the cache; None once a channel goes on from there."""
         while True:
             channel = await self._living_channel()
             if self._number_in(channel) is not None:
                 return None
             if self.last > channel.end:
-                if await self._is_bare_since(channel) or await Doorbell.reached(
+                if await self._is_bare_since(channel) or await ChannelWaiter.reached(
                     channel, self.last, LAG_S_MAX
                 ):
                     continue
@@ -148,7 +157,7 @@ class LiveReader:
             self._shared, _ = await self._live.channels.open(self._shared.key, self.authorization)
             self.channel = self._shared
             if self._shared.text is not self._text:
-                raise RetypedError
+                raise ContentTypeChangedError
         return self._shared
 
     def _number_in(self, channel: Channel) -> int | None:
@@ -179,22 +188,22 @@ class LiveReader:
         """What follows an offset; an answer of a moment ago must not deny what is known to follow."""
         self.asked_upstream = True
         key = self._shared.key
-        reading = Reading.plain(key.name, offset, key.fmt, key.key)
+        reading = SharedRead.plain(key.name, offset, key.fmt, key.key)
         found, _ = await self._live.slices.get(reading, self.caller)
         if found.next == offset < known:
             found = await self._live.slices.fetched(reading, self.caller)
         return found
 
-    def _batch_of(self, found: Slice) -> Batch:
+    def _batch_of(self, found: Slice) -> FeedBatch:
         if is_text(found.content_type) is not self._text:
-            raise RetypedError
+            raise ContentTypeChangedError
         cursor = next_cursor(None, self._context.now_s())
         payload = None if found.is_empty else found.body
-        batch = Batch(self.last, found.next, payload, self._text, cursor, closed=found.closed)
+        batch = FeedBatch(self.last, found.next, payload, self._text, cursor, closed=found.closed)
         batch.up_to_date = found.up_to_date
         return batch
 
-    async def _join(self, batch: Batch | None) -> None:
+    async def _join(self, batch: FeedBatch | None) -> None:
         """Sends slices until the ring goes on, as fast as the client takes them."""
         while not self.ended:
             if batch is not None:
@@ -204,26 +213,26 @@ class LiveReader:
                     return
             try:
                 batch = await self._next_in_time()
-            except (RefusedError, TailraceError, TimeoutError) as error:
-                self.finish(_code_for(error))
+            except (UpstreamRefusedError, TailraceError, TimeoutError) as error:
+                self.finish(_close_code(error))
                 return
             if batch is None:
                 self._task = None
                 self._attach()
                 return
 
-    async def _next_in_time(self) -> Batch | None:
+    async def _next_in_time(self) -> FeedBatch | None:
         """The next slice. While the upstream is lost it is tried again, as long as readers are kept."""
         async with asyncio.timeout(self._context.limits.edge_hold_ms / 1000):
             while True:
                 try:
                     return await self._next_slice()
-                except (UpstreamLostError, RefusedError, TailraceError) as error:
-                    if not _may_pass(error):
+                except (UpstreamLostError, UpstreamRefusedError, TailraceError) as error:
+                    if not _is_transient_failure(error):
                         raise
                 await asyncio.sleep(RETRY_S)
 
-    def _send_slice(self, batch: Batch) -> None:
+    def _send_slice(self, batch: FeedBatch) -> None:
         """Up to date is only who has all that this edge has received."""
         assert self.wire is not None
         assert batch.start == self.last
@@ -315,13 +324,13 @@ class LiveReader:
             piece = channel.piece_from(self._number, wire.form)
         else:
             data = channel.encoded(self._number, wire.form, self._cursor(batch.cursor))
-            piece = Piece(data, self._number + 1, batch.next, -1, channel.ends_at(self._number))
+            piece = EncodedBatches(data, self._number + 1, batch.next, -1, channel.ends_at(self._number))
         wire.send(piece.data)
         self._note_sent(piece)
         if channel.closed and self._number == channel.following and channel.batch(self._number - 1).closed:
             self.finish(1000)
 
-    def _note_sent(self, piece: Piece) -> None:
+    def _note_sent(self, piece: EncodedBatches) -> None:
         live = self._live
         self._number = piece.number
         self.last = self._bare_from = piece.last
@@ -374,7 +383,7 @@ class LiveReader:
         if wire is None or self.ended:
             return
         if self.until_s is not None and now_s >= self.until_s:
-            self.finish(NOT_ALLOWED)
+            self.finish(CLOSE_NOT_ALLOWED)
         elif self.rotate_at is not None and now >= self.rotate_at and self._at_end:
             self.rotate()
         elif now - self._silent_since >= keep_alive_s and wire.unsent_bytes == 0:
@@ -393,7 +402,7 @@ class LiveReader:
         if not self.ended:
             if self._at_end and self.mode == "sse":
                 self._send_control(up_to_date=self.channel.up_to_date, closed=False)
-            self.finish(GOING_AWAY)
+            self.finish(CLOSE_GOING_AWAY)
 
     def on_end(self, code: int) -> None:
         self.finish(code)
@@ -423,19 +432,19 @@ class LiveReader:
             self.channel.stop()
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_transient_failure(error: Exception) -> bool:
     """Whether a failure is one of an upstream that is lost, or cannot answer for now."""
-    if isinstance(error, RefusedError):
-        return is_passing(error.refusal.status)
+    if isinstance(error, UpstreamRefusedError):
+        return is_transient(error.refusal.status)
     if isinstance(error, TailraceError):
-        return error.code == "unavailable" and not isinstance(error, RetypedError)
+        return error.code == "unavailable" and not isinstance(error, ContentTypeChangedError)
     return isinstance(error, UpstreamLostError)
 
 
-def _code_for(error: Exception) -> int:
+def _close_code(error: Exception) -> int:
     """What a WebSocket client gets to see of a failure."""
-    if isinstance(error, RefusedError):
-        return GONE if error.refusal.status in (404, 410) else GOING_AWAY
+    if isinstance(error, UpstreamRefusedError):
+        return CLOSE_GONE if error.refusal.status in (404, 410) else CLOSE_GOING_AWAY
     if isinstance(error, TailraceError):
-        return OVERLOADED if error.code == "overloaded" else GOING_AWAY
-    return OVERLOADED
+        return CLOSE_OVERLOADED if error.code == "overloaded" else CLOSE_GOING_AWAY
+    return CLOSE_OVERLOADED

@@ -10,7 +10,7 @@ from tailrace.edge.cache import Slice
 RECENT_BYTES_MAX = 32 * 1024 * 1024
 
 
-class Recent(NamedTuple):
+class RecentRead(NamedTuple):
     """An answer, and what was known of its stream when it was asked for."""
 
     slice: Slice
@@ -23,13 +23,13 @@ class RecentReads:
     """The last answer at the tail for each read; the oldest go when there are too many."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[tuple[str, ...], Recent] = OrderedDict()
+        self._found: OrderedDict[tuple[str, ...], RecentRead] = OrderedDict()
         self._bytes = 0
 
-    def get(self, key: tuple[str, ...]) -> Recent | None:
+    def get(self, key: tuple[str, ...]) -> RecentRead | None:
         return self._found.get(key)
 
-    def put(self, key: tuple[str, ...], recent: Recent) -> None:
+    def put(self, key: tuple[str, ...], recent: RecentRead) -> None:
         self._forget(key)
         self._found[key] = recent
         self._bytes += recent.slice.size

@@ -9,28 +9,30 @@ from collections.abc import Callable
 import orjson
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.batch import Message
+from tailrace.edge.batch import FeedMessage
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.feed import Feed, RefusedError, answer_of, open_feed
-from tailrace.edge.headers import own_request
-from tailrace.edge.setbacks import Setbacks
+from tailrace.edge.feed import UpstreamFeed, UpstreamRefusedError, open_feed, read_answer
+from tailrace.edge.headers import build_request
+from tailrace.edge.setbacks import ReconnectBackoff
 from tailrace.edge.upstreams import Upstream
 
 logger = logging.getLogger("tailrace.edge")
 
-NAME = "__registry__"
+REGISTRY_STREAM = "__registry__"
 # After a no: the stream may be forbidden, or not there yet.
 REFUSED_PAUSE_S = 10.0
 TICK_S = 1.0
 
 
-class Registry:
+class RegistryFollower:
     """Tells of streams that were deleted or made, whoever did it."""
 
     def __init__(self, context: EdgeContext, on_change: Callable[[str, str], None]) -> None:
         self._context = context
-        self._followed = [Followed(context, upstream, on_change) for upstream in context.upstreams.all]
+        self._followed = [
+            UpstreamRegistry(context, upstream, on_change) for upstream in context.upstreams.all
+        ]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -46,7 +48,7 @@ class Registry:
         return all(followed.caught_up and followed.since <= moment for followed in self._followed)
 
 
-class Followed:
+class UpstreamRegistry:
     """The registry of one upstream, from one socket to the next without a gap."""
 
     def __init__(
@@ -59,7 +61,7 @@ class Followed:
         self.since = float("inf")  # loop time from which on nothing was missed
         self._offset = ""
         self._ended = asyncio.Event()
-        self._setbacks = Setbacks()
+        self._setbacks = ReconnectBackoff()
 
     async def run(self) -> None:
         while True:
@@ -69,7 +71,7 @@ class Followed:
                 self._upstream.note_failed(self._context.loop.time())
                 await self._upstream.pause()
                 continue
-            except RefusedError as refused:
+            except UpstreamRefusedError as refused:
                 self._offset = ""  # where it was is of no use any more
                 logger.debug("the registry is not followed: status %d", refused.refusal.status)
                 await asyncio.sleep(REFUSED_PAUSE_S)
@@ -84,7 +86,7 @@ class Followed:
             self._setbacks.note_ended(self._context.loop.time() - opened_at)
             await self._setbacks.pause()
 
-    async def _open(self) -> Feed:
+    async def _open(self) -> UpstreamFeed:
         context = self._context
         begun = context.loop.time()
         fresh = not self._offset
@@ -94,7 +96,7 @@ class Followed:
         feed = await open_feed(
             self._upstream,
             context.edge_id,
-            NAME,
+            REGISTRY_STREAM,
             {"offset": self._offset},
             context.token,
             self._on_pair,
@@ -107,14 +109,14 @@ class Followed:
 
     async def _tail(self) -> str:
         host = self._upstream.origin.host_header
-        target = f"/v1/stream/{NAME}".encode()
-        request = own_request(b"HEAD", target, host, self._context.edge_id, self._context.token)
+        target = f"/v1/stream/{REGISTRY_STREAM}".encode()
+        request = build_request(b"HEAD", target, host, self._context.edge_id, self._context.token)
         reply = await self._upstream.pool.ask(request, head_only=True, again=True)
         if reply.status != 200:
-            raise RefusedError(await answer_of(reply))
+            raise UpstreamRefusedError(await read_answer(reply))
         return (reply.get(b"stream-next-offset") or b"").decode("latin-1")
 
-    async def _watch(self, feed: Feed) -> None:
+    async def _watch(self, feed: UpstreamFeed) -> None:
         try:
             while not self._ended.is_set():
                 feed.on_tick(self._context.loop.time())
@@ -127,7 +129,7 @@ class Followed:
             self.caught_up = False
             feed.close()
 
-    def _on_pair(self, payload: bytes | None, control: Message) -> None:
+    def _on_pair(self, payload: bytes | None, control: FeedMessage) -> None:
         for change in orjson.loads(payload or b"[]"):
             operation = change.get("headers", {}).get("operation")
             if operation in ("insert", "delete"):

@@ -16,29 +16,29 @@ from tailrace.auth import IdentityStore, RevokedHashes
 from tailrace.common.errors import TailraceError
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.headers import own_request
+from tailrace.edge.headers import build_request
 from tailrace.edge.upstreams import Upstream
 
 logger = logging.getLogger("tailrace.edge")
 
-PATH = b"/v1/server/_revoked"
-LOOK_S = 2.0
+REVOKED_PATH = b"/v1/server/_revoked"
+REVOCATION_POLL_S = 2.0
 # Who was refused asks less often, until it has another token.
-REFUSED_LOOKS = 5
+REFUSED_POLLS = 5
 # The first look comes before the first client, unless an upstream takes longer than this.
-FIRST_S = 2.0
+FIRST_POLL_S_MAX = 2.0
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
 
-_decode = msgspec.json.Decoder(RevokedHashes).decode
+_decode_marks = msgspec.json.Decoder(RevokedHashes).decode
 
 
-class Revoked:
+class RevocationFollower:
     """Asks all upstreams. What one of them has revoked counts for all that is read here."""
 
     def __init__(self, context: EdgeContext, book: IdentityStore, on_change: Callable[[], None]) -> None:
         self._context = context
         self._on_change = on_change
-        self._followed = [Followed(context, upstream, book) for upstream in context.upstreams.all]
+        self._followed = [UpstreamRevocations(context, upstream, book) for upstream in context.upstreams.all]
         self._tasks: list[asyncio.Task[None]] = []
         context.telemetry.edge_following.reads[("revocations",)] = lambda: float(self.is_followed)
 
@@ -49,7 +49,7 @@ class Revoked:
     async def start(self) -> None:
         loop = self._context.loop
         first = [loop.create_task(self._look(followed)) for followed in self._followed]
-        await asyncio.wait(first, timeout=FIRST_S)
+        await asyncio.wait(first, timeout=FIRST_POLL_S_MAX)
         self._tasks = [loop.create_task(self._watch(followed)) for followed in self._followed]
 
     async def stop(self) -> None:
@@ -57,13 +57,13 @@ class Revoked:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _watch(self, followed: Followed) -> None:
+    async def _watch(self, followed: UpstreamRevocations) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(REVOCATION_POLL_S)
             if followed.may_look():
                 await self._look(followed)
 
-    async def _look(self, followed: Followed) -> None:
+    async def _look(self, followed: UpstreamRevocations) -> None:
         try:
             changed = await followed.look()
         except (UpstreamLostError, TailraceError):
@@ -73,7 +73,7 @@ class Revoked:
             self._on_change()
 
 
-class Followed:
+class UpstreamRevocations:
     """The revocations of one upstream."""
 
     def __init__(self, context: EdgeContext, upstream: Upstream, book: IdentityStore) -> None:
@@ -90,7 +90,7 @@ class Followed:
         own = self._context.own_token
         if not self._warned or (own is not None and own.value != self._asked_with):
             return True
-        self._looks_left_out = (self._looks_left_out + 1) % REFUSED_LOOKS
+        self._looks_left_out = (self._looks_left_out + 1) % REFUSED_POLLS
         return self._looks_left_out == 0
 
     async def look(self) -> bool:
@@ -100,7 +100,7 @@ class Followed:
         bearer = self._asked_with = None if own is None else own.value
         host = self._upstream.origin.host_header
         reply = await self._upstream.pool.ask(
-            own_request(b"GET", PATH, host, context.edge_id, bearer, known), again=True
+            build_request(b"GET", REVOKED_PATH, host, context.edge_id, bearer, known), again=True
         )
         body = await reply.body(ANSWER_BYTES_MAX)
         if own is not None:
@@ -112,7 +112,7 @@ class Followed:
             self._tell_once(reply.status)
             return False
         try:
-            marks = _decode(body)
+            marks = _decode_marks(body)
         except msgspec.DecodeError:
             self._tell_once(reply.status)
             return False

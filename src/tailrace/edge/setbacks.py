@@ -15,7 +15,7 @@ from tailrace.edge.upstreams import BACKOFF_S_MAX, BACKOFF_S_MIN
 SETTLED_S = 10.0
 
 
-class Setbacks:
+class ReconnectBackoff:
     """Of one follower, in a row."""
 
     def __init__(self) -> None:

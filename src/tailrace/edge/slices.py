@@ -6,48 +6,48 @@ import asyncio
 from typing import NamedTuple
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import Reading, stream_target
+from tailrace.edge.asks import SharedRead, build_stream_target
 from tailrace.edge.cache import MemoryCache, Slice
-from tailrace.edge.channels import Channels
+from tailrace.edge.channels import ChannelTable
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.disk import DiskCache
-from tailrace.edge.facts import FactBook, Facts
-from tailrace.edge.feed import Answer, RefusedError
+from tailrace.edge.facts import StreamInfo, StreamInfoCache
+from tailrace.edge.feed import UpstreamAnswer, UpstreamRefusedError
 from tailrace.edge.gate import Caller
-from tailrace.edge.recent import Recent, RecentReads
-from tailrace.edge.registry import Registry
-from tailrace.edge.ttl_renewal import Renewals
+from tailrace.edge.recent import RecentRead, RecentReads
+from tailrace.edge.registry import RegistryFollower
+from tailrace.edge.ttl_renewal import TtlRenewals
 from tailrace.edge.upstreams import Upstream
 from tailrace.protocol.http_headers import slice_etag_format
 
 # Refusals of whoever asked, which say nothing to others who wait for the same answer.
-OF_ONE = (401, 403, 429)
+UNSHARED_STATUSES = (401, 403, 429)
 
 JSON = "json"
 
 SliceKey = tuple[str, str, str, str, str]  # name, filter, format, key, offset
 
 
-class Flight(NamedTuple):
+class PendingRead(NamedTuple):
     """A read that is under way, and what was known when it was sent."""
 
     task: asyncio.Task[Slice]
     writes: int
 
 
-class Slices:
+class SliceReader:
     """Answers catch-up reads. Who may read is decided before."""
 
     def __init__(
         self,
         context: EdgeContext,
-        book: FactBook,
-        channels: Channels,
+        book: StreamInfoCache,
+        channels: ChannelTable,
         memory: MemoryCache,
         disk: DiskCache | None,
-        registry: Registry,
-        renewals: Renewals,
+        registry: RegistryFollower,
+        renewals: TtlRenewals,
         *,
         verifies: bool,
     ) -> None:
@@ -59,27 +59,27 @@ class Slices:
         self._registry = registry
         self._renewals = renewals
         self._verifies = verifies
-        self._flights: dict[SliceKey, Flight] = {}
+        self._flights: dict[SliceKey, PendingRead] = {}
         self._recent = RecentReads()
         self._confirming: dict[str, asyncio.Task[None]] = {}
 
-    async def get(self, reading: Reading, caller: Caller) -> tuple[Slice, str]:
+    async def get(self, reading: SharedRead, caller: Caller) -> tuple[Slice, str]:
         """A slice, and what X-Cache says of it. Raises what the upstream says if that is a no."""
         found = await self.at_hand(reading, caller)
         return (found, "HIT") if found is not None else (await self.fetched(reading, caller), "MISS")
 
-    async def at_hand(self, reading: Reading, caller: Caller) -> Slice | None:
+    async def at_hand(self, reading: SharedRead, caller: Caller) -> Slice | None:
         """What may be given without asking the upstream for it."""
-        key = key_of(reading)
+        key = slice_key(reading)
         facts = self._book.of(reading.name)
         found = await self._kept(key, facts, caller) or await self._just_read(key, facts, caller)
         if found is not None:
             self._renewals.note_hit(reading.name, facts, caller.authorization)
         return found
 
-    async def fetched(self, reading: Reading, caller: Caller) -> Slice:
+    async def fetched(self, reading: SharedRead, caller: Caller) -> Slice:
         """What the upstream says now, or is just about to say to somebody else."""
-        key = key_of(reading)
+        key = slice_key(reading)
         facts = self._book.of(reading.name)
         flight = self._flights.get(key)
         if flight is not None and flight.writes == facts.writes:
@@ -88,17 +88,17 @@ class Slices:
                 return await asyncio.shield(flight.task)
             except UpstreamLostError:
                 pass  # tried once on its own
-            except RefusedError as refused:
-                if refused.refusal.status not in OF_ONE:
+            except UpstreamRefusedError as refused:
+                if refused.refusal.status not in UNSHARED_STATUSES:
                     raise
         return await asyncio.shield(self._fly(key, reading, caller, facts))
 
     # -- the cache
 
-    async def _kept(self, key: SliceKey, facts: Facts, caller: Caller) -> Slice | None:
+    async def _kept(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
         """What is kept, once it is known that the stream still exists."""
         asked = key
-        key = next(filter(self._may_have, spellings(asked)), asked)
+        key = next(filter(self._may_have, equivalent_keys(asked)), asked)
         if not self._may_have(key):
             return None
         if not self._is_confirmed(facts):
@@ -124,7 +124,7 @@ class Slices:
     def _may_have(self, key: SliceKey) -> bool:
         return key in self._memory or (self._disk is not None and self._disk.may_have(key))
 
-    def _if_good(self, key: SliceKey, found: Slice, facts: Facts) -> Slice | None:
+    def _if_good(self, key: SliceKey, found: Slice, facts: StreamInfo) -> Slice | None:
         """A slice, unless its time is over, its entries were trimmed or its stream may have ended."""
         now = self._context.loop.time()
         if now >= found.until or found.start < facts.earliest:
@@ -132,7 +132,7 @@ class Slices:
             return None
         return found if facts.lives(now) else None
 
-    def _is_confirmed(self, facts: Facts) -> bool:
+    def _is_confirmed(self, facts: StreamInfo) -> bool:
         """Whether the stream is known to exist, and how long it lives.
 
         The registry tells of streams, not of what is trimmed: that only the owner's answers do.
@@ -144,12 +144,12 @@ class Slices:
         age_s = self._context.loop.time() - facts.confirmed_at
         return age_s < self._context.limits.edge_confirm_ms / 1000
 
-    async def _settle(self, upstream: Upstream, facts: Facts) -> None:
+    async def _settle(self, upstream: Upstream, facts: StreamInfo) -> None:
         """If connections failed before the stream was seen last, that may have been at another server."""
         if upstream.doubted_at is not None and upstream.doubted_at <= facts.confirmed_at:
             await upstream.settle()
 
-    async def _just_read(self, key: SliceKey, facts: Facts, caller: Caller) -> Slice | None:
+    async def _just_read(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
         """The answer of a moment ago, if nothing was written since."""
         if self._fresh(key, facts) is None:
             return None
@@ -161,7 +161,7 @@ class Slices:
         self._context.telemetry.edge_recent_hits.value += 1
         return recent.slice
 
-    def _fresh(self, key: SliceKey, facts: Facts) -> Recent | None:
+    def _fresh(self, key: SliceKey, facts: StreamInfo) -> RecentRead | None:
         recent = self._recent.get(key)
         if recent is None or recent.writes != facts.writes or recent.slice.start < facts.earliest:
             return None
@@ -180,14 +180,16 @@ class Slices:
     async def _look(self, name: str, authorization: bytes | None) -> None:
         try:
             await self._channels.head(name, self._context.token or authorization)
-        except (RefusedError, UpstreamLostError, TailraceError):
+        except (UpstreamRefusedError, UpstreamLostError, TailraceError):
             return  # what it told is noted; the read itself says the rest
 
     # -- reading upstream
 
-    def _fly(self, key: SliceKey, reading: Reading, caller: Caller, facts: Facts) -> asyncio.Task[Slice]:
+    def _fly(
+        self, key: SliceKey, reading: SharedRead, caller: Caller, facts: StreamInfo
+    ) -> asyncio.Task[Slice]:
         task = self._context.loop.create_task(self._fetch(key, reading, caller, facts))
-        flight = self._flights[key] = Flight(task, facts.writes)
+        flight = self._flights[key] = PendingRead(task, facts.writes)
 
         def landed(_: asyncio.Task[Slice]) -> None:
             if self._flights.get(key) is flight:
@@ -198,7 +200,7 @@ class Slices:
         task.add_done_callback(landed)
         return task
 
-    async def _fetch(self, key: SliceKey, reading: Reading, caller: Caller, facts: Facts) -> Slice:
+    async def _fetch(self, key: SliceKey, reading: SharedRead, caller: Caller, facts: StreamInfo) -> Slice:
         context = self._context
         generation, writes = facts.generation, facts.writes
         upstream = context.upstreams.of(reading.name)
@@ -206,7 +208,7 @@ class Slices:
         if known is not None and known.generation != generation:
             known = None
         compared = b"" if known is None else b"if-none-match: %b\r\n" % known.slice.tag.encode("latin-1")
-        target = stream_target(reading.name, reading.parameters)
+        target = build_stream_target(reading.name, reading.parameters)
         request = context.request_for(caller, upstream, target, compared)
         sent_at = context.loop.time()
         try:
@@ -225,13 +227,13 @@ class Slices:
         elif reply.status == 200:
             found = Slice.of(reply, body, now, sent_at)
         else:
-            raise RefusedError(Answer(reply.status, reply.fields, body))
+            raise UpstreamRefusedError(UpstreamAnswer(reply.status, reply.fields, body))
         facts.note_read(sent_at, generation)
         if self._is_lasting(found):
             context.spawn(self._keep(key, found, facts, generation, caller))
         elif found.is_open and found.tag and facts.generation == generation:
             # If something was written meanwhile it is not given again, but is still good to compare with.
-            self._recent.put(key, Recent(found, generation, writes, now))
+            self._recent.put(key, RecentRead(found, generation, writes, now))
         return found
 
     def _is_lasting(self, found: Slice) -> bool:
@@ -240,7 +242,9 @@ class Slices:
         lasts = self._context.loop.time() < found.until
         return fits and lasts and ("public" in found.cache_control or self._verifies)
 
-    async def _keep(self, key: SliceKey, found: Slice, facts: Facts, generation: int, caller: Caller) -> None:
+    async def _keep(
+        self, key: SliceKey, found: Slice, facts: StreamInfo, generation: int, caller: Caller
+    ) -> None:
         """Keeps a slice, once it is known how long its stream lives. On disk is only what never changes."""
         if facts.lifetime is None:
             await self._confirm(key[0], caller)
@@ -258,11 +262,11 @@ class Slices:
                 self._disk.put(each, found, upstream.deployment)
 
 
-def spellings(key: SliceKey) -> tuple[SliceKey, ...]:
+def equivalent_keys(key: SliceKey) -> tuple[SliceKey, ...]:
     """The keys of what may be the same slice: of a JSON stream the form that is given unasked is JSON."""
     other = {"": JSON, JSON: ""}.get(key[2])
     return (key,) if other is None else (key, (*key[:2], other, *key[3:]))
 
 
-def key_of(reading: Reading) -> SliceKey:
+def slice_key(reading: SharedRead) -> SliceKey:
     return (reading.name, reading.filter_text, reading.fmt, reading.key, reading.offset)

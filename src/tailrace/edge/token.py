@@ -12,7 +12,7 @@ logger = logging.getLogger("tailrace.edge")
 
 TOKEN_BYTES_MAX = 16 * 1024
 
-Stamp = tuple[int, int, int]
+FileStamp = tuple[int, int, int]
 
 
 class EdgeToken:
@@ -75,7 +75,7 @@ class EdgeToken:
                 self._path,
             )
 
-    def _look(self) -> Stamp | None:
+    def _look(self) -> FileStamp | None:
         try:
             found = self._path.stat()
         except OSError:

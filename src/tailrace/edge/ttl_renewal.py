@@ -6,12 +6,12 @@ import asyncio
 import logging
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import stream_target
-from tailrace.edge.channels import Channels
+from tailrace.edge.asks import build_stream_target
+from tailrace.edge.channels import ChannelTable
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.facts import FactBook, Facts
-from tailrace.edge.headers import own_request
+from tailrace.edge.facts import StreamInfo, StreamInfoCache
+from tailrace.edge.headers import build_request
 from tailrace.edge.lifetimes import renewal_due_at
 
 logger = logging.getLogger("tailrace.edge")
@@ -20,12 +20,12 @@ logger = logging.getLogger("tailrace.edge")
 STOP_S = 2.0
 
 
-class Due:
+class PendingRenewal:
     """A stream that was read here, and whose owner has to hear of it."""
 
     __slots__ = ("authorization", "facts", "generation", "hit_at", "timer", "window_s")
 
-    def __init__(self, facts: Facts, window_s: int) -> None:
+    def __init__(self, facts: StreamInfo, window_s: int) -> None:
         self.facts = facts
         self.generation = facts.generation
         self.window_s = window_s
@@ -39,16 +39,16 @@ class Due:
         return self.facts.generation != self.generation or self.facts.read_at > self.hit_at
 
 
-class Renewals:
+class TtlRenewals:
     """Sends `GET ?offset=now`, which has no body and renews, at most once in a quarter of the window."""
 
-    def __init__(self, context: EdgeContext, book: FactBook, channels: Channels) -> None:
+    def __init__(self, context: EdgeContext, book: StreamInfoCache, channels: ChannelTable) -> None:
         self._context = context
         self._book = book
         self._channels = channels
-        self._due: dict[str, Due] = {}
+        self._due: dict[str, PendingRenewal] = {}
 
-    def note_hit(self, name: str, facts: Facts, authorization: bytes | None) -> None:
+    def note_hit(self, name: str, facts: StreamInfo, authorization: bytes | None) -> None:
         """A read of a stream was answered without its owner."""
         if facts.lifetime is None or facts.lifetime.window_s is None:
             return
@@ -56,18 +56,18 @@ class Renewals:
         if due is None or due.facts is not facts or due.generation != facts.generation:
             if due is not None and due.timer is not None:
                 due.timer.cancel()
-            due = self._due[name] = Due(facts, facts.lifetime.window_s)
+            due = self._due[name] = PendingRenewal(facts, facts.lifetime.window_s)
         due.hit_at = self._context.loop.time()
         due.authorization = authorization
         if due.timer is None:
             self._schedule(name, due)
 
-    def _schedule(self, name: str, due: Due) -> None:
+    def _schedule(self, name: str, due: PendingRenewal) -> None:
         loop, facts = self._context.loop, due.facts
         at = renewal_due_at(due.window_s, facts.read_at, facts.renewal_at, loop.time())
         due.timer = loop.call_at(at, self._on_time, name, due)
 
-    def _on_time(self, name: str, due: Due) -> None:
+    def _on_time(self, name: str, due: PendingRenewal) -> None:
         due.timer = None
         now = self._context.loop.time()
         # A live reader keeps its stream alive at the owner, and renews it when it leaves.
@@ -79,7 +79,7 @@ class Renewals:
             del self._due[name]
             self._context.spawn(self._renew(name, due))
 
-    async def _renew(self, name: str, due: Due) -> None:
+    async def _renew(self, name: str, due: PendingRenewal) -> None:
         loop, facts = self._context.loop, due.facts
         facts.renewal_at = sent_at = loop.time()
         outcome = await self._ask(name, due, sent_at)
@@ -90,13 +90,13 @@ class Renewals:
             self._due[name] = due
             self._schedule(name, due)
 
-    async def _ask(self, name: str, due: Due, sent_at: float) -> str:
+    async def _ask(self, name: str, due: PendingRenewal, sent_at: float) -> str:
         context = self._context
         try:
             upstream = context.upstreams.of(name)
-            request = own_request(
+            request = build_request(
                 b"GET",
-                stream_target(name, {"offset": "now"}),
+                build_stream_target(name, {"offset": "now"}),
                 upstream.origin.host_header,
                 context.edge_id,
                 context.token or due.authorization,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tailrace.edge.connection import Reply, UpstreamConnection
-from tailrace.edge.headers import RESPONSE_OWN, cache_line
+from tailrace.edge.connection import UpstreamConnection, UpstreamResponse
+from tailrace.edge.headers import RESPONSE_REPLACED, cache_line
 from tailrace.http.exchange import REQUEST_ID_HEADER, Exchange, status_line
 from tailrace.http.relay import TunnelEnd
 
 
-class ClientEnd(TunnelEnd):
+class ClientTunnelEnd(TunnelEnd):
     """The client's end: an edge that stops closes it, since its upstream does not know of that."""
 
     __slots__ = ()
@@ -17,7 +17,7 @@ class ClientEnd(TunnelEnd):
         self.transport.close()
 
 
-def tunnel(exchange: Exchange, reply: Reply, connection: UpstreamConnection) -> None:
+def open_tunnel(exchange: Exchange, reply: UpstreamResponse, connection: UpstreamConnection) -> None:
     """Joins a client and an upstream that has agreed to leave HTTP."""
     client = exchange.connection
     if exchange.answered or connection.closed:
@@ -32,7 +32,7 @@ def tunnel(exchange: Exchange, reply: Reply, connection: UpstreamConnection) -> 
     exchange.answered = True
     exchange.on_gone = None
     client.write(head)
-    near, far = ClientEnd(client.transport, server), TunnelEnd(connection.transport)
+    near, far = ClientTunnelEnd(client.transport, server), TunnelEnd(connection.transport)
     near.other, far.other = far, near
     early = connection.take_over(far)
     held = client.detach(near)
@@ -44,4 +44,8 @@ def tunnel(exchange: Exchange, reply: Reply, connection: UpstreamConnection) -> 
 
 
 def _passes(name: bytes) -> bool:
-    return name not in RESPONSE_OWN and name != REQUEST_ID_HEADER and not name.startswith(b"access-control-")
+    return (
+        name not in RESPONSE_REPLACED
+        and name != REQUEST_ID_HEADER
+        and not name.startswith(b"access-control-")
+    )

@@ -14,11 +14,11 @@ import xxhash
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.edge.connection import UpstreamLostError
-from tailrace.edge.deployments import Deployments
-from tailrace.edge.headers import own_request
-from tailrace.edge.origin import Origin
-from tailrace.edge.pool import Pool
-from tailrace.edge.ramp import Opening, Ramp
+from tailrace.edge.deployments import DeploymentCheck
+from tailrace.edge.headers import build_request
+from tailrace.edge.origin import UpstreamAddress
+from tailrace.edge.pool import ConnectionPool
+from tailrace.edge.ramp import LoadRamp, OpenLimiter
 
 logger = logging.getLogger("tailrace.edge")
 
@@ -39,25 +39,29 @@ class Upstream:
     """One door: its connections, its health, and the pause that all its lost sockets share."""
 
     def __init__(
-        self, origin: Origin, limits: Limits, edge_id: bytes, deployments: Deployments | None = None
+        self,
+        origin: UpstreamAddress,
+        limits: Limits,
+        edge_id: bytes,
+        deployments: DeploymentCheck | None = None,
     ) -> None:
         self.origin = origin
         self.id = origin.id
         bounds = (limits.edge_upstream_connections, limits.edge_upstream_queue, limits.edge_answer_ms / 1000)
-        self.pool = Pool(origin, *bounds)
+        self.pool = ConnectionPool(origin, *bounds)
         # For requests that are still coming: a client that sends slowly takes nobody else's turn.
-        self.uploads = Pool(origin, *bounds)
+        self.uploads = ConnectionPool(origin, *bounds)
         self.healthy = True  # until proven otherwise: the first request finds out
         self.deployment = ""
         self.wrong: str = ""  # why it is not used, however well it is
         # Loop time since which it may be another server, because connections to it failed.
         self.doubted_at: float | None = None
-        self._deployments = Deployments("single") if deployments is None else deployments
+        self._deployments = DeploymentCheck("single") if deployments is None else deployments
         self._looking: asyncio.Task[None] | None = None
         self._time = time = asyncio.get_running_loop().time
-        self.ramp = Ramp(time)  # of requests, after it was out
-        self._reopening = Ramp(time)  # of lost sockets, after they could not be opened
-        self.opening = Opening(self._reopening)
+        self.ramp = LoadRamp(time)  # of requests, after it was out
+        self._reopening = LoadRamp(time)  # of lost sockets, after they could not be opened
+        self.opening = OpenLimiter(self._reopening)
         self._edge_id = edge_id
         self._failures = 0
         self._back = asyncio.Event()
@@ -67,7 +71,7 @@ class Upstream:
         self._lost_at: deque[float] = deque(maxlen=FAILED_CONNECTS_MAX)
 
     @property
-    def pools(self) -> tuple[Pool, Pool]:
+    def pools(self) -> tuple[ConnectionPool, ConnectionPool]:
         return self.pool, self.uploads
 
     @property
@@ -156,7 +160,7 @@ class Upstream:
                 self._set_health(False)
 
     async def _ready(self) -> bool:
-        request = own_request(b"GET", b"/readyz", self.origin.host_header, self._edge_id, None)
+        request = build_request(b"GET", b"/readyz", self.origin.host_header, self._edge_id, None)
         try:
             async with asyncio.timeout(CHECK_ANSWER_S):
                 reply, connection = await self.pool.ask_apart(request)
@@ -196,8 +200,8 @@ class Upstream:
 class Upstreams:
     """All doors, and the order in which a stream tries them."""
 
-    def __init__(self, origins: list[Origin], mode: str, limits: Limits, edge_id: bytes) -> None:
-        self.deployments = Deployments(mode)
+    def __init__(self, origins: list[UpstreamAddress], mode: str, limits: Limits, edge_id: bytes) -> None:
+        self.deployments = DeploymentCheck(mode)
         self.all = [Upstream(origin, limits, edge_id, self.deployments) for origin in origins]
         self.mode = mode
         self._by_id = {upstream.id: upstream for upstream in self.all}
@@ -222,8 +226,8 @@ class Upstreams:
         """The upstream that a stream is asked of, or `unavailable`."""
         if len(self.all) == 1:
             return self.all[0]
-        key = placement(name)
-        order = ranked(key, list(self._by_id))
+        key = placement_key(name)
+        order = rendezvous_order(key, list(self._by_id))
         if self.mode == "sharded":
             first = self._by_id[order[0]]
             if not first.usable:
@@ -245,7 +249,7 @@ class Upstreams:
         """The upstream that what is kept of a stream came from; also while it does not answer."""
         if self.mode != "sharded" or len(self.all) == 1:
             return self.any()
-        return self._by_id[ranked(placement(name), list(self._by_id))[0]]
+        return self._by_id[rendezvous_order(placement_key(name), list(self._by_id))[0]]
 
     def any(self) -> Upstream:
         """For requests that belong to no stream."""
@@ -281,12 +285,12 @@ class Upstreams:
             await asyncio.gather(*(upstream.check() for upstream in self.all))
 
 
-def placement(name: str) -> str:
+def placement_key(name: str) -> str:
     """What a stream is placed by: all partitions of one collection go together."""
     return name.rpartition("/")[0] if name.startswith("__changes__/") else name
 
 
-def ranked(key: str, ids: list[str]) -> list[str]:
+def rendezvous_order(key: str, ids: list[str]) -> list[str]:
     """Rendezvous hashing: taking one upstream away moves only the streams that it had."""
 
     def weight(upstream_id: str) -> int:

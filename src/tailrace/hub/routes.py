@@ -38,7 +38,7 @@ from tailrace.hub.policy import principal_from_identity
 from tailrace.hub.runner import EffectRunner
 from tailrace.hub.session import CONNECTED, Session
 from tailrace.routing import responses
-from tailrace.routing.proxies import network_of, proxies_of
+from tailrace.routing.proxies import client_network, load_trusted_proxies
 
 ALL_ADDRESSES: Final = ""  # the key of what all addresses share
 PER_ADDRESS_PER_S: Final = 20
@@ -74,7 +74,7 @@ class ConnectionAdmission:
     def decide(self, address: str, connections: int, now_ns: int) -> ConnectionRefusal | None:
         """None if the connection is accepted. `connections` are open already."""
         limits = self._limits
-        network = None if _is_loopback(address) else network_of(address)
+        network = None if _is_loopback(address) else client_network(address)
         if connections >= limits.hub_connections:
             message = f"there are {limits.hub_connections} connections already"
             return self._refusal(message, "connections", network, FULL_RETRY_MS, now_ns)
@@ -227,7 +227,7 @@ class HubRoutes:
         self._settings = settings
         self._admission = ConnectionAdmission(settings.limits)
         self._origins = AllowedOrigins(settings)
-        self._proxies = proxies_of(settings.trusted_proxies)
+        self._proxies = load_trusted_proxies(settings.trusted_proxies)
 
     def handles(self, exchange: Exchange, path: bytes) -> bool:
         if path in PATHS:
@@ -243,7 +243,7 @@ class HubRoutes:
             self._shards(exchange, identify)
         elif path == MESSAGES_PATH:
             if method != b"POST":
-                raise responses.not_allowed("POST, OPTIONS")
+                raise responses.method_not_allowed("POST, OPTIONS")
             self._message(exchange, identify(exchange))
         else:
             _check_method(method)
@@ -416,12 +416,12 @@ def _respond(exchange: Exchange, frame: bytes) -> None:
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, frame)
         return
     details = cast("dict[str, object]", found.payload["details"])
-    responses.refuse(exchange, HubError(code, str(message), details))
+    responses.respond_error(exchange, HubError(code, str(message), details))
 
 
 def _check_method(method: bytes) -> None:
     if method not in (b"GET", b"HEAD"):
-        raise responses.not_allowed("GET, HEAD, OPTIONS")
+        raise responses.method_not_allowed("GET, HEAD, OPTIONS")
 
 
 def _subprotocol(exchange: Exchange) -> bytes | None:

@@ -16,7 +16,7 @@ _HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{
 _ADDRESSES_KEPT: Final = 1024
 
 
-class Proxies:
+class TrustedProxies:
     """The setting `trusted_proxies`. Headers are looked at only when somebody wants to know."""
 
     def __init__(self, trusted: str) -> None:
@@ -28,8 +28,8 @@ class Proxies:
         if not self._networks or not self._trusts(peer):
             return peer
         found = peer
-        for text in reversed(_said(exchange, b"x-forwarded-for")):
-            address = _parsed(text)
+        for text in reversed(_forwarded_value(exchange, b"x-forwarded-for")):
+            address = _parse_address(text)
             if address is None:
                 break
             found = str(address)
@@ -48,7 +48,10 @@ class Proxies:
         host = exchange.headers.get(b"host", b"localhost").decode("latin-1")
         if self._networks and self._trusts(exchange.peer.rpartition(":")[0]):
             # Of several the last one: what comes before it was said to the proxy, by anybody.
-            schemes, hosts = _said(exchange, b"x-forwarded-proto"), _said(exchange, b"x-forwarded-host")
+            schemes, hosts = (
+                _forwarded_value(exchange, b"x-forwarded-proto"),
+                _forwarded_value(exchange, b"x-forwarded-host"),
+            )
             if schemes and schemes[-1] in ("http", "https"):
                 scheme = schemes[-1]
             if hosts and _HOST.fullmatch(hosts[-1]):
@@ -56,30 +59,30 @@ class Proxies:
         return scheme, host
 
     def _trusts(self, text: str) -> bool:
-        address = _parsed(text)
+        address = _parse_address(text)
         return address is not None and any(address in network for network in self._networks)
 
 
 @lru_cache(16)
-def proxies_of(trusted: str) -> Proxies:
-    return Proxies(trusted)
+def load_trusted_proxies(trusted: str) -> TrustedProxies:
+    return TrustedProxies(trusted)
 
 
-def network_of(address: str) -> str:
+def client_network(address: str) -> str:
     """By which a client without a name is counted: of IPv6 everybody has as many addresses as they like."""
-    parsed = _parsed(address)
+    parsed = _parse_address(address)
     if isinstance(parsed, ipaddress.IPv6Address):
         return str(ipaddress.IPv6Network((int(parsed) >> 64 << 64, 64)))
     return address if parsed is None else str(parsed)
 
 
-def _said(exchange: Exchange, name: bytes) -> list[str]:
+def _forwarded_value(exchange: Exchange, name: bytes) -> list[str]:
     given = exchange.headers.get(name, b"").decode("latin-1")
     return [one.strip() for one in given.split(",")] if given else []
 
 
 @lru_cache(_ADDRESSES_KEPT)
-def _parsed(text: str) -> Address | None:
+def _parse_address(text: str) -> Address | None:
     """Without the port that some proxies add; IPv4 also if it comes in the clothes of IPv6."""
     bare = text.strip("[]").partition("%")[0]
     if text.startswith("["):

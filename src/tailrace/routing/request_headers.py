@@ -19,7 +19,7 @@ INTEGER_MAX = 2**53 - 1
 _INTEGER = re.compile(rb"[0-9]{1,16}")
 _COUNT = re.compile(rb"0|[1-9][0-9]{0,15}")
 # Headers that mean nothing when they come twice.
-_ONCE = frozenset(
+_SINGLE_HEADERS = frozenset(
     {
         b"content-type",
         b"stream-seq",
@@ -41,7 +41,7 @@ _ONCE = frozenset(
 )
 
 
-def at_most(query: dict[str, str], name: str, most: int) -> int:
+def parse_page_limit(query: dict[str, str], name: str, most: int) -> int:
     """How much a page may hold: what is asked for, cut down to what is allowed."""
     text = query.get(name)
     if text is None:
@@ -51,76 +51,76 @@ def at_most(query: dict[str, str], name: str, most: int) -> int:
     return min(int(text), most)
 
 
-def bad_header(name: str, why: str) -> TailraceError:
+def invalid_header(name: str, why: str) -> TailraceError:
     return TailraceError("invalid_header", f"{name} {why}", header=name)
 
 
-def check_once(exchange: Exchange) -> None:
+def check_single_headers(exchange: Exchange) -> None:
     """Refuses a repeated header that may come only once."""
     if exchange.repeated is not None:
-        for name in exchange.repeated & _ONCE:
-            raise bad_header(name.decode(), "is given more than once")
+        for name in exchange.repeated & _SINGLE_HEADERS:
+            raise invalid_header(name.decode(), "is given more than once")
 
 
-def content_type_of(exchange: Exchange) -> str | None:
+def request_content_type(exchange: Exchange) -> str | None:
     raw = exchange.headers.get(b"content-type")
-    return None if raw is None else parse_type(raw)
+    return None if raw is None else parse_content_type(raw)
 
 
 @lru_cache(maxsize=1024)
-def parse_type(raw: bytes) -> str:
+def parse_content_type(raw: bytes) -> str:
     try:
         text = raw.decode()
     except UnicodeDecodeError:
-        raise bad_header("Content-Type", "is not text") from None
+        raise invalid_header("Content-Type", "is not text") from None
     if not is_valid_content_type(text):
-        raise bad_header("Content-Type", "is not a media type")
+        raise invalid_header("Content-Type", "is not a media type")
     return text
 
 
-def check_encoding(exchange: Exchange) -> None:
+def check_content_encoding(exchange: Exchange) -> None:
     encoding = exchange.headers.get(b"content-encoding")
     if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
         raise TailraceError("unsupported_encoding", "request bodies must not be compressed")
 
 
-def closes(exchange: Exchange) -> bool:
+def is_closing(exchange: Exchange) -> bool:
     """`Stream-Closed: true`, in any case; every other value is as if it were absent."""
     value = exchange.headers.get(b"stream-closed")
     return value is not None and value.lower() == b"true"
 
 
-def stream_seq(exchange: Exchange, limits: Limits) -> bytes | None:
+def parse_stream_seq(exchange: Exchange, limits: Limits) -> bytes | None:
     value = exchange.headers.get(b"stream-seq")
     if value is not None and not 0 < len(value) <= limits.stream_seq_bytes:
-        raise bad_header("Stream-Seq", f"must have 1 to {limits.stream_seq_bytes} bytes")
+        raise invalid_header("Stream-Seq", f"must have 1 to {limits.stream_seq_bytes} bytes")
     return value
 
 
-def stream_key(exchange: Exchange, limits: Limits) -> bytes | None:
+def parse_stream_key(exchange: Exchange, limits: Limits) -> bytes | None:
     value = exchange.headers.get(b"stream-key")
     if value is None:
         return None
     if not 0 < len(value) <= limits.key_bytes:
-        raise bad_header("Stream-Key", f"must have 1 to {limits.key_bytes} bytes")
+        raise invalid_header("Stream-Key", f"must have 1 to {limits.key_bytes} bytes")
     try:
         value.decode()
     except UnicodeDecodeError:
-        raise bad_header("Stream-Key", "is not valid UTF-8") from None
+        raise invalid_header("Stream-Key", "is not valid UTF-8") from None
     return value
 
 
-def stream_timestamp_ns(exchange: Exchange) -> int | None:
+def parse_stream_timestamp_ns(exchange: Exchange) -> int | None:
     value = exchange.headers.get(b"stream-timestamp")
     if value is None:
         return None
     parsed = timestamps.parse_timestamp_ns(value.decode("latin-1"))
     if parsed is None:
-        raise bad_header("Stream-Timestamp", "is neither RFC 3339 nor Unix nanoseconds")
+        raise invalid_header("Stream-Timestamp", "is neither RFC 3339 nor Unix nanoseconds")
     return parsed
 
 
-def producer(exchange: Exchange, limits: Limits) -> tuple[str, int, int] | None:
+def parse_producer(exchange: Exchange, limits: Limits) -> tuple[str, int, int] | None:
     """All three producer headers or none."""
     headers = exchange.headers
     raw_id, raw_epoch, raw_seq = (
@@ -131,23 +131,25 @@ def producer(exchange: Exchange, limits: Limits) -> tuple[str, int, int] | None:
     if raw_id is None and raw_epoch is None and raw_seq is None:
         return None
     if raw_id is None or raw_epoch is None or raw_seq is None:
-        raise bad_header("Producer-Id", "needs Producer-Epoch and Producer-Seq beside it, and they need it")
+        raise invalid_header(
+            "Producer-Id", "needs Producer-Epoch and Producer-Seq beside it, and they need it"
+        )
     if not 0 < len(raw_id) <= limits.producer_id_bytes:
-        raise bad_header("Producer-Id", f"must have 1 to {limits.producer_id_bytes} bytes")
+        raise invalid_header("Producer-Id", f"must have 1 to {limits.producer_id_bytes} bytes")
     try:
         producer_id = raw_id.decode()
     except UnicodeDecodeError:
-        raise bad_header("Producer-Id", "is not valid UTF-8") from None
-    return producer_id, _integer("Producer-Epoch", raw_epoch), _integer("Producer-Seq", raw_seq)
+        raise invalid_header("Producer-Id", "is not valid UTF-8") from None
+    return producer_id, _parse_integer("Producer-Epoch", raw_epoch), _parse_integer("Producer-Seq", raw_seq)
 
 
-def _integer(name: str, raw: bytes) -> int:
+def _parse_integer(name: str, raw: bytes) -> int:
     if not _INTEGER.fullmatch(raw) or int(raw) > INTEGER_MAX:
-        raise bad_header(name, "must be a decimal integer from 0 to 2^53-1")
+        raise invalid_header(name, "must be a decimal integer from 0 to 2^53-1")
     return int(raw)
 
 
-def lifetime(exchange: Exchange) -> Lifetime:
+def parse_lifetime(exchange: Exchange) -> Lifetime:
     headers = exchange.headers
     raw_ttl, raw_expires = headers.get(b"stream-ttl"), headers.get(b"stream-expires-at")
     if raw_ttl is not None and raw_expires is not None:
@@ -157,13 +159,13 @@ def lifetime(exchange: Exchange) -> Lifetime:
     if raw_expires is not None:
         expires_ns = timestamps.parse_rfc3339_ns(raw_expires.decode("latin-1"))
         if expires_ns is None:
-            raise bad_header("Stream-Expires-At", "is not an RFC 3339 instant")
+            raise invalid_header("Stream-Expires-At", "is not an RFC 3339 instant")
     raw_retention, raw_bytes = headers.get(b"stream-retention"), headers.get(b"stream-retention-bytes")
     retention_s: int | None = None
     if raw_retention is not None:
         retention_s = timestamps.parse_duration_s(raw_retention.decode("latin-1"), "Stream-Retention")
     if raw_bytes is not None and not _COUNT.fullmatch(raw_bytes):
-        raise bad_header("Stream-Retention-Bytes", "must be a whole number of bytes")
+        raise invalid_header("Stream-Retention-Bytes", "must be a whole number of bytes")
     return Lifetime(ttl_s, expires_ns, retention_s, None if raw_bytes is None else int(raw_bytes))
 
 
@@ -173,7 +175,7 @@ class ForkHeaders(NamedTuple):
     sub: int
 
 
-def fork(exchange: Exchange) -> ForkHeaders:
+def parse_fork(exchange: Exchange) -> ForkHeaders:
     headers = exchange.headers
     raw_source = headers.get(b"stream-forked-from")
     raw_offset = headers.get(b"stream-fork-offset")

@@ -5,23 +5,23 @@ from __future__ import annotations
 from tailrace.http import request_log
 from tailrace.http.exchange import Exchange
 from tailrace.http.request_log import LogFields, RequestLogMode, failure_log
-from tailrace.routing.proxies import Proxies
-from tailrace.routing.vouched import Vouching
+from tailrace.routing.proxies import TrustedProxies
+from tailrace.routing.vouched import ClientResolver
 
 __all__ = ["answered", "configure", "failure_log"]
 
 
-_vouching = Vouching("")
+_vouching = ClientResolver("")
 
 
 def configure(choice: RequestLogMode, edge_key: str = "") -> None:
     """`edge_key` is what edges sign their word about clients with; without it they are not believed."""
     global _vouching
-    _vouching = Vouching(edge_key)
+    _vouching = ClientResolver(edge_key)
     request_log.configure_request_log(choice, _client)
 
 
-def trust(proxies: Proxies) -> None:
+def trust(proxies: TrustedProxies) -> None:
     """Whose word about clients the log may repeat."""
     _vouching.proxies = proxies
 

@@ -12,35 +12,35 @@ from tailrace.log.commit import refuse_after_commit
 from tailrace.log.model import Stream
 from tailrace.protocol import http_headers
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line
-from tailrace.routing.proxies import proxies_of
+from tailrace.routing.proxies import load_trusted_proxies
 
 NO_STORE = http_headers.NO_STORE
 CLOSED = b"Stream-Closed: true\r\n"
 UP_TO_DATE = b"Stream-Up-To-Date: true\r\n"
 JSON_TYPE = http_headers.JSON_TYPE
 
-error = http_headers.error_response
+error_response = http_headers.error_response
 add_phase = cors.add_timing_phase
 
 
-def next_offset(offset: str) -> bytes:
+def next_offset_header(offset: str) -> bytes:
     return f"Stream-Next-Offset: {offset}\r\n".encode("ascii")
 
 
-def end_offset(offset: str) -> bytes:
+def end_offset_header(offset: str) -> bytes:
     return f"Stream-End-Offset: {offset}\r\n".encode("ascii")
 
 
-def earliest(stream: Stream) -> bytes:
+def earliest_offset_header(stream: Stream) -> bytes:
     """Where reading can begin, once that is no longer the start."""
     return header_line("Stream-Earliest-Offset", stream.offset(stream.earliest)) if stream.earliest else b""
 
 
-def content_type(stream: Stream) -> bytes:
+def content_type_header(stream: Stream) -> bytes:
     return header_line("Content-Type", stream.content_type or DEFAULT_CONTENT_TYPE)
 
 
-def lifetime(stream: Stream) -> bytes:
+def lifetime_headers(stream: Stream) -> bytes:
     """How long the stream and its entries live, as far as that is set."""
     set_to = stream.lifetime
     lines = b""
@@ -56,29 +56,29 @@ def lifetime(stream: Stream) -> bytes:
     return lines
 
 
-def not_allowed(allow: str) -> TailraceError:
+def method_not_allowed(allow: str) -> TailraceError:
     return TailraceError("method_not_allowed", f"this path takes {allow}", headers=(("Allow", allow),))
 
 
-def refusal_of(exchange: Exchange | None, refusal: TailraceError) -> tuple[int, bytes, bytes]:
+def render_error(exchange: Exchange | None, refusal: TailraceError) -> tuple[int, bytes, bytes]:
     """As `error`; the request can be asked about by its id, and is in the log if the fault is ours."""
     if exchange is not None:
         exchange.name()
         if refusal.status >= 500:
             failure_log.tell(exchange, refusal)
-    return error(refusal)
+    return error_response(refusal)
 
 
-def refuse(exchange: Exchange, refusal: TailraceError) -> None:
+def respond_error(exchange: Exchange, refusal: TailraceError) -> None:
     """For those who answer later; whoever raises is answered in the same way by net."""
     if refusal.unsettled is not None:
         hold, refusal.unsettled = refusal.unsettled, None
-        hold(lambda failure: refuse(exchange, failure or refusal))
+        hold(lambda failure: respond_error(exchange, failure or refusal))
         return
     exchange.respond(*exchange.connection.server.app.refuse(exchange, refusal))
 
 
-def deleted(stream: Stream) -> TailraceError:
+def stream_deleted(stream: Stream) -> TailraceError:
     """The refusal for a stream that was deleted while a request was at work on it."""
     code = "stream_gone" if stream.gone and not stream.removed else "not_found"
     return refuse_after_commit(TailraceError(code, "the stream was deleted"), stream.batch)
@@ -88,5 +88,5 @@ def base_url(exchange: Exchange, settings: Settings) -> str:
     """What absolute URLs begin with: the configured base, else how the client reached us."""
     if settings.public_url:
         return settings.public_url.rstrip("/")
-    scheme, host = proxies_of(settings.trusted_proxies).base_of(exchange)
+    scheme, host = load_trusted_proxies(settings.trusted_proxies).base_of(exchange)
     return f"{scheme}://{host}"

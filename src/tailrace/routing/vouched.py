@@ -8,15 +8,15 @@ from tailrace.auth import EdgeSignature, ForwardedClient
 from tailrace.auth.edge_signature import EDGE_HEADER
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.http.exchange import Exchange
-from tailrace.routing.proxies import Proxies
+from tailrace.routing.proxies import TrustedProxies
 
-NO_PROXIES: Final = Proxies("")
+NO_PROXIES: Final = TrustedProxies("")
 
 
-class Vouching:
+class ClientResolver:
     """Believes edges that have the key, proxies that are trusted, and nobody else."""
 
-    def __init__(self, key: str, clock: Clock = SYSTEM_CLOCK, proxies: Proxies = NO_PROXIES) -> None:
+    def __init__(self, key: str, clock: Clock = SYSTEM_CLOCK, proxies: TrustedProxies = NO_PROXIES) -> None:
         self._mark = EdgeSignature(key) if key else None
         self.proxies = proxies
         self._clock = clock

@@ -181,7 +181,7 @@ class AdoptionResponse:
     def refuse(self, error: TailraceError) -> None:
         self._exchange.on_gone = None
         if self._outlet is None:
-            responses.refuse(self._exchange, error)
+            responses.respond_error(self._exchange, error)
         else:
             _status, _head, body = self._exchange.connection.server.app.refuse(self._exchange, error)
             self._outlet.write(body + b"\n")

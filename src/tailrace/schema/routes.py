@@ -21,7 +21,7 @@ from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.request_headers import check_encoding
+from tailrace.routing.request_headers import check_content_encoding
 from tailrace.schema.adoption import (
     AdoptionResponse,
     Adoptions,
@@ -46,7 +46,7 @@ from tailrace.schema.registry_update import RegistryUpdate, decide_update, is_fi
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 from tailrace.search.language import check_rollup_includes
-from tailrace.server.live import Live
+from tailrace.server.live import LiveReaders
 
 METHODS = "GET, HEAD, POST, OPTIONS"
 
@@ -54,7 +54,7 @@ METHODS = "GET, HEAD, POST, OPTIONS"
 class SchemaRoutes:
     """Checking an update may take long and is done on a thread; deciding it is one step on the loop."""
 
-    def __init__(self, context: Context, live: Live, adoptions: Adoptions) -> None:
+    def __init__(self, context: Context, live: LiveReaders, adoptions: Adoptions) -> None:
         self._context = context
         self._adoptions = adoptions
         self._log = context.log
@@ -68,7 +68,7 @@ class SchemaRoutes:
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method == b"POST":
             authorise(identity, Action.CONFIGURE_STREAM, stream=name)
-            check_encoding(exchange)
+            check_content_encoding(exchange)
             self._log.existing(name)
             self._post(exchange, name, parse_json_body(exchange.body), adopts=wants_adoption(exchange))
         elif method in (b"GET", b"HEAD"):
@@ -76,7 +76,7 @@ class SchemaRoutes:
             stream = self._log.readable(name)
             _respond_registry(exchange, registry_document(stream, stream.visible_documents))
         else:
-            raise responses.not_allowed(METHODS)
+            raise responses.method_not_allowed(METHODS)
 
     def _post(self, exchange: Exchange, name: str, body: object, *, adopts: bool) -> None:
         task = self._context.loop.create_task(
@@ -178,7 +178,7 @@ class ProfileRoutes:
     """A profile and what it installs become durable in one record."""
 
     def __init__(
-        self, context: Context, live: Live, on_changed: Callable[[Stream], None], adoptions: Adoptions
+        self, context: Context, live: LiveReaders, on_changed: Callable[[Stream], None], adoptions: Adoptions
     ) -> None:
         self._context = context
         self._log = context.log
@@ -205,7 +205,7 @@ class ProfileRoutes:
             document = _profile_document(self._log.readable(name))
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, document)
         else:
-            raise responses.not_allowed(METHODS)
+            raise responses.method_not_allowed(METHODS)
 
     async def _adopt(self, answer: AdoptionResponse, stream: Stream, new: Profile) -> None:
         before = registry_document(stream, stream.documents)

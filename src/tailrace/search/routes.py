@@ -213,7 +213,7 @@ class SearchRoutes:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method not in (b"GET", b"HEAD", b"POST"):
-            raise responses.not_allowed(SEARCH_METHODS)
+            raise responses.method_not_allowed(SEARCH_METHODS)
         authorise(identity, Action.QUERY_STREAM, stream=name)
         stream = self._log.readable(name)
         asked = (
@@ -241,16 +241,16 @@ class SearchRoutes:
             async with asyncio.timeout(self._context.limits.request_ms / 1000):
                 status, body = await self.search(stream, view, request)
         except TimeoutError:
-            responses.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
             return
         except TailraceError as refusal:
-            responses.refuse(exchange, responses.deleted(stream) if stream.removed else refusal)
+            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
             return
         except Exception:
             if stream.removed:
-                responses.refuse(exchange, responses.deleted(stream))
+                responses.respond_error(exchange, responses.stream_deleted(stream))
                 return
-            responses.refuse(exchange, TailraceError("internal", "the search failed"))
+            responses.respond_error(exchange, TailraceError("internal", "the search failed"))
             raise
         head = responses.JSON_TYPE + responses.NO_STORE + expose_headers_line(SEARCH_HEADERS)
         head += b"".join(header_line(name, value) for name, value in coverage_headers(body))
@@ -338,7 +338,7 @@ class AggregateRoutes:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method != b"POST":
-            raise responses.not_allowed(AGGREGATE_METHODS)
+            raise responses.method_not_allowed(AGGREGATE_METHODS)
         authorise(identity, Action.QUERY_STREAM, stream=name)
         stream = self._log.readable(name)
         try:
@@ -362,13 +362,13 @@ class AggregateRoutes:
         try:
             body = await self._aggregate(stream, view, request)
         except TailraceError as refusal:
-            responses.refuse(exchange, responses.deleted(stream) if stream.removed else refusal)
+            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
             return
         except Exception:
             if stream.removed:
-                responses.refuse(exchange, responses.deleted(stream))
+                responses.respond_error(exchange, responses.stream_deleted(stream))
                 return
-            responses.refuse(exchange, TailraceError("internal", "the aggregate failed"))
+            responses.respond_error(exchange, TailraceError("internal", "the aggregate failed"))
             raise
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
 

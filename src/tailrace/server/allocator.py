@@ -10,29 +10,29 @@ _USED: Final = re.compile(r"bytes in allocated blocks\s*=\s*([\d,]+)")
 _RESERVED: Final = re.compile(r"bytes/arena\s*=\s*([\d,]+)")
 
 
-class Heap(NamedTuple):
+class HeapUsage(NamedTuple):
     used_bytes: int
     total_bytes: int
 
 
-def heap() -> Heap:
+def measure_heap() -> HeapUsage:
     """Small objects only: the interpreter takes larger ones straight from the C library.
 
     The allocator only tells a file, so it is given one in memory. It walks its pools for it, about ten
     milliseconds for each 400 MB.
     """
-    text = _told()
+    text = _read_allocator_stats()
     used, reserved = _USED.search(text), _RESERVED.search(text)
     if used is None or reserved is None:
-        return Heap(0, 0)
-    return Heap(_number(used[1]), _number(reserved[1]))
+        return HeapUsage(0, 0)
+    return HeapUsage(_parse_grouped_int(used[1]), _parse_grouped_int(reserved[1]))
 
 
-def _number(text: str) -> int:
+def _parse_grouped_int(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def _told() -> str:
+def _read_allocator_stats() -> str:
     libc = ctypes.CDLL(None)
     tell = getattr(ctypes.pythonapi, "_PyObject_DebugMallocStats", None)
     opened = getattr(libc, "open_memstream", None)

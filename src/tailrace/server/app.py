@@ -14,9 +14,9 @@ from tailrace.hub.service import HubService
 from tailrace.protocol import http_headers, stream_names
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.proxies import proxies_of
-from tailrace.routing.responses import add_phase, not_allowed
-from tailrace.routing.vouched import Vouching
+from tailrace.routing.proxies import load_trusted_proxies
+from tailrace.routing.responses import add_phase, method_not_allowed
+from tailrace.routing.vouched import ClientResolver
 from tailrace.schema.adoption import Adoptions
 from tailrace.schema.append_validation import AppendValidator
 from tailrace.schema.routes import ProfileRoutes, SchemaRoutes
@@ -25,34 +25,32 @@ from tailrace.server.details import DetailsRoutes
 from tailrace.server.health import HealthRoutes
 from tailrace.server.identity_routes import IdentityRoutes
 from tailrace.server.listing import ListingRoutes
-from tailrace.server.live import Live
+from tailrace.server.live import LiveReaders
 from tailrace.server.openapi import document as description
-from tailrace.server.otlp_routes import PATH as TRACES_PATH
-from tailrace.server.otlp_routes import OtlpRoutes
-from tailrace.server.pipeline import PREFIX as PIPELINE_PREFIX
-from tailrace.server.pipeline import PipelineRoutes
-from tailrace.server.rates import IdentityRates
+from tailrace.server.otlp_routes import TRACES_PATH, OtlpRoutes
+from tailrace.server.pipeline import PIPELINE_PREFIX, PipelineRoutes
+from tailrace.server.rates import IdentityRateLimiter
 from tailrace.server.read import ReadRoutes
 from tailrace.server.routing_keys import RoutingKeyRoutes
-from tailrace.server.seal import PATH as SEAL_PATH
-from tailrace.server.server import PATHS as SERVER_PATHS
+from tailrace.server.seal import SEAL_PATH
+from tailrace.server.server import SERVER_DETAILS_PATHS as SERVER_PATHS
 from tailrace.server.server import ServerRoutes
-from tailrace.server.streams import StreamRoutes, read_only
+from tailrace.server.streams import StreamRoutes, read_only_error
 from tailrace.server.touch import TouchRoutes
 from tailrace.server.waiting_appends import WaitingAppends
 from tailrace.watch.service import WatchService
 
 logger = logging.getLogger("tailrace.api")
 
-PREFIX = b"/v1/stream/"
-CONTROL = b"/v1/stream/__ds"
+STREAM_PREFIX = b"/v1/stream/"
+CONTROL_PREFIX = b"/v1/stream/__ds"
 STREAM_METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
 BODY_METHODS = frozenset((b"POST", b"PUT", b"PATCH", b"DELETE"))
 NAMES_CACHED = 65_536
 PATH_BYTES_CACHED = 256
 
-Control = Callable[[Exchange, bytes, Callable[[Exchange], Identity]], None]
-Resource = Callable[[Exchange, Identity, bytes, str], None]  # with the method and the stream's name
+ControlHandler = Callable[[Exchange, bytes, Callable[[Exchange], Identity]], None]
+ResourceHandler = Callable[[Exchange, Identity, bytes, str], None]  # with the method and the stream's name
 
 
 class TailraceApp:
@@ -65,11 +63,11 @@ class TailraceApp:
         self._verifier = verifier
         self._grants = grants
         settings = context.settings
-        proxies = proxies_of(settings.trusted_proxies)
-        vouching = Vouching(settings.edge_signing_key, context.clock, proxies)
-        self.rates = IdentityRates(context.limits, context.clock, vouching)
+        proxies = load_trusted_proxies(settings.trusted_proxies)
+        vouching = ClientResolver(settings.edge_signing_key, context.clock, proxies)
+        self.rates = IdentityRateLimiter(context.limits, context.clock, vouching)
         self.identities = IdentityRoutes(context, verifier)
-        self.live = Live(context)
+        self.live = LiveReaders(context)
         self.reads = ReadRoutes(context, self.live)
         self.filtered = self.reads.filtered
         self.guard = AppendValidator(self.live.contracts, context.clock, context.limits)
@@ -82,12 +80,12 @@ class TailraceApp:
         self.otlp = OtlpRoutes(context, self.guard)
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
-        self.control: Control | None = None
+        self.control: ControlHandler | None = None
         self.details = DetailsRoutes(context, self.live)
         self.routing_keys = RoutingKeyRoutes(context)
         self.search = SearchRoutes(context)
         # What belongs to a stream, by the last segment of its path.
-        self.resources: dict[str, Resource] = {
+        self.resources: dict[str, ResourceHandler] = {
             "_aggregate": AggregateRoutes(context, self.search).serve,
             "_details": self.details.details,
             "_index_status": self.details.index_status,
@@ -125,12 +123,12 @@ class TailraceApp:
         if method == b"OPTIONS":
             exchange.respond(204, http_headers.preflight_lines())
             return
-        if path.startswith(PREFIX):
-            if path.startswith(CONTROL) and path[len(CONTROL) :][:1] in (b"", b"/"):
+        if path.startswith(STREAM_PREFIX):
+            if path.startswith(CONTROL_PREFIX) and path[len(CONTROL_PREFIX) :][:1] in (b"", b"/"):
                 # Wakes are answered with tokens of their own, so who is calling is asked route by route.
-                self._control(exchange, path[len(CONTROL) :])
+                self._control(exchange, path[len(CONTROL_PREFIX) :])
             else:
-                self._stream(exchange, self.identify(exchange), method, path[len(PREFIX) :])
+                self._stream(exchange, self.identify(exchange), method, path[len(STREAM_PREFIX) :])
             return
         self._server_route(exchange, method, path)
 
@@ -147,13 +145,13 @@ class TailraceApp:
         try:
             return not self._verifier.verify(exchange.headers.get(b"authorization")).public
         except TailraceError:
-            if exchange.method in BODY_METHODS and not exchange.path.startswith(CONTROL):
+            if exchange.method in BODY_METHODS and not exchange.path.startswith(CONTROL_PREFIX):
                 raise
             return False  # a wake is answered with its own token
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         self._telemetry.refused.add(error.code)
-        return responses.refusal_of(exchange, error)
+        return responses.render_error(exchange, error)
 
     def end_live(self) -> None:
         """Shutdown: nobody is kept waiting."""
@@ -265,17 +263,17 @@ class TailraceApp:
             self._streams.create(exchange, identity, name)
         elif method == b"DELETE":
             if stream_names.is_system_name(name):
-                raise read_only()
+                raise read_only_error()
             self._streams.delete(exchange, identity, name)
         else:
-            raise not_allowed(STREAM_METHODS)
+            raise method_not_allowed(STREAM_METHODS)
 
     def _by_key(
         self, exchange: Exchange, identity: Identity, method: bytes, name: str | None, key: str | None
     ) -> None:
         """`/pk/{key}`: the key is one segment of the raw path and may hold anything, an encoded slash too."""
         if method not in (b"GET", b"HEAD"):
-            raise not_allowed("GET, HEAD, OPTIONS")
+            raise method_not_allowed("GET, HEAD, OPTIONS")
         if name is None or not key or not stream_names.is_valid_name(name, self._context.limits.name_bytes):
             raise TailraceError("not_found", "no stream can have this name, or no entry this key")
         self.reads.read(exchange, identity, name, key)
@@ -284,21 +282,21 @@ class TailraceApp:
         self._check_body(exchange)
         if path == b"/v1/streams":
             if method not in (b"GET", b"HEAD"):
-                raise not_allowed("GET, HEAD, OPTIONS")
+                raise method_not_allowed("GET, HEAD, OPTIONS")
             self._listing.list(exchange, self.identify(exchange))
         elif self.health.handles(path):
             if method not in (b"GET", b"HEAD"):
-                raise not_allowed("GET, HEAD, OPTIONS")
+                raise method_not_allowed("GET, HEAD, OPTIONS")
             self.health.answer(exchange, path, self.identify)
-        elif path == description.PATH:
+        elif path == description.OPENAPI_PATH:
             if method not in (b"GET", b"HEAD"):
-                raise not_allowed("GET, HEAD, OPTIONS")
-            description.show(exchange)
+                raise method_not_allowed("GET, HEAD, OPTIONS")
+            description.serve_openapi(exchange)
         elif self.identities.handles(path):
             self.identities.serve(exchange, method, path, self.identify)
         elif path in SERVER_PATHS and self.server is not None:
             if method not in (b"GET", b"HEAD"):
-                raise not_allowed("GET, HEAD, OPTIONS")
+                raise method_not_allowed("GET, HEAD, OPTIONS")
             self.server.answer(exchange, self.identify(exchange), path)
         elif path.startswith(PIPELINE_PREFIX) and self.pipeline is not None:
             self.pipeline.answer(exchange, self.identify(exchange), method, path)
@@ -310,7 +308,7 @@ class TailraceApp:
             self.hub.serve(exchange, method, path, self.identify)
         elif path == SEAL_PATH and self.seal is not None:
             if method != b"POST":
-                raise not_allowed("POST, OPTIONS")
+                raise method_not_allowed("POST, OPTIONS")
             self.seal(exchange, self.identify(exchange))
         else:
             raise TailraceError("not_found", "there is nothing at this path")

@@ -9,7 +9,7 @@ from tailrace.log.model import Stream
 from tailrace.search.tail_index import TailIndex
 from tailrace.server.descriptor import ARTIFACTS
 from tailrace.server.details import DetailsRoutes
-from tailrace.server.index_status import TailRows
+from tailrace.server.index_status import TailIndexStatus
 from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.object_store.request_stats import UploadedHead
 from tailrace.storage.sealing import SealingService
@@ -32,20 +32,20 @@ def connect_details(
     def head_of(stream: Stream) -> UploadedHead | None:
         return sealing.book.head(make_stream_id(stream.name, stream.incarnation))
 
-    def tail_of(stream: Stream) -> TailRows:
+    def tail_of(stream: Stream) -> TailIndexStatus:
         index = tail.find(stream.number)
         if index is None:
-            return TailRows()
-        return TailRows(index.rows, index.bytes, index.dropped_rows, index.filling is not None)
+            return TailIndexStatus()
+        return TailIndexStatus(index.rows, index.bytes, index.dropped_rows, index.filling is not None)
 
     routes.tail_of = tail_of
     routes.requests_of = requests_of
     routes.head_of = head_of
     routes.is_in_conflict = lambda stream: stream.number in sealing.runs.conflicts
-    routes.cached_of = lambda stream: cached_of(readers, stream)
+    routes.cached_of = lambda stream: cached_bytes_by_artifact(readers, stream)
 
 
-def cached_of(readers: Sequence[ObjectCache], stream: Stream) -> dict[str, int]:
+def cached_bytes_by_artifact(readers: Sequence[ObjectCache], stream: Stream) -> dict[str, int]:
     """What the caches on disk hold of a stream, by artifact."""
     folder = make_stream_id(stream.name, stream.incarnation)
     caches = [parts.cache for parts in readers if parts.cache is not None]

@@ -11,7 +11,7 @@ from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 
 
-def connect_cold(
+def connect_storage_metrics(
     telemetry: ServerMetrics, sealing: SealingService, cold: ColdReader, companions: IndexFileService
 ) -> None:
     readers = (cold.parts, companions.parts, companions.lexicons)

@@ -30,7 +30,7 @@ def new_trace() -> TraceContext:
     return TraceContext(secrets.token_bytes(16), secrets.token_bytes(8))
 
 
-def read_traceparent(value: bytes) -> TraceContext | None:
+def parse_traceparent(value: bytes) -> TraceContext | None:
     """The caller's span; None if the header is not one, which counts as if it were not there."""
     match = _TRACEPARENT.fullmatch(value)
     if match is None or match[1] == b"ff" or (match[1] == b"00" and match[5]):

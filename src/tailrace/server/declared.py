@@ -30,10 +30,10 @@ from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 FILE_BYTES_MAX: Final = 4 * 1024 * 1024
 STREAMS_MAX: Final = 10_000
-_BYTES: Final = Setting(name="retention_bytes", kind="int", default=0, help="", unit="bytes")
+_RETENTION_BYTES: Final = Setting(name="retention_bytes", kind="int", default=0, help="", unit="bytes")
 
 
-class Declared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeclaredStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stream of the file. What is absent is left to the defaults, or to what the stream has."""
 
     content_type: str | None = None
@@ -49,8 +49,10 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def lifetime(self) -> Lifetime:
         bytes_max = self.retention_bytes
         if isinstance(bytes_max, str):
-            bytes_max = int(parse_setting(_BYTES, bytes_max))
-        return Lifetime(_window_s(self.ttl, "ttl"), None, _window_s(self.retention, "retention"), bytes_max)
+            bytes_max = int(parse_setting(_RETENTION_BYTES, bytes_max))
+        return Lifetime(
+            _parse_window_s(self.ttl, "ttl"), None, _parse_window_s(self.retention, "retention"), bytes_max
+        )
 
     def wanted_profile(self) -> Profile:
         if self.profile is None:
@@ -76,17 +78,17 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return body
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    streams: dict[str, Declared]
+class _DeclaredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    streams: dict[str, DeclaredStream]
 
 
-def read_declared(file: Path) -> dict[str, Declared]:
+def load_declared_streams(file: Path) -> dict[str, DeclaredStream]:
     """The streams of a file by name, or the reason why it cannot be used."""
     try:
         raw = file.read_bytes()
         if len(raw) > FILE_BYTES_MAX:
             raise SettingsError(f"it is larger than {FILE_BYTES_MAX} bytes")
-        streams = msgspec.convert(tomllib.loads(raw.decode()), _File).streams
+        streams = msgspec.convert(tomllib.loads(raw.decode()), _DeclaredFile).streams
         if len(streams) > STREAMS_MAX:
             raise SettingsError(f"it declares more than {STREAMS_MAX} streams")
     except (OSError, ValueError) as error:  # what is wrong with TOML, UTF-8 or the shape is a ValueError
@@ -94,7 +96,7 @@ def read_declared(file: Path) -> dict[str, Declared]:
     return streams
 
 
-class DeclaredStreams:
+class DeclaredStreamInstaller:
     """Makes the streams of one file, each as a request for it would."""
 
     def __init__(self, context: Context, file: Path) -> None:
@@ -108,7 +110,7 @@ class DeclaredStreams:
 
         Streams of another process of the server are made there.
         """
-        declared = read_declared(self._file)
+        declared = load_declared_streams(self._file)
         streams = {name: declared[name] for name in declared if not self._log.is_elsewhere(name)}
         for name, one in streams.items():
             try:
@@ -118,7 +120,7 @@ class DeclaredStreams:
                 raise TailraceError("conflict", f"{self._file}: stream {name!r}: {reason}") from None
         return len(streams)
 
-    async def _make(self, name: str, declared: Declared) -> None:
+    async def _make(self, name: str, declared: DeclaredStream) -> None:
         check_creatable_name(name, self._name_bytes)
         profile, update = declared.wanted_profile(), declared.registry_update(self._file.parent)
         content_type = declared.content_type
@@ -156,7 +158,7 @@ class DeclaredStreams:
             raise SettingsError(f"a schema needs application/json, and it holds {stream.content_type}")
         is_new = not registry.version and registry.routing_key is None
         if registry.version and "schema" in update:
-            if not _equal(update.pop("schema"), registry.schemas[registry.version]):
+            if not _json_equal(update.pop("schema"), registry.schemas[registry.version]):
                 raise SettingsError(
                     "it has another schema; `tailrace schema evolve` leads to the next version"
                 )
@@ -171,10 +173,10 @@ class DeclaredStreams:
         await await_commit(lambda reply: self._log.describe(stream, SCHEMA_DOCUMENT, after, reply))
 
 
-def _window_s(value: str | int | None, what: str) -> int | None:
+def _parse_window_s(value: str | int | None, what: str) -> int | None:
     return None if value is None else parse_duration_s(str(value), what)
 
 
-def _equal(one: object, other: object) -> bool:
+def _json_equal(one: object, other: object) -> bool:
     """Equal as JSON, whatever the order of keys."""
     return msgspec.json.encode(one, order="sorted") == msgspec.json.encode(other, order="sorted")

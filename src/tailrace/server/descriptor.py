@@ -15,8 +15,14 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE
 from tailrace.search.index_files.index_plan import FAMILIES
-from tailrace.server.documents import Documents, observability_of
-from tailrace.server.index_status import BUNDLED, Manifest, TailRows, index_status, instant
+from tailrace.server.documents import StreamDocuments, observability_pair
+from tailrace.server.index_status import (
+    BUNDLED_FAMILIES,
+    ManifestStatus,
+    TailIndexStatus,
+    format_optional_instant,
+    index_status,
+)
 
 ARTIFACTS = (
     "segment",
@@ -27,12 +33,12 @@ ARTIFACTS = (
     "exact_index",
     "bundled_companion",
 )
-COUNTERS = ("puts", "reads", "gets", "heads", "lists", "deletes")
+REQUEST_COUNTERS = ("puts", "reads", "gets", "heads", "lists", "deletes")
 
-Requests = Mapping[str, Mapping[str, int]]  # counters by artifact
-NO_REQUESTS: Requests = {}
-Cached = Mapping[str, int]  # bytes by artifact
-NO_CACHES: Cached = {}
+ObjectRequests = Mapping[str, Mapping[str, int]]  # counters by artifact
+NO_REQUESTS: ObjectRequests = {}
+CacheBytes = Mapping[str, int]  # bytes by artifact
+NO_CACHES: CacheBytes = {}
 # Where a cache on the local disk is shown, by what it holds.
 _CACHES = {
     "segment_cache_bytes": "segment",
@@ -43,30 +49,30 @@ _CACHES = {
 }
 
 
-class Surroundings(NamedTuple):
+class VolatileDetails(NamedTuple):
     """What is no state of the stream itself: shown, and no reason for another ETag."""
 
     shared_bytes: int = 0  # of the hot store
-    cached: Cached = NO_CACHES
+    cached: CacheBytes = NO_CACHES
     spooled_bytes: int = 0  # segments that are written and not yet uploaded
-    requests: Requests = NO_REQUESTS
-    tail: TailRows = TailRows()
+    requests: ObjectRequests = NO_REQUESTS
+    tail: TailIndexStatus = TailIndexStatus()
 
 
-def details(
-    stream: Stream, documents: Documents, manifest: Manifest, around: Surroundings
+def stream_details(
+    stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, around: VolatileDetails
 ) -> dict[str, object]:
     return {
-        "stream": summary(stream, documents.profile_kind, manifest),
+        "stream": stream_summary(stream, documents.profile_kind, manifest),
         "profile": orjson.Fragment(documents.profile),
         "schema": orjson.Fragment(documents.schema),
         "index_status": index_status(stream, documents, manifest, around.tail),
-        "storage": _storage(stream, documents, manifest, around),
-        "object_store_requests": _requests(around.requests),
+        "storage": _storage_details(stream, documents, manifest, around),
+        "object_store_requests": _object_requests(around.requests),
     }
 
 
-def summary(stream: Stream, profile: str, manifest: Manifest) -> dict[str, object]:
+def stream_summary(stream: Stream, profile: str, manifest: ManifestStatus) -> dict[str, object]:
     """The stream itself. All numbers are of what is durable."""
     deadline_ns = stream.deadline_ns()
     pending_rows = str(max(0, stream.visible - stream.sealed))
@@ -77,7 +83,7 @@ def summary(stream: Stream, profile: str, manifest: Manifest) -> dict[str, objec
         "name": stream.name,
         "content_type": stream.content_type or DEFAULT_CONTENT_TYPE,
         "profile": profile,
-        **observability_of(stream),
+        **observability_pair(stream),
         "created_at": format_rfc3339(stream.created_ns),
         "updated_at": format_rfc3339(max(stream.created_ns, stream.last_ns, stream.cold.recorded_ns)),
         "expires_at": None if deadline_ns is None else format_rfc3339(deadline_ns),
@@ -95,8 +101,8 @@ def summary(stream: Stream, profile: str, manifest: Manifest) -> dict[str, objec
         "total_size_bytes": str(stream.size_bytes),
         "wal_rows": pending_rows,
         "wal_bytes": pending_bytes,
-        "last_append_at": instant(stream.last_ns if stream.visible else 0),
-        "last_segment_cut_at": instant(stream.cold.recorded_ns),
+        "last_append_at": format_optional_instant(stream.last_ns if stream.visible else 0),
+        "last_segment_cut_at": format_optional_instant(stream.cold.recorded_ns),
         **({"seal_conflict": True} if manifest.conflict else {}),
     }
 
@@ -106,8 +112,8 @@ def unsealed_bytes(stream: Stream) -> int:
     return max(0, stream.size_bytes - stream.sealed_bytes)
 
 
-def _storage(
-    stream: Stream, documents: Documents, manifest: Manifest, around: Surroundings
+def _storage_details(
+    stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, around: VolatileDetails
 ) -> dict[str, object]:
     waiting = unsealed_bytes(stream)
     segment_bytes = stream.cold.segment_bytes
@@ -127,7 +133,7 @@ def _storage(
             "routing_index_object_count": counts["routing_key_index"],
             "routing_lexicon_object_count": counts["routing_key_lexicon"],
             "exact_index_object_count": counts["exact"],
-            "bundled_companion_object_count": sum(counts[family] for family in BUNDLED),
+            "bundled_companion_object_count": sum(counts[family] for family in BUNDLED_FAMILIES),
         },
         "local_storage": {
             "total_bytes": str(waiting + sum(around.cached.values()) + around.spooled_bytes),
@@ -137,27 +143,29 @@ def _storage(
             **{name: str(around.cached.get(artifact, 0)) for name, artifact in _CACHES.items()},
             "sqlite_shared_total_bytes": str(around.shared_bytes),
         },
-        "companion_families": {f"{family}_bytes": str(sizes[family]) for family in (*BUNDLED, "exact")},
+        "companion_families": {
+            f"{family}_bytes": str(sizes[family]) for family in (*BUNDLED_FAMILIES, "exact")
+        },
     }
 
 
-def _requests(found: Requests) -> dict[str, object]:
-    total = dict.fromkeys(COUNTERS, 0)
+def _object_requests(found: ObjectRequests) -> dict[str, object]:
+    total = dict.fromkeys(REQUEST_COUNTERS, 0)
     rows: list[dict[str, object]] = []
     for artifact in ARTIFACTS:
         counted = found.get(artifact, {})
-        for name in COUNTERS:
+        for name in REQUEST_COUNTERS:
             total[name] += counted.get(name, 0)
-        rows.append({"artifact": artifact, **{name: str(counted.get(name, 0)) for name in COUNTERS}})
+        rows.append({"artifact": artifact, **{name: str(counted.get(name, 0)) for name in REQUEST_COUNTERS}})
     return {**{name: str(count) for name, count in total.items()}, "by_artifact": rows}
 
 
-def tag_of(kind: str, stream: Stream, documents: Documents, manifest: Manifest) -> str:
+def details_etag(kind: str, stream: Stream, documents: StreamDocuments, manifest: ManifestStatus) -> str:
     """A weak tag over the state of this stream: caches, requests and ages have no part in it."""
-    around = Surroundings()
+    around = VolatileDetails()
     manifest = manifest._replace(indexed=manifest.indexed._replace(now_ns=0))
     if kind == "details":
-        shown = details(stream, documents, manifest, around)
+        shown = stream_details(stream, documents, manifest, around)
     else:
         shown = index_status(stream, documents, manifest, around.tail)
     # The number and the incarnation: a name that is used again is another stream, however alike.

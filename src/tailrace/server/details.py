@@ -18,34 +18,34 @@ from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_m
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.server import descriptor
-from tailrace.server.descriptor import Cached, Requests, Surroundings
-from tailrace.server.documents import Documents, documents_of
-from tailrace.server.index_status import Indexed, Manifest, TailRows, index_status
-from tailrace.server.live import Live
+from tailrace.server.descriptor import CacheBytes, ObjectRequests, VolatileDetails
+from tailrace.server.documents import StreamDocuments, read_documents
+from tailrace.server.index_status import IndexSnapshot, ManifestStatus, TailIndexStatus, index_status
+from tailrace.server.live import LiveReaders
 from tailrace.storage.object_store.request_stats import UploadedHead
 
 WAIT_DEFAULT_MS = 3000
-METHODS = "GET, HEAD, OPTIONS"
+READ_METHODS = "GET, HEAD, OPTIONS"
 
-Kind = Literal["details", "index_status"]
+DetailsKind = Literal["details", "index_status"]
 
 
 class DetailsRoutes:
     """Both endpoints have one contract. An answer is of one moment: it is put together at once."""
 
-    def __init__(self, context: Context, live: Live) -> None:
+    def __init__(self, context: Context, live: LiveReaders) -> None:
         self._context = context
         self._log = context.log
         self._live = live
-        self._waits: set[Wait] = set()
-        self.requests_of: Callable[[Stream], Requests] = lambda _: {}
+        self._waits: set[DetailsWait] = set()
+        self.requests_of: Callable[[Stream], ObjectRequests] = lambda _: {}
         self.head_of: Callable[[Stream], UploadedHead | None] = lambda _: None
         self.is_in_conflict: Callable[[Stream], bool] = lambda _: False
-        self.tail_of: Callable[[Stream], TailRows] = lambda _: TailRows()
-        self.indexed_of: Callable[[Stream], Indexed | None] = lambda _: Indexed()
+        self.tail_of: Callable[[Stream], TailIndexStatus] = lambda _: TailIndexStatus()
+        self.indexed_of: Callable[[Stream], IndexSnapshot | None] = lambda _: IndexSnapshot()
         self.load_index: Callable[[Stream], Awaitable[None]] = _nothing_to_load
         self._tasks: set[asyncio.Task[None]] = set()
-        self.cached_of: Callable[[Stream], Cached] = lambda _: {}
+        self.cached_of: Callable[[Stream], CacheBytes] = lambda _: {}
 
     def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         self._answer(exchange, identity, method, name, "details")
@@ -53,9 +53,11 @@ class DetailsRoutes:
     def index_status(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         self._answer(exchange, identity, method, name, "index_status")
 
-    def _answer(self, exchange: Exchange, identity: Identity, method: bytes, name: str, kind: Kind) -> None:
+    def _answer(
+        self, exchange: Exchange, identity: Identity, method: bytes, name: str, kind: DetailsKind
+    ) -> None:
         if method not in (b"GET", b"HEAD"):
-            raise responses.not_allowed(METHODS)
+            raise responses.method_not_allowed(READ_METHODS)
         authorise(identity, Action.QUERY_STREAM, stream=name)
         query = parse_query(exchange.query)
         stream = self._log.readable(name)
@@ -73,7 +75,13 @@ class DetailsRoutes:
             self._answer_known(exchange, identity, stream, kind, live, waits_ms)
 
     async def _load(
-        self, exchange: Exchange, identity: Identity, stream: Stream, kind: Kind, live: str, waits_ms: int
+        self,
+        exchange: Exchange,
+        identity: Identity,
+        stream: Stream,
+        kind: DetailsKind,
+        live: str,
+        waits_ms: int,
     ) -> None:
         """How far its indexes are has not been looked at lately."""
         try:
@@ -81,10 +89,16 @@ class DetailsRoutes:
             self._log.readable(stream.name)
             self._answer_known(exchange, identity, stream, kind, live, waits_ms)
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
 
     def _answer_known(
-        self, exchange: Exchange, identity: Identity, stream: Stream, kind: Kind, live: str, waits_ms: int
+        self,
+        exchange: Exchange,
+        identity: Identity,
+        stream: Stream,
+        kind: DetailsKind,
+        live: str,
+        waits_ms: int,
     ) -> None:
         known = exchange.headers.get(b"if-none-match", b"").decode("latin-1")
         tag = self.tag(stream, kind)
@@ -94,30 +108,30 @@ class DetailsRoutes:
             self.unchanged(exchange, tag)
         else:
             self._live.admit("long-poll", stream)
-            wait = Wait(self, exchange, identity, stream, kind, tag)
+            wait = DetailsWait(self, exchange, identity, stream, kind, tag)
             self._waits.add(wait)
             wait.begin(self._context.loop.call_later(waits_ms / 1000, wait.end))
 
     # -- what a wait needs -------------------------------------------------------------------------------
 
-    def tag(self, stream: Stream, kind: Kind) -> str:
-        return descriptor.tag_of(kind, stream, documents_of(stream), self._manifest(stream))
+    def tag(self, stream: Stream, kind: DetailsKind) -> str:
+        return descriptor.details_etag(kind, stream, read_documents(stream), self._manifest(stream))
 
-    def show(self, exchange: Exchange, stream: Stream, kind: Kind) -> None:
-        documents, manifest = documents_of(stream), self._manifest(stream)
-        tag = descriptor.tag_of(kind, stream, documents, manifest)
-        head = responses.JSON_TYPE + responses.NO_STORE + _etag(tag)
+    def show(self, exchange: Exchange, stream: Stream, kind: DetailsKind) -> None:
+        documents, manifest = read_documents(stream), self._manifest(stream)
+        tag = descriptor.details_etag(kind, stream, documents, manifest)
+        head = responses.JSON_TYPE + responses.NO_STORE + _etag_header(tag)
         exchange.respond(200, head, orjson.dumps(self._body(stream, kind, documents, manifest)))
 
     def unchanged(self, exchange: Exchange, tag: str, more: bytes = b"") -> None:
-        exchange.respond(304, responses.NO_STORE + _etag(tag) + more)
+        exchange.respond(304, responses.NO_STORE + _etag_header(tag) + more)
 
     def waited(self, exchange: Exchange, tag: str) -> None:
         """Nothing changed while the client waited."""
         limit = wait_limit_lines(parse_query(exchange.query), self._context.limits.details_max_wait_ms)
         self.unchanged(exchange, tag, limit)
 
-    def ended(self, wait: Wait, stream: Stream) -> None:
+    def ended(self, wait: DetailsWait, stream: Stream) -> None:
         self._waits.discard(wait)
         self._live.dismiss("long-poll", stream)
 
@@ -136,33 +150,33 @@ class DetailsRoutes:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _body(
-        self, stream: Stream, kind: Kind, documents: Documents, manifest: Manifest
+        self, stream: Stream, kind: DetailsKind, documents: StreamDocuments, manifest: ManifestStatus
     ) -> dict[str, object]:
         if kind == "index_status":
             return index_status(stream, documents, manifest, self.tail_of(stream))
-        around = Surroundings(
-            shared_bytes(self._log.directory),
+        around = VolatileDetails(
+            hot_store_bytes(self._log.directory),
             self.cached_of(stream),
             spooled_bytes(self._log.directory, stream.number),
             self.requests_of(stream),
             self.tail_of(stream),
         )
-        return descriptor.details(stream, documents, manifest, around)
+        return descriptor.stream_details(stream, documents, manifest, around)
 
-    def _manifest(self, stream: Stream) -> Manifest:
+    def _manifest(self, stream: Stream) -> ManifestStatus:
         """One that was recorded while the stream was not in memory is in the hot store."""
         cold = stream.cold
         generation = max(cold.generation, self._log.store.db.cold.generation(stream.number))
         head = self.head_of(stream)
-        indexed = self.indexed_of(stream) or Indexed()
+        indexed = self.indexed_of(stream) or IndexSnapshot()
         conflict = self.is_in_conflict(stream)
         if head is not None:
-            return Manifest(generation, head.at_ns, head.etag, head.size_bytes, indexed, conflict)
+            return ManifestStatus(generation, head.at_ns, head.etag, head.size_bytes, indexed, conflict)
         recorded_ns = cold.recorded_ns if cold.generation == generation else 0
-        return Manifest(generation, recorded_ns, indexed=indexed, conflict=conflict)
+        return ManifestStatus(generation, recorded_ns, indexed=indexed, conflict=conflict)
 
 
-class Wait:
+class DetailsWait:
     """Somebody who waits for a change: a place in the stream's list and one timer."""
 
     __slots__ = ("_exchange", "_kind", "_routes", "_stream", "_tag", "_timer", "identity")
@@ -173,14 +187,14 @@ class Wait:
         exchange: Exchange,
         identity: Identity,
         stream: Stream,
-        kind: Kind,
+        kind: DetailsKind,
         tag: str,
     ) -> None:
         self._routes = routes
         self._exchange = exchange
         self.identity = identity
         self._stream = stream
-        self._kind: Kind = kind
+        self._kind: DetailsKind = kind
         self._tag = tag
         self._timer: asyncio.TimerHandle | None = None
 
@@ -192,7 +206,7 @@ class Wait:
 
     def on_published(self, stream: Stream) -> None:
         if stream.removed or stream.gone:
-            self.refuse(responses.deleted(stream))
+            self.refuse(responses.stream_deleted(stream))
         elif self._routes.tag(stream, self._kind) != self._tag:
             self._leave()
             self._routes.show(self._exchange, stream, self._kind)
@@ -203,7 +217,7 @@ class Wait:
 
     def refuse(self, error: TailraceError) -> None:
         self._leave()
-        responses.refuse(self._exchange, error)
+        responses.respond_error(self._exchange, error)
 
     def _leave(self) -> None:
         if self._timer is None:
@@ -219,7 +233,7 @@ async def _nothing_to_load(_: Stream) -> None:
     """Where nobody keeps book of indexes."""
 
 
-def _etag(tag: str) -> bytes:
+def _etag_header(tag: str) -> bytes:
     return b"ETag: %b\r\n" % tag.encode()
 
 
@@ -234,7 +248,7 @@ def spooled_bytes(directory: Path, number: int) -> int:
     return total
 
 
-def shared_bytes(directory: Path) -> int:
+def hot_store_bytes(directory: Path) -> int:
     """Size of the hot store, which all streams share."""
     total = 0
     for suffix in ("", "-wal", "-shm"):

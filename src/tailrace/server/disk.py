@@ -13,7 +13,7 @@ from tailrace.log.log import Log
 
 logger = logging.getLogger("tailrace.disk")
 
-CHECK_S = 1.0
+DISK_CHECK_S = 1.0
 
 
 class DiskGuard:
@@ -47,7 +47,7 @@ class DiskGuard:
         return found.f_bavail * found.f_frsize
 
     def _check(self) -> None:
-        self._timer = self._loop.call_later(CHECK_S, self._check)
+        self._timer = self._loop.call_later(DISK_CHECK_S, self._check)
         self._look_at_space()
         if self._log.refusal is not None and self._attempt is None:
             # On a thread: a disk in trouble may take its time, and reads go on meanwhile.

@@ -12,10 +12,10 @@ from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.search_config import SearchConfig
 
 PROFILE_VERSION = "durable.streams/profile/v1"
-GENERIC = orjson.dumps({"apiVersion": PROFILE_VERSION, "profile": {"kind": "generic"}})
+GENERIC_PROFILE = orjson.dumps({"apiVersion": PROFILE_VERSION, "profile": {"kind": "generic"}})
 
 
-class Documents(NamedTuple):
+class StreamDocuments(NamedTuple):
     """Bodies as their own endpoints show them, and what index families have to know of them."""
 
     schema: bytes
@@ -26,30 +26,30 @@ class Documents(NamedTuple):
     search: SearchConfig | None
 
 
-def documents_of(stream: Stream) -> Documents:
+def read_documents(stream: Stream) -> StreamDocuments:
     found = stream.visible_documents or {}
     raw = found.get("schema")
-    registry = Registry(name=stream.name) if raw is None else _registry(raw)
-    profile = found.get("profile", GENERIC)
-    return Documents(
+    registry = Registry(name=stream.name) if raw is None else _load_registry(raw)
+    profile = found.get("profile", GENERIC_PROFILE)
+    return StreamDocuments(
         registry.to_json() if raw is None else raw,
         0 if raw is None else len(raw),
         profile,
-        _profile_kind(profile),
+        _load_profile_kind(profile),
         registry.routing_key is not None,
         registry.search,
     )
 
 
-def profile_kind_of(stream: Stream) -> str:
+def read_profile_kind(stream: Stream) -> str:
     """For lists: a registry may be large and is not looked at."""
-    return _profile_kind((stream.visible_documents or {}).get("profile", GENERIC))
+    return _load_profile_kind((stream.visible_documents or {}).get("profile", GENERIC_PROFILE))
 
 
-def observability_of(stream: Stream) -> dict[str, object]:
+def observability_pair(stream: Stream) -> dict[str, object]:
     """The streams that tell of the same requests as this one, if its profile names one."""
     raw = (stream.visible_documents or {}).get("profile")
-    named = None if raw is None else _pair(raw)
+    named = None if raw is None else _read_profile_pair(raw)
     if named is None:
         return {}
     kind, other = named
@@ -58,7 +58,7 @@ def observability_of(stream: Stream) -> dict[str, object]:
 
 
 @lru_cache(maxsize=32)
-def _pair(raw: bytes) -> tuple[str, str] | None:
+def _read_profile_pair(raw: bytes) -> tuple[str, str] | None:
     """The kind of a profile, and the stream it is paired with."""
     profile = orjson.loads(raw)["profile"]
     request = profile.get("observability", {}).get("request", {})
@@ -67,10 +67,10 @@ def _pair(raw: bytes) -> tuple[str, str] | None:
 
 
 @lru_cache(maxsize=32)
-def _registry(raw: bytes) -> Registry:
+def _load_registry(raw: bytes) -> Registry:
     return read_registry(raw)
 
 
 @lru_cache(maxsize=32)
-def _profile_kind(raw: bytes) -> str:
+def _load_profile_kind(raw: bytes) -> str:
     return str(orjson.loads(raw)["profile"]["kind"])

@@ -16,31 +16,31 @@ from urllib.parse import urlsplit
 import httpx2
 
 from tailrace.server.otlp import encode_export
-from tailrace.server.span import Span, Value
+from tailrace.server.span import AttributeValue, Span
 
 logger = logging.getLogger("tailrace.traces")
 
-PATH: Final = "/v1/traces"
+COLLECTOR_PATH: Final = "/v1/traces"
 QUEUE_SPANS_MAX: Final = 4096  # a span is about a kilobyte at most
 BATCH_SPANS_MAX: Final = 512
-GATHER_S: Final = 1.0
-TRY_S: Final = 10.0
-PAUSES_S: Final = (1.0, 2.0)  # between tries of one batch
+BATCH_WAIT_S: Final = 1.0
+ATTEMPT_TIMEOUT_S: Final = 10.0
+RETRY_PAUSES_S: Final = (1.0, 2.0)  # between tries of one batch
 STOP_S: Final = 5.0
-AGAIN: Final = frozenset({429, 502, 503, 504})  # the collector asks to be tried again
+RETRY_STATUSES: Final = frozenset({429, 502, 503, 504})  # the collector asks to be tried again
 
 
-class Exporter:
+class SpanExporter:
     """Owned by the loop thread; `submit` is all that it calls while the server runs."""
 
     def __init__(
         self,
         url: str,
         headers: Mapping[str, str],
-        resource: Mapping[str, Value],
+        resource: Mapping[str, AttributeValue],
         version: str,
         *,
-        gather_s: float = GATHER_S,
+        gather_s: float = BATCH_WAIT_S,
     ) -> None:
         self._url = traces_url(url)
         self._headers = {**headers, "Content-Type": "application/x-protobuf"}
@@ -75,7 +75,7 @@ class Exporter:
         self._thread.join(STOP_S)
 
     def _run(self) -> None:
-        with httpx2.Client(timeout=TRY_S) as http:
+        with httpx2.Client(timeout=ATTEMPT_TIMEOUT_S) as http:
             while not self._ending.is_set() or self._queue:
                 self._wake.wait()
                 self._ending.wait(self._gather_s)
@@ -87,7 +87,7 @@ class Exporter:
         count = min(len(self._queue), BATCH_SPANS_MAX)
         body = encode_export([self._queue.popleft() for _ in range(count)], self._resource, self._version)
         trouble = ""
-        for pause_s in (*PAUSES_S, 0.0):
+        for pause_s in (*RETRY_PAUSES_S, 0.0):
             trouble, again = self._post(http, body)
             if not trouble:
                 self.exported += count
@@ -108,16 +108,16 @@ class Exporter:
             return f"{type(error).__name__}: {error}", True
         if answer.is_success:
             return "", False
-        return f"the collector answered {answer.status_code}", answer.status_code in AGAIN
+        return f"the collector answered {answer.status_code}", answer.status_code in RETRY_STATUSES
 
 
 def traces_url(url: str) -> str:
     """The base of a collector gets the path that spans go to; any other path is taken as it is."""
     parts = urlsplit(url)
-    return url if parts.path.strip("/") else parts._replace(path=PATH).geturl()
+    return url if parts.path.strip("/") else parts._replace(path=COLLECTOR_PATH).geturl()
 
 
-def read_headers(text: str) -> dict[str, str]:
+def parse_header_list(text: str) -> dict[str, str]:
     """`name=value,name=value`, as other exporters take them."""
     pairs = (part.partition("=") for part in text.split(",") if part.strip())
     return {name.strip(): value.strip() for name, _, value in pairs}

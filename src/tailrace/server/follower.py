@@ -10,10 +10,10 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.protocol.offsets import next_cursor
-from tailrace.server.live_wires import Wire
+from tailrace.server.live_wires import FollowerTransport
 
 if TYPE_CHECKING:
-    from tailrace.server.live import Live
+    from tailrace.server.live import LiveReaders
 
 
 class Follower:
@@ -42,7 +42,13 @@ class Follower:
     )
 
     def __init__(
-        self, live: Live, stream: Stream, position: int, key: str, cursor: str | None, rotate_s: float | None
+        self,
+        live: LiveReaders,
+        stream: Stream,
+        position: int,
+        key: str,
+        cursor: str | None,
+        rotate_s: float | None,
     ) -> None:
         self._live = live
         self.mode = "ws" if rotate_s is None else "sse"
@@ -50,7 +56,7 @@ class Follower:
         self._position = position
         self._key = key.encode() or None
         self._cursor = cursor
-        self._wire: Wire | None = None
+        self._wire: FollowerTransport | None = None
         self._type_was_unset = stream.content_type is None
         self._shareable = self._key is None and cursor is None
         self._task: asyncio.Task[None] | None = None
@@ -64,7 +70,7 @@ class Follower:
         self._silent_since = live.now
         self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s
 
-    def start(self, wire: Wire) -> None:
+    def start(self, wire: FollowerTransport) -> None:
         self._wire = wire
         if not self._advance():
             self._task = self._live.loop.create_task(self._catch_up())
@@ -133,7 +139,7 @@ class Follower:
         self._position = page.next_entry
         at_end = self.stream.visible_closed and self._position >= self.stream.visible
         if page.count or at_end:
-            self._send(payload_of(self.stream, page) if page.count else None, at_end)
+            self._send(event_payload(self.stream, page) if page.count else None, at_end)
         else:
             self._skipped = True
 
@@ -248,7 +254,7 @@ class Follower:
         self._live.closed(self, stream)
 
 
-def payload_of(stream: Stream, page: Page) -> bytes:
+def event_payload(stream: Stream, page: Page) -> bytes:
     """A batch as one event's data: an array on JSON streams, else the bytes one after the other."""
     if stream.json:
         return b"[" + b",".join(page.parts) + b"]"

@@ -12,7 +12,7 @@ from tailrace.http.exchange import Exchange
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 
-HEALTH = frozenset({b"/healthz", b"/health"})
+HEALTH_PATHS = frozenset({b"/healthz", b"/health"})
 
 
 class HealthRoutes:
@@ -25,7 +25,7 @@ class HealthRoutes:
         self.more: Callable[[], dict[str, object]] | None = None  # what else is said of health
 
     def handles(self, path: bytes) -> bool:
-        return path in HEALTH or path in (b"/readyz", b"/metrics")
+        return path in HEALTH_PATHS or path in (b"/readyz", b"/metrics")
 
     def answer(self, exchange: Exchange, path: bytes, identify: Callable[[Exchange], Identity]) -> None:
         if path == b"/metrics":
@@ -36,7 +36,7 @@ class HealthRoutes:
 
     def answer_open(self, exchange: Exchange, path: bytes, *, in_detail: bool = False) -> None:
         """The routes that everybody may ask."""
-        if path in HEALTH:
+        if path in HEALTH_PATHS:
             more = {} if self.more is None else self.more()
             self._json(exchange, 200, {"status": "ok", **more})
         else:

@@ -29,10 +29,10 @@ from tailrace.routing.context import Context
 
 logger = logging.getLogger("tailrace.auth")
 
-KEYS: Final = b"/v1/server/_keys"
-REVOCATIONS: Final = b"/v1/server/_revocations"
-REVOKED: Final = b"/v1/server/_revoked"
-SHOWN_MAX: Final = 1000  # revocations, the newest first
+KEYS_PATH: Final = b"/v1/server/_keys"
+REVOCATIONS_PATH: Final = b"/v1/server/_revocations"
+REVOKED_PATH: Final = b"/v1/server/_revoked"
+LISTED_MAX: Final = 1000  # revocations, the newest first
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Seconds = Annotated[int, msgspec.Meta(ge=1, le=10**11)]
@@ -40,7 +40,7 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 
-class NewKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class NewApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """What is asked of a key; the server chooses its id and its secret."""
 
     sub: Text
@@ -51,7 +51,7 @@ class NewKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
     expires_in: Seconds | None = None
 
 
-class Revoked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Revoke(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One token by `jti`, or all that were issued to `sub` up to now."""
 
     jti: Text | None = None
@@ -67,30 +67,30 @@ class IdentityRoutes:
         self._verifier = verifier
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_change: Callable[[], None] = _nothing
-        self._marks = (0, *_written(RevokedHashes()))  # the version of the book, tag and bytes
+        self._marks = (0, *_encode_marks(RevokedHashes()))  # the version of the book, tag and bytes
 
     def handles(self, path: bytes) -> bool:
-        return path in (KEYS, REVOCATIONS, REVOKED) or path.startswith(KEYS + b"/")
+        return path in (KEYS_PATH, REVOCATIONS_PATH, REVOKED_PATH) or path.startswith(KEYS_PATH + b"/")
 
     def serve(
         self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
     ) -> None:
-        if path == REVOKED:
+        if path == REVOKED_PATH:
             self._follow(exchange, method, identify)
             return
-        whole = path in (KEYS, REVOCATIONS)
+        whole = path in (KEYS_PATH, REVOCATIONS_PATH)
         if method not in ((b"GET", b"HEAD", b"POST") if whole else (b"DELETE",)):
-            raise responses.not_allowed("GET, HEAD, POST, OPTIONS" if whole else "DELETE, OPTIONS")
+            raise responses.method_not_allowed("GET, HEAD, POST, OPTIONS" if whole else "DELETE, OPTIONS")
         identity = identify(exchange)
         authorise(identity, Action.MANAGE_IDENTITIES)
         if self._verifier is None:
             raise TailraceError("conflict", "this server asks nobody for a token: there are no keys")
         if not whole:
-            self._remove_key(exchange, identity, path[len(KEYS) + 1 :])
+            self._remove_key(exchange, identity, path[len(KEYS_PATH) + 1 :])
         elif method == b"POST":
-            (self._make_key if path == KEYS else self._revoke)(exchange, identity)
+            (self._make_key if path == KEYS_PATH else self._revoke)(exchange, identity)
         else:
-            (self._show_keys if path == KEYS else self._show_revocations)(exchange)
+            (self._show_keys if path == KEYS_PATH else self._show_revocations)(exchange)
 
     # -- keys ------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class IdentityRoutes:
         self._run(exchange, book.listed, lambda found: (200, {"keys": [key.shown() for key in found.keys]}))
 
     def _make_key(self, exchange: Exchange, identity: Identity) -> None:
-        asked = _read(exchange, NewKey)
+        asked = _decode_body(exchange, NewApiKey)
         key, text = create_api_key(
             sub=asked.sub,
             scopes=asked.scopes,
@@ -132,7 +132,7 @@ class IdentityRoutes:
     def _show_revocations(self, exchange: Exchange) -> None:
         def answer(found: IdentityRecords) -> tuple[int, Json]:
             listed = sorted((*found.tokens, *found.subjects), key=lambda one: one.at, reverse=True)
-            shown = [msgspec.to_builtins(one) for one in listed[:SHOWN_MAX]]
+            shown = [msgspec.to_builtins(one) for one in listed[:LISTED_MAX]]
             return 200, {"total": len(listed), "revocations": shown}
 
         self._run(exchange, self._known.book.listed, answer)
@@ -140,7 +140,7 @@ class IdentityRoutes:
     def _follow(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """What edges ask every few seconds. Where nobody needs a token, none can be revoked."""
         if method not in (b"GET", b"HEAD"):
-            raise responses.not_allowed("GET, HEAD, OPTIONS")
+            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         authorise(identify(exchange), Action.FOLLOW_REVOCATIONS)
         book = None if self._verifier is None else self._verifier.book
         if book is None or book.version == self._marks[0]:
@@ -150,7 +150,7 @@ class IdentityRoutes:
 
         async def renew() -> None:
             # Hashing tens of thousands of them takes longer than the loop has for one request.
-            self._marks = (version, *await asyncio.to_thread(lambda: _written(revocations.marks())))
+            self._marks = (version, *await asyncio.to_thread(lambda: _encode_marks(revocations.marks())))
             self._show_marks(exchange)
 
         self._spawn(renew())
@@ -165,7 +165,7 @@ class IdentityRoutes:
             exchange.respond(200, responses.JSON_TYPE + head, body)
 
     def _revoke(self, exchange: Exchange, identity: Identity) -> None:
-        asked = _read(exchange, Revoked)
+        asked = _decode_body(exchange, Revoke)
         jti, sub, book = asked.jti, asked.sub, self._known.book
         if (jti is None) == (sub is None):
             raise TailraceError("invalid_request", "a revocation names a jti or a sub")
@@ -210,23 +210,23 @@ class IdentityRoutes:
             self.on_change()
             status, body = answer(found)
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
         except Exception:
-            responses.refuse(exchange, TailraceError("internal", "the request failed"))
+            responses.respond_error(exchange, TailraceError("internal", "the request failed"))
             raise
         else:
             head = responses.NO_STORE if body is None else responses.JSON_TYPE + responses.NO_STORE
             exchange.respond(status, head, b"" if body is None else orjson.dumps(body))
 
 
-def _read(exchange: Exchange, form: type[T]) -> T:
+def _decode_body(exchange: Exchange, form: type[T]) -> T:
     try:
         return msgspec.json.decode(exchange.body, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TailraceError("invalid_request", f"the request cannot be understood: {error}") from None
 
 
-def _written(marks: RevokedHashes) -> tuple[str, bytes]:
+def _encode_marks(marks: RevokedHashes) -> tuple[str, bytes]:
     """Tag and bytes: the same in every process that has read the same file."""
     body = orjson.dumps({"tokens": sorted(marks.tokens), "subjects": dict(sorted(marks.subjects.items()))})
     return f'"{xxhash.xxh3_128_hexdigest(body)}"', body

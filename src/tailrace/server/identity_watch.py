@@ -10,12 +10,12 @@ from tailrace.auth import TokenVerifier
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.server.app import TailraceApp
 
-logger = logging.getLogger("tailrace.auth")
+auth_logger = logging.getLogger("tailrace.auth")
 
-LOOK_S: Final = 1.0
+CREDENTIAL_POLL_S: Final = 1.0
 
 
-class IdentityWatch:
+class CredentialWatch:
     """Looks every second whether keys are others or something was revoked, here or by another process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, verifier: TokenVerifier, app: TailraceApp) -> None:
@@ -27,7 +27,7 @@ class IdentityWatch:
 
     def start(self) -> None:
         self._verifier.start()
-        self._timer = self._loop.call_later(LOOK_S, self._tick)
+        self._timer = self._loop.call_later(CREDENTIAL_POLL_S, self._tick)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -42,7 +42,7 @@ class IdentityWatch:
         telemetry.connections_revoked.read = lambda: self.ended
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(LOOK_S, self._tick)
+        self._timer = self._loop.call_later(CREDENTIAL_POLL_S, self._tick)
         self.look()
 
     def look(self) -> None:
@@ -51,7 +51,7 @@ class IdentityWatch:
         ended = self._app.recheck(self._verifier.stands)
         self.ended += ended
         if ended:
-            logger.info("%d connections ended, whose tokens are good no more", ended)
+            auth_logger.info("%d connections ended, whose tokens are good no more", ended)
 
     def reload(self) -> None:
         """SIGHUP: also what would be looked for only in a while is looked for now."""

@@ -8,17 +8,17 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.protocol.stream_names import is_system_name
 from tailrace.search.index_files.index_plan import family_members
-from tailrace.server.documents import Documents
+from tailrace.server.documents import StreamDocuments
 from tailrace.storage.index_coverage import EMPTY_SUMMARY, FamilySummary, IndexSummary
 
-BUNDLED: Final = ("col", "fts", "agg", "mblk")  # built for each segment and found by it
+BUNDLED_FAMILIES: Final = ("col", "fts", "agg", "mblk")  # built for each segment and found by it
 QUARANTINED_MAX: Final = 100
-NONE: Final = FamilySummary()
+NO_SUMMARY: Final = FamilySummary()
 
 Json = dict[str, object]
 
 
-class Indexed(NamedTuple):
+class IndexSnapshot(NamedTuple):
     """What is known of a stream's companions, and when."""
 
     summary: IndexSummary = EMPTY_SUMMARY
@@ -27,18 +27,18 @@ class Indexed(NamedTuple):
     now_ns: int = 0
 
 
-class Manifest(NamedTuple):
+class ManifestStatus(NamedTuple):
     """The one on the object store. Of what an earlier process uploaded only the generation is known."""
 
     generation: int
     uploaded_ns: int = 0
     etag: str | None = None
     size_bytes: int = 0
-    indexed: Indexed = Indexed()
+    indexed: IndexSnapshot = IndexSnapshot()
     conflict: bool = False  # it speaks of other entries than those the stream has here
 
 
-class TailRows(NamedTuple):
+class TailIndexStatus(NamedTuple):
     """What the index of recent rows holds of a stream."""
 
     rows: int = 0
@@ -47,13 +47,15 @@ class TailRows(NamedTuple):
     building: bool = False  # older rows are being added in the background
 
 
-def index_status(stream: Stream, documents: Documents, manifest: Manifest, tail: TailRows) -> Json:
+def index_status(
+    stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, tail: TailIndexStatus
+) -> Json:
     """The body of `_index_status`."""
-    return _Status(stream, documents, manifest).shown(tail)
+    return _IndexStatusBuilder(stream, documents, manifest).shown(tail)
 
 
-class _Status:
-    def __init__(self, stream: Stream, documents: Documents, manifest: Manifest) -> None:
+class _IndexStatusBuilder:
+    def __init__(self, stream: Stream, documents: StreamDocuments, manifest: ManifestStatus) -> None:
         self._stream = stream
         self._documents = documents
         self._manifest = manifest
@@ -61,12 +63,12 @@ class _Status:
         self._summary = manifest.indexed.summary
         self._segments = stream.cold.segments
 
-    def shown(self, tail: TailRows) -> Json:
+    def shown(self, tail: TailIndexStatus) -> Json:
         documents, manifest, segments = self._documents, self._manifest, self._segments
         keyed = documents.routing_key or self._indexed.keyed
         wanted = keyed or documents.search is not None or documents.profile_kind == "metrics"
         families = self._families()
-        bundled = [self._summary.families.get(family, NONE) for family in BUNDLED]
+        bundled = [self._summary.families.get(family, NO_SUMMARY) for family in BUNDLED_FAMILIES]
         given_up = self._summary.quarantined
         return {
             "stream": self._stream.name,
@@ -76,7 +78,7 @@ class _Status:
             "manifest": {
                 "generation": manifest.generation,
                 "uploaded_generation": manifest.generation,
-                "last_uploaded_at": instant(manifest.uploaded_ns),
+                "last_uploaded_at": format_optional_instant(manifest.uploaded_ns),
                 "last_uploaded_etag": manifest.etag,
                 "last_uploaded_size_bytes": str(manifest.size_bytes) if manifest.size_bytes else None,
             },
@@ -90,7 +92,9 @@ class _Status:
                 "object_count": sum(one.objects for one in bundled),
                 "bytes_at_rest": str(sum(one.bytes for one in bundled)),
                 "fully_indexed_uploaded_segments": all(
-                    self._covered(family) == segments for family in self._members() if family in BUNDLED
+                    self._covered(family) == segments
+                    for family in self._members()
+                    if family in BUNDLED_FAMILIES
                 ),
             },
             "search_families": families,
@@ -101,7 +105,7 @@ class _Status:
                     "last": one.last,
                     "code": one.code,
                     "message": one.message,
-                    "at": instant(one.at_ns),
+                    "at": format_optional_instant(one.at_ns),
                 }
                 for one in given_up[:QUARANTINED_MAX]
             ],
@@ -110,10 +114,10 @@ class _Status:
 
     def _covered(self, family: str) -> int:
         """Segments with it. What was sealed since the last look has none yet."""
-        return min(self._segments, self._summary.families.get(family, NONE).covered)
+        return min(self._segments, self._summary.families.get(family, NO_SUMMARY).covered)
 
     def _lag(self, family: str, configured: bool) -> Json:
-        found = self._summary.families.get(family, NONE)
+        found = self._summary.families.get(family, NO_SUMMARY)
         behind = self._segments - self._covered(family) if configured else 0
         lag_ms: str | None = None  # never built
         if found.objects:
@@ -128,7 +132,7 @@ class _Status:
 
     def _runs(self, family: str, configured: bool) -> Json:
         """A family of sorted runs."""
-        found = self._summary.families.get(family, NONE)
+        found = self._summary.families.get(family, NO_SUMMARY)
         lag = self._lag(family, configured)
         return {
             "indexed_segment_count": found.contiguous if configured else 0,
@@ -140,7 +144,7 @@ class _Status:
         }
 
     def _updated(self, found: FamilySummary) -> str | None:
-        return instant(found.updated_ns)
+        return format_optional_instant(found.updated_ns)
 
     def _exact(self) -> list[Json]:
         """The fields share the files of their family."""
@@ -167,9 +171,9 @@ class _Status:
     def _families(self) -> list[Json]:
         shown: list[Json] = []
         for family, names in self._members().items():
-            if family not in BUNDLED:
+            if family not in BUNDLED_FAMILIES:
                 continue
-            found = self._summary.families.get(family, NONE)
+            found = self._summary.families.get(family, NO_SUMMARY)
             lag = self._lag(family, configured=True)
             shown.append(
                 {
@@ -187,5 +191,5 @@ class _Status:
         return shown
 
 
-def instant(ns: int) -> str | None:
+def format_optional_instant(ns: int) -> str | None:
     return format_rfc3339(ns) if ns else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 VERSION_MIN: Final = 17
-ASK_S_MAX: Final = 20.0
+VERSION_TIMEOUT_S: Final = 20.0
 _VERSION = re.compile(rb'version "(\d+)(?:\.(\d+))?')
 
 
@@ -37,16 +37,16 @@ async def java_version(place: str) -> int | None:
     except OSError:
         return None
     try:
-        async with asyncio.timeout(ASK_S_MAX):
+        async with asyncio.timeout(VERSION_TIMEOUT_S):
             _, said = await child.communicate()
     except TimeoutError:
         child.kill()
         await child.wait()
         return None
-    return version_in(said)
+    return parse_java_version(said)
 
 
-def version_in(said: bytes) -> int | None:
+def parse_java_version(said: bytes) -> int | None:
     """Out of `openjdk version "17.0.12" 2024-07-16`; versions up to 8 called themselves 1.8."""
     found = _VERSION.search(said)
     if found is None:

@@ -17,7 +17,7 @@ from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.server.documents import observability_of, profile_kind_of
+from tailrace.server.documents import observability_pair, read_profile_kind
 
 
 class ListingRoutes:
@@ -26,7 +26,7 @@ class ListingRoutes:
 
     def list(self, exchange: Exchange, identity: Identity) -> None:
         query = parse_query(exchange.query)
-        action = list_action(query)
+        action = listing_action(query)
         authorise(identity, action)
         system = action is Action.LIST_SYSTEM
         limit = page_limit(query, self._context.limits)
@@ -41,8 +41,8 @@ class ListingRoutes:
         head = responses.JSON_TYPE + responses.NO_STORE
         if more:
             kept = {name: query[name] for name in ("prefix", "system") if name in query}
-            head += next_page("/v1/streams", limit, found[-1].name, **kept)
-        exchange.respond(200, head, orjson.dumps([describe(stream) for stream in found]))
+            head += next_page_header("/v1/streams", limit, found[-1].name, **kept)
+        exchange.respond(200, head, orjson.dumps([describe_stream(stream) for stream in found]))
 
 
 def page_limit(query: dict[str, str], limits: Limits) -> int:
@@ -56,25 +56,25 @@ def page_limit(query: dict[str, str], limits: Limits) -> int:
     return limit
 
 
-def next_page(path: str, limit: int, after: str, **kept: str) -> bytes:
+def next_page_header(path: str, limit: int, after: str, **kept: str) -> bytes:
     """The header that says where a listing goes on."""
     following = {"limit": str(limit), "after": after, **kept}
     return header_line("Link", f'<{path}?{urlencode(following)}>; rel="next"')
 
 
-def list_action(query: dict[str, str]) -> Action:
+def listing_action(query: dict[str, str]) -> Action:
     """What is asked for: the streams of users, or those of the server too."""
     system = query.get("system", "").lower() in ("true", "1")
     return Action.LIST_SYSTEM if system else Action.LIST
 
 
-def describe(stream: Stream) -> dict[str, object]:
+def describe_stream(stream: Stream) -> dict[str, object]:
     deadline_ns = stream.deadline_ns()
     return {
         "name": stream.name,
         "content_type": stream.content_type or DEFAULT_CONTENT_TYPE,
-        "profile": profile_kind_of(stream),
-        **observability_of(stream),
+        "profile": read_profile_kind(stream),
+        **observability_pair(stream),
         "created_at": format_rfc3339(stream.created_ns),
         "expires_at": None if deadline_ns is None else format_rfc3339(deadline_ns),
         "ttl_seconds": stream.lifetime.ttl_s,

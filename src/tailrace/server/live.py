@@ -29,20 +29,20 @@ from tailrace.protocol.sse import EVENT_STREAM_HEADERS
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.schema.stream_schema import StreamSchemaCache
-from tailrace.server.follower import Follower, payload_of
-from tailrace.server.live_wires import SseWire, Wire, WsWire
+from tailrace.server.follower import Follower, event_payload
+from tailrace.server.live_wires import FollowerTransport, SseFollowerTransport, WebSocketFollowerTransport
 from tailrace.server.read_request import ReadRequest
 
 TICK_S = 1.0
 # Of one page for a follower that catches up.
-PAGE_BYTES = 256 * 1024
+CATCH_UP_PAGE_BYTES = 256 * 1024
 # Such pages that are sent in one turn of the loop: what else there is to do comes in between.
 PAGES_PER_TURN = 4
 # Of pages in their wire form that were made since the last tick.
 ENCODED_BYTES_MAX = 16 * 1024 * 1024
 
 
-class Live:
+class LiveReaders:
     """All live connections: admission, shared encodings, one timer for keep-alives and rotation."""
 
     def __init__(self, context: Context) -> None:
@@ -67,7 +67,7 @@ class Live:
         self._encoded: dict[tuple[Stream, int, int, str], bytes] = {}
         self._encoded_bytes = 0
         self._turns: deque[Callable[[], None]] = deque()  # followers that have a page to send
-        self.page_bytes = min(PAGE_BYTES, context.limits.read_page_bytes)
+        self.page_bytes = min(CATCH_UP_PAGE_BYTES, context.limits.read_page_bytes)
         # A transport with more than this says when it has sent most of it.
         self.catch_up_unsent_bytes_max = min(WRITE_HIGH_WATER_BYTES, context.limits.live_unsent_bytes)
         self.connections = 0
@@ -101,11 +101,11 @@ class Live:
         head = EVENT_STREAM_HEADERS
         if not text:
             head += b"Stream-SSE-Data-Encoding: base64\r\n"
-        head += responses.earliest(stream) + request.start_line
+        head += responses.earliest_offset_header(stream) + request.start_line
         outlet = exchange.open_stream(200, head)
         outlet.on_gone = follower.gone
         outlet.on_drain = follower.on_drain
-        follower.start(SseWire(outlet, text))
+        follower.start(SseFollowerTransport(outlet, text))
 
     def open_ws(self, exchange: Exchange, request: ReadRequest, identity: Identity) -> None:
         if not exchange.wants_websocket():
@@ -114,7 +114,7 @@ class Live:
             )
         self._origins.check(exchange)
         follower = self._open(request, None, identity)
-        wire = WsWire(is_text(request.stream.content_type))
+        wire = WebSocketFollowerTransport(is_text(request.stream.content_type))
         try:
             wire.attach(
                 exchange.upgrade_websocket(
@@ -236,13 +236,13 @@ class Live:
         if turns:
             self.loop.call_soon(self._turn)
 
-    def encoded_page(self, wire: Wire, stream: Stream, after: int, page: Page) -> bytes:
+    def encoded_page(self, wire: FollowerTransport, stream: Stream, after: int, page: Page) -> bytes:
         """A page that does not reach the tail, in one wire form, made once for all who take it soon."""
         known = (stream, after, page.next_entry, wire.form)
         found = self._encoded.get(known)
         if found is None:
             cursor = next_cursor(None, self.now_s())
-            payload = payload_of(stream, page) if page.count else None
+            payload = event_payload(stream, page) if page.count else None
             offset = stream.offset(page.next_entry)
             found = wire.encode(payload, offset, cursor, up_to_date=False, closed=False)
             if self._encoded_bytes + len(found) > ENCODED_BYTES_MAX:
@@ -259,7 +259,7 @@ class Live:
         contract = self.contracts.of(stream.visible_documents)
         return page if contract is None else contract.promoted(stream, after, page)
 
-    def encoded(self, wire: Wire, stream: Stream, after: int) -> bytes | None:
+    def encoded(self, wire: FollowerTransport, stream: Stream, after: int) -> bytes | None:
         """The step from `after` to the tail in one wire form, made once for all who take it now."""
         if self.step_stream is stream and self.step_from == after and self.step_to == stream.visible:
             found = self.step.get(wire.form)
@@ -274,7 +274,7 @@ class Live:
         closed = stream.visible_closed
         cursor = next_cursor(None, self.now_s())
         encoded = wire.encode(
-            payload_of(stream, page), stream.offset(stream.visible), cursor, up_to_date=True, closed=closed
+            event_payload(stream, page), stream.offset(stream.visible), cursor, up_to_date=True, closed=closed
         )
         if not closed:
             if self.step_stream is not stream or self.step_from != after or self.step_to != stream.visible:

@@ -10,7 +10,7 @@ from tailrace.protocol import sse
 from tailrace.protocol.websocket_frames import encode_text
 
 
-class Wire(live_transport.LiveTransport, Protocol):
+class FollowerTransport(live_transport.LiveTransport, Protocol):
     """How a follower's events reach its client."""
 
     def encode(
@@ -18,7 +18,7 @@ class Wire(live_transport.LiveTransport, Protocol):
     ) -> bytes: ...
 
 
-class SseWire(live_transport.SseTransport):
+class SseFollowerTransport(live_transport.SseTransport):
     __slots__ = ("_text",)
 
     def __init__(self, outlet: ResponseStream, text: bool) -> None:
@@ -35,7 +35,7 @@ class SseWire(live_transport.SseTransport):
         return chunk(event + control)
 
 
-class WsWire(live_transport.WebSocketTransport):
+class WebSocketFollowerTransport(live_transport.WebSocketTransport):
     __slots__ = ("_text",)
 
     def __init__(self, text: bool) -> None:

@@ -48,7 +48,7 @@ class LongPoll:
         request = self._request
         if stream.removed or stream.gone:
             self._leave()
-            responses.refuse(self._exchange, responses.deleted(stream))
+            responses.respond_error(self._exchange, responses.stream_deleted(stream))
             return
         if stream.visible > self._position:
             if request.key or request.filter_text:
@@ -88,7 +88,7 @@ class LongPoll:
     def refuse(self, refusal: TailraceError) -> None:
         """The client may not wait any longer."""
         self._leave()
-        responses.refuse(self._exchange, refusal)
+        responses.respond_error(self._exchange, refusal)
 
     def _leave(self) -> None:
         if self._timer is None:
@@ -97,11 +97,11 @@ class LongPoll:
         self._timer.cancel()
         self._timer = None
         stream = self._request.stream
-        leave(stream, self)
+        remove_reader(stream, self)
         self._routes.live_ended(stream)
 
 
-def leave(stream: Stream, reader: object) -> None:
+def remove_reader(stream: Stream, reader: object) -> None:
     """Takes a reader off the stream's list; an empty list is no list at all."""
     readers = stream.readers
     if readers is not None:

@@ -13,8 +13,8 @@ from tailrace.routing.context import Context
 from tailrace.schema.stream_schema import CACHE_BYTES
 from tailrace.search.index_files.catalogue import IndexFileService
 from tailrace.search.routes import SearchRoutes
-from tailrace.server.allocator import heap
-from tailrace.server.live import Live
+from tailrace.server.allocator import measure_heap
+from tailrace.server.live import LiveReaders
 from tailrace.server.memory_guard import MemoryGuard, mapped_file_bytes
 from tailrace.server.touch import TouchRoutes
 from tailrace.storage.checkpoint import CheckpointService
@@ -22,14 +22,14 @@ from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 
-Group = dict[str, int]
+ByteCounts = dict[str, int]
 
 
-class Node(NamedTuple):
+class ServerParts(NamedTuple):
     """The parts of a server that can tell something."""
 
     context: Context
-    live: Live
+    live: LiveReaders
     memory: MemoryGuard
     sealing: SealingService
     checkpoints: CheckpointService
@@ -44,8 +44,8 @@ class Node(NamedTuple):
         return self.cold.parts, self.companions.parts, self.companions.lexicons
 
 
-def process(node: Node) -> Group:
-    used, total = heap()
+def process_memory(node: ServerParts) -> ByteCounts:
+    used, total = measure_heap()
     arrow = arrow_bytes()
     return {
         "rss_bytes": node.memory.rss_bytes,
@@ -62,7 +62,7 @@ def arrow_bytes() -> int:
     return 0 if arrow is None else int(arrow.total_allocated_bytes())
 
 
-def breakdown(measured: Group, sqlite_bytes: int) -> Group:
+def memory_breakdown(measured: ByteCounts, sqlite_bytes: int) -> ByteCounts:
     managed, mapped = measured["heap_total_bytes"] + measured["external_bytes"], mapped_file_bytes()
     rest = measured["rss_bytes"] - managed - mapped - sqlite_bytes
     return {
@@ -73,12 +73,12 @@ def breakdown(measured: Group, sqlite_bytes: int) -> Group:
     }
 
 
-def sqlite() -> dict[str, object]:
+def sqlite_memory() -> dict[str, object]:
     used, highest = apsw.status(apsw.SQLITE_STATUS_MEMORY_USED)
     return {"available": True, "memory_used_bytes": used, "memory_highwater_bytes": highest}
 
 
-def collector(guard: MemoryGuard) -> dict[str, object]:
+def gc_stats(guard: MemoryGuard) -> dict[str, object]:
     rows = gc.get_stats()
     return {
         "collections": sum(row["collections"] for row in rows),
@@ -90,12 +90,12 @@ def collector(guard: MemoryGuard) -> dict[str, object]:
     }
 
 
-def high_water(memory: MemoryGuard) -> dict[str, object]:
+def high_water_marks(memory: MemoryGuard) -> dict[str, object]:
     marks = sorted(memory.high_water.items())
     return {name: {"value": mark.value, "at": format_rfc3339(mark.at_ns)} for name, mark in marks}
 
 
-def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
+def memory_by_subsystem(node: ServerParts, sqlite_bytes: int) -> dict[str, ByteCounts]:
     log, limits = node.context.log, node.context.limits
     return {
         "heap_estimates": {
@@ -150,5 +150,5 @@ _TOTALS = {
 }
 
 
-def totals(groups: dict[str, Group]) -> Group:
+def memory_totals(groups: dict[str, ByteCounts]) -> ByteCounts:
     return {name: sum(groups[group].values()) for group, name in _TOTALS.items()}

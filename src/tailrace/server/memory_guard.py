@@ -25,9 +25,9 @@ from tailrace.common.limits import Limits
 from tailrace.common.memory import cgroup_memory_limit_bytes, trim_malloc
 from tailrace.log.log import Log
 
-logger = logging.getLogger("tailrace.memory")
+memory_logger = logging.getLogger("tailrace.memory")
 
-CHECK_S = 0.5
+MEMORY_CHECK_S = 0.5
 RELIEF_SHARE = 0.9  # pressure ends below this share of the limit, not right under it
 REFUSE_SHARE = 1.15  # from here on nothing is taken in
 MOVE_BYTES = 1 << 20  # of recent entries: less is not worth a checkpoint
@@ -37,11 +37,13 @@ RETURNS = 3  # tries after which memory that is still there is taken to be in us
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = Path("/proc/self/statm")
 
-PRESSED = TailraceError("overloaded", "memory is short; large requests are refused for now")
-EXHAUSTED = TailraceError("overloaded", "memory is used up; nothing is taken in until there is some again")
+MEMORY_PRESSURE = TailraceError("overloaded", "memory is short; large requests are refused for now")
+MEMORY_EXHAUSTED = TailraceError(
+    "overloaded", "memory is used up; nothing is taken in until there is some again"
+)
 
 
-class Mark(NamedTuple):
+class HighWaterMark(NamedTuple):
     """The highest value that was seen, and when."""
 
     value: int
@@ -57,7 +59,7 @@ def mapped_file_bytes() -> int:
     return int(_STATM.read_text().split()[2]) * _PAGE_BYTES
 
 
-def limit_of(limits: Limits) -> int:
+def memory_limit_bytes(limits: Limits) -> int:
     """Where pressure begins; 0 if there is no limit."""
     return limits.memory_limit_bytes or int((cgroup_memory_limit_bytes() or 0) * 0.9)
 
@@ -93,7 +95,7 @@ class MemoryGuard:
         self.sheds: list[Callable[[], None]] = [log.reader.cache.clear]
         self.gauges: dict[str, Callable[[], int]] = {"rss_bytes": lambda: self.rss_bytes}
         self.ticks: list[Callable[[], None]] = []  # others who have to look at something now and then
-        self.high_water: dict[str, Mark] = {}
+        self.high_water: dict[str, HighWaterMark] = {}
         self.pressures = 0  # times it began
         self.collections = 0  # that were forced because memory was short
         self.collected_ns = 0  # when that was last done
@@ -103,11 +105,11 @@ class MemoryGuard:
         apsw.soft_heap_limit(self._log.limits.sqlite_cache_bytes)
 
     def start(self) -> None:
-        self._timer = self._loop.call_later(CHECK_S, self.start)
+        self._timer = self._loop.call_later(MEMORY_CHECK_S, self.start)
         try:
             self.look()
         except OSError as error:
-            logger.warning("cannot tell the size of this process: %s", error)
+            memory_logger.warning("cannot tell the size of this process: %s", error)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -120,7 +122,7 @@ class MemoryGuard:
             value = read()
             known = self.high_water.get(name)
             if known is None or value > known.value:
-                self.high_water[name] = Mark(value, now_ns)
+                self.high_water[name] = HighWaterMark(value, now_ns)
         self._return_freed()
         if self.limit_bytes:
             self._compare()
@@ -156,16 +158,18 @@ class MemoryGuard:
         if not self.active and rss > limit:
             self.active = True
             self.pressures += 1
-            self._log.pressure = PRESSED
-            logger.warning("%d MiB resident, above the limit of %d MiB: caches go", rss >> 20, limit >> 20)
+            self._log.pressure = MEMORY_PRESSURE
+            memory_logger.warning(
+                "%d MiB resident, above the limit of %d MiB: caches go", rss >> 20, limit >> 20
+            )
         elif self.active and rss < RELIEF_SHARE * limit:
             self.active = False
             self._log.pressure = None
-            logger.info("memory is below its limit again")
+            memory_logger.info("memory is below its limit again")
         refusing = self.active and (rss > REFUSE_SHARE * limit or (self.refusing and rss > limit))
         if refusing != self.refusing:
             self.refusing = refusing
-            self._log.set_shortage("memory", EXHAUSTED if refusing else None)
+            self._log.set_shortage("memory", MEMORY_EXHAUSTED if refusing else None)
         if self.active:
             self._shed()
 

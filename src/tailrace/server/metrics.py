@@ -32,7 +32,7 @@ class MetricsApp:
             self._health.answer_open(exchange, exchange.path)
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
-        return responses.error(error)
+        return responses.error_response(error)
 
     def common_headers(self, exchange: Exchange | None) -> bytes:
         return self.fixed_headers or b""

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tailrace.schema.profiles.otlp_export import write_bytes, write_fixed64, write_varint
-from tailrace.server.span import TEXT_MAX, Span, Value
+from tailrace.server.span import TEXT_MAX, AttributeValue, Span
 
 _ERROR: Final = 2
 
 
-def encode_export(spans: Sequence[Span], resource: Mapping[str, Value], version: str) -> bytes:
+def encode_export(spans: Sequence[Span], resource: Mapping[str, AttributeValue], version: str) -> bytes:
     """`resource` says who is telling: at least `service.name`."""
     described = b"".join(_attribute(1, name, value) for name, value in resource.items())
     scope = _text(1, "tailrace") + _text(2, version)
@@ -34,7 +34,7 @@ def encode_span(span: Span) -> bytes:
     return b"".join(parts)
 
 
-def _attribute(number: int, name: str, value: Value) -> bytes:
+def _attribute(number: int, name: str, value: AttributeValue) -> bytes:
     written = write_varint(3, value) if isinstance(value, int) else _text(1, value[:TEXT_MAX])
     return write_bytes(number, _text(1, name) + write_bytes(2, written))
 

@@ -42,8 +42,8 @@ from tailrace.schema.registry import read_registry
 from tailrace.schema.routes import registry_document
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
-PATH: Final = b"/v1/traces"
-ROUTE: Final = "v1/traces"
+TRACES_PATH: Final = b"/v1/traces"
+TRACES_ROUTE: Final = "v1/traces"
 AT_ONCE: Final = 2  # exports that are decoded; each is a few times its own size in memory
 WAITING_MAX: Final = 32
 # One append has at most so much of an export: entries of others come between.
@@ -53,7 +53,7 @@ APPEND_BYTES: Final = 1024 * 1024
 EXPORT_BYTES: Final = 256 * 1024 * 1024
 
 
-class Batch:
+class SpanBatch:
     """Spans of one append, normalised and encoded, and the key that each has by itself."""
 
     __slots__ = ("_pieces", "keys", "lengths", "size")
@@ -77,7 +77,7 @@ class Batch:
         return self._pieces[0]
 
 
-class Target(NamedTuple):
+class ExportTarget(NamedTuple):
     """The stream that an export was sent to. It is looked up each time: it may be put away meanwhile."""
 
     name: str
@@ -111,17 +111,17 @@ class OtlpRoutes:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
         """The spans of one stream."""
-        if route != ROUTE:
+        if route != TRACES_ROUTE:
             raise TailraceError("not_found", "there is no such resource on this server")
         if method != b"POST":
-            raise responses.not_allowed("POST, OPTIONS")
+            raise responses.method_not_allowed("POST, OPTIONS")
         authorise(identity, Action.INGEST_TRACES, stream=name)
         self._begin(exchange, self._log.existing(name))
 
     def traces(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
         """The spans of the stream that the settings name, which is made if they say so."""
         if method != b"POST":
-            raise responses.not_allowed("POST, OPTIONS")
+            raise responses.method_not_allowed("POST, OPTIONS")
         name = self._context.settings.otlp_traces_stream
         authorise(identity, Action.INGEST_TRACES, stream=name or None)
         if not name:
@@ -155,23 +155,23 @@ class OtlpRoutes:
         if not isinstance(profile, OtelTracesProfile):
             message = "OTLP traces require a stream with the otel-traces profile"
             raise TailraceError("invalid_request", message)
-        media = _media_of(exchange)
+        media = _media_type(exchange)
         gzipped = _is_gzipped(exchange)
         limits = profile.config.otlp_limits
         if gzipped and len(exchange.body) > limits.max_compressed_bytes:
-            raise too_large(limits.max_compressed_bytes)
+            raise body_too_large(limits.max_compressed_bytes)
         if self._log.pressure is not None:
             raise self._log.pressure
         if self._waiting >= WAITING_MAX:
             raise TailraceError("overloaded", "too many exports of traces wait")
         task = self._context.loop.create_task(
-            self._answer(exchange, Target.of(stream), profile, media, gzipped)
+            self._answer(exchange, ExportTarget.of(stream), profile, media, gzipped)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(
-        self, exchange: Exchange, target: Target, profile: OtelTracesProfile, media: str, gzipped: bool
+        self, exchange: Exchange, target: ExportTarget, profile: OtelTracesProfile, media: str, gzipped: bool
     ) -> None:
         self._waiting += 1
         try:
@@ -179,11 +179,11 @@ class OtlpRoutes:
                 export, offset = await self._ingest(exchange.body, target, profile, media, gzipped)
         except TimeoutError:
             message = "the export took too long; some of its spans may have been stored"
-            responses.refuse(exchange, TailraceError("request_timeout", message))
+            responses.respond_error(exchange, TailraceError("request_timeout", message))
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
         except Exception:
-            responses.refuse(exchange, TailraceError("internal", "the export failed"))
+            responses.respond_error(exchange, TailraceError("internal", "the export failed"))
             raise
         else:
             kind = (
@@ -191,17 +191,17 @@ class OtlpRoutes:
                 if media == JSON_MEDIA_TYPE
                 else header_line("Content-Type", PROTOBUF_MEDIA_TYPE)
             )
-            head = kind + responses.NO_STORE + responses.next_offset(offset)
+            head = kind + responses.NO_STORE + responses.next_offset_header(offset)
             exchange.respond(200, head, export.answer(media))
         finally:
             self._waiting -= 1
 
     async def _ingest(
-        self, body: bytes, target: Target, profile: OtelTracesProfile, media: str, gzipped: bool
+        self, body: bytes, target: ExportTarget, profile: OtelTracesProfile, media: str, gzipped: bool
     ) -> tuple[SpanExport, str]:
         """What was taken, and the offset of the last span."""
         now_ms = self._context.clock.now_ns() // 1_000_000
-        work = partial(_decode, body, profile, media, gzipped, now_ms)
+        work = partial(_decode_export, body, profile, media, gzipped, now_ms)
         export, batches = await self._context.loop.run_in_executor(self._threads, work)
         stream = target.existing(self._log)
         offset = stream.offset(max(stream.visible, 0))
@@ -212,7 +212,7 @@ class OtlpRoutes:
             offset = await self._append(target, request)
         return export, offset
 
-    async def _append(self, target: Target, request: AppendRequest) -> str:
+    async def _append(self, target: ExportTarget, request: AppendRequest) -> str:
         stream = target.existing(self._log)
         done: asyncio.Future[str] = self._context.loop.create_future()
 
@@ -234,12 +234,12 @@ def _ignore(_transaction: Transaction, _error: TailraceError | None) -> None:
     """What follows in the journal depends on this anyway."""
 
 
-def too_large(bytes_max: int) -> TailraceError:
+def body_too_large(bytes_max: int) -> TailraceError:
     return TailraceError("payload_too_large", f"OTLP export is larger than {bytes_max} bytes")
 
 
-def _media_of(exchange: Exchange) -> str:
-    media = media_type(request_headers.content_type_of(exchange) or "")
+def _media_type(exchange: Exchange) -> str:
+    media = media_type(request_headers.request_content_type(exchange) or "")
     if media not in (PROTOBUF_MEDIA_TYPE, JSON_MEDIA_TYPE):
         message = f"OTLP traces require {PROTOBUF_MEDIA_TYPE} or {JSON_MEDIA_TYPE}"
         raise TailraceError("unsupported_media_type", message)
@@ -253,28 +253,28 @@ def _is_gzipped(exchange: Exchange) -> bool:
     return coding == b"gzip"
 
 
-def _decode(
+def _decode_export(
     body: bytes, profile: OtelTracesProfile, media: str, gzipped: bool, now_ms: int
-) -> tuple[SpanExport, list[Batch]]:
+) -> tuple[SpanExport, list[SpanBatch]]:
     """On a thread: everything that can be wrong with an export, before anything of it is stored."""
     limits = profile.config.otlp_limits
-    data = unzipped(body, limits) if gzipped else body
+    data = gunzip_bounded(body, limits) if gzipped else body
     if len(data) > limits.max_decoded_bytes:
-        raise too_large(limits.max_decoded_bytes)
-    batches = Batches(profile, now_ms)
+        raise body_too_large(limits.max_decoded_bytes)
+    batches = SpanBatcher(profile, now_ms)
     export = SpanExport(limits, batches.add)
     (read_protobuf if media == PROTOBUF_MEDIA_TYPE else read_json)(data, export)
     return export, batches.all
 
 
-class Batches:
+class SpanBatcher:
     """Normalises and encodes spans as they are read: all of them as objects would be far too large."""
 
     def __init__(self, profile: OtelTracesProfile, now_ms: int) -> None:
         self._profile = profile
         self._now_ms = now_ms
         self._size = 0
-        self.all: list[Batch] = []
+        self.all: list[SpanBatch] = []
 
     def add(self, span: Record) -> None:
         try:
@@ -289,13 +289,13 @@ class Batches:
         if batch is None or len(batch.lengths) >= APPEND_SPANS or batch.size + size > APPEND_BYTES:
             if batch is not None:
                 batch.body()
-            batch = Batch()
+            batch = SpanBatch()
             self.all.append(batch)
         batch.add(payload, self._profile.default_key(record))
         self._size += size
 
 
-def unzipped(body: bytes, limits: OtlpLimits) -> bytes:
+def gunzip_bounded(body: bytes, limits: OtlpLimits) -> bytes:
     """The body of a gzip file. Unpacking stops where the limit is, whatever the rest would become."""
     pieces: list[bytes] = []
     left, rest = limits.max_decoded_bytes, body
@@ -305,7 +305,7 @@ def unzipped(body: bytes, limits: OtlpLimits) -> bytes:
             piece = member.decompress(rest, left + 1)
             left -= len(piece)
             if left < 0:
-                raise too_large(limits.max_decoded_bytes)
+                raise body_too_large(limits.max_decoded_bytes)
             if not member.eof:
                 raise TailraceError("invalid_request", "OTLP body is cut off: its gzip has no end")
             pieces.append(piece)

@@ -17,13 +17,13 @@ from tailrace.log.segment_catalogue import durable_plans
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.request_headers import check_encoding
+from tailrace.routing.request_headers import check_content_encoding
 from tailrace.server.details import DetailsRoutes
-from tailrace.server.index_status import Indexed
-from tailrace.server.pipeline_child import PipelineChild
-from tailrace.server.pipeline_metrics import SealTiming
-from tailrace.server.pipeline_plan import JOBS, Json, Plans, plan_of
-from tailrace.server.pipeline_state import FAMILIES, Demand, Heartbeat, PipelineState
+from tailrace.server.index_status import IndexSnapshot
+from tailrace.server.pipeline_child import PipelineProcess
+from tailrace.server.pipeline_metrics import CompanionWaitTimer
+from tailrace.server.pipeline_plan import JOBS, Json, PipelinePlanner, index_plan_for
+from tailrace.server.pipeline_state import FAMILIES, PipelineBacklog, PipelineHeartbeat, PipelineState
 from tailrace.storage.index_publication import OBJECTS_MAX, PublicationService
 from tailrace.storage.index_work import IndexWork
 from tailrace.storage.manifests.model import ManifestError
@@ -34,8 +34,12 @@ from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.storage.segments.index_files import PublishRequest
 from tailrace.storage.segments.model import make_stream_id
 
-PREFIX: Final = b"/v1/pipeline/"
-PLAN, PUBLISH, HEARTBEAT = PREFIX + b"plan", PREFIX + b"publish", PREFIX + b"heartbeat"
+PIPELINE_PREFIX: Final = b"/v1/pipeline/"
+PLAN_PATH, PUBLISH_PATH, HEARTBEAT_PATH = (
+    PIPELINE_PREFIX + b"plan",
+    PIPELINE_PREFIX + b"publish",
+    PIPELINE_PREFIX + b"heartbeat",
+)
 BODY_BYTES_MAX: Final = 1024 * 1024
 LIMIT_DEFAULT, LIMIT_MAX = 100, 500
 WAIT_S: Final = 4.0
@@ -49,13 +53,13 @@ class PipelineRoutes:
         self._context = context
         self._log = context.log
         self._cold = cold
-        self.work = IndexWork(context.log, plan_of, context.loop)
+        self.work = IndexWork(context.log, index_plan_for, context.loop)
         self.publishing = PublicationService(context.log, sealing, context.loop)
-        self.plans = Plans(context, sealing, self.work)
+        self.plans = PipelinePlanner(context, sealing, self.work)
         self.state = PipelineState(context, self.work, self.publishing)
-        self.timing = SealTiming(context.telemetry)
-        self.demand: Callable[[], Demand] = self.state.demand
-        self.child: PipelineChild | None = None
+        self.timing = CompanionWaitTimer(context.telemetry)
+        self.demand: Callable[[], PipelineBacklog] = self.state.demand
+        self.child: PipelineProcess | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
 
@@ -71,13 +75,13 @@ class PipelineRoutes:
         details.indexed_of = self._indexed_of
         details.load_index = self._load_index
 
-    def _indexed_of(self, stream: Stream) -> Indexed | None:
+    def _indexed_of(self, stream: Stream) -> IndexSnapshot | None:
         found = self.work.known(stream)
         if found is None:
             return None
         plans = durable_plans(stream)
         generation = 0 if plans.wanted is None else plans.wanted.generation
-        return Indexed(found.summary, generation, plans.keyed, self._context.clock.now_ns())
+        return IndexSnapshot(found.summary, generation, plans.keyed, self._context.clock.now_ns())
 
     async def _load_index(self, stream: Stream) -> None:
         found = await self.work.of(stream)
@@ -85,7 +89,7 @@ class PipelineRoutes:
 
     def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:
         """From now on a pipeline of our own is run when there is work."""
-        self.child = PipelineChild(self._context, self.demand, self.state, grant, endpoint)
+        self.child = PipelineProcess(self._context, self.demand, self.state, grant, endpoint)
         self.child.start()
 
     async def stop_child(self) -> None:
@@ -104,22 +108,22 @@ class PipelineRoutes:
 
     def answer(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
         authorise(identity, Action.PIPELINE)
-        if path == PLAN:
+        if path == PLAN_PATH:
             if method in (b"GET", b"HEAD"):
                 self._spawn(self._guarded(exchange, self._plan(exchange)))
                 return
             if method != b"POST":
-                raise responses.not_allowed("GET, HEAD, POST, OPTIONS")
-            self._spawn(self._guarded(exchange, self._rebuild(read_body(exchange, Rebuild))))
+                raise responses.method_not_allowed("GET, HEAD, POST, OPTIONS")
+            self._spawn(self._guarded(exchange, self._rebuild(decode_body(exchange, RebuildRequest))))
             return
-        if path not in (PUBLISH, HEARTBEAT):
+        if path not in (PUBLISH_PATH, HEARTBEAT_PATH):
             raise TailraceError("not_found", "there is nothing at this path")
         if method != b"POST":
-            raise responses.not_allowed("POST, OPTIONS")
-        if path == PUBLISH:
-            self._spawn(self._guarded(exchange, self._publish(read_offer(exchange))))
+            raise responses.method_not_allowed("POST, OPTIONS")
+        if path == PUBLISH_PATH:
+            self._spawn(self._guarded(exchange, self._publish(decode_publish_request(exchange))))
             return
-        beat = read_body(exchange, Heartbeat)
+        beat = decode_body(exchange, PipelineHeartbeat)
         if beat.drain:
             self.state.draining = self.state.fresh or self.state.state != "off"
             body: Json = {"draining": self.state.draining}
@@ -136,9 +140,9 @@ class PipelineRoutes:
         try:
             body = await work
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
         except Exception:
-            responses.refuse(exchange, TailraceError("internal", "the request failed"))
+            responses.respond_error(exchange, TailraceError("internal", "the request failed"))
             raise
         else:
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
@@ -147,11 +151,11 @@ class PipelineRoutes:
 
     async def _plan(self, exchange: Exchange) -> Json:
         query = parse_query(exchange.query)
-        jobs = _jobs(query.get("jobs", ""))
-        waits = read_live(query.get("live", ""))
+        jobs = _parse_jobs(query.get("jobs", ""))
+        waits = parse_live(query.get("live", ""))
         if "stream" in query:
             return await self.plans.of_stream(query["stream"], jobs)
-        limit = read_limit(query.get("limit"))
+        limit = parse_limit(query.get("limit"))
         after = query.get("after", "")
         loop = self._context.loop
         until = loop.time() + (WAIT_S if waits else 0.0)
@@ -191,7 +195,7 @@ class PipelineRoutes:
             raise TailraceError("not_found", "there is no stream with this id")
         return stored.head.name
 
-    async def _rebuild(self, asked: Rebuild) -> Json:
+    async def _rebuild(self, asked: RebuildRequest) -> Json:
         """Companions are taken out, so that they are built again; queries scan meanwhile."""
         stream = self._log.readable(asked.stream)
         known = await self._log.catalogue.of(stream)
@@ -214,15 +218,15 @@ class PipelineRoutes:
             pass  # the next look at the stream finds them again
 
 
-class Rebuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RebuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Asks for companions to be built again: of one family, or of all."""
 
     stream: str
     family: str | None = None
 
 
-def read_body(exchange: Exchange, kind: type[T]) -> T:
-    check_encoding(exchange)
+def decode_body(exchange: Exchange, kind: type[T]) -> T:
+    check_content_encoding(exchange)
     if len(exchange.body) > BODY_BYTES_MAX:
         raise TailraceError("payload_too_large", f"a body has at most {BODY_BYTES_MAX} bytes")
     try:
@@ -231,14 +235,14 @@ def read_body(exchange: Exchange, kind: type[T]) -> T:
         raise TailraceError("invalid_request", f"the body cannot be understood: {error}") from None
 
 
-def read_offer(exchange: Exchange) -> PublishRequest:
-    offer = read_body(exchange, PublishRequest)
+def decode_publish_request(exchange: Exchange) -> PublishRequest:
+    offer = decode_body(exchange, PublishRequest)
     if max(len(offer.add), len(offer.inputs), len(offer.replace), len(offer.quarantine)) > OBJECTS_MAX:
         raise TailraceError("invalid_request", f"a publication has at most {OBJECTS_MAX} objects of a kind")
     return offer
 
 
-def _jobs(text: str) -> tuple[str, ...]:
+def _parse_jobs(text: str) -> tuple[str, ...]:
     if text in ("", "all"):
         return JOBS
     found = tuple(text.split(","))
@@ -248,13 +252,13 @@ def _jobs(text: str) -> tuple[str, ...]:
     return found
 
 
-def read_live(text: str) -> bool:
+def parse_live(text: str) -> bool:
     if text not in ("", "false", "long-poll"):
         raise TailraceError("invalid_request", "live must be long-poll")
     return text == "long-poll"
 
 
-def read_limit(text: str | None) -> int:
+def parse_limit(text: str | None) -> int:
     if text is None:
         return LIMIT_DEFAULT
     limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0

@@ -22,24 +22,24 @@ import msgspec
 from tailrace.common import process
 from tailrace.routing.context import Context
 from tailrace.server.java import find_java
-from tailrace.server.pipeline_state import FRESH_S, Demand, PipelineState
+from tailrace.server.pipeline_state import HEARTBEAT_FRESH_S, PipelineBacklog, PipelineState
 
 logger = logging.getLogger("tailrace.pipeline")
 
 TICK_S: Final = 1.0
 AUTOGROUP: Final = Path("/proc/self/autogroup")
-JAVA_S: Final = 300.0  # between two looks for Java
+JAVA_CHECK_S: Final = 300.0  # between two looks for Java
 STOP_S: Final = 10.0  # from the request to end to the end by force
 BACKOFF_S_MIN, BACKOFF_S_MAX = 1.0, 300.0
 HEALTHY_S: Final = 600.0  # after which a failure counts as the first one
-TOKEN_S: Final = 900.0
+TOKEN_LIFETIME_S: Final = 900.0
 NO_JAVA: Final = (
     "pipeline: no Java 17+ found; companions are not built, search stays exact but scans "
     "(see tailrace doctor)"
 )
 
 
-class PipelineChild:
+class PipelineProcess:
     """Owned by the loop thread. `grant` makes a token that is good for so many seconds, or None.
 
     `demand` tells what waits for it, on all workers of the server if there are several.
@@ -48,7 +48,7 @@ class PipelineChild:
     def __init__(
         self,
         context: Context,
-        demand: Callable[[], Demand],
+        demand: Callable[[], PipelineBacklog],
         state: PipelineState,
         grant: Callable[[float], str] | None,
         endpoint: Callable[[], str],
@@ -98,7 +98,7 @@ class PipelineChild:
         if self._child is not None:
             await self._watch(self._child, now_s)
         elif state.state == "unavailable":
-            if self._look_again or now_s - self._java_s >= JAVA_S:
+            if self._look_again or now_s - self._java_s >= JAVA_CHECK_S:
                 await self._look_for_java()
         elif state.state == "backoff":
             if now_s >= self._again_s:
@@ -132,9 +132,9 @@ class PipelineChild:
             return
         self._renew(now_s)
         heard_s = max(self._started_s, state.beat_s)
-        if now_s - heard_s >= FRESH_S:
+        if now_s - heard_s >= HEARTBEAT_FRESH_S:
             await self._end()
-            self._fail(f"nothing was heard of the pipeline for {FRESH_S:.0f} s")
+            self._fail(f"nothing was heard of the pipeline for {HEARTBEAT_FRESH_S:.0f} s")
             return
         beat = state.beat
         if beat is not None and beat.pid == child.pid and state.beat_s >= self._started_s:
@@ -239,10 +239,10 @@ class PipelineChild:
         }
 
     def _token(self) -> str | None:
-        return None if self._grant is None else self._grant(2 * TOKEN_S)
+        return None if self._grant is None else self._grant(2 * TOKEN_LIFETIME_S)
 
     def _renew(self, now_s: float) -> None:
-        if self._grant is not None and now_s - self._token_s >= TOKEN_S:
+        if self._grant is not None and now_s - self._token_s >= TOKEN_LIFETIME_S:
             self._token_s = now_s
             self._say(msgspec.json.encode({"token": self._token()}))
 

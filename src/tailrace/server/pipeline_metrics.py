@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 REMEMBERED_MAX: Final = 65_536
 
 
-class SealTiming:
+class CompanionWaitTimer:
     """How long segments wait for their companions. Those from before the start are not counted."""
 
     def __init__(self, telemetry: ServerMetrics) -> None:
@@ -39,7 +39,7 @@ class SealTiming:
                     self._telemetry.pipeline_seal_to_published_seconds.observe(waited_s)
 
 
-def connect_pipeline(telemetry: ServerMetrics, routes: PipelineRoutes) -> None:
+def connect_pipeline_metrics(telemetry: ServerMetrics, routes: PipelineRoutes) -> None:
     state, publishing = routes.state, routes.publishing
 
     def outcomes() -> Iterable[tuple[list[str], float]]:
@@ -55,10 +55,10 @@ def connect_pipeline(telemetry: ServerMetrics, routes: PipelineRoutes) -> None:
     telemetry.pipeline_rows.reads[("compact",)] = lambda: publishing.compacting.rows
     telemetry.compacted_segments.read = lambda: publishing.compacting.segments
     telemetry.pipeline_rss_bytes.read = lambda: float(
-        _number(None if state.beat is None else state.beat.rss_bytes)
+        _parse_int(None if state.beat is None else state.beat.rss_bytes)
     )
     telemetry.pipeline_quarantined_segments.read = lambda: state.given_up
 
 
-def _number(text: str | None) -> int:
+def _parse_int(text: str | None) -> int:
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) <= 18 else 0

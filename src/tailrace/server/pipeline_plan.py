@@ -16,7 +16,7 @@ from tailrace.schema.profiles.profile import read_profile
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 from tailrace.search.index_files.index_plan import IndexPlan, index_plan, store_plan
-from tailrace.server.documents import profile_kind_of
+from tailrace.server.documents import read_profile_kind
 from tailrace.storage.index_coverage import IndexMerge, UncoveredSegment
 from tailrace.storage.index_work import IndexWork, RollupRewrite, StreamIndexWork
 from tailrace.storage.sealer_process import ManifestPublication
@@ -29,26 +29,26 @@ LAYOUT: Final = 1
 PROFILE: Final = "profile"  # key of the document
 REMEMBERED_MAX: Final = 65_536
 PRIORITY: Final = 10
-CHANGING_S_MAX: Final = 4.0  # how long an answer waits for a plan that is being written down
+CHANGE_WAIT_S_MAX: Final = 4.0  # how long an answer waits for a plan that is being written down
 
 Json = dict[str, object]
 
 
-def plan_of(stream: Stream, keyed: bool) -> IndexPlan:
+def index_plan_for(stream: Stream, keyed: bool) -> IndexPlan:
     """The plan that a stream's documents ask for, those included that are not durable yet."""
     documents = stream.documents or {}
     if not has_index_files(stream.name):
-        return _plan(None, None, False)
-    return _plan(documents.get(SCHEMA_DOCUMENT), documents.get(PROFILE), keyed)
+        return _build_index_plan(None, None, False)
+    return _build_index_plan(documents.get(SCHEMA_DOCUMENT), documents.get(PROFILE), keyed)
 
 
 @lru_cache(maxsize=256)
-def _plan(schema: bytes | None, profile: bytes | None, keyed: bool) -> IndexPlan:
+def _build_index_plan(schema: bytes | None, profile: bytes | None, keyed: bool) -> IndexPlan:
     registry = Registry(name="") if schema is None else read_registry(schema)
     return index_plan(registry, read_profile(profile).kind, keyed=keyed)
 
 
-class Plans:
+class PipelinePlanner:
     """Puts answers together. A plan is in the bucket before anybody is told of it."""
 
     def __init__(self, context: Context, sealing: SealingService, work: IndexWork) -> None:
@@ -64,7 +64,7 @@ class Plans:
 
     async def of_stream(self, name: str, jobs: Sequence[str]) -> Json:
         """One stream, be there something to do for it or not."""
-        until = self._context.loop.time() + CHANGING_S_MAX
+        until = self._context.loop.time() + CHANGE_WAIT_S_MAX
         while True:
             stream = self._log.readable(name)
             shown = await self._show(stream, await self._work.of(stream), jobs)
@@ -77,7 +77,7 @@ class Plans:
 
     async def page(self, after: str, limit: int, jobs: Sequence[str]) -> Json:
         """Streams with work, those that wait longest first."""
-        place = _place(after)
+        place = _parse_page_position(after)
         found = self._work.after(place, limit)
         streams: list[Json] = []
         for work in found:
@@ -114,16 +114,16 @@ class Plans:
             "stream_id": folder,
             "epoch": stream.epoch,
             "content_type": stream.content_type,
-            "profile": profile_kind_of(stream),
+            "profile": read_profile_kind(stream),
             "earliest": stream.earliest + 1,
             "manifest": {"object": f"{prefix}manifest.json", "generation": generation},
             "plan": self._plan(stream, entry, prefix),
-            "work": _work(work, prefix, jobs),
+            "work": _describe_work(work, prefix, jobs),
         }
 
     def _plan(self, stream: Stream, entry: PlanRecord | None, prefix: str) -> Json:
         if entry is None:
-            wanted = plan_of(stream, False)
+            wanted = index_plan_for(stream, False)
             return {"generation": 0, "hash": wanted.hash, "object": None, "families": list(wanted.families)}
         return {
             "generation": entry.generation,
@@ -136,7 +136,7 @@ class Plans:
         if self._stored.get(folder) == (entry.hash, entry.generation):
             self._stored.move_to_end(folder)
             return True
-        plan = plan_of(stream, decode_plans(stream.documents).keyed)
+        plan = index_plan_for(stream, decode_plans(stream.documents).keyed)
         if plan.hash != entry.hash:
             return False
         documents = stream.documents or {}
@@ -154,7 +154,7 @@ class Plans:
         return True
 
 
-def _place(after: str) -> tuple[int, int]:
+def _parse_page_position(after: str) -> tuple[int, int]:
     """Where a page ended: the age and the number of its last stream."""
     if not after:
         return (-1, -1)
@@ -164,45 +164,45 @@ def _place(after: str) -> tuple[int, int]:
     return int(oldest), int(number)
 
 
-def _work(work: StreamIndexWork, prefix: str, jobs: Sequence[str]) -> list[Json]:
+def _describe_work(work: StreamIndexWork, prefix: str, jobs: Sequence[str]) -> list[Json]:
     found: list[Json] = []
     if "companions" in jobs:
         if work.offered:
-            segments = [_segment(one, prefix) for one in work.offered]
+            segments = [_describe_segment(one, prefix) for one in work.offered]
             found.append({"job": "companions", "priority": PRIORITY, "segments": segments})
-        found += [_rewrite(one, prefix) for one in work.rewrites]
+        found += [_describe_rewrite(one, prefix) for one in work.rewrites]
     if "merge" in jobs:
-        found += [_merge(one, prefix) for one in work.merges]
+        found += [_describe_merge(one, prefix) for one in work.merges]
     if "compact" in jobs:
-        found += [_compact(run, prefix) for run in work.compactions]
+        found += [_describe_compaction(run, prefix) for run in work.compactions]
     return found
 
 
-def _rewrite(rewrite: RollupRewrite, prefix: str) -> Json:
+def _describe_rewrite(rewrite: RollupRewrite, prefix: str) -> Json:
     """All of it is published at once, and takes the place of the merged file."""
     families = [rewrite.merged.family]
     return {
         "job": "companions",
         "priority": PRIORITY,
-        "segments": [{**_described(info, prefix), "families": families} for info in rewrite.segments],
+        "segments": [{**_describe_object(info, prefix), "families": families} for info in rewrite.segments],
         "replace": [prefix + rewrite.merged.object],
     }
 
 
-def _segment(one: UncoveredSegment, prefix: str) -> Json:
-    return {**_described(one.info, prefix), "families": list(one.families)}
+def _describe_segment(one: UncoveredSegment, prefix: str) -> Json:
+    return {**_describe_object(one.info, prefix), "families": list(one.families)}
 
 
-def _compact(run: Sequence[SegmentInfo], prefix: str) -> Json:
+def _describe_compaction(run: Sequence[SegmentInfo], prefix: str) -> Json:
     return {
         "job": "compact",
         "first": run[0].first,
         "last": run[-1].last,
-        "segments": [_described(info, prefix) for info in run],
+        "segments": [_describe_object(info, prefix) for info in run],
     }
 
 
-def _described(info: SegmentInfo, prefix: str) -> Json:
+def _describe_object(info: SegmentInfo, prefix: str) -> Json:
     return {
         "object": prefix + info.key,
         "epoch": info.epoch,
@@ -215,7 +215,7 @@ def _described(info: SegmentInfo, prefix: str) -> Json:
     }
 
 
-def _merge(merge: IndexMerge, prefix: str) -> Json:
+def _describe_merge(merge: IndexMerge, prefix: str) -> Json:
     return {
         "job": "merge",
         "family": merge.family,

@@ -12,7 +12,7 @@ from tailrace.routing.context import Context
 from tailrace.storage.index_publication import PublicationService
 from tailrace.storage.index_work import IndexWork
 
-FRESH_S: Final = 60.0  # a heartbeat that is older counts for nothing
+HEARTBEAT_FRESH_S: Final = 60.0  # a heartbeat that is older counts for nothing
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")
 SECONDS_MAX: Final = 10_000
 STATES: Final = ("off", "starting", "running", "idle", "backoff", "unavailable", "external")
@@ -21,14 +21,14 @@ TEXT_MAX: Final = 1000
 Json = dict[str, object]
 
 
-class Running(msgspec.Struct, frozen=True):
+class RunningJob(msgspec.Struct, frozen=True):
     job: str
     stream: str
     segments: int = 0
     since: str = ""
 
 
-class Heartbeat(msgspec.Struct, frozen=True):
+class PipelineHeartbeat(msgspec.Struct, frozen=True):
     """What a pipeline tells every few seconds. Whatever else it says is not looked at."""
 
     state: str = "running"
@@ -37,7 +37,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     pid: int = 0
     started_at: str | None = None
     last_error: str | None = None
-    running: list[Running] = []
+    running: list[RunningJob] = []
     totals: dict[str, int | str] = {}
     seconds: dict[str, list[float]] = {}
     rss_bytes: str = "0"
@@ -45,7 +45,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     drain: bool = False  # asked by whoever wants the pipeline to end, not by the pipeline
 
 
-class Demand(msgspec.Struct, frozen=True):
+class PipelineBacklog(msgspec.Struct, frozen=True):
     """What waits for the pipeline: whether one is worth its while is decided by this."""
 
     streams: int = 0
@@ -53,8 +53,8 @@ class Demand(msgspec.Struct, frozen=True):
     oldest_ms: int = 0
     upkeep: bool = False  # something is to be put together, or to be written anew
 
-    def __add__(self, other: Demand) -> Demand:
-        return Demand(
+    def __add__(self, other: PipelineBacklog) -> PipelineBacklog:
+        return PipelineBacklog(
             self.streams + other.streams,
             self.raw_bytes + other.raw_bytes,
             max(self.oldest_ms, other.oldest_ms),
@@ -69,7 +69,7 @@ class PipelineState:
         self._context = context
         self._work = work
         self._publishing = publishing
-        self._beat: Heartbeat | None = None
+        self._beat: PipelineHeartbeat | None = None
         self._beat_s = 0.0
         self.mode: Final = context.settings.pipeline
         self.state = "off"  # of a supervised one
@@ -77,11 +77,11 @@ class PipelineState:
         self.restarts = 0
         self.draining = False
         self.last_error: str | None = None
-        self.on_beat: Callable[[Heartbeat], None] | None = None
+        self.on_beat: Callable[[PipelineHeartbeat], None] | None = None
 
     # -- heartbeats --------------------------------------------------------------------------------------
 
-    def take(self, beat: Heartbeat) -> Json:
+    def take(self, beat: PipelineHeartbeat) -> Json:
         """The answer tells the pipeline whether it is to end."""
         self._beat = beat
         self._beat_s = self._context.loop.time()
@@ -108,10 +108,10 @@ class PipelineState:
 
     @property
     def fresh(self) -> bool:
-        return self._beat is not None and self._context.loop.time() - self._beat_s < FRESH_S
+        return self._beat is not None and self._context.loop.time() - self._beat_s < HEARTBEAT_FRESH_S
 
     @property
-    def beat(self) -> Heartbeat | None:
+    def beat(self) -> PipelineHeartbeat | None:
         """The last one, if it is fresh."""
         return self._beat if self.fresh else None
 
@@ -146,11 +146,11 @@ class PipelineState:
             "queued": max(0, self.backlog()[0] - active),
         }
 
-    def demand(self) -> Demand:
+    def demand(self) -> PipelineBacklog:
         works = self._work.by_stream.values()
         _, raw_bytes, oldest_ms = self.backlog()
         upkeep = any(work.merges or work.compactions or work.rewrites for work in works)
-        return Demand(len(works), raw_bytes, oldest_ms, upkeep)
+        return PipelineBacklog(len(works), raw_bytes, oldest_ms, upkeep)
 
     @property
     def given_up(self) -> int:

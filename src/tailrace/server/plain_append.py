@@ -21,7 +21,7 @@ from tailrace.routing import responses
 from tailrace.server.waiting_appends import WaitingAppends
 
 
-class PlainAppend:
+class FastAppendHandler:
     """Handles the appends of one head; whatever is not as usual goes the general way."""
 
     __slots__ = (
@@ -69,26 +69,26 @@ class PlainAppend:
                 return
             body = exchange.body
             if not self._json:
-                log.append_plain(stream, body, None, _acknowledge, exchange)
+                log.append_plain(stream, body, None, _acknowledge_fast_append, exchange)
                 return
             joined, lengths = json_split.split_to_block(body, self._json_depth, self._entries_max)
             if len(lengths) == 1:
-                log.append_plain(stream, joined, None, _acknowledge, exchange)
+                log.append_plain(stream, joined, None, _acknowledge_fast_append, exchange)
             elif lengths:
-                log.append_plain(stream, joined, lengths, _acknowledge, exchange)
+                log.append_plain(stream, joined, lengths, _acknowledge_fast_append, exchange)
             else:
                 self._general(exchange)
         except LogBackpressureError as lack:
             self._waiting.add(exchange, self._general, lack)
 
 
-def _acknowledge(transaction: Transaction, error: TailraceError | None) -> None:
+def _acknowledge_fast_append(transaction: Transaction, error: TailraceError | None) -> None:
     exchange, stream, op = transaction.context, transaction.subject, transaction.append
     assert type(exchange) is Exchange
     assert stream is not None
     assert op is not None
     if error is not None:
-        responses.refuse(exchange, error)
+        responses.respond_error(exchange, error)
         return
     # What was just written is in the stream's present epoch.
     exchange.acknowledge(next_offset_line(stream.epochs[-1][0], op.first + op.count - 1))

@@ -12,29 +12,29 @@ from tailrace.common.token_bucket import Rate, TokenBuckets
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import ALONE_HEADER
 from tailrace.http.server import HttpServer
-from tailrace.routing.proxies import network_of
-from tailrace.routing.vouched import Vouching
+from tailrace.routing.proxies import client_network
+from tailrace.routing.vouched import ClientResolver
 
 BUCKETS_MAX: Final = 20_000
 AT_ONCE: Final = 2  # seconds' worth, after a rest
 
 
-class Book(Protocol):
+class RateCounter(Protocol):
     """Who has taken how much: of this process, or of all workers."""
 
     def take(self, identity: str, kind: str, now_ns: int, count: int = 1) -> int: ...
     def give_back(self, identity: str, kind: str, count: int = 1) -> None: ...
 
 
-class IdentityRates:
+class IdentityRateLimiter:
     """Owned by the event loop."""
 
-    def __init__(self, limits: Limits, clock: Clock, vouching: Vouching) -> None:
+    def __init__(self, limits: Limits, clock: Clock, vouching: ClientResolver) -> None:
         self._clock = clock
         self._vouching = vouching
         per_s = {"ops": limits.identity_ops_per_s, "bytes": limits.identity_bytes_per_s}
         self.rates = {kind: Rate(rate, AT_ONCE * rate) for kind, rate in per_s.items() if rate}
-        self.buckets: Book = TokenBuckets(self.rates, buckets_max=BUCKETS_MAX)
+        self.buckets: RateCounter = TokenBuckets(self.rates, buckets_max=BUCKETS_MAX)
         self.any = bool(self.rates)
         # Where other workers ask for parts of an answer: the request they do it for was counted there.
         self.inside: HttpServer | None = None
@@ -75,5 +75,5 @@ class IdentityRates:
     def _name(self, identity: Identity, exchange: Exchange) -> str:
         """Whoever has no name is known by the token, and whoever has no token by the address."""
         if identity.public:
-            return "peer " + network_of(self._vouching.address_of(exchange))
+            return "peer " + client_network(self._vouching.address_of(exchange))
         return f"sub {identity.sub}" if identity.sub else f"token {identity.token_id}"

@@ -28,22 +28,22 @@ from tailrace.protocol.query_params import (
 )
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.request_headers import at_most
+from tailrace.routing.request_headers import parse_page_limit
 from tailrace.schema.registry import Registry
 from tailrace.search.filtered_reads import FilteredReads, FilterScan
-from tailrace.server.live import Live
+from tailrace.server.live import LiveReaders
 from tailrace.server.long_poll import LongPoll
 from tailrace.server.read_request import ReadRequest
-from tailrace.server.row_pages import ROWS_BYTES_MAX, ROWS_TYPE, RowPages
+from tailrace.server.row_pages import ARROW_CONTENT_TYPE, ARROW_PAGE_BYTES_MAX, ArrowPages
 
-Answer = Callable[[Exchange], None]
+PageResponder = Callable[[Exchange], None]
 
 YEAR_S = 31_536_000
-SPARK_AGENT = b"tailrace-spark/"  # how the source for Spark says who it is
+SPARK_USER_AGENT = b"tailrace-spark/"  # how the source for Spark says who it is
 
 
 class ReadRoutes:
-    def __init__(self, context: Context, live: Live) -> None:
+    def __init__(self, context: Context, live: LiveReaders) -> None:
         self._context = context
         self._log = context.log
         self._limits = context.limits
@@ -53,12 +53,12 @@ class ReadRoutes:
         self._public = settings.auth_public_prefixes if settings.auth_configured else None
         self._tasks: set[asyncio.Task[None]] = set()
         self.filtered = FilteredReads(context, self._registry_of)
-        self._rows = RowPages(context.loop)
+        self._rows = ArrowPages(context.loop)
         self.by_spark = 0  # reads
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
         authorise(identity, Action.READ_STREAM, stream=name)
-        if exchange.headers.get(b"user-agent", b"").startswith(SPARK_AGENT):
+        if exchange.headers.get(b"user-agent", b"").startswith(SPARK_USER_AGENT):
             self.by_spark += 1
         try:
             request = self._request(exchange, name, key)
@@ -72,13 +72,13 @@ class ReadRoutes:
         try:
             async with asyncio.timeout(self._limits.request_ms / 1000):
                 stream = self._log.readable(name)
-                since_ns = _since_ns(parse_query(exchange.query)["since"])
+                since_ns = _parse_since_ns(parse_query(exchange.query)["since"])
                 start = await self._log.reader.find_before(stream, since_ns)
             self._serve(exchange, identity, self._request(exchange, name, key, start))
         except TimeoutError:
-            responses.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
 
     def _serve(self, exchange: Exchange, identity: Identity, request: ReadRequest) -> None:
         self._log.touch(request.stream)
@@ -129,8 +129,8 @@ class ReadRoutes:
             wait_ms,
             query.get("cursor"),
             filter_text or "",
-            bytes_max=at_most(query, "max_bytes", ROWS_BYTES_MAX),
-            entries_max=at_most(query, "max_entries", self._limits.read_page_entries),
+            bytes_max=parse_page_limit(query, "max_bytes", ARROW_PAGE_BYTES_MAX),
+            entries_max=parse_page_limit(query, "max_entries", self._limits.read_page_entries),
             start_line=given.header,
         )
 
@@ -138,7 +138,7 @@ class ReadRoutes:
         offset = given.offset
         if offset is None:
             if given.since is not None:
-                return self._log.reader.entry_before(stream, _since_ns(given.since)), False
+                return self._log.reader.entry_before(stream, _parse_since_ns(given.since)), False
             if mode:
                 raise TailraceError("missing_offset", "live reads need an offset")
             return 0, False
@@ -158,7 +158,7 @@ class ReadRoutes:
         """Answers with the page after `start`: at once if memory has it, else when the store has given it."""
         stream = request.stream
         if request.start < stream.earliest:  # retention has overtaken somebody who waited
-            responses.refuse(exchange, offset_gone(stream, stream.earliest))
+            responses.respond_error(exchange, offset_gone(stream, stream.earliest))
             return
         if request.filter_text:
             self._answer_filtered(exchange, request)
@@ -179,14 +179,14 @@ class ReadRoutes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _read(self, request: ReadRequest, key: bytes | None) -> Answer:
+    async def _read(self, request: ReadRequest, key: bytes | None) -> PageResponder:
         bytes_max, entries_max, apart = self._page_of(request)
         page = await self._log.reader.read(
             request.stream, request.start, bytes_max, entries_max, key, apart=apart
         )
         return lambda exchange: self._answer_read(exchange, request, page)
 
-    async def _read_rows(self, request: ReadRequest, key: bytes | None) -> Answer:
+    async def _read_rows(self, request: ReadRequest, key: bytes | None) -> PageResponder:
         """A page as a table: beside each entry its number, its time and its key."""
         stream = request.stream
         bytes_max, entries_max = request.bytes_max, request.entries_max
@@ -222,30 +222,30 @@ class ReadRoutes:
         try:
             page = contract.promoted(stream, request.start, page)
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
             return
         self._answer_page(exchange, request, page, contract.mark(page))
 
     async def _answer_later(
-        self, exchange: Exchange, request: ReadRequest, work: Coroutine[None, None, Answer]
+        self, exchange: Exchange, request: ReadRequest, work: Coroutine[None, None, PageResponder]
     ) -> None:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self._limits.request_ms / 1000):
                 answer = await work
         except TimeoutError:
-            responses.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
             return
         except TailraceError as refusal:
             stream = request.stream
-            responses.refuse(exchange, responses.deleted(stream) if stream.removed else refusal)
+            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
             return
         except Exception:
             if request.stream.removed:
                 # Deleted under the reader's feet: its rows are gone.
-                responses.refuse(exchange, responses.deleted(request.stream))
+                responses.respond_error(exchange, responses.stream_deleted(request.stream))
                 return
-            responses.refuse(exchange, TailraceError("internal", "the read failed"))
+            responses.respond_error(exchange, TailraceError("internal", "the read failed"))
             raise
         if self._context.settings.server_timing:
             responses.add_phase(exchange, "hot", time.monotonic() - begun)
@@ -266,7 +266,7 @@ class ReadRoutes:
             )
         except TailraceError as refusal:
             # The registry may have changed under somebody who waited.
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
             return
         if self.filtered.try_scan(request.stream, sieve, key):
             self._answer_sieve(exchange, request, sieve)
@@ -274,7 +274,9 @@ class ReadRoutes:
             until = self.filtered.patience(exchange.started)
             self._later(self._answer_later(exchange, request, self._sift(request, sieve, key, until)))
 
-    async def _sift(self, request: ReadRequest, sieve: FilterScan, key: bytes | None, until: float) -> Answer:
+    async def _sift(
+        self, request: ReadRequest, sieve: FilterScan, key: bytes | None, until: float
+    ) -> PageResponder:
         await self.filtered.scan(request.stream, sieve, key, until)
         return lambda exchange: self._answer_sieve(exchange, request, sieve)
 
@@ -294,8 +296,13 @@ class ReadRoutes:
     def _answer_now(self, exchange: Exchange, request: ReadRequest) -> None:
         stream = request.stream
         tail = stream.offset(stream.visible)
-        head = self._type(request) + responses.next_offset(tail) + responses.end_offset(tail)
-        head += responses.UP_TO_DATE + responses.NO_STORE + responses.earliest(stream) + request.start_line
+        head = self._type(request) + responses.next_offset_header(tail) + responses.end_offset_header(tail)
+        head += (
+            responses.UP_TO_DATE
+            + responses.NO_STORE
+            + responses.earliest_offset_header(stream)
+            + request.start_line
+        )
         if stream.visible_closed:
             head += responses.CLOSED
         exchange.respond(200, head, b"[]" if request.fmt == "json" else b"")
@@ -327,13 +334,13 @@ class ReadRoutes:
             closed,
             mark,
         )
-        head = responses.next_offset(following) + request.start_line + more
-        head += responses.end_offset(following if at_tail else stream.offset(stream.visible))
+        head = responses.next_offset_header(following) + request.start_line + more
+        head += responses.end_offset_header(following if at_tail else stream.offset(stream.visible))
         if at_tail:
             head += responses.UP_TO_DATE
         if closed:
             head += responses.CLOSED
-        head += responses.earliest(stream)
+        head += responses.earliest_offset_header(stream)
         if request.mode:
             head += (
                 responses.NO_STORE
@@ -356,15 +363,15 @@ class ReadRoutes:
             return
         if (served := self._log.reader.served) is not None and page.count:
             served.add(stream, page.count, sum(map(len, page.parts)))
-        whole = body_of(page.parts, request.fmt, stream.json) if body is None else [body]
+        whole = page_buffers(page.parts, request.fmt, stream.json) if body is None else [body]
         exchange.respond(200, self._type(request) + head, whole)
 
     def _type(self, request: ReadRequest) -> bytes:
         if request.fmt == "arrow":
-            return ROWS_TYPE
+            return ARROW_CONTENT_TYPE
         if request.fmt == "raw" and request.stream.json:
             return b"Content-Type: application/octet-stream\r\n"
-        return responses.content_type(request.stream)
+        return responses.content_type_header(request.stream)
 
     def _max_age(self, stream: Stream, seconds: int, immutable: bool) -> bytes:
         """Cacheable, but never beyond the stream's own end."""
@@ -393,7 +400,7 @@ class ReadRoutes:
         try:
             LongPoll(self, exchange, request._replace(wait_ms=max(0, request.wait_ms - waited_ms))).begin()
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
 
     def end_waits(self) -> None:
         """Shutdown: whoever waits is answered as if the time were up, and comes back to another server."""
@@ -427,8 +434,10 @@ class ReadRoutes:
     def answer_idle(self, exchange: Exchange, request: ReadRequest, position: int) -> None:
         stream = request.stream
         offset = stream.offset(position)
-        head = responses.next_offset(offset) + responses.end_offset(stream.offset(stream.visible))
-        head += responses.NO_STORE + responses.earliest(stream) + request.start_line
+        head = responses.next_offset_header(offset) + responses.end_offset_header(
+            stream.offset(stream.visible)
+        )
+        head += responses.NO_STORE + responses.earliest_offset_header(stream) + request.start_line
         at_tail = position >= stream.visible
         if at_tail:
             head += responses.UP_TO_DATE
@@ -474,14 +483,14 @@ class ReadRoutes:
         return Page(sieve.parts, sieve.decided, sieve.count)
 
 
-def _since_ns(text: str) -> int:
+def _parse_since_ns(text: str) -> int:
     since_ns = timestamps.parse_timestamp_ns(text)
     if since_ns is None:
         raise TailraceError("invalid_request", "since is neither RFC 3339 nor Unix nanoseconds")
     return since_ns
 
 
-def body_of(parts: list[ReadPart], fmt: str, is_json: bool) -> list[ReadPart]:
+def page_buffers(parts: list[ReadPart], fmt: str, is_json: bool) -> list[ReadPart]:
     """The page as buffers to be written, not joined: large blocks are never copied."""
     if not is_json:
         return parts

@@ -16,26 +16,26 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.commit import Committer
 from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS
 from tailrace.routing import request_log
-from tailrace.routing.proxies import proxies_of
+from tailrace.routing.proxies import load_trusted_proxies
 from tailrace.server.app import TailraceApp
 from tailrace.server.span import Span
 from tailrace.server.tracer import Tracer
 
 logger = logging.getLogger("tailrace.requests")
 
-STREAM = "/v1/stream/"
+STREAM_PREFIX = "/v1/stream/"
 # The first segments of other routes; what comes behind them is named by clients and tells routes not apart.
 _AREAS = ("v1", "hub", "realtime", "replication")
 _PAGES = ("", "metrics", "healthz", "readyz", "health", "openapi.json")
 
-Handle = Callable[[Exchange], None]
+RequestHandler = Callable[[Exchange], None]
 
 
-def is_wanted(settings: Settings) -> bool:
+def observes_requests(settings: Settings) -> bool:
     return bool(settings.traces_url) or settings.log_requests == "all" or settings.request_ids
 
 
-class ObservedApp:
+class RequestObserver:
     """Passes everything on to the application behind it."""
 
     def __init__(
@@ -46,7 +46,7 @@ class ObservedApp:
         self._committer = committer
         self._logs_all = settings.log_requests == "all"
         self._names_all = settings.request_ids
-        self._proxies = proxies_of(settings.trusted_proxies)
+        self._proxies = load_trusted_proxies(settings.trusted_proxies)
         self._sync = (0.0, 0)  # seconds and records of the last one
         self.fixed_headers = app.fixed_headers
 
@@ -55,7 +55,7 @@ class ObservedApp:
     def handle(self, exchange: Exchange) -> None:
         self._observe(exchange, self._app.handle)
 
-    def handler_for(self, exchange: Exchange) -> Handle:
+    def handler_for(self, exchange: Exchange) -> RequestHandler:
         short_way = self._app.handler_for(exchange)
         return lambda again: self._observe(again, short_way)
 
@@ -73,14 +73,14 @@ class ObservedApp:
 
     # -- watching --------------------------------------------------------------------------------------
 
-    def _observe(self, exchange: Exchange, handle: Handle) -> None:
+    def _observe(self, exchange: Exchange, handle: RequestHandler) -> None:
         if self._names_all:
             exchange.name()
         span = None if self._tracer is None else self._tracer.request(exchange)
         if span is None and not self._logs_all:
             handle(exchange)
             return
-        seen = _Seen(self, span)
+        seen = _ObservedRequest(self, span)
         exchange.watch_answer(seen.answered)
         queued_bytes = self._committer.queued_bytes
         handle(exchange)
@@ -93,7 +93,7 @@ class ObservedApp:
         if span is None or tracer is None:
             return
         method, path = exchange.method.decode("latin-1"), exchange.path.decode("latin-1")
-        route = route_of(path)
+        route = route_label(path)
         span.name = f"{method} {route}"
         span.failed = status >= 500
         span.attributes = {
@@ -112,12 +112,12 @@ class ObservedApp:
         tracer.end(span)
 
 
-class _Seen:
+class _ObservedRequest:
     """One request that is watched."""
 
     __slots__ = ("_app", "_span", "commits")
 
-    def __init__(self, app: ObservedApp, span: Span | None) -> None:
+    def __init__(self, app: RequestObserver, span: Span | None) -> None:
         self._app = app
         self._span = span
         self.commits = False  # whether it waits for the journal
@@ -129,11 +129,15 @@ class _Seen:
             logger.exception("a request could not be observed")  # it is answered all the same
 
 
-def route_of(path: str) -> str:
+def route_label(path: str) -> str:
     """The path without what clients name: few values, however many streams there are."""
-    if path.startswith(STREAM):
+    if path.startswith(STREAM_PREFIX):
         last = path.rpartition("/")[2]
-        return f"{STREAM}{{name}}/{last}" if last in RESERVED_LAST_SEGMENTS else f"{STREAM}{{name}}"
+        return (
+            f"{STREAM_PREFIX}{{name}}/{last}"
+            if last in RESERVED_LAST_SEGMENTS
+            else f"{STREAM_PREFIX}{{name}}"
+        )
     segments = path.strip("/").split("/")
     if len(segments) <= 1:
         return f"/{segments[0]}" if segments[0] in _PAGES else "/..."

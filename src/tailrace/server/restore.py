@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tailrace.storage.bootstrap import BootstrapReport
 
 
-async def restore(
+async def restore_from_bucket(
     settings: Settings, directory: DataDirectory, stop: asyncio.Event
 ) -> BootstrapReport | None:
     """What was restored; None if nobody asked, or if the process is to stop before it is done."""
@@ -35,7 +35,7 @@ async def restore(
     return None
 
 
-def count(restored: BootstrapReport, telemetry: ServerMetrics) -> None:
+def record_restore(restored: BootstrapReport, telemetry: ServerMetrics) -> None:
     telemetry.bootstraps.value += 1
     telemetry.bootstrap_seconds.value = restored.seconds
     telemetry.bootstrap_problems.value = restored.problems_count

@@ -14,8 +14,8 @@ from tailrace.log.routing_keys import KeyListing, KeyPage
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.server.details import METHODS
-from tailrace.server.documents import documents_of
+from tailrace.server.details import READ_METHODS
+from tailrace.server.documents import read_documents
 
 LIMIT_DEFAULT, LIMIT_MAX = 100, 500
 SCAN_SHARE = 0.6  # of a request's time; the rest is for what is under way when that ends
@@ -29,13 +29,13 @@ class RoutingKeyRoutes:
 
     def routing_keys(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method not in (b"GET", b"HEAD"):
-            raise responses.not_allowed(METHODS)
+            raise responses.method_not_allowed(READ_METHODS)
         authorise(identity, Action.QUERY_STREAM, stream=name)
         stream = self._context.log.readable(name)
         query = parse_query(exchange.query)
-        limit = _limit(query.get("limit"))
+        limit = _parse_key_limit(query.get("limit"))
         after = query.get("after")
-        if not documents_of(stream).routing_key:
+        if not read_documents(stream).routing_key:
             raise TailraceError("invalid_request", "routing key not configured")
         task = self._context.loop.create_task(
             self._answer(exchange, stream, None if after is None else after.encode(), limit)
@@ -49,18 +49,18 @@ class RoutingKeyRoutes:
             async with asyncio.timeout(request_s):
                 page = await self.listing.page(stream, after, limit, SCAN_SHARE * request_s)
         except TimeoutError:
-            responses.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
         except TailraceError as refusal:
-            responses.refuse(exchange, responses.deleted(stream) if stream.removed else refusal)
+            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
         except Exception:
-            responses.refuse(exchange, TailraceError("internal", "the listing failed"))
+            responses.respond_error(exchange, TailraceError("internal", "the listing failed"))
             raise
         else:
-            body = orjson.dumps(body_of(stream, page))
+            body = orjson.dumps(routing_keys_body(stream, page))
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
 
 
-def body_of(stream: Stream, page: KeyPage) -> dict[str, object]:
+def routing_keys_body(stream: Stream, page: KeyPage) -> dict[str, object]:
     keys = [key.decode("utf-8", "replace") for key in page.keys]
     lexicon = page.lexicon_times
     return {
@@ -95,7 +95,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def _limit(text: str | None) -> int:
+def _parse_key_limit(text: str | None) -> int:
     if text is None:
         return LIMIT_DEFAULT
     limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0

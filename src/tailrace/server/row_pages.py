@@ -13,17 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import EntryLabels
 
-ROWS_TYPE = b"Content-Type: application/vnd.apache.arrow.stream\r\n"
-ROWS_BYTES_MAX = 4 * 1024 * 1024
-THREADS = 2
+ARROW_CONTENT_TYPE = b"Content-Type: application/vnd.apache.arrow.stream\r\n"
+ARROW_PAGE_BYTES_MAX = 4 * 1024 * 1024
+ARROW_THREADS = 2
 
 
-class RowPages:
+class ArrowPages:
     """Makes tables on threads of its own: the library is large, and so may the pages be."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._threads = ThreadPoolExecutor(THREADS, "rows")
+        self._threads = ThreadPoolExecutor(ARROW_THREADS, "rows")
 
     async def encode(
         self, stream: Stream, numbers: Sequence[int], labels: EntryLabels, payloads: list[ReadPart]
@@ -31,11 +31,11 @@ class RowPages:
         """The rows as bytes. Labels beyond the last number are passed over."""
         epochs, json = stream.epochs, stream.json
         return await self._loop.run_in_executor(
-            self._threads, _encode, epochs, json, numbers, labels, payloads
+            self._threads, _encode_arrow, epochs, json, numbers, labels, payloads
         )
 
 
-def _encode(
+def _encode_arrow(
     epochs: Sequence[tuple[int, int]],
     json: bool,
     numbers: Sequence[int],
@@ -47,11 +47,16 @@ def _encode(
     count = len(numbers)
     assert count == len(payloads) <= len(labels.times)
     return encode_entries(
-        numbers, labels.times[:count], labels.keys[:count], payloads, _epochs_of(epochs, numbers), json=json
+        numbers,
+        labels.times[:count],
+        labels.keys[:count],
+        payloads,
+        _entry_epochs(epochs, numbers),
+        json=json,
     )
 
 
-def _epochs_of(epochs: Sequence[tuple[int, int]], numbers: Sequence[int]) -> list[int]:
+def _entry_epochs(epochs: Sequence[tuple[int, int]], numbers: Sequence[int]) -> list[int]:
     """The epoch of each entry, as its offset shows it."""
     if len(epochs) == 1:
         return [epochs[0][0]] * len(numbers)

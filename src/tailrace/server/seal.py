@@ -14,7 +14,7 @@ from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.storage.sealing import SealingService
 
-PATH = b"/v1/server/_seal"
+SEAL_PATH = b"/v1/server/_seal"
 
 
 class SealRoute:
@@ -42,6 +42,6 @@ class SealRoute:
         except TimeoutError:
             status, body = 202, {"sealed": False}
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
             return
         exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))

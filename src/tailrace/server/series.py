@@ -11,14 +11,14 @@ from tailrace.log.publish import StreamTraffic
 from tailrace.schema.profiles.metrics import Record, normalise_metric
 
 QUIET_MS_MAX = 300_000  # something unchanged is told again after this time
-BUSIEST = 50  # streams that have series of their own
-OTHER = "__other__"
-DROPPED = "tailrace.metrics.series_dropped"
+BUSIEST_STREAMS = 50  # streams that have series of their own
+OTHER_STREAMS = "__other__"
+DROPPED_SERIES = "tailrace.metrics.series_dropped"
 NO_TAGS: Mapping[str, str] = {}
-NOTHING_SERVED: tuple[Mapping[str, StreamTraffic], StreamTraffic] = ({}, StreamTraffic())
+NO_TRAFFIC: tuple[Mapping[str, StreamTraffic], StreamTraffic] = ({}, StreamTraffic())
 
 
-class Source(NamedTuple):
+class MetricSource(NamedTuple):
     """A series that always exists. Counters are told by how much they grew, gauges as they are."""
 
     metric: str
@@ -28,7 +28,7 @@ class Source(NamedTuple):
     tags: Mapping[str, str] = NO_TAGS
 
 
-class Timing(NamedTuple):
+class TimingSource(NamedTuple):
     """How often something happened and how many seconds that took together, told in milliseconds."""
 
     metric: str
@@ -36,15 +36,17 @@ class Timing(NamedTuple):
     own: bool = False  # writing the metrics makes it happen: alone that is not worth a record
 
 
-class Window(NamedTuple):
+class MetricInterval(NamedTuple):
     start_ms: int
     end_ms: int
 
 
-class SeriesBook:
+class SeriesRecorder:
     """Remembers what was told last. Nothing here knows streams by name but the traffic of one interval."""
 
-    def __init__(self, sources: list[Source], timings: list[Timing], instance: str, series_max: int) -> None:
+    def __init__(
+        self, sources: list[MetricSource], timings: list[TimingSource], instance: str, series_max: int
+    ) -> None:
         self._sources = sources
         self._timings = timings
         self._instance = instance
@@ -56,10 +58,10 @@ class SeriesBook:
 
     def records(
         self,
-        window: Window,
+        window: MetricInterval,
         shares: Mapping[str, StreamTraffic],
         others: StreamTraffic,
-        served: tuple[Mapping[str, StreamTraffic], StreamTraffic] = NOTHING_SERVED,
+        served: tuple[Mapping[str, StreamTraffic], StreamTraffic] = NO_TRAFFIC,
     ) -> list[Record]:
         """Canonical records of one interval, at most as many as there may be series.
 
@@ -78,11 +80,11 @@ class SeriesBook:
                 dropped += 1
         self.dropped += dropped
         if dropped:
-            found.append(self._record(window, DROPPED, "count", 1, dropped, dropped))
+            found.append(self._record(window, DROPPED_SERIES, "count", 1, dropped, dropped))
         return found
 
     def _all(
-        self, window: Window, shares: Mapping[str, StreamTraffic], others: StreamTraffic
+        self, window: MetricInterval, shares: Mapping[str, StreamTraffic], others: StreamTraffic
     ) -> Iterator[Record]:
         for place, source in enumerate(self._sources):
             record = self._told(window, place, source)
@@ -94,7 +96,7 @@ class SeriesBook:
             if record is not None:
                 yield record
 
-    def _told(self, window: Window, place: int, source: Source) -> Record | None:
+    def _told(self, window: MetricInterval, place: int, source: MetricSource) -> Record | None:
         value = source.read()
         last = self._last.get(place)
         self._last[place] = value
@@ -106,14 +108,16 @@ class SeriesBook:
         count = 1 if source.kind == "gauge" or told else 0
         return self._record(window, source.metric, source.unit, count, told, told, tags=source.tags)
 
-    def _is_due(self, window: Window, series: int | str, *, changed: bool) -> bool:
+    def _is_due(self, window: MetricInterval, series: int | str, *, changed: bool) -> bool:
         """Whether a series gets a record: when there is something new, and else once in a while."""
         if not changed and window.end_ms - self._told_ms.get(series, 0) < QUIET_MS_MAX:
             return False
         self._told_ms[series] = window.end_ms
         return True
 
-    def _timed(self, window: Window, place: int, timing: Timing, *, worth: bool) -> Record | None:
+    def _timed(
+        self, window: MetricInterval, place: int, timing: TimingSource, *, worth: bool
+    ) -> Record | None:
         count, seconds = timing.read()
         count_was, seconds_was = self._timed_so_far[place]
         self._timed_so_far[place] = (count, seconds)
@@ -123,16 +127,16 @@ class SeriesBook:
         return self._record(window, timing.metric, "ms", count - count_was, spent_ms, None)
 
     def _traffic(
-        self, window: Window, what: str, shares: Mapping[str, StreamTraffic], others: StreamTraffic
+        self, window: MetricInterval, what: str, shares: Mapping[str, StreamTraffic], others: StreamTraffic
     ) -> Iterator[Record]:
-        busiest = dict(nlargest(BUSIEST, shares.items(), key=lambda item: (item[1].bytes, item[0])))
+        busiest = dict(nlargest(BUSIEST_STREAMS, shares.items(), key=lambda item: (item[1].bytes, item[0])))
         rest = StreamTraffic()
         for share in (others, *(share for name, share in shares.items() if name not in busiest)):
             rest.entries += share.entries
             rest.bytes += share.bytes
         due = self._is_due(window, what, changed=bool(busiest or rest.entries))
         if rest.entries or (due and not busiest):
-            busiest[OTHER] = rest
+            busiest[OTHER_STREAMS] = rest
         for name, share in busiest.items():
             for metric, unit, total in (
                 (f"tieredstore.{what}.bytes", "bytes", share.bytes),
@@ -142,7 +146,7 @@ class SeriesBook:
 
     def _record(
         self,
-        window: Window,
+        window: MetricInterval,
         metric: str,
         unit: str,
         count: int,

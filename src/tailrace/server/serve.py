@@ -35,24 +35,24 @@ from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
 from tailrace.routing import request_log
 from tailrace.routing.context import Context
-from tailrace.routing.proxies import proxies_of
+from tailrace.routing.proxies import load_trusted_proxies
 from tailrace.search.index_files.catalogue import IndexFileService
 from tailrace.server import restore
 from tailrace.server.app import TailraceApp
 from tailrace.server.cold import connect_details
-from tailrace.server.cold_metrics import connect_cold
-from tailrace.server.declared import DeclaredStreams
+from tailrace.server.cold_metrics import connect_storage_metrics
+from tailrace.server.declared import DeclaredStreamInstaller
 from tailrace.server.disk import DiskGuard
-from tailrace.server.identity_watch import IdentityWatch
-from tailrace.server.memory import Node
-from tailrace.server.memory_guard import MemoryGuard, limit_of
+from tailrace.server.identity_watch import CredentialWatch
+from tailrace.server.memory import ServerParts
+from tailrace.server.memory_guard import MemoryGuard, memory_limit_bytes
 from tailrace.server.metrics import MetricsApp
 from tailrace.server.pipeline import PipelineRoutes
-from tailrace.server.pipeline_metrics import connect_pipeline
-from tailrace.server.request_tracing import ObservedApp, is_wanted
+from tailrace.server.pipeline_metrics import connect_pipeline_metrics
+from tailrace.server.request_tracing import RequestObserver, observes_requests
 from tailrace.server.seal import SealRoute
 from tailrace.server.server import ServerRoutes
-from tailrace.server.sources import series_book
+from tailrace.server.sources import build_series_recorder
 from tailrace.server.writer import MetricsWriter
 from tailrace.storage.checkpoint import CheckpointService
 from tailrace.storage.data_directory import DataDirectory
@@ -97,7 +97,7 @@ async def serve(settings: Settings) -> int:
         loop.add_signal_handler(number, stop.set)
     directory = DataDirectory(settings.data_dir)
     try:
-        restored = await restore.restore(settings, directory, stop)
+        restored = await restore.restore_from_bucket(settings, directory, stop)
         if stop.is_set():
             directory.close()
             return 0
@@ -109,10 +109,10 @@ async def serve(settings: Settings) -> int:
         ) from error
     try:
         if restored is not None:
-            restore.count(restored, server.telemetry)
+            restore.record_restore(restored, server.telemetry)
         await server.start()
         loop.add_signal_handler(signal.SIGHUP, server.hang_up)
-        announce(server.url, settings)
+        print_startup_banner(server.url, settings)
         await stop.wait()
         logger.info("stopping")
     finally:
@@ -138,15 +138,15 @@ class Server:
         self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop, own_suffix)
         context = Context(settings, self.log, SYSTEM_CLOCK, loop, self.telemetry, directory.deployment)
         self.context = context
-        request_log.trust(proxies_of(settings.trusted_proxies))
+        request_log.trust(load_trusted_proxies(settings.trusted_proxies))
         self._grants = GrantStore(SYSTEM_CLOCK)
         self._verifier: TokenVerifier | None = None
         if settings.auth_configured:
             self._verifier = TokenVerifier(settings, SYSTEM_CLOCK, self._grants)
         self.app = TailraceApp(context, self._verifier, self._grants)
-        self._identities: IdentityWatch | None = None
+        self._identities: CredentialWatch | None = None
         if self._verifier is not None:
-            self._identities = IdentityWatch(loop, self._verifier, self.app)
+            self._identities = CredentialWatch(loop, self._verifier, self.app)
             self.app.identities.on_change = self._identities.look
         self._subscriptions = self.subscriptions(context)
         self._subscriptions.check = self.app.guard.check
@@ -177,7 +177,7 @@ class Server:
         connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
-        self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
+        self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, memory_limit_bytes(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         search = self.app.search
         self._memory.sheds += [search.tail.shed, search.records.shed, self._companions.shelf.shed]
@@ -186,10 +186,10 @@ class Server:
         self.app.server = ServerRoutes(node)
         self.app.server.pipeline = self.pipeline.state.details
         self.app.server.async_index = self.pipeline.state.gate
-        self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, series_book(node))
+        self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, build_series_recorder(node))
         self._tracing = self._trace(context)
         self._observed = self._observe(settings)
-        self._declared = DeclaredStreams(context, Path(settings.init)) if settings.init else None
+        self._declared = DeclaredStreamInstaller(context, Path(settings.init)) if settings.init else None
         self._certificate: Certificate | None = None
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
@@ -216,13 +216,15 @@ class Server:
         if self._verifier is not None:
             self._http.admit_body = self.app.knows
         self._connect_telemetry(self._http)
-        self._certificate = certificate_of(settings)
+        self._certificate = load_certificate(settings)
         tls = None if self._certificate is None else self._certificate.context
         port = await self._listen(self._http, settings.port, tls)
         if settings.metrics_port:
             self._metrics = HttpServer(self.metrics_app(), settings.limits)
             await self._listen(self._metrics, settings.metrics_port, tls)
-        self.pipeline.supervise(self._grant_pipeline(), lambda: own_url(settings.host, port, tls is not None))
+        self.pipeline.supervise(
+            self._grant_pipeline(), lambda: local_url(settings.host, port, tls is not None)
+        )
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"{'https' if tls else 'http'}://{host}:{port}"
 
@@ -320,10 +322,10 @@ class Server:
         tracing.start()
         return tracing
 
-    def _node(self, context: Context) -> Node:
+    def _node(self, context: Context) -> ServerParts:
         """What inspection looks at."""
         app = self.app
-        return Node(
+        return ServerParts(
             context,
             app.live,
             self._memory,
@@ -335,12 +337,12 @@ class Server:
             self._companions,
         )
 
-    def _observe(self, settings: Settings) -> ObservedApp | None:
+    def _observe(self, settings: Settings) -> RequestObserver | None:
         """Stands before the application where somebody wants to know of single requests."""
-        if not is_wanted(settings):
+        if not observes_requests(settings):
             return None
         tracer = None if self._tracing is None else self._tracing.tracer
-        return ObservedApp(self.app, settings, tracer, self.log.committer)
+        return RequestObserver(self.app, settings, tracer, self.log.committer)
 
     def _synced(self, seconds: float, records: int) -> None:
         self.telemetry.observe_sync(seconds, records)
@@ -378,8 +380,8 @@ class Server:
         telemetry.hot_free_bytes.read = self._disk.reusable_bytes
         for mode in ("long-poll", "sse", "ws"):
             telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
-        connect_cold(telemetry, self.sealing, self._cold, self._companions)
-        connect_pipeline(telemetry, self.pipeline)
+        connect_storage_metrics(telemetry, self.sealing, self._cold, self._companions)
+        connect_pipeline_metrics(telemetry, self.pipeline)
         telemetry.live_demoted.read = lambda: self.app.live.demoted
         telemetry.spark_reads.read = lambda: self.app.reads.by_spark
         telemetry.identity_limited.read = lambda: self.app.rates.refused
@@ -387,7 +389,7 @@ class Server:
             self._identities.connect(telemetry)
 
 
-def certificate_of(settings: Settings) -> Certificate | None:
+def load_certificate(settings: Settings) -> Certificate | None:
     """The certificate that the settings name, or have made."""
     if settings.tls_cert:
         return Certificate(settings.tls_cert, settings.tls_key)
@@ -398,7 +400,7 @@ def certificate_of(settings: Settings) -> Certificate | None:
     return Certificate(*self_signed_certificate(settings.data_dir / "tls", settings.host))
 
 
-def own_url(host: str, port: int, tls: bool) -> str:
+def local_url(host: str, port: int, tls: bool) -> str:
     """Where a process on this machine reaches us."""
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
@@ -406,28 +408,28 @@ def own_url(host: str, port: int, tls: bool) -> str:
     return f"{'https' if tls else 'http'}://{shown}:{port}"
 
 
-def announce(url: str, settings: Settings) -> None:
+def print_startup_banner(url: str, settings: Settings) -> None:
     """What to do next, for somebody who just started the server."""
     lines = (
         f"tailrace ready  {url}",
         f"data directory  {os.fspath(settings.data_dir.absolute())}",
-        f"try             {_first_request(url, settings)}",
+        f"try             {_example_request(url, settings)}",
     )
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
 
 
-def _first_request(url: str, settings: Settings) -> str:
+def _example_request(url: str, settings: Settings) -> str:
     """A command that works as it is: with a token where one is needed, and with our own certificate."""
     words = ["curl", "-X PUT", "-H 'Content-Type: application/json'"]
     if settings.tls_self_signed:
         words.append(f"--cacert {shlex.quote(str(settings.data_dir.absolute() / 'tls' / 'cert.pem'))}")
     if settings.auth_configured:
-        words.append(f'-H "Authorization: Bearer {_token_source(settings)}"')
+        words.append(f'-H "Authorization: Bearer {_token_command(settings)}"')
     return " ".join([*words, f"{url}/v1/stream/hello"])
 
 
-def _token_source(settings: Settings) -> str:
+def _token_command(settings: Settings) -> str:
     """Where a shell gets a token from. It is made there: nothing secret is printed here."""
     grant = "--sub me --scope write --expires 1h"
     if settings.auth_jwt_secret:

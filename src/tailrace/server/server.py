@@ -15,24 +15,24 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.history import HISTORY_THREADS
 from tailrace.routing import responses
 from tailrace.server import memory
-from tailrace.server.cold import cached_of
-from tailrace.server.memory import Node
+from tailrace.server.cold import cached_bytes_by_artifact
+from tailrace.server.memory import ServerParts
 from tailrace.server.top_streams import TopStreams
 
-DETAILS, MEM = b"/v1/server/_details", b"/v1/server/_mem"
-PATHS = frozenset({DETAILS, MEM})
-GROUPS = ("caches", "concurrency", "ingest", "search", "segmenting", "timeouts", "memory")
+DETAILS_PATH, MEMORY_PATH = b"/v1/server/_details", b"/v1/server/_mem"
+SERVER_DETAILS_PATHS = frozenset({DETAILS_PATH, MEMORY_PATH})
+LIMIT_GROUPS = ("caches", "concurrency", "ingest", "search", "segmenting", "timeouts", "memory")
 
 
 class ServerRoutes:
     """Nothing here depends on the number of streams."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: ServerParts) -> None:
         self._node = node
         self.top = TopStreams(node.context.log, node.live)
         self.pipeline: Callable[[], dict[str, object]] = dict[str, object]
         self.async_index: Callable[[], dict[str, int]] = dict[str, int]
-        self.top.cached_bytes_of = lambda stream: sum(cached_of(node.readers, stream).values())
+        self.top.cached_bytes_of = lambda stream: sum(cached_bytes_by_artifact(node.readers, stream).values())
         self.top.touch_journals = node.touch.journals
         node.memory.ticks.append(self.top.look)
         node.memory.sheds.append(node.live.contracts.clear)
@@ -47,7 +47,7 @@ class ServerRoutes:
 
     def answer(self, exchange: Exchange, identity: Identity, path: bytes) -> None:
         authorise(identity, Action.INSPECT_SERVER)
-        body = self._details() if path == DETAILS else self._mem()
+        body = self._details() if path == DETAILS_PATH else self._mem()
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     # -- details ---------------------------------------------------------------------------------------
@@ -77,22 +77,22 @@ class ServerRoutes:
 
     def _memory(self) -> dict[str, object]:
         guard = self._node.memory
-        sqlite = memory.sqlite()
+        sqlite = memory.sqlite_memory()
         sqlite_bytes = int(str(sqlite["memory_used_bytes"]))
-        measured = memory.process(self._node)
-        groups = memory.subsystems(self._node, sqlite_bytes)
+        measured = memory.process_memory(self._node)
+        groups = memory.memory_by_subsystem(self._node, sqlite_bytes)
         return {
             "pressure_active": guard.active,
             "pressure_limit_bytes": guard.limit_bytes,
             "last_rss_bytes": guard.rss_bytes,
             "max_rss_bytes": guard.max_rss_bytes,
             "process": measured,
-            "process_breakdown": memory.breakdown(measured, sqlite_bytes),
+            "process_breakdown": memory.memory_breakdown(measured, sqlite_bytes),
             "sqlite": sqlite,
-            "gc": memory.collector(guard),
+            "gc": memory.gc_stats(guard),
             "subsystems": groups,
-            "totals": memory.totals(groups),
-            "high_water": memory.high_water(guard),
+            "totals": memory.memory_totals(groups),
+            "high_water": memory.high_water_marks(guard),
         }
 
     def _queues(self) -> dict[str, object]:
@@ -145,19 +145,19 @@ class ServerRoutes:
 
     def _mem(self) -> dict[str, object]:
         guard, log = self._node.memory, self._node.context.log
-        sqlite = memory.sqlite()
+        sqlite = memory.sqlite_memory()
         sqlite_bytes = int(str(sqlite["memory_used_bytes"]))
-        measured = memory.process(self._node)
-        groups = memory.subsystems(self._node, sqlite_bytes)
-        totals = memory.totals(groups)
+        measured = memory.process_memory(self._node)
+        groups = memory.memory_by_subsystem(self._node, sqlite_bytes)
+        totals = memory.memory_totals(groups)
         counts = groups.pop("counts")
         return {
             "ts": format_rfc3339(self._node.context.clock.now_ns()),
             "process": measured,
-            "process_breakdown": memory.breakdown(measured, sqlite_bytes),
+            "process_breakdown": memory.memory_breakdown(measured, sqlite_bytes),
             "sqlite": sqlite,
-            "gc": memory.collector(guard),
-            "high_water": memory.high_water(guard),
+            "gc": memory.gc_stats(guard),
+            "high_water": memory.high_water_marks(guard),
             "counters": {
                 "append_entries": log.publisher.entries,
                 "append_bytes": log.publisher.bytes,
@@ -171,18 +171,18 @@ class ServerRoutes:
         }
 
 
-def configured_limits(node: Node) -> dict[str, dict[str, object]]:
+def configured_limits(node: ServerParts) -> dict[str, dict[str, object]]:
     """Every limit, in one of the groups."""
-    groups: dict[str, dict[str, object]] = {name: {} for name in GROUPS}
+    groups: dict[str, dict[str, object]] = {name: {} for name in LIMIT_GROUPS}
     for setting in SETTINGS_TABLE.values():
         if setting.limit:
             value: object = getattr(node.context.limits, setting.name)
-            groups[group_of(setting)][setting.name] = value
+            groups[limit_group(setting)][setting.name] = value
     groups["memory"]["pressure_limit_bytes"] = node.memory.limit_bytes
     return groups
 
 
-def group_of(setting: Setting) -> str:
+def limit_group(setting: Setting) -> str:
     name = setting.name
     if name.startswith("memory_"):
         return "memory"

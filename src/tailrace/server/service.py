@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tailrace import __version__
 from tailrace.routing.context import Context
-from tailrace.server.exporter import Exporter, read_headers
+from tailrace.server.exporter import SpanExporter, parse_header_list
 from tailrace.server.pipeline_state import PipelineState
 from tailrace.server.tracer import Tracer
 from tailrace.storage.sealing import SealingService
@@ -21,8 +21,8 @@ class Tracing:
             "service.version": __version__,
             "service.instance.id": context.deployment,
         }
-        self._exporter = Exporter(
-            settings.traces_url, read_headers(settings.traces_headers), resource, __version__
+        self._exporter = SpanExporter(
+            settings.traces_url, parse_header_list(settings.traces_headers), resource, __version__
         )
         self.tracer = Tracer(settings.traces_one_in, context.clock, self._exporter.submit)
         reads = context.telemetry.trace_spans.reads

@@ -27,7 +27,7 @@ SECOND_NS: Final = 1_000_000_000
 MILLI_NS: Final = 1_000_000
 
 
-class SharedBuckets:
+class SharedTokenBuckets:
     """As `Buckets`, for the workers that open the same file. It is never made smaller while one has it."""
 
     def __init__(self, path: Path, rates: Mapping[str, Rate]) -> None:

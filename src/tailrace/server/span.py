@@ -16,7 +16,7 @@ CLIENT: Final = 3
 TEXT_MAX: Final = 256  # characters of a name or an attribute
 TRACESTATE_MAX: Final = 512
 
-Value = str | int
+AttributeValue = str | int
 
 
 class Span(msgspec.Struct, eq=False):
@@ -30,4 +30,4 @@ class Span(msgspec.Struct, eq=False):
     ended_ns: int = 0
     failed: bool = False
     tracestate: str = ""
-    attributes: dict[str, Value] = {}
+    attributes: dict[str, AttributeValue] = {}

@@ -27,11 +27,11 @@ from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
 from tailrace.schema.registry import fork_registry, read_registry
 from tailrace.schema.routes import TOUCH_DOCUMENT
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
-from tailrace.server.plain_append import PlainAppend
+from tailrace.server.plain_append import FastAppendHandler
 from tailrace.server.waiting_appends import WaitingAppends
 
 # An append with none of these is nothing but a body: most are.
-SPECIAL_HEADERS = frozenset(
+SLOW_PATH_HEADERS = frozenset(
     (
         b"stream-closed",
         b"stream-seq",
@@ -56,7 +56,7 @@ class StreamRoutes:
         self._log = context.log
         self._limits = context.limits
         self._tasks: set[asyncio.Task[None]] = set()
-        self._answer_append = self._answer_timed if context.settings.server_timing else answer_append
+        self._answer_append = self._answer_timed if context.settings.server_timing else respond_append
 
     # -- POST ------------------------------------------------------------------------------------------
 
@@ -81,11 +81,11 @@ class StreamRoutes:
 
     def handler_for(self, exchange: Exchange, name: str) -> Callable[[Exchange], None] | None:
         """The short way for appends that repeat this head, if there is one."""
-        if exchange.repeated is not None or not SPECIAL_HEADERS.isdisjoint(exchange.headers):
+        if exchange.repeated is not None or not SLOW_PATH_HEADERS.isdisjoint(exchange.headers):
             return None
         try:
             authorise(ANONYMOUS, Action.WRITE_STREAM, stream=name)
-            content_type = request_headers.content_type_of(exchange)
+            content_type = request_headers.request_content_type(exchange)
         except TailraceError:
             return None
         if content_type is None or not exchange.body:
@@ -94,31 +94,31 @@ class StreamRoutes:
         def general(again: Exchange) -> None:
             self._append(again, ANONYMOUS, name)
 
-        return PlainAppend(self._log, name, content_type, general, self._waiting)
+        return FastAppendHandler(self._log, name, content_type, general, self._waiting)
 
     def _answer_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
         """As `answer_append`; the time from decision to durability is the commit's."""
         exchange = transaction.context
         assert type(exchange) is Exchange
         responses.add_phase(exchange, "commit", time.monotonic() - exchange.started)
-        answer_append(transaction, error)
+        respond_append(transaction, error)
 
     def _append_request(self, exchange: Exchange, stream: Stream) -> AppendRequest:
         headers, body = exchange.headers, exchange.body
-        content_type = request_headers.content_type_of(exchange) if body else None
-        if SPECIAL_HEADERS.isdisjoint(headers) and exchange.repeated is None:
+        content_type = request_headers.request_content_type(exchange) if body else None
+        if SLOW_PATH_HEADERS.isdisjoint(headers) and exchange.repeated is None:
             if not body:
                 raise TailraceError("empty_body", "there is nothing to append")
             if content_type is None:
                 raise TailraceError("missing_content_type", "a body needs a Content-Type")
             return self._with_body(body, content_type, stream)
-        request_headers.check_once(exchange)
-        request_headers.check_encoding(exchange)
-        producer = request_headers.producer(exchange, self._limits)
-        seq = request_headers.stream_seq(exchange, self._limits)
-        key = request_headers.stream_key(exchange, self._limits)
-        hint_ns = request_headers.stream_timestamp_ns(exchange)
-        closes = request_headers.closes(exchange)
+        request_headers.check_single_headers(exchange)
+        request_headers.check_content_encoding(exchange)
+        producer = request_headers.parse_producer(exchange, self._limits)
+        seq = request_headers.parse_stream_seq(exchange, self._limits)
+        key = request_headers.parse_stream_key(exchange, self._limits)
+        hint_ns = request_headers.parse_stream_timestamp_ns(exchange)
+        closes = request_headers.is_closing(exchange)
         if not body:
             if not closes:
                 raise TailraceError("empty_body", "there is nothing to append")
@@ -159,15 +159,15 @@ class StreamRoutes:
         if raw_name is not None and is_system_name(raw_name) and self._log.find(raw_name) is not None:
             # Whoever may not look at it is not told that it is there: to them the name is reserved.
             if is_allowed(identity, Action.READ_STREAM, stream=raw_name):
-                raise read_only()
-        request_headers.check_once(exchange)
+                raise read_only_error()
+        request_headers.check_single_headers(exchange)
         name = check_creatable_name(raw_name, self._limits.name_bytes)
-        fork = request_headers.fork(exchange)
+        fork = request_headers.parse_fork(exchange)
         authorise(identity, Action.WRITE_STREAM, stream=name, source=fork.source)
-        request_headers.check_encoding(exchange)
-        content_type = request_headers.content_type_of(exchange)
-        lifetime = request_headers.lifetime(exchange)
-        closed = request_headers.closes(exchange)
+        request_headers.check_content_encoding(exchange)
+        content_type = request_headers.request_content_type(exchange)
+        lifetime = request_headers.parse_lifetime(exchange)
+        closed = request_headers.is_closing(exchange)
         initial: AppendRequest | None = None
         if exchange.body:
             source = None if fork.source is None else self._log.find(fork.source)
@@ -175,8 +175,8 @@ class StreamRoutes:
             if self._log.find(name) is None:
                 content_type = content_type or inherited or DEFAULT_CONTENT_TYPE
                 initial = self._with_body(exchange.body, content_type, None)
-                initial.key = request_headers.stream_key(exchange, self._limits)
-                initial.hint_ns = request_headers.stream_timestamp_ns(exchange)
+                initial.key = request_headers.parse_stream_key(exchange, self._limits)
+                initial.hint_ns = request_headers.parse_stream_timestamp_ns(exchange)
                 initial.closes = closed
                 if not initial.count:
                     initial = None
@@ -233,22 +233,24 @@ class StreamRoutes:
                     except NotLocalError as more:
                         needed = more
         except TimeoutError:
-            responses.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
 
     def _answer_create(self, transaction: Transaction, error: TailraceError | None) -> None:
         exchange = transaction.context
         assert isinstance(exchange, Exchange)
         if error is not None:
-            responses.refuse(exchange, error)
+            responses.respond_error(exchange, error)
             return
         stream = transaction.subject
         assert stream is not None
-        head = responses.content_type(stream) + responses.next_offset(stream.offset(stream.visible))
+        head = responses.content_type_header(stream) + responses.next_offset_header(
+            stream.offset(stream.visible)
+        )
         if stream.visible_closed:
             head += responses.CLOSED
-        head += responses.lifetime(stream)
+        head += responses.lifetime_headers(stream)
         if transaction.duplicate:
             exchange.respond(200, head + responses.NO_STORE)
             return
@@ -261,23 +263,27 @@ class StreamRoutes:
         authorise(identity, Action.READ_STREAM, stream=name)
         stream = self._log.readable(name)
         tail = stream.offset(stream.visible)
-        head = responses.content_type(stream) + responses.next_offset(tail) + responses.end_offset(tail)
+        head = (
+            responses.content_type_header(stream)
+            + responses.next_offset_header(tail)
+            + responses.end_offset_header(tail)
+        )
         head += header_line("Stream-Earliest-Offset", stream.offset(stream.earliest))
         if stream.visible_closed:
             head += responses.CLOSED
-        exchange.respond(200, head + responses.lifetime(stream) + responses.NO_STORE)
+        exchange.respond(200, head + responses.lifetime_headers(stream) + responses.NO_STORE)
 
     def delete(self, exchange: Exchange, identity: Identity, name: str) -> None:
         authorise(identity, Action.DELETE_STREAM, stream=name)
         log = self._log
         stream = log.find(name)
         if stream is None:
-            if log.confirm_deleted(name, _answer_delete, exchange):
+            if log.confirm_deleted(name, _respond_delete, exchange):
                 return
-        log.remove(log.existing(name), "deleted", _answer_delete, exchange)
+        log.remove(log.existing(name), "deleted", _respond_delete, exchange)
 
 
-def read_only() -> TailraceError:
+def read_only_error() -> TailraceError:
     return TailraceError(
         "read_only_stream",
         "system streams are written by the server only",
@@ -285,36 +291,40 @@ def read_only() -> TailraceError:
     )
 
 
-def _answer_delete(transaction: Transaction, error: TailraceError | None) -> None:
+def _respond_delete(transaction: Transaction, error: TailraceError | None) -> None:
     exchange = transaction.context
     assert isinstance(exchange, Exchange)
     if error is not None:
-        responses.refuse(exchange, error)
+        responses.respond_error(exchange, error)
     else:
         exchange.respond(204, responses.NO_STORE)
 
 
-def answer_append(transaction: Transaction, error: TailraceError | None) -> None:
+def respond_append(transaction: Transaction, error: TailraceError | None) -> None:
     """The acknowledgement: everything it speaks of is durable."""
     exchange, stream = transaction.context, transaction.subject
     assert type(exchange) is Exchange
     assert stream is not None
     if error is not None:
-        responses.refuse(exchange, error)
+        responses.respond_error(exchange, error)
         return
     if transaction.duplicate:
-        _answer_special(exchange, stream, stream.visible, 0, transaction.producer, stream.visible_closed)
+        _respond_append_with_headers(
+            exchange, stream, stream.visible, 0, transaction.producer, stream.visible_closed
+        )
         return
     op = transaction.append or transaction.ops[0]
     assert type(op) is Append
     last = op.first + op.count - 1
     if op.producer is None and not op.closes and b"prefer" not in exchange.headers:
-        exchange.respond(204, responses.next_offset(stream.offset(last)))
+        exchange.respond(204, responses.next_offset_header(stream.offset(last)))
     else:
-        _answer_special(exchange, stream, last, op.count, op.producer and op.producer[1:], op.closes)
+        _respond_append_with_headers(
+            exchange, stream, last, op.count, op.producer and op.producer[1:], op.closes
+        )
 
 
-def _answer_special(
+def _respond_append_with_headers(
     exchange: Exchange,
     stream: Stream,
     last: int,
@@ -327,7 +337,7 @@ def _answer_special(
     That is `producer`, as it was when the request was decided: what was decided since may not be durable.
     """
     offset = stream.offset(last)
-    head = responses.next_offset(offset)
+    head = responses.next_offset_header(offset)
     status = 204
     if b"producer-id" in exchange.headers:
         head += b"Producer-Epoch: %d\r\nProducer-Seq: %d\r\n" % (producer or (0, 0))

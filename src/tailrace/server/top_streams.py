@@ -8,19 +8,19 @@ from heapq import nlargest
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.server.descriptor import unsealed_bytes
-from tailrace.server.live import Live
+from tailrace.server.live import LiveReaders
 
-SHOWN = 10
+TOP_SHOWN = 10
 CANDIDATES_MAX = 64  # each of them may have to be looked up in the hot store when it is shown
 PER_TURN = 1000  # streams looked at in one turn
 
-Row = dict[str, object]
+TopStreamRow = dict[str, object]
 
 
 class TopStreams:
     """`look` comes twice a second and passes over some of the streams in the present journal file."""
 
-    def __init__(self, log: Log, live: Live) -> None:
+    def __init__(self, log: Log, live: LiveReaders) -> None:
         self._log = log
         self._live = live
         self._pending: dict[int, int] = {}  # number to bytes, of the largest
@@ -43,12 +43,12 @@ class TopStreams:
                 nlargest(CANDIDATES_MAX // 2, self._pending.items(), key=lambda item: item[1])
             )
 
-    def shown(self) -> dict[str, list[Row]]:
-        waiting = nlargest(SHOWN, self._live.by_stream.items(), key=lambda item: item[1])
+    def shown(self) -> dict[str, list[TopStreamRow]]:
+        waiting = nlargest(TOP_SHOWN, self._live.by_stream.items(), key=lambda item: item[1])
         current = [stream for number in list(self._pending) if (stream := self._find(number)) is not None]
-        pending = nlargest(SHOWN, [(unsealed_bytes(stream), stream.name) for stream in current])
+        pending = nlargest(TOP_SHOWN, [(unsealed_bytes(stream), stream.name) for stream in current])
         local = nlargest(
-            SHOWN,
+            TOP_SHOWN,
             [(unsealed_bytes(stream) + self.cached_bytes_of(stream), stream.name) for stream in current],
         )
         return {
@@ -56,7 +56,7 @@ class TopStreams:
             "pending_wal_bytes": [{"stream": name, "bytes": size} for size, name in pending if size],
             "touch_journal_filter_bytes": [
                 {"stream": name, "bytes": size}
-                for size, name in nlargest(SHOWN, self.touch_journals())
+                for size, name in nlargest(TOP_SHOWN, self.touch_journals())
                 if size
             ],
             "notifier_waiters": [{"stream": stream.name, "waiters": count} for stream, count in waiting],

@@ -22,12 +22,12 @@ from tailrace.schema.profiles.touch_state import StaleCursor, TouchState
 from tailrace.schema.profiles.touch_templates import parse_ttl
 from tailrace.schema.profiles.touch_waits import TIMEOUT_MS, TIMEOUT_MS_MAX, Waiter, WaitRequest, parse_wait
 from tailrace.schema.routes import TOUCH_DOCUMENT, parse_json_body
-from tailrace.server.touch_feed import Feed
+from tailrace.server.touch_feed import TouchFeed
 
 FEEDS_MAX = 1000  # streams whose touches are followed; cursors outlive their feed
 SWEEP_S = 0.05
-STOPPING = TailraceError("unavailable", "the server is stopping")
-ROUTES = {"meta": (b"GET", b"HEAD"), "templates/activate": (b"POST",), "wait": (b"POST",)}
+SERVER_STOPPING = TailraceError("unavailable", "the server is stopping")
+TOUCH_ROUTES = {"meta": (b"GET", b"HEAD"), "templates/activate": (b"POST",), "wait": (b"POST",)}
 
 
 class TouchRoutes:
@@ -36,7 +36,7 @@ class TouchRoutes:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._log = context.log
-        self._feeds: dict[int, Feed] = {}
+        self._feeds: dict[int, TouchFeed] = {}
         self._tasks: dict[asyncio.Task[None], Exchange] = {}
         self._callers: dict[Exchange, Identity] = {}  # who waits
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -45,14 +45,14 @@ class TouchRoutes:
         self._past_wakeups = self._past_stales = 0  # of feeds that are no more
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
-        methods = ROUTES.get(route)
+        methods = TOUCH_ROUTES.get(route)
         if methods is None:
             raise TailraceError("not_found", "there is no such resource on this server")
         if method not in methods:
-            raise responses.not_allowed(b", ".join((*methods, b"OPTIONS")).decode())
+            raise responses.method_not_allowed(b", ".join((*methods, b"OPTIONS")).decode())
         authorise(identity, Action.TOUCH_STREAM, stream=name)
         if self._stopping:
-            raise STOPPING
+            raise SERVER_STOPPING
         feed = self._feed(self._log.readable(name))
         if route == "wait":
             self._wait(exchange, identity, feed, parse_wait(parse_json_body(exchange.body)))
@@ -85,7 +85,7 @@ class TouchRoutes:
             feed.state.wake_everyone()
             self._close(feed)
 
-    def _close(self, feed: Feed) -> None:
+    def _close(self, feed: TouchFeed) -> None:
         feed.close()
         self._past_wakeups += feed.state.wakeups
         self._past_stales += feed.state.stales
@@ -95,12 +95,12 @@ class TouchRoutes:
         self._stopping = True
         for task, exchange in tuple(self._tasks.items()):
             task.cancel()
-            responses.refuse(exchange, STOPPING)
+            responses.respond_error(exchange, SERVER_STOPPING)
         for feed in self._feeds.values():
             feed.close()
             for waiter in tuple(feed.state.waiters.all):
                 feed.state.waiters.remove(waiter)
-                waiter.refuse(STOPPING)
+                waiter.refuse(SERVER_STOPPING)
         self._feeds.clear()
         for timer in (self._sweep_timer, self._gc_timer):
             if timer is not None:
@@ -113,12 +113,12 @@ class TouchRoutes:
             leave = exchange.on_gone
             if leave is not None:
                 leave()
-            responses.refuse(exchange, invalid_token_error("the token was revoked"))
+            responses.respond_error(exchange, invalid_token_error("the token was revoked"))
         return len(lost)
 
     # -- feeds -----------------------------------------------------------------------------------------
 
-    def _feed(self, stream: Stream) -> Feed:
+    def _feed(self, stream: Stream) -> TouchFeed:
         documents = stream.visible_documents or {}
         document = documents.get(TOUCH_DOCUMENT)
         profile = read_profile(documents.get(PROFILE_DOCUMENT))
@@ -131,7 +131,7 @@ class TouchRoutes:
             identity = f"{stream.name}\0{stream.incarnation}\0{stream.epoch}"
             config = profile.touch or TouchConfig()
             state = TouchState.load(config, document, identity, self._context.clock, stream.visible)
-            feed = Feed(self._context, stream, state, self._end_feed)
+            feed = TouchFeed(self._context, stream, state, self._end_feed)
         self._feeds[stream.number] = feed  # the one used last is last
         if len(self._feeds) > FEEDS_MAX:
             self._drop_one()
@@ -146,7 +146,7 @@ class TouchRoutes:
                 del self._feeds[number]
                 return
 
-    def _save(self, feed: Feed, exchange: Exchange | None = None, answer: bytes = b"") -> None:
+    def _save(self, feed: TouchFeed, exchange: Exchange | None = None, answer: bytes = b"") -> None:
         """Templates are written down; if somebody asked for that, the answer waits for it."""
         if not feed.state.is_of((feed.stream.documents or {}).get(TOUCH_DOCUMENT)):
             raise TailraceError("not_found", "touch not enabled")
@@ -155,7 +155,7 @@ class TouchRoutes:
             if exchange is None:
                 return
             if error is not None:
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
             else:
                 exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, answer)
 
@@ -175,7 +175,7 @@ class TouchRoutes:
         if self._feeds:
             self._gc_timer = self._context.loop.call_later(next_ms / 1000, self._tidy)
 
-    def _end_feed(self, feed: Feed) -> None:
+    def _end_feed(self, feed: TouchFeed) -> None:
         """The stream is no more."""
         if self._feeds.pop(feed.stream.number, None) is not None:
             self._close(feed)
@@ -186,7 +186,7 @@ class TouchRoutes:
 
     # -- routes ----------------------------------------------------------------------------------------
 
-    def _meta(self, exchange: Exchange, feed: Feed) -> None:
+    def _meta(self, exchange: Exchange, feed: TouchFeed) -> None:
         query = parse_query(exchange.query)
         settle = query.get("settle", "")
         if settle not in ("", "flush"):
@@ -197,34 +197,34 @@ class TouchRoutes:
         if settle:
             self._run(exchange, self._settled_meta(exchange, feed, int(text)))
         else:
-            _show_meta(exchange, feed)
+            _respond_meta(exchange, feed)
 
-    async def _settled_meta(self, exchange: Exchange, feed: Feed, timeout_ms: int) -> None:
+    async def _settled_meta(self, exchange: Exchange, feed: TouchFeed, timeout_ms: int) -> None:
         try:
             async with asyncio.timeout(timeout_ms / 1000):
                 await feed.settle()
         except TimeoutError:
             pass
-        _show_meta(exchange, feed)
+        _respond_meta(exchange, feed)
 
-    def _activate(self, exchange: Exchange, feed: Feed, body: object) -> None:
+    def _activate(self, exchange: Exchange, feed: TouchFeed, body: object) -> None:
         self._run(exchange, self._activated(exchange, feed, body))
 
-    async def _activated(self, exchange: Exchange, feed: Feed, body: object) -> None:
+    async def _activated(self, exchange: Exchange, feed: TouchFeed, body: object) -> None:
         answer, changed = feed.state.activate(body)
         if changed:
             self._save(feed, exchange, orjson.dumps(answer))
         else:
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(answer))
 
-    def _wait(self, exchange: Exchange, identity: Identity, feed: Feed, request: WaitRequest) -> None:
+    def _wait(self, exchange: Exchange, identity: Identity, feed: TouchFeed, request: WaitRequest) -> None:
         if self.waiters + len(self._tasks) >= self._context.limits.touch_max_waiters:
             raise TailraceError("overloaded", "too many touch waits are open")
         parse_ttl(request.body, feed.state.config.templates, "wait")
         self._callers[exchange] = identity
         self._run(exchange, self._begin_wait(exchange, feed, request))
 
-    async def _begin_wait(self, exchange: Exchange, feed: Feed, request: WaitRequest) -> None:
+    async def _begin_wait(self, exchange: Exchange, feed: TouchFeed, request: WaitRequest) -> None:
         if exchange.answered:
             return  # the right to wait was lost before it began
         state, stream = feed.state, feed.stream
@@ -240,11 +240,11 @@ class TouchRoutes:
 
         def show(answer: dict[str, object]) -> None:
             self._callers.pop(exchange, None)
-            _show(exchange, answer)
+            _respond_json(exchange, answer)
 
         def refuse(refusal: TailraceError) -> None:
             self._callers.pop(exchange, None)
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
 
         waiter: Waiter | None = None
         exchange.on_gone = leave
@@ -263,7 +263,7 @@ class TouchRoutes:
         except StaleCursor as stale:
             if stale.delayed:
                 await asyncio.sleep(state.config.touch_coalesce_window_ms / 1000)
-            _show(exchange, state.stale(request, stale.message, max(head, stream.visible)))
+            _respond_json(exchange, state.stale(request, stale.message, max(head, stream.visible)))
             return
         if waiter is None:
             return
@@ -291,23 +291,23 @@ class TouchRoutes:
         try:
             await work
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
         except asyncio.CancelledError:
-            responses.refuse(exchange, STOPPING)
+            responses.respond_error(exchange, SERVER_STOPPING)
             raise
         except Exception:
-            responses.refuse(exchange, TailraceError("internal", "the request failed"))
+            responses.respond_error(exchange, TailraceError("internal", "the request failed"))
             raise
         finally:
             if exchange.answered:
                 self._callers.pop(exchange, None)
 
 
-def _show_meta(exchange: Exchange, feed: Feed) -> None:
+def _respond_meta(exchange: Exchange, feed: TouchFeed) -> None:
     head = feed.stream.visible
     through = feed.stream.offset(feed.state.journal.absorbed)
-    _show(exchange, feed.state.meta(head, through))
+    _respond_json(exchange, feed.state.meta(head, through))
 
 
-def _show(exchange: Exchange, answer: dict[str, object]) -> None:
+def _respond_json(exchange: Exchange, answer: dict[str, object]) -> None:
     exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(answer))

@@ -16,16 +16,16 @@ from tailrace.schema.profiles.touch_state import StaleCursor, TouchState
 STEP_ENTRIES = 500
 STEP_BYTES = 256 * 1024
 RETRY_S = 1.0
-TOO_OLD = "cursor is too old; rerun/re-subscribe and start from cursor"
+CURSOR_TOO_OLD = "cursor is too old; rerun/re-subscribe and start from cursor"
 
 logger = logging.getLogger("tailrace.touch")
 
 
-class Feed:
+class TouchFeed:
     """One stream whose touches somebody has asked for. It follows the stream until it is closed."""
 
     def __init__(
-        self, context: Context, stream: Stream, state: TouchState, on_ended: Callable[[Feed], None]
+        self, context: Context, stream: Stream, state: TouchState, on_ended: Callable[[TouchFeed], None]
     ) -> None:
         self._context = context
         self._reader = context.log.reader
@@ -96,7 +96,7 @@ class Feed:
             page = await self._reader.read(stream, after, STEP_BYTES, STEP_ENTRIES, apart=True)
             state.budget.begin_batch(stream.visible - after)
             for entry, part in zip(page.entries(), page.parts, strict=True):
-                state.absorb(entry - 1, _record(part))
+                state.absorb(entry - 1, _load_record(part))
             state.flush()
             await asyncio.sleep(0)
 
@@ -105,7 +105,7 @@ class Feed:
         while cursor < self.state.journal.floor:
             floor = self.state.journal.floor
             if floor - cursor > self._context.limits.touch_replay_max or cursor < self.stream.earliest:
-                raise StaleCursor(TOO_OLD)
+                raise StaleCursor(CURSOR_TOO_OLD)
             if self._past is None:
                 self._past = self._context.loop.create_task(self._derive(cursor, floor))
                 self._past.add_done_callback(self._derived)
@@ -126,19 +126,19 @@ class Feed:
                     self.stream, after, STEP_BYTES, min(STEP_ENTRIES, floor - after), apart=True
                 )
             except TailraceError:
-                raise StaleCursor(TOO_OLD) from None
+                raise StaleCursor(CURSOR_TOO_OLD) from None
             for entry, part in zip(page.entries(), page.parts, strict=True):
-                self.state.derive(past, entry - 1, _record(part))
+                self.state.derive(past, entry - 1, _load_record(part))
             if len(past.keys) > keys_max:
-                raise StaleCursor(TOO_OLD)
+                raise StaleCursor(CURSOR_TOO_OLD)
             after = page.next_entry
             await asyncio.sleep(0)
         self.state.journal.extend_back(past, floor)
         if self.state.journal.floor > cursor:
-            raise StaleCursor(TOO_OLD)  # so much has come meanwhile that the journal moved on
+            raise StaleCursor(CURSOR_TOO_OLD)  # so much has come meanwhile that the journal moved on
 
 
-def _record(part: bytes | memoryview) -> object:
+def _load_record(part: bytes | memoryview) -> object:
     try:
         return decode_json_record(part)
     except UnusableRecordError:

@@ -8,9 +8,9 @@ from typing import Final
 from tailrace.common.clock import Clock
 from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.http.exchange import Exchange
-from tailrace.server.context import new_trace, read_traceparent
-from tailrace.server.pipeline_state import Heartbeat
-from tailrace.server.span import CLIENT, INTERNAL, SERVER, TRACESTATE_MAX, Span, Value
+from tailrace.server.context import new_trace, parse_traceparent
+from tailrace.server.pipeline_state import PipelineHeartbeat
+from tailrace.server.span import CLIENT, INTERNAL, SERVER, TRACESTATE_MAX, AttributeValue, Span
 from tailrace.storage.sealing import SealRun
 
 RUNS_MAX: Final = 1000  # runs of the pipeline that are followed at once
@@ -36,7 +36,7 @@ class Tracer:
         A caller that traces decides for us; of all others one in so many begins a trace.
         """
         raw = exchange.headers.get(b"traceparent")
-        caller = None if raw is None else read_traceparent(raw)
+        caller = None if raw is None else parse_traceparent(raw)
         if caller is not None:
             if not caller.sampled:
                 return None
@@ -52,7 +52,7 @@ class Tracer:
         self._submit(span)
 
     def past(
-        self, name: str, begun_ns: int, ended_ns: int, attributes: dict[str, Value], parent: Span
+        self, name: str, begun_ns: int, ended_ns: int, attributes: dict[str, AttributeValue], parent: Span
     ) -> None:
         """A part of a span, told when it is over."""
         context = parent.context
@@ -76,7 +76,7 @@ class Tracer:
             span.attributes["error.message"] = run.error
         self.end(span)
 
-    def heard(self, beat: Heartbeat) -> None:
+    def heard(self, beat: PipelineHeartbeat) -> None:
         """What a heartbeat names no more has ended; how exactly that is known is up to the heartbeats."""
         running = {(one.job, one.stream, one.since): one.segments for one in beat.running[:RUNS_MAX]}
         for key, segments in self._runs.items():
@@ -92,11 +92,11 @@ class Tracer:
             self.end(span)
         self._runs = running
 
-    def webhook(self, subscription: str) -> WebhookCall:
-        return WebhookCall(self, subscription)
+    def webhook(self, subscription: str) -> WebhookSpan:
+        return WebhookSpan(self, subscription)
 
 
-class WebhookCall:
+class WebhookSpan:
     """A call to somebody else, who may go on with the trace."""
 
     __slots__ = ("_span", "_tracer")

@@ -17,11 +17,11 @@ from tailrace.log.log import Log
 from tailrace.routing import responses
 
 # How often requests are looked for that have waited too long.
-CHECK_S = 0.1
+WAIT_CHECK_S = 0.1
 # Bodies that are let in during one turn of the loop: those of others are not to wait for many of them.
 TURN_BYTES = 4 * 1024 * 1024
 
-Handle = Callable[[Exchange], None]
+AppendHandler = Callable[[Exchange], None]
 
 
 class WaitingAppends:
@@ -31,7 +31,7 @@ class WaitingAppends:
         self._log = log
         self._loop = loop
         self._wait_s = log.limits.append_wait_ms / 1000
-        self._queue: deque[tuple[float, Exchange, Handle, LogBackpressureError]] = deque()
+        self._queue: deque[tuple[float, Exchange, AppendHandler, LogBackpressureError]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._turn_scheduled = False
         self._letting_in = False
@@ -47,7 +47,7 @@ class WaitingAppends:
         """Whether a request that has just come has others before it."""
         return bool(self._queue) and not self._letting_in
 
-    def add(self, exchange: Exchange, handle: Handle, lack: LogBackpressureError) -> None:
+    def add(self, exchange: Exchange, handle: AppendHandler, lack: LogBackpressureError) -> None:
         """Has `handle` called when there is room, or raises `lack` if this one cannot wait."""
         if not self._wait_s or not exchange.hold_body():
             raise lack
@@ -56,7 +56,7 @@ class WaitingAppends:
         self._queue.append((self._loop.time() + self._wait_s, exchange, handle, lack))
         self._log.on_room = self._schedule_turn
         if self._timer is None:
-            self._timer = self._loop.call_later(CHECK_S, self._expire)
+            self._timer = self._loop.call_later(WAIT_CHECK_S, self._expire)
         self._schedule_turn()
 
     def _schedule_turn(self) -> None:
@@ -82,7 +82,7 @@ class WaitingAppends:
         if self._queue:
             self._schedule_turn()
 
-    def _let_in(self, exchange: Exchange, handle: Handle) -> LogBackpressureError | None:
+    def _let_in(self, exchange: Exchange, handle: AppendHandler) -> LogBackpressureError | None:
         """The answer is what there is still no room in: the stream, which is not known before."""
         found: list[LogBackpressureError] = []
 
@@ -108,10 +108,10 @@ class WaitingAppends:
         return exchange
 
     def _put_back(
-        self, deadline: float, exchange: Exchange, handle: Handle, lack: LogBackpressureError
+        self, deadline: float, exchange: Exchange, handle: AppendHandler, lack: LogBackpressureError
     ) -> None:
         if not exchange.hold_body():
-            responses.refuse(exchange, lack)
+            responses.respond_error(exchange, lack)
             return
         self.bytes += len(exchange.body)
         self._queue.appendleft((deadline, exchange, handle, lack))
@@ -123,7 +123,7 @@ class WaitingAppends:
         now = self._loop.time()
         while self._queue and self._queue[0][0] <= now:
             lack: TailraceError = self._queue[0][3]
-            responses.refuse(self._remove_first(), lack)
+            responses.respond_error(self._remove_first(), lack)
         if self._queue:
-            self._timer = self._loop.call_later(CHECK_S, self._expire)
+            self._timer = self._loop.call_later(WAIT_CHECK_S, self._expire)
             self._schedule_turn()

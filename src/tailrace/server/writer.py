@@ -19,18 +19,18 @@ from tailrace.log.transaction import ignore_reply
 from tailrace.schema.profiles.canonical_registries import METRICS_SCHEMA_REGISTRY
 from tailrace.schema.profiles.profile import API_VERSION
 from tailrace.schema.registry import Registry, VersionBoundary
-from tailrace.server.series import SeriesBook, Window
+from tailrace.server.series import MetricInterval, SeriesRecorder
 
 logger = logging.getLogger("tailrace.metrics")
 
-JSON = "application/json"
-PROFILE = orjson.dumps({"apiVersion": API_VERSION, "profile": {"kind": "metrics"}})
+JSON_CONTENT_TYPE = "application/json"
+METRICS_PROFILE = orjson.dumps({"apiVersion": API_VERSION, "profile": {"kind": "metrics"}})
 
 
 class MetricsWriter:
     """The stream is there from the start: a reader may follow it before the first interval is over."""
 
-    def __init__(self, log: Log, clock: Clock, loop: asyncio.AbstractEventLoop, book: SeriesBook) -> None:
+    def __init__(self, log: Log, clock: Clock, loop: asyncio.AbstractEventLoop, book: SeriesRecorder) -> None:
         self._log = log
         self._clock = clock
         self._loop = loop
@@ -75,13 +75,13 @@ class MetricsWriter:
         traffic, served = self._log.publisher.traffic, self._log.reader.served
         if traffic is None or served is None:
             return
-        window = Window(self._since_ms, self._now_ms())
+        window = MetricInterval(self._since_ms, self._now_ms())
         self._since_ms = window.end_ms
         records = self._book.records(window, *traffic.take(), served.take())
         if not records:
             return
         entries = [orjson.dumps(record) for record in records]
-        request = AppendRequest(b",".join(entries), JSON, [len(entry) for entry in entries])
+        request = AppendRequest(b",".join(entries), JSON_CONTENT_TYPE, [len(entry) for entry in entries])
         self._log.append(self.stream(), request, ignore_reply, None)
 
     def stream(self) -> Stream:
@@ -89,7 +89,7 @@ class MetricsWriter:
         name = METRICS_STREAM + self._log.own_suffix
         stream = self._log.find(name)
         if stream is None:
-            self._log.create(CreateRequest(name, JSON), ignore_reply, None)
+            self._log.create(CreateRequest(name, JSON_CONTENT_TYPE), ignore_reply, None)
             stream = self._log.existing(name)
             registry = Registry(
                 name=name,
@@ -98,7 +98,7 @@ class MetricsWriter:
                 schemas={1: METRICS_SCHEMA_REGISTRY["schema"]},
             )
             self._log.describe(stream, "schema", registry.to_json())
-            self._log.describe(stream, "profile", PROFILE)
+            self._log.describe(stream, "profile", METRICS_PROFILE)
         # How much of it is kept is a setting, which may be another one after a restart.
         retention_ms = self._log.limits.metrics_retention
         wanted = Lifetime(retention_s=-(-retention_ms // 1000)) if retention_ms else NO_LIFETIME

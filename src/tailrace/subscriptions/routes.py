@@ -138,7 +138,7 @@ class SubscriptionRoutes:
                 pass
             self._create(exchange, subscription_id, config)
         except TailraceError as refusal:
-            responses.refuse(exchange, refusal)
+            responses.respond_error(exchange, refusal)
 
     def _create(self, exchange: Exchange, subscription_id: str, config: SubscriptionConfig) -> None:
         base_url = responses.base_url(exchange, self._context.settings)
@@ -146,7 +146,7 @@ class SubscriptionRoutes:
 
         def told(agent: SubscriptionRunner, new: bool, error: TailraceError | None) -> None:
             if error is not None:
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
             else:
                 exchange.respond(
                     201 if new else 200, JSON_HEAD, views.subscription_body(agent.sub, kid, base_url)
@@ -173,7 +173,7 @@ class SubscriptionRoutes:
         def told(_: Step, error: TailraceError | None) -> None:
             # Deleted by somebody else a moment ago is deleted.
             if error is not None and error.code != "SUBSCRIPTION_NOT_FOUND":
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
             else:
                 exchange.respond(204, responses.NO_STORE)
 
@@ -217,7 +217,7 @@ class SubscriptionRoutes:
 
         def told(step: Step, error: TailraceError | None) -> None:
             if error is not None:
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
                 return
             assert step.wake is not None, "a claim is granted with its wake"
             now_ms = self._service.now_ms()
@@ -276,7 +276,7 @@ def _normalise(offset: str) -> str:
 def _answer_empty(exchange: Exchange) -> StepCallback:
     def told(_: Step, error: TailraceError | None) -> None:
         if error is not None:
-            responses.refuse(exchange, error)
+            responses.respond_error(exchange, error)
         else:
             exchange.respond(204, responses.NO_STORE)
 
@@ -286,7 +286,7 @@ def _answer_empty(exchange: Exchange) -> StepCallback:
 def _answer_next(exchange: Exchange) -> StepCallback:
     def told(step: Step, error: TailraceError | None) -> None:
         if error is not None:
-            responses.refuse(exchange, error)
+            responses.respond_error(exchange, error)
         else:
             body = orjson.dumps({"ok": True, "next_wake": step.wake is not None})
             exchange.respond(200, JSON_HEAD, body)

@@ -24,7 +24,7 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.server.listing import next_page, page_limit
+from tailrace.server.listing import next_page_header, page_limit
 from tailrace.watch import collection_registry, document, names
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import (
@@ -73,7 +73,7 @@ class CollectionRoutes:
 
     def serve_database(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method != b"PUT":
-            raise responses.not_allowed("PUT, OPTIONS")
+            raise responses.method_not_allowed("PUT, OPTIONS")
         authorise(identity, Action.MANAGE_DATABASE, db=database)
         names.check_database(database)
         head, body = responses.JSON_TYPE + responses.NO_STORE, orjson.dumps({"database": database})
@@ -83,7 +83,7 @@ class CollectionRoutes:
 
         def answer(_: Transaction, error: TailraceError | None) -> None:
             if error is not None:
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
                 return
             self._book.databases.setdefault(database, {})
             exchange.respond(201, head, body)
@@ -103,7 +103,7 @@ class CollectionRoutes:
             authorise(identity, Action.MANAGE_DATABASE, db=database)
             self._remove(exchange, self._existing(database, name))
         else:
-            raise responses.not_allowed(COLLECTION_METHODS)
+            raise responses.method_not_allowed(COLLECTION_METHODS)
 
     def _existing(self, database: str, name: str) -> Collection:
         collection = self._book.find(database, names.check_collection(name))
@@ -117,7 +117,7 @@ class CollectionRoutes:
 
         def answer(error: TailraceError | None) -> None:
             if error is not None:
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
                 return
             if self.on_removed is not None:
                 self.on_removed(collection)
@@ -195,7 +195,7 @@ class CollectionRoutes:
             if error is not None:
                 if is_new:
                     self._book.drop_unmade()
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
                 return
             known = 0 if is_new else collection.config.rule_version
             collection.config = planned
@@ -221,7 +221,7 @@ class CollectionRoutes:
 
         def settled(error: TailraceError | None) -> None:
             if error is not None:
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
             else:
                 self._answer(exchange, 200, collection)
 
@@ -326,7 +326,7 @@ class DatabaseListingRoutes:
         page = names[begin : begin + limit]
         head = responses.JSON_TYPE + responses.NO_STORE
         if begin + limit < len(names):
-            head += next_page(path, limit, page[-1])
+            head += next_page_header(path, limit, page[-1])
         return page, head
 
     def _shown(self, collection: Collection) -> dict[str, Any]:
@@ -342,7 +342,7 @@ class DatabaseListingRoutes:
 
 def _check_method(method: bytes) -> None:
     if method not in (b"GET", b"HEAD"):
-        raise responses.not_allowed(LISTING_METHODS)
+        raise responses.method_not_allowed(LISTING_METHODS)
 
 
 STATUS_METHODS = "GET, HEAD, OPTIONS"
@@ -355,7 +355,7 @@ class StatusRoute:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method not in (b"GET", b"HEAD"):
-            raise responses.not_allowed(STATUS_METHODS)
+            raise responses.method_not_allowed(STATUS_METHODS)
         authorise(identity, Action.READ_DATABASE, db=database)
         found = self._book.database(database)
         gateway = self._gateway

@@ -321,7 +321,7 @@ class JobRoutes:
         authorise(identity, Action.MANAGE_DATABASE, db=database)
         reading = kind == "view"
         if method not in ((b"GET", b"HEAD") if reading else (b"POST",)):
-            raise responses.not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
+            raise responses.method_not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
         self._book.database(database)
         if reading:
             _answer(exchange, self._rows(exchange, database))
@@ -339,11 +339,13 @@ class JobRoutes:
                 async with asyncio.timeout(self._context.limits.request_ms / 1000):
                     body = await work
             except TimeoutError:
-                responses.refuse(exchange, TailraceError("request_timeout", "the request took too long"))
+                responses.respond_error(
+                    exchange, TailraceError("request_timeout", "the request took too long")
+                )
             except TailraceError as refusal:
-                responses.refuse(exchange, refusal)
+                responses.respond_error(exchange, refusal)
             except Exception:
-                responses.refuse(exchange, TailraceError("internal", "the request failed"))
+                responses.respond_error(exchange, TailraceError("internal", "the request failed"))
                 raise
             else:
                 _answer(exchange, body)
@@ -404,7 +406,7 @@ class JobRoutes:
 
         def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
             else:
                 _answer(exchange, {"results": [result.shown() for result in results]})
 

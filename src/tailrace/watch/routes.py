@@ -79,7 +79,7 @@ class DatabaseRoutes:
             self._read(exchange, identity, database, name)
             return
         if method not in (b"PUT", b"PATCH", b"DELETE"):
-            raise responses.not_allowed(DOCUMENT_METHODS)
+            raise responses.method_not_allowed(DOCUMENT_METHODS)
         authorise(identity, Action.WRITE_DATABASE, db=database)
         path = names.split_document_path(name)
         data: Document | None = None
@@ -99,7 +99,7 @@ class DatabaseRoutes:
         def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             refusal = error or results[0].error
             if refusal is not None:
-                responses.refuse(exchange, refusal)
+                responses.respond_error(exchange, refusal)
             else:
                 _answer_write(exchange, results[0])
 
@@ -136,7 +136,7 @@ class DatabaseRoutes:
 
     def _batch(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method != b"POST":
-            raise responses.not_allowed("POST, OPTIONS")
+            raise responses.method_not_allowed("POST, OPTIONS")
         authorise(identity, Action.WRITE_DATABASE, db=database)
         _check_type(exchange)
         given = read_object(exchange.body, BATCH_BYTES, {"atomic", "writes"})
@@ -156,12 +156,12 @@ class DatabaseRoutes:
 
         def answer(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
-                responses.refuse(exchange, error)
+                responses.respond_error(exchange, error)
                 return
             body: dict[str, Any] = {"results": [result.shown() for result in results]}
             if atomic and any(result.error is not None for result in results):
                 failed = TailraceError("batch_failed", "no write of the batch was made", **body)
-                responses.refuse(exchange, failed)
+                responses.respond_error(exchange, failed)
             else:
                 exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
@@ -193,7 +193,7 @@ class DatabaseRoutes:
 
     def _query(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method != b"POST":
-            raise responses.not_allowed("POST, OPTIONS")
+            raise responses.method_not_allowed("POST, OPTIONS")
         authorise(identity, Action.READ_DATABASE, db=database)
         _check_type(exchange)
         given = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
@@ -204,9 +204,9 @@ class DatabaseRoutes:
                 async with asyncio.timeout(self._context.limits.request_ms / 1000):
                     body = await asked.run()
             except TimeoutError:
-                responses.refuse(exchange, TailraceError("request_timeout", "the query took too long"))
+                responses.respond_error(exchange, TailraceError("request_timeout", "the query took too long"))
             except TailraceError as refusal:
-                responses.refuse(exchange, refusal)
+                responses.respond_error(exchange, refusal)
             else:
                 exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 

@@ -31,7 +31,7 @@ from tailrace.server.openapi import (
 from tailrace.server.openapi.operations import answer, error_responses, headers, operation, without_body
 from tailrace.server.openapi.values import Json
 
-PATH: Final = b"/openapi.json"
+OPENAPI_PATH: Final = b"/openapi.json"
 _PARTS: Final = (
     shared,
     streams,
@@ -150,7 +150,7 @@ def rendered() -> tuple[str, bytes]:
     return f'"{xxhash.xxh3_128_hexdigest(document)}"', document
 
 
-def show(exchange: Exchange) -> None:
+def serve_openapi(exchange: Exchange) -> None:
     """GET /openapi.json, for everybody."""
     tag, document = rendered()
     head = b"Cache-Control: no-cache\r\nETag: %b\r\n" % tag.encode()

@@ -216,7 +216,7 @@ class RealtimeRoutes:
     def websocket(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """A connection may say who it is with the upgrade, or in its first message."""
         if method not in (b"GET", b"HEAD"):
-            raise responses.not_allowed("GET, HEAD, OPTIONS")
+            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         query = self._query(exchange)
         if not exchange.wants_websocket():
             raise TailraceError(
@@ -272,7 +272,7 @@ class RealtimeRoutes:
             _check_scope(identity)
             request = self._posted(exchange)
         else:
-            raise responses.not_allowed("GET, POST, HEAD, OPTIONS")
+            raise responses.method_not_allowed("GET, POST, HEAD, OPTIONS")
         database = request.get("database") or default_database(identity)
         if not isinstance(database, str):
             authorise(identity, Action.WATCH, db="")

@@ -104,14 +104,14 @@ class ReplicationRoutes:
         database, _, verb = path.partition("/")
         if verb == "push":
             if method != b"POST":
-                raise responses.not_allowed("POST, OPTIONS")
+                raise responses.method_not_allowed("POST, OPTIONS")
             authorise(identity, Action.REPLICATION_PUSH, db=database)
             self._push(exchange, identity, database)
             return
         if verb not in ("pull", "stream"):
             raise TailraceError("not_found", "there is nothing at this path")
         if method not in (b"GET", b"HEAD"):
-            raise responses.not_allowed("GET, HEAD, OPTIONS")
+            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         authorise(identity, Action.REPLICATION_PULL, db=database)
         if verb == "pull":
             self._pull(exchange, identity, database)
@@ -132,10 +132,10 @@ class ReplicationRoutes:
                 pulled = await self._replication.pull(identity, asked)
                 await _respond(exchange, pulled.pieces)
             except TailraceError as refusal:
-                responses.refuse(exchange, refusal)
+                responses.respond_error(exchange, refusal)
             except Exception:
                 logger.exception("a pull failed")
-                responses.refuse(exchange, TailraceError("internal", "the pull failed"))
+                responses.respond_error(exchange, TailraceError("internal", "the pull failed"))
 
         task = self._replication.spawn(run())
 
@@ -178,7 +178,7 @@ class ReplicationRoutes:
 
         def told(conflicts: list[Document], refusal: TailraceError | None) -> None:
             if refusal is not None:
-                responses.refuse(exchange, refusal)
+                responses.respond_error(exchange, refusal)
                 return
             head = responses.JSON_TYPE + responses.NO_STORE
             exchange.respond(200, head, orjson.dumps({"conflicts": conflicts}))

@@ -404,7 +404,7 @@ class ReplicationSocketRoute:
     def serve(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """A client may say who it is with the upgrade, or in a frame."""
         if method not in (b"GET", b"HEAD"):
-            raise responses.not_allowed("GET, HEAD, OPTIONS")
+            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         replication = self._replication
         given = read_params(exchange, _PARAMS)
         shape = read_shape(given)

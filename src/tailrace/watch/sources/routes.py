@@ -47,13 +47,13 @@ class SourceRoutes:
         name, _, verb = rest.partition("/")
         if not rest:
             if not reading:
-                raise responses.not_allowed("GET, HEAD, OPTIONS")
+                raise responses.method_not_allowed("GET, HEAD, OPTIONS")
             listed = [one.shown() for one in self._sources.listed(database)]
             exchange.respond(200, _HEAD, orjson.dumps({"sources": listed}))
             return
         if verb == "resync":
             if method != b"POST":
-                raise responses.not_allowed("POST, OPTIONS")
+                raise responses.method_not_allowed("POST, OPTIONS")
             self._spawn(exchange, self._resync(database, check_source_name(name)))
         elif verb:
             raise TailraceError("not_found", "there is nothing at this path")
@@ -69,7 +69,7 @@ class SourceRoutes:
             keep = parse_query(exchange.query).get("keepSlot") == "1"
             self._spawn(exchange, self._remove(database, check_source_name(name), keep))
         else:
-            raise responses.not_allowed("GET, PUT, DELETE, HEAD, OPTIONS")
+            raise responses.method_not_allowed("GET, PUT, DELETE, HEAD, OPTIONS")
 
     async def _put(self, database: str, name: str, given: Json) -> tuple[int, Json]:
         source, is_new = await self._sources.put(database, name, given)
@@ -87,7 +87,7 @@ class SourceRoutes:
             try:
                 status, body = await work
             except TailraceError as refusal:
-                responses.refuse(exchange, refusal)
+                responses.respond_error(exchange, refusal)
             else:
                 exchange.respond(status, _HEAD, orjson.dumps(body))
 
