@@ -23,7 +23,7 @@ from bench.loadgen import Load as Result
 from bench.loadgen import append_options
 from bench.places import DATA
 from bench.processes import Running, free_port, launch
-from tailrace.cluster.placement import Placement
+from tailrace.cluster.peers import Placement
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 20_000

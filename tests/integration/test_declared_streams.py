@@ -13,7 +13,7 @@ from support.cli import tailrace
 from support.server import ServerProcess
 from support.workers import names_of
 from tailrace.common.errors import TailraceError
-from tailrace.server.declared import FILE_BYTES_MAX, STREAMS_MAX, load_declared_streams
+from tailrace.server.startup import FILE_BYTES_MAX, STREAMS_MAX, load_declared_streams
 
 NOTE = {"op": "add", "path": "/note", "schema": {"type": "string"}, "default": ""}
 SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]}

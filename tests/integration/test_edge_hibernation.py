@@ -14,7 +14,7 @@ from support.edge import EdgeProcess, Follower, all_live
 from support.server import ServerProcess
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
-from tailrace.server.serve import Server
+from tailrace.server.process import Server
 from tailrace.storage.data_directory import DataDirectory
 
 MIB = 1024 * 1024

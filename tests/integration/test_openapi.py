@@ -17,7 +17,7 @@ from tailrace.auth import create_token
 from tailrace.common.errors import ERROR_STATUS
 from tailrace.protocol.http_headers import RESPONSE_HEADERS
 from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS
-from tailrace.server import app, touch
+from tailrace.server import app, touch_routes
 from tailrace.server.openapi.document import build
 
 DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build()))
@@ -96,7 +96,7 @@ def test_each_route_is_described() -> None:
     assert unknown == []
     resources = {text for text in literals(str) if text in RESERVED_LAST_SEGMENTS}
     assert {f"/v1/stream/{{name}}/{resource}" for resource in resources} <= set(PATHS)
-    assert {f"/v1/stream/{{name}}/touch/{route}" for route in touch.TOUCH_ROUTES} <= set(PATHS)
+    assert {f"/v1/stream/{{name}}/touch/{route}" for route in touch_routes.TOUCH_ROUTES} <= set(PATHS)
     assert app.SEAL_PATH.decode() in PATHS
 
 

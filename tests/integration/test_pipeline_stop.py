@@ -17,7 +17,7 @@ from support.calls import Caller, eventually
 from support.offers import sealed
 from support.server import ServerProcess
 from support.spark import quick_start
-from tailrace.server.pipeline_child import STOP_S
+from tailrace.server.pipeline_process import STOP_S
 
 PATIENCE_S = 300.0  # a JVM, on a machine that does other things as well
 BANNER = ("tailrace ready", "data directory", "try ")

@@ -16,8 +16,8 @@ from support.sealing import SEALING_ENV
 from support.server import ServerProcess
 from support.workers import pid_of
 from tailrace.cluster.layout import Layout, read_layout, refuse_leftover_generation
-from tailrace.cluster.migrate import fold_journal
-from tailrace.cluster.placement import Placement
+from tailrace.cluster.migration import fold_journal
+from tailrace.cluster.peers import Placement
 from tailrace.cluster.system_streams import DELIVERED_FACT
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError

@@ -18,7 +18,7 @@ import sys
 from typing import Final, cast
 
 MODULES: Final = (
-    "tailrace.server.serve",
+    "tailrace.server.process",
     "tailrace.cli.app",
     "tailrace.cli.serve",
     "tailrace.client",

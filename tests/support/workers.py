@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from support.server import ServerProcess
-from tailrace.cluster.placement import Placement
+from tailrace.cluster.peers import Placement
 
 MODULE = b"tailrace.cluster.worker_process"
 

@@ -12,7 +12,7 @@ from typing import Any
 from support.http_app import on_loop, until
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
-from tailrace.server.serve import Server
+from tailrace.server.process import Server
 from tailrace.storage.data_directory import DataDirectory
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
-from tailrace.server.cold import cached_bytes_by_artifact
-from tailrace.server.descriptor import VolatileDetails, stream_details
-from tailrace.server.documents import read_documents
-from tailrace.server.index_status import ManifestStatus
+from tailrace.server.index_status import ManifestStatus, read_documents
+from tailrace.server.stream_details import VolatileDetails, cached_bytes_by_artifact, stream_details
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache, ObjectRange, cache_source
 from tailrace.storage.segments.model import make_stream_id, stream_prefix
 

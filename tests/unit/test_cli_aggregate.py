@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tailrace.cli.aggregate_table import draw_bar, layout_tables
+from tailrace.cli.aggregate import draw_bar, layout_tables
 
 LONG = "a-service-with-quite-a-long-name"
 

@@ -23,9 +23,7 @@ from tailrace.routing.context import Context
 from tailrace.schema import stream_schema
 from tailrace.schema.registry import Registry, RoutingKey, VersionBoundary
 from tailrace.schema.stream_schema import PROMOTED_PAGE_BYTES, StreamSchema, StreamSchemaCache
-from tailrace.server.follower import Follower
-from tailrace.server.live import LiveReaders
-from tailrace.server.live_wires import SseFollowerTransport
+from tailrace.server.live import Follower, LiveReaders, SseFollowerTransport
 
 JSON = "application/json"
 

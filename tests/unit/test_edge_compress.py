@@ -7,9 +7,8 @@ import gzip
 
 import pytest
 
-from tailrace.edge import compress
-from tailrace.edge.cache import Slice
-from tailrace.edge.compress import SliceCompressor, accepts_gzip, is_compressible
+from tailrace.edge import cache
+from tailrace.edge.cache import Slice, SliceCompressor, accepts_gzip, is_compressible
 
 JSON = [(b"Content-Type", b"application/json")]
 
@@ -39,7 +38,7 @@ def test_what_is_worth_it() -> None:
 
 @pytest.mark.parametrize("size", [2000, 200_000])
 def test_it_is_done_once_and_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(compress, "COMPRESSED_BYTES_MAX", 3 * size)
+    monkeypatch.setattr(cache, "COMPRESSED_BYTES_MAX", 3 * size)
 
     async def run() -> None:
         packer = SliceCompressor()

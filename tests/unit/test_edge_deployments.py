@@ -8,9 +8,8 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.edge.deployments import DIFFERENT_SERVERS, SAME_SERVER, DeploymentCheck
-from tailrace.edge.origin import parse_upstreams
-from tailrace.edge.upstreams import Upstream, Upstreams
+from tailrace.edge.upstream_pool import parse_upstreams
+from tailrace.edge.upstreams import DIFFERENT_SERVERS, SAME_SERVER, DeploymentCheck, Upstream, Upstreams
 
 
 def judged(mode: str, *said: tuple[str, str]) -> tuple[list[str], int]:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.disk import lock_directory, read_slice, write_slice
+from tailrace.edge.cache import lock_directory, read_slice, write_slice
 
 KEY = ("orders", "-1")
 SERVER = "the deployment"

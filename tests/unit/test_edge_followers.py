@@ -9,15 +9,12 @@ from typing import Any, cast
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge import connection, setbacks
-from tailrace.edge.connection import UpstreamLostError, UpstreamResponse
+from tailrace.edge import upstream_pool, upstreams
 from tailrace.edge.context import EdgeContext
+from tailrace.edge.invalidation import UpstreamRegistry
 from tailrace.edge.live import close_interval_s
-from tailrace.edge.origin import parse_upstreams
-from tailrace.edge.pool import ConnectionPool
-from tailrace.edge.registry import UpstreamRegistry
-from tailrace.edge.setbacks import SETTLED_S, ReconnectBackoff
-from tailrace.edge.upstreams import Upstream
+from tailrace.edge.upstream_pool import ConnectionPool, UpstreamLostError, UpstreamResponse, parse_upstreams
+from tailrace.edge.upstreams import SETTLED_S, ReconnectBackoff, Upstream
 
 
 def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,8 +23,8 @@ def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) 
     async def note(seconds: float) -> None:
         longest.append(seconds)
 
-    monkeypatch.setattr(setbacks.random, "uniform", lambda _low, high: high)
-    monkeypatch.setattr(setbacks.asyncio, "sleep", note)
+    monkeypatch.setattr(upstreams.random, "uniform", lambda _low, high: high)
+    monkeypatch.setattr(upstreams.asyncio, "sleep", note)
 
     async def fail_and_recover() -> list[bool]:
         row, first = ReconnectBackoff(), list[bool]()
@@ -51,7 +48,7 @@ def test_readers_of_a_stopping_edge_leave_evenly(readers: int, all_s: float) -> 
 
 def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the rest of it, and its place among the connections is free again."""
-    monkeypatch.setattr(connection, "SILENCE_S_MAX", 0.05)
+    monkeypatch.setattr(upstream_pool, "SILENCE_S_MAX", 0.05)
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
 
     async def ask() -> None:

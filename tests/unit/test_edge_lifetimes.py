@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.edge.cache import Slice
-from tailrace.edge.connection import UpstreamConnection, UpstreamResponse
-from tailrace.edge.facts import InfoRequest, StreamInfoCache
-from tailrace.edge.lifetimes import NO_EXPIRY, StreamLifetime, parse_lifetime, renewal_due_at
+from tailrace.edge.stream_info import (
+    NO_EXPIRY,
+    InfoRequest,
+    StreamInfoCache,
+    StreamLifetime,
+    parse_lifetime,
+    renewal_due_at,
+)
+from tailrace.edge.upstream_pool import UpstreamConnection, UpstreamResponse
 from tailrace.protocol.offsets import encode_offset
 
 DATE = ("Date", "Thu, 01 Jan 1970 00:01:40 GMT")  # 100 s

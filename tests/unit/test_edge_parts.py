@@ -10,13 +10,13 @@ from support.ports import free_port
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.settings import SettingsError
-from tailrace.edge.asks import parse_read, parse_target
-from tailrace.edge.batch import FeedBatch
 from tailrace.edge.cache import MemoryCache, Slice
-from tailrace.edge.facts import StreamInfoCache
 from tailrace.edge.metrics import EdgeTelemetry
-from tailrace.edge.origin import parse_upstreams
+from tailrace.edge.requests import parse_read, parse_target
 from tailrace.edge.slices import slice_key
+from tailrace.edge.stream_info import StreamInfoCache
+from tailrace.edge.upstream_feed import FeedBatch
+from tailrace.edge.upstream_pool import parse_upstreams
 from tailrace.edge.upstreams import Upstreams, placement_key, rendezvous_order
 from tailrace.protocol import offsets
 

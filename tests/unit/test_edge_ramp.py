@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from tailrace.common.limits import Limits
-from tailrace.edge.origin import parse_upstreams
-from tailrace.edge.ramp import FIRST_SHARE, OPENING_MAX, RAMP_S, LoadRamp, OpenLimiter
-from tailrace.edge.upstreams import Upstreams
+from tailrace.edge.upstream_pool import parse_upstreams
+from tailrace.edge.upstreams import FIRST_SHARE, OPENING_MAX, RAMP_S, LoadRamp, OpenLimiter, Upstreams
 
 STREAMS = [f"s/{number}" for number in range(2000)]
 

@@ -17,8 +17,7 @@ from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, Trim
 from tailrace.routing.context import Context
-from tailrace.server.follower import Follower
-from tailrace.server.live import LiveReaders
+from tailrace.server.live import Follower, LiveReaders
 
 TEXT = "text/plain"
 

@@ -11,7 +11,7 @@ from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
 from tailrace.common.limits import Limits
 from tailrace.log.commit_path import LARGE_CHANGE_BYTES
-from tailrace.server.memory_guard import MemoryGuard, memory_limit_bytes, resident_bytes
+from tailrace.server.resource_guards import MemoryGuard, memory_limit_bytes, resident_bytes
 
 MIB = 1 << 20
 LIMIT = 100 * MIB

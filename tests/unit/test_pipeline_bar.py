@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 
-from tailrace.cli.pipeline_bar import ProgressBar
+from tailrace.cli.pipeline_run import ProgressBar
 from tailrace.pipeline.model import Totals
 from tailrace.pipeline.status import Status
 

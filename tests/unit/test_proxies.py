@@ -10,7 +10,7 @@ import pytest
 from tailrace.common.settings import SettingsError
 from tailrace.common.settings_loading import load_settings
 from tailrace.http.exchange import Exchange
-from tailrace.routing.proxies import TrustedProxies, client_network
+from tailrace.routing.client_address import TrustedProxies, client_network
 
 TRUSTED = "10.0.0.0/8, 192.0.2.7, fd00::/8"
 

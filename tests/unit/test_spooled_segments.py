@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tailrace.server.details import spooled_bytes
+from tailrace.server.stream_details import spooled_bytes
 
 
 def test_only_those_of_the_stream_count(tmp_path: Path) -> None:

@@ -15,15 +15,15 @@ from tailrace.common.limits import DAY_MS, Limits
 from tailrace.log.publish import StreamTraffic, TrafficCounts
 from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.schema.profiles.metrics import normalise_metric
-from tailrace.server.series import (
+from tailrace.server.metrics_stream import (
     DROPPED_SERIES,
     OTHER_STREAMS,
     MetricInterval,
     MetricSource,
+    MetricsWriter,
     SeriesRecorder,
     TimingSource,
 )
-from tailrace.server.writer import MetricsWriter
 from tailrace.storage.retention import has_bounds
 
 FLUSH_MS = 10_000

@@ -11,11 +11,15 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from support.calls import eventually
 from support.collector import Collector
 from tailrace.common.settings import Settings
-from tailrace.server.context import TraceContext, new_trace, parse_traceparent
-from tailrace.server.exporter import QUEUE_SPANS_MAX, SpanExporter, parse_header_list, traces_url
-from tailrace.server.otlp import encode_export
 from tailrace.server.request_tracing import observes_requests, route_label
-from tailrace.server.span import SERVER, TEXT_MAX, Span
+from tailrace.server.trace_export import (
+    QUEUE_SPANS_MAX,
+    SpanExporter,
+    encode_export,
+    parse_header_list,
+    traces_url,
+)
+from tailrace.server.tracing import SERVER, TEXT_MAX, Span, TraceContext, new_trace, parse_traceparent
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "00f067aa0ba902b7"

@@ -14,9 +14,8 @@ import pytest
 
 from support.http_app import TestApp, on_loop, until
 from support.workers import names_of
-from tailrace.cluster.circle import Peers
 from tailrace.cluster.fork_locations import ForkLocation, ForkLocations
-from tailrace.cluster.placement import Placement
+from tailrace.cluster.peers import Peers, Placement
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits

@@ -11,9 +11,16 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from support.http_app import TestApp, on_loop, until
-from tailrace.cluster.feed import FOLLOW_PATH, INTEREST_PATH, TailFeed
-from tailrace.cluster.mirror import PAGE_COUNT, SILENCE_S_MAX, ClusterTails, PeerTails
-from tailrace.cluster.server import peer_limits
+from tailrace.cluster.subscriptions import (
+    FOLLOW_PATH,
+    INTEREST_PATH,
+    PAGE_COUNT,
+    SILENCE_S_MAX,
+    ClusterTails,
+    PeerTails,
+    TailFeed,
+)
+from tailrace.cluster.worker import peer_limits
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster.layout import Layout, choose_worker_count, write_layout
+from tailrace.cluster.peers import Placement, stream_in_path, system_stream_suffix
 from tailrace.cluster.pipeline import PlanPart, merge_plans, page_starts
-from tailrace.cluster.placement import Placement, stream_in_path, system_stream_suffix
 from tailrace.cluster.proxy import TOUCH_S_MAX, owner_wait_s
 from tailrace.cluster.scatter_gather import merge_json, merge_metrics
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.common.token_bucket import Rate, TokenBuckets
-from tailrace.server.shared_rates import SLOTS, SharedTokenBuckets
+from tailrace.server.rate_limits import SLOTS, SharedTokenBuckets
 
 
 @given(st.text(min_size=1), st.integers(1, 16), st.integers(1, 16))

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import App, Group, Parameter
 
-from tailrace.cli.call import post_json, stream_path
 from tailrace.cli.errors import UsageError
-from tailrace.cli.quantities import parse_future_time, parse_size_bytes, parse_span_s
-from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, print_json
+from tailrace.cli.options import parse_future_time, parse_size_bytes, parse_span_s
+from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, post_json, print_json, stream_path
 
 if TYPE_CHECKING:
     from tailrace.client.wire import Lifetime

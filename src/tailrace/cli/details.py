@@ -6,8 +6,7 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import get_json, stream_path
-from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json
+from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, get_json, print_json, stream_path
 from tailrace.cli.tables import make_console
 
 _HELP: Final = """Show what the server knows about a stream: entries, segments, bytes, indexes and requests.

@@ -10,9 +10,16 @@ from urllib.parse import quote, urlencode
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import send_request, server_error
 from tailrace.cli.errors import UsageError
-from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_empty, print_json
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    flush_output,
+    print_empty,
+    print_json,
+    send_request,
+    server_error,
+)
 from tailrace.cli.tables import Column, print_table
 
 _HELP: Final = """Read, write and query documents. A path begins with the database; `default` is always there.

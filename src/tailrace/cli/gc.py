@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.object_store import DEFAULT_STORE, StoreOptions, open_store, progress_bar
-from tailrace.cli.quantities import parse_span_ms
+from tailrace.cli.options import parse_span_ms
 from tailrace.cli.session import flush_output, print_json, write_output
 
 if TYPE_CHECKING:

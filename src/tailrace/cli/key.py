@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import UsageError
-from tailrace.cli.quantities import parse_lifetime_s
-from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
+from tailrace.cli.options import ActorId, Databases, Prefixes, Scopes, parse_lifetime_s
 from tailrace.cli.session import DEFAULT_SESSION, Session, print_empty, print_json
 from tailrace.cli.tables import Column, print_table
 
@@ -72,7 +71,7 @@ def create(
         open_key_file(file).add_key(key)
         made: dict[str, Any] = {"key": text, **key.shown()}
     else:
-        from tailrace.cli.call import post_json
+        from tailrace.cli.session import post_json
 
         asked = {"sub": sub, "scopes": scope, "streams": streams, "databases": db}
         made = post_json(session, PATH, {**asked, "actorId": actor_id, "expiresIn": lasts_s})
@@ -88,7 +87,7 @@ def list_keys(*, file: InFile = None, session: Session = DEFAULT_SESSION) -> Non
     if file is not None:
         found = [key.shown() for key in open_key_file(file).listed().keys]
     else:
-        from tailrace.cli.call import get_json
+        from tailrace.cli.session import get_json
 
         found = get_json(session, PATH)["keys"]
     if session.json:
@@ -119,7 +118,7 @@ def revoke(
     else:
         from urllib.parse import quote
 
-        from tailrace.cli.call import delete_resource
+        from tailrace.cli.session import delete_resource
 
         delete_resource(session, f"{PATH}/{quote(bare_id, safe='')}")
     if session.json:

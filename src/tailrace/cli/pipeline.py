@@ -7,9 +7,16 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import get_json, post_json
 from tailrace.cli.errors import RefusedError
-from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    flush_output,
+    get_json,
+    post_json,
+    print_json,
+    write_output,
+)
 
 _HELP: Final = """Look after the pipeline, which builds the indexes of sealed history.
 

@@ -1,4 +1,9 @@
-"""``tailrace pipeline run``: build companions, merge and compact with Spark."""
+"""``tailrace pipeline run``: build companions, merge and compact with Spark, with a progress bar.
+
+A bar for whoever watches a pipeline at a terminal: how much of the backlog is built, and what is left.
+
+``tailrace pipeline run``: build companions, merge and compact with Spark.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,75 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 from cyclopts import App, Group, Parameter
 
-from tailrace.cli.call import require_server
 from tailrace.cli.errors import RefusedError, UnreachableError, UsageError
-from tailrace.cli.quantities import parse_size_bytes
-from tailrace.cli.session import URL_DEFAULT, URL_VARIABLES, Session, with_scheme
+from tailrace.cli.options import parse_size_bytes
+from tailrace.cli.session import URL_DEFAULT, URL_VARIABLES, Session, require_server, with_scheme
 from tailrace.cli.spark_requirements import require_spark
 from tailrace.common import private_files
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
     from tailrace.pipeline.leash import Orders
     from tailrace.pipeline.owner import Owner
     from tailrace.pipeline.run import Options, Progress
+    from tailrace.pipeline.status import Status
+
+
+class ProgressBar:
+    """One line for each kind of job. `backlog` tells how many segments wait, more than one batch takes."""
+
+    def __init__(self, backlog: Callable[[], int], to: TextIO | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Drawn
+
+        self._backlog = backlog
+        console = Console(stderr=True) if to is None else Console(file=to, force_terminal=True, width=100)
+        self._console: Console = console
+        columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn())
+        self._drawn = Drawn(
+            *columns, TextColumn("{task.fields[words]}"), TimeElapsedColumn(), console=console
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._done: dict[str, int] = {}
+
+    def starting(self, master: str) -> None:
+        self._console.print(f"starting Spark at {master}, which takes some seconds …", style="dim")
+
+    def batch(self, job: str, count: int) -> None:
+        waiting = max(count, self._backlog()) if job == "companions" else count
+        total = self._done.setdefault(job, 0) + waiting
+        if job in self._tasks:
+            self._drawn.update(self._tasks[job], total=total)
+        else:
+            self._tasks[job] = self._drawn.add_task(job, total=total, words="")
+        self._drawn.start()
+
+    def advance(self, job: str, status: Status) -> None:
+        self._done[job] += 1
+        words = _words(status) if job == "companions" else ""
+        self._drawn.update(self._tasks[job], completed=self._done[job], words=words)
+
+    def done(self, status: Status) -> None:
+        """What is to be seen when the bar is not: the next batch may be hours away."""
+        self._drawn.stop()
+        totals = status.totals
+        given_up = f", {totals.quarantined} segments given up" if totals.quarantined else ""
+        self._console.print(f"{totals.segments} segments: {_words(status)}{given_up}")
+
+
+def _words(status: Status) -> str:
+    totals = status.totals
+    return (
+        f"{totals.rows:,} entries, {totals.bytes_in >> 20:,} MiB read, {totals.bytes_out >> 20:,} MiB written"
+    )
+
 
 _HELP: Final = """Build companions, merge and compact with Spark, until Ctrl-C or, with `--once`, all is done.
 
@@ -189,7 +248,7 @@ def _run(
 def _progress(owner: Owner) -> Progress | None:
     if not sys.stderr.isatty():
         return None
-    from tailrace.cli.pipeline_bar import ProgressBar
+    pass
 
     for name in ("tailrace.pipeline", "tailrace.spark"):
         logging.getLogger(name).setLevel(logging.WARNING)  # the bar shows the rest

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import App, Group, Parameter
 
-from tailrace.cli.call import require_server
 from tailrace.cli.errors import RefusedError, UnreachableError, UsageError
-from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    flush_output,
+    print_json,
+    require_server,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from tailrace.pipeline.watch.place import Bound, Place

@@ -6,9 +6,18 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import adopt_json, get_json, post_json, stream_path
 from tailrace.cli.errors import UsageError
-from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    adopt_json,
+    flush_output,
+    get_json,
+    post_json,
+    print_json,
+    stream_path,
+    write_output,
+)
 
 _HELP: Final = """Show and change the profile of a stream.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import RefusedError, UsageError
-from tailrace.cli.quantities import parse_past_time
+from tailrace.cli.options import parse_past_time
 from tailrace.cli.session import (
     DEFAULT_SESSION,
     Session,

@@ -7,8 +7,15 @@ from urllib.parse import urlencode
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import send_request, server_error
-from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    flush_output,
+    print_json,
+    send_request,
+    server_error,
+    write_output,
+)
 
 _HELP: Final = """Seal a stream, or all of them, without waiting for their size or age.
 

@@ -8,9 +8,17 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import send_request, server_error, stream_path
 from tailrace.cli.errors import RefusedError, check_complete
-from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, single_line_json, write_output
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    flush_output,
+    send_request,
+    server_error,
+    single_line_json,
+    stream_path,
+    write_output,
+)
 
 _HELP: Final = """Search the records of a stream: everything that was acknowledged, also what is brand new.
 

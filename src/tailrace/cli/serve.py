@@ -69,7 +69,7 @@ def _serve(flags: Mapping[str, str | bool | None]) -> int:
     if settings.workers > 1 or (settings.data_dir / LAYOUT_FILE).exists():
         from tailrace.cluster.supervisor import run
     else:
-        from tailrace.server.serve import run
+        from tailrace.server.process import run
     return run(settings)
 
 

@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
-from tailrace.cli.call import require_server
 from tailrace.cli.errors import RefusedError, UsageError
-from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    flush_output,
+    print_json,
+    require_server,
+    write_output,
+)
 from tailrace.cli.spark_requirements import require_spark
 
 if TYPE_CHECKING:

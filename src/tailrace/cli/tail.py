@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from cyclopts import App, Parameter
 
 from tailrace.cli.errors import UsageError
-from tailrace.cli.quantities import parse_past_time
+from tailrace.cli.options import parse_past_time
 from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, exit_on_interrupt, flush_output
 
 _HELP: Final = """Follow a stream: print what is appended from now on, until the stream is closed or Ctrl-C.

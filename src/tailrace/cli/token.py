@@ -9,8 +9,7 @@ from cyclopts import App, Parameter
 from tailrace.cli.errors import REFUSED, UsageError
 from tailrace.cli.key import InFile, is_key, open_existing_key_file
 from tailrace.cli.key import revoke as revoke_key
-from tailrace.cli.quantities import parse_lifetime_s
-from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
+from tailrace.cli.options import ActorId, Databases, Prefixes, Scopes, parse_lifetime_s
 from tailrace.cli.session import DEFAULT_SESSION, Session, print_json
 
 _HELP: Final = """Create, inspect and revoke access tokens (JWT).
@@ -134,7 +133,7 @@ def revoke(
         else:
             book.revoke_token(asked["jti"], asked.get("exp"))
     else:
-        from tailrace.cli.call import post_json
+        from tailrace.cli.session import post_json
 
         post_json(session, "/v1/server/_revocations", asked)
     if session.json:

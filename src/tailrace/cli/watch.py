@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import authorization_header, get_json
 from tailrace.cli.docs import split_database
 from tailrace.cli.errors import RefusedError, unreachable
-from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, print_json, write_output
+from tailrace.cli.session import (
+    DEFAULT_SESSION,
+    Session,
+    authorization_header,
+    flush_output,
+    get_json,
+    print_json,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection

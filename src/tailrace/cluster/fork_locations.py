@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from tailrace.cluster.circle import Peers
+from tailrace.cluster.peers import Peers
 from tailrace.common.errors import TailraceError
 from tailrace.http.relay import peer_unavailable_error
 from tailrace.log.commit import CommitBatch

@@ -19,15 +19,14 @@ import msgspec
 import orjson
 
 from tailrace.auth import Action, Identity, authorise
-from tailrace.cluster.circle import Peers
 from tailrace.cluster.fork_locations import ForkLocations
-from tailrace.cluster.later import DeferredResponses
-from tailrace.cluster.refusals import decode_peer_error
+from tailrace.cluster.peers import DeferredResponses, Peers, decode_peer_error
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
-from tailrace.server.pipeline import (
+from tailrace.server.pipeline_process import PipelineBacklog
+from tailrace.server.pipeline_routes import (
     PIPELINE_PREFIX,
     PLAN_PATH,
     PUBLISH_PATH,
@@ -38,7 +37,6 @@ from tailrace.server.pipeline import (
     parse_limit,
     parse_live,
 )
-from tailrace.server.pipeline_state import PipelineBacklog
 
 PART_PREFIX: Final = "/_worker/pipeline/"
 PART_PATHS: Final = tuple((PART_PREFIX + name).encode() for name in ("plan", "publish"))

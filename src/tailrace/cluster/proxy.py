@@ -13,9 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from tailrace.auth import Action, Identity, authorise
-from tailrace.cluster.circle import Peers
-from tailrace.cluster.later import DeferredResponses
-from tailrace.cluster.placement import FIRST_WORKER, STREAM_PREFIX, stream_in_path
+from tailrace.cluster.peers import FIRST_WORKER, STREAM_PREFIX, DeferredResponses, Peers, stream_in_path
 from tailrace.cluster.scatter_gather import METRICS_PATH, READY_PATH, ScatterGather
 from tailrace.cluster.scatter_gather import STREAMS_PATH as LISTING
 from tailrace.common.errors import TailraceError
@@ -29,10 +27,10 @@ from tailrace.routing import request_headers
 from tailrace.routing.context import Context
 from tailrace.schema.profiles.touch_waits import TIMEOUT_MS_MAX
 from tailrace.server.app import CONTROL_PREFIX, TailraceApp
-from tailrace.server.listing import listing_action
+from tailrace.server.listing_routes import listing_action
 from tailrace.server.otlp_routes import TRACES_PATH
-from tailrace.server.pipeline import PIPELINE_PREFIX
-from tailrace.server.seal import SEAL_PATH
+from tailrace.server.pipeline_routes import PIPELINE_PREFIX
+from tailrace.server.server_details import SEAL_PATH
 
 if TYPE_CHECKING:
     from tailrace.cluster.fork_locations import ForkLocations

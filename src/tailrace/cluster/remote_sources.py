@@ -11,10 +11,8 @@ from typing import Final
 
 import msgspec
 
-from tailrace.cluster.circle import Peers
 from tailrace.cluster.fork_locations import ForkLocations
-from tailrace.cluster.later import DeferredResponses
-from tailrace.cluster.refusals import decode_peer_error
+from tailrace.cluster.peers import DeferredResponses, Peers, decode_peer_error
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log

@@ -18,8 +18,7 @@ from tailrace.http.relay import ALONE_HEADER, RELAY_HEADERS, PeerClient
 from tailrace.protocol.http_headers import header_line
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
-from tailrace.server.seal import SEAL_PATH
-from tailrace.server.server import DETAILS_PATH, MEMORY_PATH
+from tailrace.server.server_details import DETAILS_PATH, MEMORY_PATH, SEAL_PATH
 
 STREAMS_PATH: Final = b"/v1/streams"
 METRICS_PATH, READY_PATH = b"/metrics", b"/readyz"

@@ -1,8 +1,20 @@
-"""`tailrace serve --workers N`: starts the workers, starts one again that dies, stops all together."""
+"""`tailrace serve --workers N`: prepares port and bucket, starts and restarts workers, stops all together.
+
+The port that all workers share: seen to be free, and kept, before anything else is done.
+
+What several workers need of their bucket before they start: done once, for all of them.
+
+A bootstrap fills the data directory as it does for a single process; the streams are shared out afterwards,
+as they are whenever the number of workers changes. A bucket is taken over for the streams of all workers:
+each of them alone would find those of the others and call them strangers.
+
+`tailrace serve --workers N`: starts the workers, starts one again that dies, stops all together.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import shutil
@@ -10,29 +22,117 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from tailrace.auth.verifier import identity_path
-from tailrace.cluster import bucket
-from tailrace.cluster.arrange import prepare_layout
-from tailrace.cluster.layout import Layout
-from tailrace.cluster.placement import FIRST_WORKER
-from tailrace.cluster.port import reserve_port
-from tailrace.cluster.setup import WorkerSetup
+from tailrace.cluster.layout import Layout, read_layout
+from tailrace.cluster.migration import fold_journal, prepare_layout
+from tailrace.cluster.peers import FIRST_WORKER
+from tailrace.cluster.worker import WorkerSetup
 from tailrace.common import file_descriptors, private_files
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging
 from tailrace.common.settings import Settings
 from tailrace.common.settings_loading import unknown_variable_warnings
-from tailrace.server import serve as single
-from tailrace.storage.bootstrap import BootstrapReport
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.server import process as single
+from tailrace.server.startup import restore_from_bucket
+from tailrace.storage.bootstrap import BootstrapReport, is_bootstrapped
 from tailrace.storage.data_directory import DataDirectory
+from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
+from tailrace.storage.ownership import BucketOwnership, refuse_foreign_streams
+
+PORT_S_MAX: Final = 5.0
+PORT_RETRY_S: Final = 0.05
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """Bound and never listened on: the port stays ours while workers come and go."""
+    deadline = time.monotonic() + PORT_S_MAX
+    while True:
+        try:
+            return _bind(host, port)
+        except OSError as error:
+            # Workers of a supervisor that was killed a moment ago may still be letting go.
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(PORT_RETRY_S)
+                continue
+            reason = error.strerror or error
+            raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket on the address. That nobody else listens there is seen without sharing it first."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    if port:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    bound = socket.socket(family, kind, protocol)
+    try:
+        # The first for connections of a server that has just left, and did not share the port.
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
 
 logger = logging.getLogger("tailrace.workers")
+
+
+async def bootstrap_from_bucket(settings: Settings, root: DataDirectory) -> BootstrapReport | None:
+    """None if the process is to stop before all is restored; then nothing counts yet."""
+    present = read_layout(root.path)
+    if present.generation:
+        if not all(is_bootstrapped(present.path(root.path, index)) for index in range(present.workers)):
+            raise TailraceError(
+                "unavailable",
+                f"--bootstrap needs a data directory without streams, and {root.path} has workers; to go on "
+                "with what is there, start without --bootstrap",
+            )
+        logger.warning("the bootstrap was finished before; starting from what it restored")
+        return BootstrapReport()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return await restore_from_bucket(settings, root, stop)
+
+
+async def claim_bucket(settings: Settings, root: DataDirectory, layout: Layout) -> None:
+    """The bucket becomes ours, if all that is in it is known to one of the workers."""
+    with ExitStack() as opened:
+        stores: list[StoredStreams] = []
+        for index in range(layout.workers):
+            path = layout.path(root.path, index)
+            # A worker whose supervisor was killed may still be at its end.
+            opened.callback(DataDirectory(path).close)
+            fold_journal(path, settings.limits.tombstone_ms).close()
+            stores.append(StoredStreams(path / "hot.db"))
+            opened.callback(stores[-1].db.close)
+        try:
+            objects = open_object_store(settings.object_store_url, limits=settings.limits)
+            try:
+                ownership = BucketOwnership(objects)
+                owner = await ownership.current()
+                if owner is None or owner.deployment != root.deployment:
+                    await refuse_foreign_streams(objects, stores)
+                await ownership.claim(root.deployment, take_over=True)
+            finally:
+                await objects.close()
+        except (ValueError, ObjectStoreError) as error:
+            raise TailraceError("unavailable", f"the object store cannot be taken over: {error}") from error
+
 
 RESTART_S: Final = 0.2
 RESTART_S_MAX: Final = 10.0
@@ -69,12 +169,12 @@ def run(settings: Settings) -> int:
 def run_workers(settings: Settings, root: DataDirectory, port: socket.socket) -> int:
     restored: BootstrapReport | None = None
     if settings.bootstrap:
-        restored = asyncio.run(bucket.bootstrap_from_bucket(settings, root))
+        restored = asyncio.run(bootstrap_from_bucket(settings, root))
         if restored is None:
             return 0
     layout = prepare_layout(settings, root)
     if settings.take_over:
-        asyncio.run(bucket.claim_bucket(settings, root, layout))
+        asyncio.run(claim_bucket(settings, root, layout))
     return asyncio.run(Supervisor(settings, root, layout, port, restored).run())
 
 

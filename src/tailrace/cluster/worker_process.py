@@ -15,15 +15,14 @@ import sys
 
 import uvloop
 
-from tailrace.cluster.server import WorkerServer
-from tailrace.cluster.setup import WorkerSetup
+from tailrace.cluster.worker import WorkerServer, WorkerSetup
 from tailrace.common import process
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import add_common_fields, configure_logging
 from tailrace.log.journal import JournalCorruptError
 from tailrace.routing import request_log
-from tailrace.server import restore
-from tailrace.server.serve import SWITCH_INTERVAL_S
+from tailrace.server import startup
+from tailrace.server.process import SWITCH_INTERVAL_S
 from tailrace.storage.data_directory import DataDirectory
 
 logger = logging.getLogger("tailrace.workers")
@@ -63,7 +62,7 @@ async def run_worker(setup: WorkerSetup) -> None:
         ) from error
     try:
         if setup.restored is not None:
-            restore.record_restore(setup.restored, server.telemetry)
+            startup.record_restore(setup.restored, server.telemetry)
         await server.start()
         loop.add_signal_handler(signal.SIGHUP, server.hang_up)
         report(f"ready {server.url}")

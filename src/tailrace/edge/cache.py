@@ -1,15 +1,48 @@
-"""Slices in memory: the least recently used go first."""
+"""Slices in memory and on disk, recent answers at the tail, and compressed forms.
+
+Slices in memory: the least recently used go first.
+
+Answers at the tail: given again for a moment, and after that a thing to compare with.
+
+Bodies are kept as they are, and compressed on their way to clients that want that.
+
+Slices on disk: one file each, checked on every read, the least recently used go first.
+
+A file is `<2 hex>/<SHA-256 of the key>`: eight bytes that name the format, the lengths of head and body, the
+CRC32C of both, the head (JSON) and the body. It is written under another name and renamed, so it is whole or
+not there. A file of another server or epoch, or one that is damaged, is deleted and counts as not there. The
+directory is private: slices are data of streams that not every user of the machine may read.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import gzip
+import hashlib
+import logging
+import os
 import re
+import struct
+import time
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from math import inf
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
 
-from tailrace.edge.connection import UpstreamResponse
-from tailrace.edge.headers import response_lines, without_request_id
+import google_crc32c
+import msgspec
+import orjson
+
+from tailrace.common import private_files
+from tailrace.common.errors import TailraceError
+from tailrace.edge.context import EdgeContext
 from tailrace.edge.metrics import EdgeTelemetry
-from tailrace.protocol.http_headers import is_json, slice_etag_start
+from tailrace.edge.requests import response_lines, without_request_id
+from tailrace.edge.upstream_pool import UpstreamResponse
+from tailrace.protocol.http_headers import is_json, is_text, slice_etag_start
 
 ENTRY_OVERHEAD_BYTES = 1024
 
@@ -157,3 +190,303 @@ class MemoryCache:
             keys.discard(key)
             if not keys:
                 del self._by_name[key[0]]
+
+
+RECENT_BYTES_MAX = 32 * 1024 * 1024
+
+
+class RecentRead(NamedTuple):
+    """An answer, and what was known of its stream when it was asked for."""
+
+    slice: Slice
+    generation: int
+    writes: int
+    at: float
+
+
+class RecentReads:
+    """The last answer at the tail for each read; the oldest go when there are too many."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[tuple[str, ...], RecentRead] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: tuple[str, ...]) -> RecentRead | None:
+        return self._found.get(key)
+
+    def put(self, key: tuple[str, ...], recent: RecentRead) -> None:
+        self._forget(key)
+        self._found[key] = recent
+        self._bytes += recent.slice.size
+        while self._bytes > RECENT_BYTES_MAX:
+            self._forget(next(iter(self._found)))
+
+    def _forget(self, key: tuple[str, ...]) -> None:
+        gone = self._found.pop(key, None)
+        if gone is not None:
+            self._bytes -= gone.slice.size
+
+
+# Shorter ones are not worth it.
+BODY_BYTES_MIN = 1024
+# Longer ones take a while, and have a thread to take it on.
+INLINE_BYTES_MAX = 32 * 1024
+COMPRESSED_BYTES_MAX = 32 * 1024 * 1024
+LEVEL = 1
+VARY_HEADER = b"Vary: Accept-Encoding\r\n"
+GZIP_HEADER = b"Content-Encoding: gzip\r\n"
+
+
+class SliceCompressor:
+    """Slices in their compressed form; those that are asked for often are compressed once."""
+
+    def __init__(self) -> None:
+        self._packed: OrderedDict[Slice, bytes] = OrderedDict()
+        self._bytes = 0
+
+    async def pack(self, found: Slice) -> bytes:
+        packed = self._packed.get(found)
+        if packed is not None:
+            self._packed.move_to_end(found)
+            return packed
+        if len(found.body) <= INLINE_BYTES_MAX:
+            packed = gzip.compress(found.body, LEVEL, mtime=0)
+        else:
+            packed = await asyncio.to_thread(gzip.compress, found.body, LEVEL, mtime=0)
+        self._keep(found, packed)
+        return packed
+
+    def _keep(self, found: Slice, packed: bytes) -> None:
+        if found not in self._packed:
+            self._packed[found] = packed
+            self._bytes += _held_bytes(found, packed)
+        while self._bytes > COMPRESSED_BYTES_MAX:
+            self._bytes -= _held_bytes(*self._packed.popitem(last=False))
+
+
+def _held_bytes(found: Slice, packed: bytes) -> int:
+    """The slice counts too: it may be here only."""
+    return found.size + len(packed)
+
+
+def is_compressible(found: Slice) -> bool:
+    return len(found.body) >= BODY_BYTES_MIN and is_text(found.content_type)
+
+
+def accepts_gzip(accepted: bytes) -> bool:
+    """Whether `Accept-Encoding` allows it. A quality of nothing forbids; others are not compared."""
+    for item in accepted.lower().split(b","):
+        coding, _, weight = item.partition(b";")
+        if coding.strip() in (b"gzip", b"x-gzip"):
+            return weight.replace(b" ", b"").removeprefix(b"q=").strip(b"0.") != b"" or not weight.strip()
+    return False
+
+
+logger = logging.getLogger("tailrace.edge")
+
+crc32c = cast("Callable[[bytes], int]", google_crc32c.value)  # pyright: ignore[reportUnknownMemberType]
+MAGIC = b"TREDGE2\n"
+HEADER_LAYOUT = struct.Struct(">8sIII")  # magic, length of the head, length of the body, CRC32C
+# The owner remembers deleted names for 30 days; within that time a new stream has a higher epoch.
+AGE_S_MAX = 7 * 86_400
+PENDING_MAX = 64
+LOCK = "lock"
+ROOT = 0
+
+DiskKey = tuple[str, ...]
+
+
+class SliceHeader(msgspec.Struct, frozen=True):
+    """What is stored in front of the body."""
+
+    key: list[str]
+    deployment: str  # of the server that it came from: another one may have a stream of the same name
+    epoch: int
+    at_s: float
+    fields: list[tuple[str, str]]
+
+
+class DiskCache:
+    """Bounded in bytes. Reads and writes happen on threads; the index is the loop's."""
+
+    def __init__(self, context: EdgeContext, directory: Path) -> None:
+        self._context = context
+        self._directory = directory
+        self._bytes_max = context.limits.edge_disk_cache_bytes
+        self._files: OrderedDict[str, int] = OrderedDict()  # digest: size, oldest first
+        self.bytes = 0
+        self._pending = 0
+        self._on = True
+        self._threads = ThreadPoolExecutor(2, "tailrace-edge-disk")
+        self._lock: BinaryIO = lock_directory(directory)
+        for digest, size in _scan(directory):
+            self._files[digest] = size
+            self.bytes += size
+        context.telemetry.edge_cache_bytes.reads[("disk",)] = lambda: self.bytes
+
+    def may_have(self, key: DiskKey) -> bool:
+        return self._on and digest_of(key) in self._files
+
+    async def get(self, key: DiskKey, deployment: str, epoch: int) -> Slice | None:
+        digest = digest_of(key)
+        if not self._on or not deployment or digest not in self._files:
+            return None
+        self._files.move_to_end(digest)
+        path = self._path(digest)
+        found = await self._context.loop.run_in_executor(
+            self._threads, read_slice, path, key, deployment, epoch
+        )
+        if found is None:
+            self._forget(digest)
+            return None
+        head, body = found
+        age_s = max(0.0, self._context.now_s() - head.at_s)
+        fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.fields]
+        return Slice(fields, body, self._context.loop.time() - age_s, head.epoch)
+
+    def put(self, key: DiskKey, found: Slice, deployment: str) -> None:
+        """Keeps a slice, unless the disk cannot keep up or has failed, or nobody knows whose it is."""
+        if not self._on or not deployment or self._pending >= PENDING_MAX:
+            return
+        self._pending += 1
+        fields = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in found.fields]
+        head = orjson.dumps(
+            {
+                "key": list(key),
+                "deployment": deployment,
+                "epoch": found.epoch,
+                "at_s": self._context.now_s(),
+                "fields": fields,
+            }
+        )
+        self._context.spawn(self._write(digest_of(key), head, found.body))
+
+    async def _write(self, digest: str, head: bytes, body: bytes) -> None:
+        path = self._path(digest)
+        try:
+            size = await self._context.loop.run_in_executor(self._threads, write_slice, path, head, body)
+        except OSError as error:
+            if self._on:
+                self._on = False
+                logger.warning("the disk cache is off: %s", error)
+            return
+        finally:
+            self._pending -= 1
+        self._forget(digest, delete=False)
+        self._files[digest] = size
+        self.bytes += size
+        while self.bytes > self._bytes_max:
+            self._forget(next(iter(self._files)))
+            self._context.telemetry.edge_cache_evictions.add("disk")
+
+    def _forget(self, digest: str, *, delete: bool = True) -> None:
+        size = self._files.pop(digest, None)
+        if size is not None:
+            self.bytes -= size
+            if delete:
+                self._threads.submit(self._path(digest).unlink, missing_ok=True)
+
+    def _path(self, digest: str) -> Path:
+        return self._directory / digest[:2] / digest
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._threads.shutdown)
+        self._lock.close()
+
+
+def digest_of(key: DiskKey) -> str:
+    return hashlib.sha256("\0".join(key).encode()).hexdigest()
+
+
+def lock_directory(directory: Path) -> BinaryIO:
+    """One edge per directory."""
+    try:
+        _check_own(directory)
+        private_files.make_private_directory(directory)
+        held = private_files.open_lock_file(directory / LOCK)
+    except OSError as error:
+        raise TailraceError("unavailable", f"cannot use the cache directory {directory}: {error}") from None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        held.close()
+        raise TailraceError("unavailable", f"another edge uses the cache directory {directory}") from None
+    return held
+
+
+def _check_own(directory: Path) -> None:
+    """Refuses a directory that cannot be closed to other users, or that is used for something else too."""
+    if not directory.exists() or not (status := directory.stat()).st_mode & private_files.OTHER_USERS_MODE:
+        return
+    reason = ""
+    if os.geteuid() not in (ROOT, status.st_uid):
+        reason = "belongs to another user"
+    elif any(not _is_ours(path) for path in directory.iterdir()):
+        reason = "has files in it that are not of an edge"
+    if reason:
+        raise TailraceError(
+            "unavailable",
+            f"the cache directory {directory} is open to other users and {reason};"
+            f" give the edge a directory of its own, such as {directory / 'edge'}",
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name in (LOCK, "lost+found") or (len(path.name) == 2 and path.is_dir())
+
+
+def _scan(directory: Path) -> list[tuple[str, int]]:
+    """What an earlier life has left, least recently used first; unfinished files are deleted."""
+    found: list[tuple[float, str, int]] = []
+    for folder in directory.iterdir():
+        if len(folder.name) != 2 or not folder.is_dir():
+            continue
+        private_files.restrict_to_owner(folder, private_files.DIRECTORY_MODE)
+        for entry in os.scandir(folder):
+            if len(entry.name) != 64:
+                Path(entry.path).unlink(missing_ok=True)
+                continue
+            status = entry.stat()
+            if status.st_mode & private_files.OTHER_USERS_MODE:
+                Path(entry.path).chmod(private_files.FILE_MODE)
+            found.append((status.st_mtime, entry.name, status.st_size))
+    return [(name, size) for _, name, size in sorted(found)]
+
+
+def write_slice(path: Path, head: bytes, body: bytes) -> int:
+    path.parent.mkdir(mode=private_files.DIRECTORY_MODE, exist_ok=True)
+    rest = head + body
+    data = HEADER_LAYOUT.pack(MAGIC, len(head), len(body), crc32c(rest)) + rest
+    unfinished = path.with_suffix(f".{time.monotonic_ns()}")
+    try:
+        with private_files.create_private_file(unfinished) as file:
+            file.write(data)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return len(data)
+
+
+def read_slice(path: Path, key: DiskKey, deployment: str, epoch: int) -> tuple[SliceHeader, bytes] | None:
+    """A file's content, or None if it is not what it should be."""
+    try:
+        data = path.read_bytes()
+        os.utime(path)
+    except OSError:
+        return None
+    if len(data) < HEADER_LAYOUT.size:
+        return None
+    magic, head_bytes, body_bytes, checksum = HEADER_LAYOUT.unpack_from(data)
+    rest = data[HEADER_LAYOUT.size :]
+    if magic != MAGIC or len(rest) != head_bytes + body_bytes or crc32c(rest) != checksum:
+        return None
+    try:
+        head = msgspec.json.decode(rest[:head_bytes], type=SliceHeader)
+    except msgspec.DecodeError:
+        return None
+    if tuple(head.key) != key or head.deployment != deployment or head.epoch != epoch:
+        return None
+    if time.time() - head.at_s > AGE_S_MAX:
+        return None
+    return head, rest[head_bytes:]

@@ -1,20 +1,529 @@
-"""All followed streams of an edge: each opened once, kept within bounds, closed when nobody reads it."""
+"""Followed streams: one upstream feed each, a ring of recent batches, and the readers that share both.
+
+A followed stream: one upstream socket, a ring of its recent batches, and the readers that share both.
+
+A batch covers `(start, next]` and begins where the one before ended, so a reader that is in the ring and is
+given what follows misses nothing and sees nothing twice. Whoever is elsewhere reads slices first.
+
+Waiting at a channel for something to happen, without being sent anything.
+
+All followed streams of an edge: each opened once, kept within bounds, closed when nobody reads it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import logging
+import time
+from collections import Counter, deque
+from math import inf
+from typing import NamedTuple, Protocol
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import build_stream_target
-from tailrace.edge.batch import FeedBatch
-from tailrace.edge.channel import CLOSE_GOING_AWAY, CLOSE_GONE, Channel, ChannelKey
-from tailrace.edge.connection import UpstreamLostError, UpstreamResponse
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.facts import StreamInfoCache
-from tailrace.edge.feed import UpstreamAnswer, UpstreamRefusedError, read_answer
-from tailrace.edge.headers import build_request
+from tailrace.edge.requests import build_request, build_stream_target
+from tailrace.edge.stream_info import StreamInfoCache
+from tailrace.edge.upstream_feed import (
+    FeedBatch,
+    FeedMessage,
+    UpstreamAnswer,
+    UpstreamFeed,
+    UpstreamRefusedError,
+    open_feed,
+    read_answer,
+)
+from tailrace.edge.upstream_pool import UpstreamLostError, UpstreamResponse
+from tailrace.edge.upstreams import RAMP_S, ReconnectBackoff, Upstream
 from tailrace.protocol import offsets
+from tailrace.protocol.http_headers import is_text
+
+logger = logging.getLogger("tailrace.edge")
+
+# Many readers are told in rounds, so many per turn of the loop: whoever is told last gets everything that
+# came meanwhile in one write.
+NOTIFIED_PER_TURN = 64
+# Written to a reader at once; what is more follows when this is on its way.
+ENCODED_BYTES_MAX = 256 * 1024
+# What is kept for readers at one place: those at the last few batches are many, those behind are few.
+JOINED_MAX = 8
+SHUT_S = 1.0
+CLOSE_GONE = 4404
+CLOSE_GOING_AWAY = 1001
+CLOSE_OVERLOADED = 1013
+CLOSE_NOT_ALLOWED = 1008
+
+
+class ChannelReader(Protocol):
+    """Somebody who waits at a channel."""
+
+    authorization: bytes | None
+    until_s: float | None  # wall time at which the reader's permission ends
+
+    def on_batches(self) -> None:
+        """There is more in the ring, or the channel is closed."""
+        ...
+
+    def on_end(self, code: int) -> None:
+        """The channel is over; the code is what a WebSocket client gets to see."""
+        ...
+
+
+class EncodedBatches(NamedTuple):
+    """Encoded batches, and where a reader is after them."""
+
+    data: bytes
+    number: int
+    last: str
+    cursor: int  # of the first of them: it is only for readers that have seen no greater one
+    up_to_date: bool  # as its last control says
+
+
+class ChannelKey(NamedTuple):
+    """What readers have to have in common."""
+
+    name: str
+    fmt: str
+    key: str
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        found = {"format": self.fmt, "key": self.key}
+        return {name: value for name, value in found.items() if value}
+
+
+class Channel:
+    """One followed stream. Lives as long as it has readers, and a little longer."""
+
+    def __init__(self, channels: ChannelTable, key: ChannelKey, token: bytes | None, start: str = "") -> None:
+        self._channels = channels
+        self._context = channels.context
+        self.key = key
+        self.content_type: str | None = None
+        self.earliest = ""
+        self.text = False
+        self.end = start  # the offset of the newest batch: where the socket is
+        self.up_to_date = False  # the upstream said so, and nothing came since
+        self.connected = False
+        self.closed = False  # the stream is: there will be no more batches
+        self.over = False  # so is the channel
+        self.first = 0  # number of the oldest batch in the ring
+        self.ring: deque[FeedBatch] = deque()
+        self.ring_bytes = 0
+        self._numbers: dict[str, int] = {}  # where a batch begins: its number
+        self._joined: dict[tuple[int, str], EncodedBatches] = {}  # what readers at one place are given
+        # The way of nearly everybody, from `step_from` to the end, by form.
+        self.step_from = -1
+        self.step: dict[str, EncodedBatches] = {}
+        self.readers: dict[ChannelReader, None] = {}
+        self._feed: UpstreamFeed | None = None
+        self._upstream: Upstream | None = None  # the door that the socket goes through
+        self._opened_at = 0.0
+        self._setbacks = ReconnectBackoff()
+        self.carried: bytes | None = None  # the Authorization that the socket was opened with
+        self._hold: asyncio.Task[None] | None = None  # ends the wait for a lost upstream
+        self._round: list[ChannelReader] = []
+        self._told = 0  # of the round
+        self._told_again = False
+        # Arrival of the oldest batch of the round, and of the oldest that no round has told of yet.
+        self._round_since: float | None = None
+        self._untold_since: float | None = None
+        self.uncounted = False  # its ring is no longer part of what all rings hold together
+        self.idle_since = self._context.loop.time()
+        self.opened: asyncio.Task[None] = self._context.loop.create_task(self._open(token))
+        self.opened.add_done_callback(_note_outcome)
+        self._task: asyncio.Task[None] | None = None
+
+    # -- where readers are
+
+    @property
+    def following(self) -> int:
+        """The number that the next batch will have."""
+        return self.first + len(self.ring)
+
+    def number_at(self, offset: str) -> int | None:
+        """The number of the batch that begins at an offset; None if no batch does."""
+        if offset == self.end:
+            return self.following
+        return self._numbers.get(offset)
+
+    def waits_at(self, offset: str) -> bool:
+        """Whether it is known that nothing follows an offset yet."""
+        return self.up_to_date and self.end == offset and not self.closed and not self.over
+
+    def holds(self, offset: str) -> bool:
+        """Whether an offset lies inside the ring, be it at a boundary or not."""
+        return bool(self.ring) and self.ring[0].start <= offset <= self.end
+
+    def piece_from(self, number: int, form: str) -> EncodedBatches:
+        """What a reader gets that has all batches below a number: the same bytes for all who are there."""
+        found = self._joined.get((number, form))
+        if found is None:
+            found = self._join(number, form)
+            if self.following - number <= JOINED_MAX:
+                self._joined[number, form] = found
+        if found.number == self.following:
+            if self.step_from != number:
+                self.step_from, self.step = number, {}
+            self.step[form] = found
+        return found
+
+    def batch(self, number: int) -> FeedBatch:
+        return self.ring[number - self.first]
+
+    def is_newest(self, number: int) -> bool:
+        return number + 1 == self.following
+
+    def ends_at(self, number: int) -> bool:
+        """Whether the upstream has said that nothing follows a batch."""
+        return self.up_to_date and self.is_newest(number)
+
+    def encoded(self, number: int, form: str, cursor: str) -> bytes:
+        """A batch with its control."""
+        batch = self.batch(number)
+        if not batch.is_made(form):
+            self._context.telemetry.edge_encodings.value += 1
+        return batch.encode(form, cursor, self.ends_at(number))
+
+    def _join(self, number: int, form: str) -> EncodedBatches:
+        first = self.batch(number)
+        parts: list[bytes] = []
+        size = 0
+        while number < self.following and size < ENCODED_BYTES_MAX:
+            part = self.encoded(number, form, self.batch(number).cursor)
+            parts.append(part)
+            size += len(part)
+            number += 1
+        last = self.batch(number - 1).next
+        return EncodedBatches(b"".join(parts), number, last, first.cursor_number, self.ends_at(number - 1))
+
+    def _forget_joined(self) -> None:
+        """What was put together does not say any more how things are."""
+        self._joined.clear()
+        self.step_from, self.step = -1, {}
+
+    def attach(self, reader: ChannelReader) -> None:
+        self.readers[reader] = None
+
+    def detach(self, reader: ChannelReader) -> None:
+        self.readers.pop(reader, None)
+        if not self.readers:
+            self.idle_since = self._context.loop.time()
+
+    # -- the upstream socket
+
+    async def _open(self, token: bytes | None) -> None:
+        """Looks at the stream and follows it from its tail, or from where the socket was lost."""
+        context = self._context
+        upstream = context.upstreams.of(self.key.name)
+        async with upstream.opening:
+            feed = await self._look_and_follow(upstream, token)
+        if feed is None:
+            return
+        upstream.note_opened()
+        if feed.ended:
+            return
+        if self.over:
+            feed.close()
+            return
+        self._feed, self._upstream = feed, upstream
+        self._opened_at = context.loop.time()
+        self.connected = not self.closed
+        self._end_hold()
+
+    async def _look_and_follow(self, upstream: Upstream, token: bytes | None) -> UpstreamFeed | None:
+        """The socket, or None if the stream has nothing more to follow."""
+        context = self._context
+        authorization = self.carried = context.token or token or self._some_token()
+        reply = await self._channels.head(self.key.name, authorization)
+        content_type = (reply.get(b"content-type") or b"").decode("latin-1")
+        if self.content_type is not None and content_type != self.content_type:
+            # The stream got its type, or is another one: whoever comes back sees the right encoding.
+            self._finish(CLOSE_GOING_AWAY)
+            return None
+        self.content_type = content_type
+        self.text = is_text(content_type)
+        self.earliest = (reply.get(b"stream-earliest-offset") or b"").decode("latin-1")
+        tail = (reply.get(b"stream-next-offset") or b"").decode("latin-1")
+        self.end = self.end or tail
+        if reply.get(b"stream-closed") is not None and self.end == tail:
+            self._close_stream()
+            return None
+        return await open_feed(
+            upstream,
+            context.edge_id,
+            self.key.name,
+            {"offset": self.end, **self.key.parameters},
+            authorization,
+            self._on_pair,
+            self._on_lost,
+            context.limits.edge_frame_bytes,
+        )
+
+    def _some_token(self) -> bytes | None:
+        """Of one of the readers, where the edge has none of its own."""
+        best = max(self.readers, key=_token_lifetime, default=None)
+        return None if best is None else best.authorization
+
+    def _on_pair(self, payload: bytes | None, control: FeedMessage) -> None:
+        if self.over or self.closed:
+            return
+        self._forget_joined()
+        if payload is None and control.offset == self.end:
+            self.up_to_date = control.up_to_date
+            if control.closed:
+                self._close_stream()
+            else:
+                self._tell()
+            return
+        batch = FeedBatch(self.end, control.offset, payload, self.text, control.cursor, closed=control.closed)
+        batch.arrived = time.monotonic()
+        if self._untold_since is None:
+            self._untold_since = batch.arrived
+        self._numbers[batch.start] = self.following
+        self.ring.append(batch)
+        self.ring_bytes += batch.size
+        self.end = batch.next
+        self.up_to_date = control.up_to_date
+        self._channels.note_batch(self, batch)
+        if control.closed:
+            self._close_stream()
+        else:
+            self._tell()
+
+    def _on_lost(self, code: int) -> None:
+        self._feed = None
+        self.connected = self.up_to_date = False
+        self._forget_joined()
+        if self.over or self.closed:
+            return
+        if code == CLOSE_GONE:
+            self._channels.stream_gone(self.key.name)
+            self._finish(CLOSE_GONE)
+            return
+        reason = {CLOSE_GOING_AWAY: "away", CLOSE_NOT_ALLOWED: "token"}.get(code, "lost")
+        self._context.telemetry.edge_reconnects.add(reason)
+        if self._hold is None:
+            self._hold = self._context.loop.create_task(self._hold_readers())
+        first = self._setbacks.note_ended(self._context.loop.time() - self._opened_at)
+        at_once = first and code in (CLOSE_GOING_AWAY, CLOSE_NOT_ALLOWED)
+        self._task = self._context.loop.create_task(self._reopen(at_once=at_once))
+
+    async def _reopen(self, *, at_once: bool) -> None:
+        """Comes back to where the socket was lost; readers are kept meanwhile, and told nothing.
+
+        How long they are kept is decided by `_hold_readers`: an attempt may take longer than that.
+        """
+        while not self.over:
+            if not at_once:
+                await self._pause()
+            at_once = False
+            try:
+                await self._open(None)
+            except UpstreamLostError:
+                self._note_failure()
+            except TailraceError as refusal:
+                if refusal.code == "overloaded":  # else no door is open, and that has a pause of its own
+                    self._setbacks.note()
+            except UpstreamRefusedError as refused:
+                self._setbacks.note()
+                status = refused.refusal.status
+                if status in (400, 404, 410):
+                    self._finish(CLOSE_GONE if status != 400 else CLOSE_GOING_AWAY)
+                elif status in (401, 403):
+                    at_once = self._dismiss_refused()
+            if self.connected or self.over or self.closed or self._task is not asyncio.current_task():
+                return  # the last: what was opened is lost already, and that is seen to by another task
+
+    async def _hold_readers(self) -> None:
+        """Ends the channel when its upstream was away for the whole hold.
+
+        The back-off and the regular health checks may be seconds behind, so the upstream is looked at once
+        more when the hold is over; all channels share that look. If the upstream is back, the channel gets as
+        long as it may take until it is its turn to be opened again.
+        """
+        await asyncio.sleep(self._context.limits.edge_hold_ms / 1000)
+        upstreams = self._context.upstreams
+        try:
+            upstream = upstreams.of(self.key.name)
+        except TailraceError:
+            upstream = upstreams.home(self.key.name)
+        if await upstream.look_now():
+            await asyncio.sleep(RAMP_S)
+        self.stop(CLOSE_OVERLOADED)
+
+    def _end_hold(self) -> None:
+        if self._hold is not None and self._hold is not asyncio.current_task():
+            self._hold.cancel()
+        self._hold = None
+
+    def _dismiss_refused(self) -> bool:
+        """The owner takes this token no more: whoever has it leaves, with others it is tried again."""
+        for reader in list(self.readers):
+            if reader.authorization == self.carried:
+                self.detach(reader)
+                reader.on_end(CLOSE_NOT_ALLOWED)
+        if self._context.token is not None or not self.readers:
+            self._finish(CLOSE_NOT_ALLOWED)
+        return True
+
+    async def _pause(self) -> None:
+        try:
+            upstream = self._context.upstreams.of(self.key.name)
+        except TailraceError:
+            await asyncio.sleep(SHUT_S)  # no door is open
+        else:
+            await upstream.pause()
+            await self._setbacks.pause()
+
+    def _note_failure(self) -> None:
+        try:
+            self._context.upstreams.of(self.key.name).note_failed(self._context.loop.time())
+        except TailraceError:
+            return
+
+    # -- readers are told
+
+    def _tell(self) -> None:
+        if self._round:
+            self._told_again = True
+            return
+        self._round, self._told = list(self.readers), 0
+        self._round_since, self._untold_since = self._untold_since, None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        begun, self._told = self._told, self._told + NOTIFIED_PER_TURN
+        for reader in self._round[begun : self._told]:
+            if reader in self.readers:
+                try:
+                    reader.on_batches()
+                except Exception:
+                    logger.exception("a live reader failed")  # the others are told all the same
+        if self._told < len(self._round):
+            self._context.loop.call_soon(self._go_on)
+            return
+        if self._round and self._round_since is not None:
+            delivery_s = time.monotonic() - self._round_since
+            self._context.telemetry.edge_delivery_seconds.observe(delivery_s)
+        self._round = []
+        if self._told_again:
+            self._told_again = False
+            self._context.loop.call_soon(self._tell)
+
+    # -- the end
+
+    def _close_stream(self) -> None:
+        """Nothing will follow; readers take what is left and leave."""
+        self.closed = True
+        self.connected = False
+        self._end_hold()
+        self._channels.forget(self)  # whoever comes now has to be told by the upstream
+        self._tell()
+
+    def _finish(self, code: int) -> None:
+        if self.over:
+            return
+        self.over = True
+        self._end_hold()
+        self._channels.forget(self)
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+        for reader in list(self.readers):
+            reader.on_end(code)
+        self.readers.clear()
+
+    def stop(self, code: int = CLOSE_GOING_AWAY) -> None:
+        """Nobody needs it any more, or the edge stops."""
+        self._finish(code)
+        for task in (self.opened, self._task):
+            if task is not None and not task.done() and task is not asyncio.current_task():
+                task.cancel()
+
+    # -- time and space
+
+    def on_tick(self, now: float) -> None:
+        if self._feed is not None:
+            self._feed.on_tick(now)
+        if self._feed is not None and self._has_moved():
+            self._feed.give_up()
+        oldest = now - self._context.limits.edge_ring_ms / 1000
+        while self.ring and self.ring[0].arrived < oldest:
+            self.drop_oldest()
+
+    def _has_moved(self) -> bool:
+        """Whether the stream is now asked of another door, since that of the socket is out."""
+        if self._upstream is None or self._upstream.usable:
+            return False
+        try:
+            door = self._context.upstreams.of(self.key.name)
+        except TailraceError:
+            return False
+        return door is not self._upstream and door.usable
+
+    def drop_oldest(self) -> None:
+        """Makes room; readers that still need the batch read slices."""
+        batch = self.ring.popleft()
+        self._forget_joined()
+        del self._numbers[batch.start]
+        self.first += 1
+        self.ring_bytes -= batch.size
+        if not self.uncounted:
+            self._channels.ring_bytes -= batch.size
+
+
+def _token_lifetime(reader: ChannelReader) -> float:
+    """How long a reader's token is good; one without a token is the last choice."""
+    if reader.authorization is None:
+        return -inf
+    return inf if reader.until_s is None else reader.until_s
+
+
+def _note_outcome(task: asyncio.Task[None]) -> None:
+    """Whoever waits for the channel gets the failure; if nobody does, it is of no interest."""
+    if not task.cancelled():
+        task.exception()
+
+
+class ChannelWaiter:
+    """A reader that only wants to know. One wait each."""
+
+    def __init__(
+        self, channel: Channel, authorization: bytes | None = None, until_s: float | None = None
+    ) -> None:
+        self._channel = channel
+        self.authorization = authorization
+        self.until_s = until_s
+        self._rung = asyncio.Event()
+
+    def on_batches(self) -> None:
+        self._rung.set()
+
+    def on_end(self, code: int) -> None:
+        self._rung.set()
+
+    async def wait(self, seconds: float) -> bool:
+        """True if something happened, false if the time was up."""
+        self._channel.attach(self)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._rung.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._channel.detach(self)
+        return True
+
+    @staticmethod
+    async def reached(channel: Channel, offset: str, seconds: float) -> bool:
+        """Waits until a channel has come to an offset. False if it does not, or is over."""
+        until = asyncio.get_running_loop().time() + seconds
+        while channel.end < offset and not channel.over and not channel.closed:
+            left = until - asyncio.get_running_loop().time()
+            if left <= 0 or not await ChannelWaiter(channel).wait(left):
+                return False
+        return channel.end >= offset or channel.over
+
 
 TICK_S = 1.0
 # Down to this share of their bound the rings are emptied once they are past it.

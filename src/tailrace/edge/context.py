@@ -11,10 +11,9 @@ from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
-from tailrace.edge.gate import Caller
-from tailrace.edge.headers import build_request, cache_line, request_id_line, whole_target
+from tailrace.edge.auth import Caller, EdgeToken
 from tailrace.edge.metrics import EdgeTelemetry
-from tailrace.edge.token import EdgeToken
+from tailrace.edge.requests import build_request, cache_line, request_id_line, whole_target
 from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.http.cors import add_timing_phase, add_upstream_timing
 from tailrace.http.exchange import Exchange

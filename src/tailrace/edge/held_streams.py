@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tailrace.common.errors import TailraceError
+from tailrace.edge.auth import Caller
 from tailrace.edge.channels import ChannelTable
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.facts import StreamInfoCache
-from tailrace.edge.gate import Caller
-from tailrace.edge.headers import cache_line
+from tailrace.edge.requests import cache_line
+from tailrace.edge.stream_info import StreamInfoCache
 from tailrace.edge.upstreams import Upstream
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.protocol.query_params import live_mode, parse_query

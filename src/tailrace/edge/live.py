@@ -1,4 +1,13 @@
-"""Live readers of an edge: they read slices until they meet the ring of a channel, and go on from there."""
+"""Live readers of an edge: from slices to the ring of a channel, with keep-alive and rotation.
+
+One live reader: where it is, what it is given next, and how it gets from slices to a channel.
+
+A reader keeps the offset of the last thing it was given. What follows is handed over only if it begins there,
+or earlier with nothing for this reader in between, be it a slice or a batch of a ring; this one rule is why
+nothing is missed and nothing comes twice.
+
+Live readers of an edge: they read slices until they meet the ring of a channel, and go on from there.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +16,447 @@ import random
 from collections.abc import Callable
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import SharedRead
-from tailrace.edge.channel import CLOSE_NOT_ALLOWED, ChannelKey
-from tailrace.edge.channels import ChannelTable
-from tailrace.edge.connection import UpstreamLostError
+from tailrace.edge.auth import Authenticator, Caller
+from tailrace.edge.cache import Slice
+from tailrace.edge.channels import (
+    CLOSE_GOING_AWAY,
+    CLOSE_GONE,
+    CLOSE_NOT_ALLOWED,
+    CLOSE_OVERLOADED,
+    Channel,
+    ChannelKey,
+    ChannelTable,
+    ChannelWaiter,
+    EncodedBatches,
+)
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.feed import UpstreamRefusedError
-from tailrace.edge.gate import Authenticator, Caller
-from tailrace.edge.headers import cache_line
-from tailrace.edge.reader import LiveReader
+from tailrace.edge.requests import SharedRead, cache_line
 from tailrace.edge.slices import SliceReader
+from tailrace.edge.upstream_feed import FeedBatch, UpstreamRefusedError, encode_control, is_transient
+from tailrace.edge.upstream_pool import UpstreamLostError
 from tailrace.http.exchange import Exchange
-from tailrace.http.live_transport import LiveWebSocketHandler, SseTransport, WebSocketTransport
+from tailrace.http.live_transport import LiveTransport, LiveWebSocketHandler, SseTransport, WebSocketTransport
 from tailrace.protocol import offsets
-from tailrace.protocol.http_headers import header_line
+from tailrace.protocol.http_headers import header_line, is_text
+from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS
+
+# How often a reader between two boundaries reads on before it gets a socket of its own.
+ROUNDS_MAX = 3
+# How long a channel that lags has to arrive where a reader is.
+LAG_S_MAX = 1.0
+RETRY_S = 0.25
+
+
+class ContentTypeChangedError(TailraceError):
+    """What follows travels in another encoding than what the client was promised."""
+
+    def __init__(self) -> None:
+        super().__init__("unavailable", "the type of the stream has changed")
+
+
+class LiveReader:
+    """One SSE or WebSocket client, from its offset to the tail and on."""
+
+    # There are tens of thousands of them.
+    __slots__ = (
+        "_bare_from",
+        "_behind",
+        "_context",
+        "_drained",
+        "_floor",
+        "_joining",
+        "_live",
+        "_number",
+        "_path",
+        "_rounds",
+        "_said_up_to_date",
+        "_shared",
+        "_silent_since",
+        "_task",
+        "_text",
+        "asked_upstream",
+        "authorization",
+        "caller",
+        "channel",
+        "ended",
+        "last",
+        "mode",
+        "rotate_at",
+        "until_s",
+        "wire",
+    )
+
+    def __init__(
+        self, live: EdgeLiveReaders, channel: Channel, reading: SharedRead, caller: Caller, offset: str
+    ) -> None:
+        self._live = live
+        self._context = live.context
+        self.channel = channel  # the one it is attached to, or is on its way to
+        self._shared = channel
+        self.caller = caller
+        self.authorization = caller.authorization
+        self.until_s = caller.until_s
+        self.mode = reading.mode
+        self.wire: LiveTransport | None = None
+        self.last = offset
+        # Nothing for this reader lies between here and `last`: it is given what begins here just as well.
+        self._bare_from = offset
+        self._number = -1  # of the next batch, while attached
+        self._text = channel.text
+        cursor = reading.cursor or ""
+        self._floor = int(cursor) if cursor.isascii() and cursor.isdigit() and len(cursor) <= 18 else -1
+        self._said_up_to_date = False  # the last control that was sent did
+        self._behind = False  # the client does not take what it is sent
+        self._joining = True
+        self._drained: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.asked_upstream = False
+        self.ended = False
+        self.rotate_at: float | None = None
+        self._silent_since = live.now
+        self._path = "ring"
+        self._rounds = 0  # reads in a row from inside a batch of the ring
+
+    # -- getting there
+
+    async def prepare(self) -> FeedBatch | None:
+        """The first thing to send, or None if that comes from the ring. What is refused, is refused here."""
+        return await self._next_slice()
+
+    def begin(self, first: FeedBatch | None) -> None:
+        """The client is connected: from here on it is sent events."""
+        if self.ended:
+            return
+        if first is None:
+            self._attach()
+        else:
+            self._task = self._context.spawn(self._join(first))
+
+    async def _next_slice(self) -> FeedBatch | None:
+        """What follows `last`, read from upstream or the cache; None once a channel goes on from there."""
+        while True:
+            channel = await self._living_channel()
+            if self._number_in(channel) is not None:
+                return None
+            if self.last > channel.end:
+                if await self._is_bare_since(channel) or await ChannelWaiter.reached(
+                    channel, self.last, LAG_S_MAX
+                ):
+                    continue
+                await self._go_private()
+                return None
+            if self._rounds >= ROUNDS_MAX:
+                await self._go_private()
+                return None
+            if channel.holds(self.last):
+                self._rounds += 1
+                self._path = "straddle"
+            batch = self._batch_of(await self._read(self.last, channel.end))
+            if batch.payload is not None or batch.closed:
+                self._path = "slices" if self._path == "ring" else self._path
+                return batch
+            if batch.next == self.last:
+                self._rounds += 1  # more was seen than is there to be read
+            self.last = batch.next  # nothing in it for this reader
+
+    async def _living_channel(self) -> Channel:
+        if self._shared.over:
+            self._shared, _ = await self._live.channels.open(self._shared.key, self.authorization)
+            self.channel = self._shared
+            if self._shared.text is not self._text:
+                raise ContentTypeChangedError
+        return self._shared
+
+    def _number_in(self, channel: Channel) -> int | None:
+        """Where a channel goes on for this reader; None if it does not."""
+        number = channel.number_at(self.last)
+        if number is None and self._bare_from <= channel.end < self.last:
+            return channel.following
+        return number
+
+    async def _is_bare_since(self, channel: Channel) -> bool:
+        """Whether the owner has nothing for this reader between the end of a channel and `last`.
+
+        It tells a socket with a key of entries with other keys only now and then, so that on a busy stream
+        the channel is behind everybody who comes by slices, and stays there until its key is written.
+        """
+        if not channel.key.key:
+            return False
+        begun = position = channel.end
+        while position < self.last:
+            found = await self._read(position, self.last)
+            if not found.is_empty or found.next <= position:
+                return False
+            position = found.next
+        self._bare_from = min(self._bare_from, begun)
+        return True
+
+    async def _read(self, offset: str, known: str) -> Slice:
+        """What follows an offset; an answer of a moment ago must not deny what is known to follow."""
+        self.asked_upstream = True
+        key = self._shared.key
+        reading = SharedRead.plain(key.name, offset, key.fmt, key.key)
+        found, _ = await self._live.slices.get(reading, self.caller)
+        if found.next == offset < known:
+            found = await self._live.slices.fetched(reading, self.caller)
+        return found
+
+    def _batch_of(self, found: Slice) -> FeedBatch:
+        if is_text(found.content_type) is not self._text:
+            raise ContentTypeChangedError
+        cursor = next_cursor(None, self._context.now_s())
+        payload = None if found.is_empty else found.body
+        batch = FeedBatch(self.last, found.next, payload, self._text, cursor, closed=found.closed)
+        batch.up_to_date = found.up_to_date
+        return batch
+
+    async def _join(self, batch: FeedBatch | None) -> None:
+        """Sends slices until the ring goes on, as fast as the client takes them."""
+        while not self.ended:
+            if batch is not None:
+                self._send_slice(batch)
+                await self._until_drained()
+                if self.ended:
+                    return
+            try:
+                batch = await self._next_in_time()
+            except (UpstreamRefusedError, TailraceError, TimeoutError) as error:
+                self.finish(_close_code(error))
+                return
+            if batch is None:
+                self._task = None
+                self._attach()
+                return
+
+    async def _next_in_time(self) -> FeedBatch | None:
+        """The next slice. While the upstream is lost it is tried again, as long as readers are kept."""
+        async with asyncio.timeout(self._context.limits.edge_hold_ms / 1000):
+            while True:
+                try:
+                    return await self._next_slice()
+                except (UpstreamLostError, UpstreamRefusedError, TailraceError) as error:
+                    if not _is_transient_failure(error):
+                        raise
+                await asyncio.sleep(RETRY_S)
+
+    def _send_slice(self, batch: FeedBatch) -> None:
+        """Up to date is only who has all that this edge has received."""
+        assert self.wire is not None
+        assert batch.start == self.last
+        up_to_date = batch.up_to_date and batch.next >= self._shared.end
+        self.last = self._bare_from = batch.next
+        self._emit(batch.encode(self.wire.form, self._cursor(batch.cursor), up_to_date), up_to_date)
+        if batch.closed:
+            self.finish(1000)
+
+    async def _until_drained(self) -> None:
+        assert self.wire is not None
+        while not self.ended and self.wire.unsent_bytes > self._live.unsent_bytes_max:
+            self._drained = asyncio.Event()
+            await self._drained.wait()
+
+    async def _go_private(self) -> None:
+        """A socket of its own, from exactly here; it is left at the first boundary that the ring knows."""
+        self._path = "private"
+        channels = self._live.channels
+        self.channel = await channels.open_private(self._shared.key, self.authorization, self.last)
+
+    # -- being there
+
+    def _attach(self) -> None:
+        """Atomic with respect to the arrival of batches: nothing waits between looking and attaching."""
+        if self.ended:
+            return
+        number = self._number_in(self.channel)
+        if number is None or self.channel.over:
+            self._rejoin()
+            return
+        if self.last <= self.channel.end:
+            self._bare_from = self.last
+        self._joining = False
+        self._number = number
+        self._context.telemetry.edge_join.add(self._path)
+        self._path = "ring"
+        self._rounds = 0
+        self.channel.attach(self)
+        self.on_batches()
+
+    def _rejoin(self) -> None:
+        """Back to reading slices, from the last thing that was given."""
+        self._leave()
+        self._joining = True
+        self.channel = self._shared
+        self._task = self._context.spawn(self._join(None))
+
+    def on_batches(self) -> None:
+        wire, channel = self.wire, self.channel
+        if self._joining or self.ended or wire is None:
+            return
+        is_exact = self._bare_from is self.last
+        if self._number == channel.step_from and is_exact and not channel.closed and channel is self._shared:
+            # Somebody at the same place was just served: the same bytes will do.
+            piece = channel.step.get(wire.form)
+            if piece is not None and piece.cursor > self._floor:
+                if wire.offer(piece.data, self._live.unsent_bytes_max):
+                    self._note_sent(piece)
+                    return
+        while self._number < channel.following:
+            if self._number < channel.first:
+                self._rejoin()
+                return
+            if channel.batch(self._number).next <= self.last:
+                self._number += 1  # only moves on, to where this reader is already
+                continue
+            if wire.unsent_bytes > self._live.unsent_bytes_max:
+                self._note_behind()
+                return  # `on_drain` continues from here
+            self._send_next(wire, channel)
+            if self.ended or self._moved_over():
+                return
+        if channel.closed:
+            self._send_control(up_to_date=True, closed=True)
+            self.finish(1000)
+        elif channel.up_to_date and not self._said_up_to_date:
+            self._send_control(up_to_date=True, closed=False)
+
+    def _note_behind(self) -> None:
+        if not self._behind:
+            self._behind = True
+            self._context.telemetry.edge_detached.value += 1
+
+    def _send_next(self, wire: LiveTransport, channel: Channel) -> None:
+        batch = channel.batch(self._number)
+        assert self._bare_from <= batch.start <= self.last < batch.next
+        if batch.cursor_number > self._floor:
+            piece = channel.piece_from(self._number, wire.form)
+        else:
+            data = channel.encoded(self._number, wire.form, self._cursor(batch.cursor))
+            piece = EncodedBatches(data, self._number + 1, batch.next, -1, channel.ends_at(self._number))
+        wire.send(piece.data)
+        self._note_sent(piece)
+        if channel.closed and self._number == channel.following and channel.batch(self._number - 1).closed:
+            self.finish(1000)
+
+    def _note_sent(self, piece: EncodedBatches) -> None:
+        live = self._live
+        self._number = piece.number
+        self.last = self._bare_from = piece.last
+        self._said_up_to_date = piece.up_to_date
+        self._silent_since = live.now
+        live.fanout_bytes[self.mode] += len(piece.data)
+
+    def _moved_over(self) -> bool:
+        """Leaves a private socket as soon as the shared channel knows the place."""
+        private, shared = self.channel, self._shared
+        if private is shared or shared.over or self._number_in(shared) is None:
+            return False
+        private.detach(self)
+        private.stop()
+        self.channel = shared
+        self._attach()
+        return True
+
+    # -- sending
+
+    def _cursor(self, channels_own: str) -> str:
+        """The channel's cursor, or a greater one than this reader has already seen."""
+        if channels_own and int(channels_own) > self._floor:
+            return channels_own
+        cursor = next_cursor(str(self._floor) if self._floor >= 0 else None, self._context.now_s())
+        self._floor = max(self._floor, int(cursor)) if self._floor >= 0 else -1
+        return cursor
+
+    def _send_control(self, *, up_to_date: bool, closed: bool) -> None:
+        assert self.wire is not None
+        cursor = self._cursor(next_cursor(None, self._context.now_s()))
+        self._emit(encode_control(self.wire.form, self.last, cursor, up_to_date, closed), up_to_date)
+
+    def _emit(self, data: bytes, up_to_date: bool) -> None:
+        assert self.wire is not None
+        self._said_up_to_date = up_to_date
+        self._silent_since = self._live.now
+        self.wire.send(data)
+
+    # -- events
+
+    def on_drain(self) -> None:
+        if self._drained is not None:
+            self._drained.set()
+        self._behind = False
+        self.on_batches()
+
+    def on_tick(self, now: float, now_s: float, keep_alive_s: float) -> None:
+        wire = self.wire
+        if wire is None or self.ended:
+            return
+        if self.until_s is not None and now_s >= self.until_s:
+            self.finish(CLOSE_NOT_ALLOWED)
+        elif self.rotate_at is not None and now >= self.rotate_at and self._at_end:
+            self.rotate()
+        elif now - self._silent_since >= keep_alive_s and wire.unsent_bytes == 0:
+            self._silent_since = now
+            wire.keep_alive()
+        if not self.ended and not self._joining:
+            # A batch may reach the shared channel later than the private one, and nothing may follow it.
+            self._moved_over()
+
+    @property
+    def _at_end(self) -> bool:
+        return not self._joining and self._number == self.channel.following
+
+    def rotate(self) -> None:
+        """Sent away with where it is; the client comes back."""
+        if not self.ended:
+            if self._at_end and self.mode == "sse":
+                self._send_control(up_to_date=self.channel.up_to_date, closed=False)
+            self.finish(CLOSE_GOING_AWAY)
+
+    def on_end(self, code: int) -> None:
+        self.finish(code)
+
+    def finish(self, code: int) -> None:
+        """Ends the connection; the code is what a WebSocket client gets to see."""
+        if not self.ended:
+            self.gone()
+            if self.wire is not None:
+                self.wire.end(code)
+
+    def gone(self) -> None:
+        """The client left, or is being left: no trace remains."""
+        if self.ended:
+            return
+        self.ended = True
+        if self._drained is not None:
+            self._drained.set()
+        self._leave()
+        self._live.dismiss(self)
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+    def _leave(self) -> None:
+        self.channel.detach(self)
+        if self.channel is not self._shared:
+            self.channel.stop()
+
+
+def _is_transient_failure(error: Exception) -> bool:
+    """Whether a failure is one of an upstream that is lost, or cannot answer for now."""
+    if isinstance(error, UpstreamRefusedError):
+        return is_transient(error.refusal.status)
+    if isinstance(error, TailraceError):
+        return error.code == "unavailable" and not isinstance(error, ContentTypeChangedError)
+    return isinstance(error, UpstreamLostError)
+
+
+def _close_code(error: Exception) -> int:
+    """What a WebSocket client gets to see of a failure."""
+    if isinstance(error, UpstreamRefusedError):
+        return CLOSE_GONE if error.refusal.status in (404, 410) else CLOSE_GOING_AWAY
+    if isinstance(error, TailraceError):
+        return CLOSE_OVERLOADED if error.code == "overloaded" else CLOSE_GOING_AWAY
+    return CLOSE_OVERLOADED
+
 
 TICK_S = 1.0
 # At shutdown readers are sent away at this rate, so that they do not all come back in one moment; faster only

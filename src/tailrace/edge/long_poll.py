@@ -11,17 +11,20 @@ import time
 from typing import NamedTuple
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import SharedRead, build_stream_target
-from tailrace.edge.channel import Channel, ChannelKey
-from tailrace.edge.channels import ChannelTable
-from tailrace.edge.connection import UpstreamLostError
+from tailrace.edge.auth import Authenticator, Caller
+from tailrace.edge.channels import Channel, ChannelKey, ChannelTable, ChannelWaiter
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.doorbell import ChannelWaiter
-from tailrace.edge.facts import StreamInfoCache
-from tailrace.edge.feed import UpstreamAnswer, UpstreamRefusedError
-from tailrace.edge.gate import Authenticator, Caller
-from tailrace.edge.headers import cache_line, response_lines, without_request_id
+from tailrace.edge.requests import (
+    SharedRead,
+    build_stream_target,
+    cache_line,
+    response_lines,
+    without_request_id,
+)
 from tailrace.edge.slices import UNSHARED_STATUSES
+from tailrace.edge.stream_info import StreamInfoCache
+from tailrace.edge.upstream_feed import UpstreamAnswer, UpstreamRefusedError
+from tailrace.edge.upstream_pool import UpstreamLostError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import NO_STORE, header_line
 from tailrace.protocol.offsets import next_cursor

@@ -23,25 +23,20 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging
 from tailrace.common.settings import Settings, SettingsError
 from tailrace.common.settings_loading import unknown_variable_warnings
-from tailrace.edge.app import EdgeApp
-from tailrace.edge.cache import MemoryCache
-from tailrace.edge.channel import CLOSE_GOING_AWAY, CLOSE_GONE
-from tailrace.edge.channels import ChannelTable
+from tailrace.edge.app import EdgeApp, EdgeMetricsApp
+from tailrace.edge.auth import Authenticator, EdgeToken
+from tailrace.edge.cache import DiskCache, MemoryCache
+from tailrace.edge.channels import CLOSE_GOING_AWAY, CLOSE_GONE, ChannelTable
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.disk import DiskCache
-from tailrace.edge.facts import StreamInfoCache
-from tailrace.edge.gate import Authenticator
 from tailrace.edge.held_streams import HeldEventStreams
+from tailrace.edge.invalidation import RegistryFollower, RevocationFollower
 from tailrace.edge.live import EdgeLiveReaders
 from tailrace.edge.long_poll import LongPolls
 from tailrace.edge.metrics import EdgeTelemetry
-from tailrace.edge.origin import parse_upstreams
-from tailrace.edge.own import EdgeMetricsApp
-from tailrace.edge.registry import RegistryFollower
-from tailrace.edge.revocations import RevocationFollower
 from tailrace.edge.slices import SliceReader
-from tailrace.edge.token import EdgeToken
+from tailrace.edge.stream_info import StreamInfoCache
 from tailrace.edge.ttl_renewal import TtlRenewals
+from tailrace.edge.upstream_pool import parse_upstreams
 from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.http import request_log
 from tailrace.http.server import HttpServer

@@ -6,18 +6,16 @@ import asyncio
 from typing import NamedTuple
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import SharedRead, build_stream_target
-from tailrace.edge.cache import MemoryCache, Slice
+from tailrace.edge.auth import Caller
+from tailrace.edge.cache import DiskCache, MemoryCache, RecentRead, RecentReads, Slice
 from tailrace.edge.channels import ChannelTable
-from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.disk import DiskCache
-from tailrace.edge.facts import StreamInfo, StreamInfoCache
-from tailrace.edge.feed import UpstreamAnswer, UpstreamRefusedError
-from tailrace.edge.gate import Caller
-from tailrace.edge.recent import RecentRead, RecentReads
-from tailrace.edge.registry import RegistryFollower
+from tailrace.edge.invalidation import RegistryFollower
+from tailrace.edge.requests import SharedRead, build_stream_target
+from tailrace.edge.stream_info import StreamInfo, StreamInfoCache
 from tailrace.edge.ttl_renewal import TtlRenewals
+from tailrace.edge.upstream_feed import UpstreamAnswer, UpstreamRefusedError
+from tailrace.edge.upstream_pool import UpstreamLostError
 from tailrace.edge.upstreams import Upstream
 from tailrace.protocol.http_headers import slice_etag_format
 

@@ -6,13 +6,11 @@ import asyncio
 import logging
 
 from tailrace.common.errors import TailraceError
-from tailrace.edge.asks import build_stream_target
 from tailrace.edge.channels import ChannelTable
-from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.facts import StreamInfo, StreamInfoCache
-from tailrace.edge.headers import build_request
-from tailrace.edge.lifetimes import renewal_due_at
+from tailrace.edge.requests import build_request, build_stream_target
+from tailrace.edge.stream_info import StreamInfo, StreamInfoCache, renewal_due_at
+from tailrace.edge.upstream_pool import UpstreamLostError
 
 logger = logging.getLogger("tailrace.edge")
 

@@ -1,4 +1,18 @@
-"""The upstreams of an edge: which one a stream is asked of, and which of them are well."""
+"""The upstreams of an edge: health, placement of streams, load ramp, and reconnect back-off.
+
+Which servers are behind the upstreams: one behind all of them, or one behind each.
+
+How an upstream that came back is given its load again: a little at first, all of it after a while.
+
+What has just started is slow: its caches are empty, and everybody wants to come back at once.
+
+The upstreams of an edge: which one a stream is asked of, and which of them are well.
+
+How long somebody whose socket ended waits before the next: longer each time that it gets nowhere.
+
+An upstream's own back-off is for connections that fail. One that answers with a no, or closes the socket that
+it has just opened, is well, and would be asked again at once for as long as that goes on.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +21,116 @@ import hashlib
 import logging
 import random
 from collections import deque
+from collections.abc import Callable
+from math import inf
 
 import orjson
 import xxhash
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.edge.connection import UpstreamLostError
-from tailrace.edge.deployments import DeploymentCheck
-from tailrace.edge.headers import build_request
-from tailrace.edge.origin import UpstreamAddress
-from tailrace.edge.pool import ConnectionPool
-from tailrace.edge.ramp import LoadRamp, OpenLimiter
+from tailrace.edge.requests import build_request
+from tailrace.edge.upstream_pool import ConnectionPool, UpstreamAddress, UpstreamLostError
+
+DIFFERENT_SERVERS = "the upstreams are different servers: mode any is for one"
+SAME_SERVER = "two upstreams are one server: mode sharded is for several"
+
+
+class DeploymentCheck:
+    """Remembers what each upstream was, and says which of them would split streams."""
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._accepted: dict[str, str] = {}  # by the id of the upstream
+        self._last: dict[str, str] = {}  # also of those that were turned away since
+        self.on_change: Callable[[], None] = _nothing
+
+    def judge(self, upstream_id: str, deployment: str) -> str:
+        """Why an upstream cannot be used, or nothing.
+
+        One that does not answer stays what it was: whoever comes up in its stead has to be the same server.
+        """
+        others = [known for other, known in self._accepted.items() if other != upstream_id]
+        if self._mode == "any" and any(known != deployment for known in others):
+            self._accepted.pop(upstream_id, None)
+            return DIFFERENT_SERVERS
+        if self._mode == "sharded" and deployment in others:
+            self._accepted.pop(upstream_id, None)
+            return SAME_SERVER
+        before = self._last.get(upstream_id, deployment)
+        self._accepted[upstream_id] = self._last[upstream_id] = deployment
+        if before != deployment:
+            self.on_change()
+        return ""
+
+
+def _nothing() -> None:
+    """Nobody has to be told."""
+
+
+FIRST_SHARE = 0.1
+RAMP_S = 10.0
+# Sockets that are opened at a time.
+OPENING_MAX = 64
+
+
+class LoadRamp:
+    """The share of its usual load that an upstream is given now."""
+
+    def __init__(self, time: Callable[[], float]) -> None:
+        self._time = time
+        self._since = -inf
+
+    def begin(self) -> None:
+        self._since = self._time()
+
+    @property
+    def share(self) -> float:
+        passed = (self._time() - self._since) / RAMP_S
+        return min(1.0, FIRST_SHARE + (1.0 - FIRST_SHARE) * passed)
+
+    def takes(self, key: str) -> bool:
+        """Whether a stream is among those it is given already; once it is, it stays."""
+        share = self.share
+        return share >= 1.0 or xxhash.xxh3_64_intdigest(key.encode(), seed=1) < share * 2**64
+
+
+class OpenLimiter:
+    """Turns to open a socket: so many at a time, and fewer at first."""
+
+    def __init__(self, ramp: LoadRamp) -> None:
+        self._ramp = ramp
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.active = 0
+
+    @property
+    def allowed(self) -> int:
+        return max(1, int(OPENING_MAX * self._ramp.share))
+
+    async def __aenter__(self) -> None:
+        if self.active < self.allowed and not self._waiting:
+            self.active += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self.active -= 1
+        while self._waiting and self.active < self.allowed:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self.active += 1  # on behalf of whoever is let in
+                turn.set_result(None)
+
 
 logger = logging.getLogger("tailrace.edge")
 
@@ -297,3 +409,31 @@ def rendezvous_order(key: str, ids: list[str]) -> list[str]:
         return xxhash.xxh3_64_intdigest(upstream_id.encode() + b"\0" + key.encode())
 
     return sorted(ids, key=weight, reverse=True)
+
+
+# A socket that was open so long did its work: what happens to it then is the first setback of a new row.
+SETTLED_S = 10.0
+
+
+class ReconnectBackoff:
+    """Of one follower, in a row."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def note(self) -> None:
+        """An attempt was answered, and led nowhere."""
+        self._count = min(self._count + 1, 10)
+
+    def note_ended(self, open_s: float) -> bool:
+        """A socket ended after so long; true if that is the first setback."""
+        if open_s >= SETTLED_S:
+            self._count = 0
+        self.note()
+        return self._count == 1
+
+    async def pause(self) -> None:
+        """Not at all after the first, then up to twice as long each time, all of it random."""
+        if self._count > 1:
+            most = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** (self._count - 1))
+            await asyncio.sleep(random.uniform(0, most))  # noqa: S311 - spreads load

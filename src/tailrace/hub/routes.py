@@ -38,7 +38,7 @@ from tailrace.hub.policy import principal_from_identity
 from tailrace.hub.runner import EffectRunner
 from tailrace.hub.session import CONNECTED, Session
 from tailrace.routing import responses
-from tailrace.routing.proxies import client_network, load_trusted_proxies
+from tailrace.routing.client_address import client_network, load_trusted_proxies
 
 ALL_ADDRESSES: Final = ""  # the key of what all addresses share
 PER_ADDRESS_PER_S: Final = 20

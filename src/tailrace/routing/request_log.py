@@ -5,8 +5,7 @@ from __future__ import annotations
 from tailrace.http import request_log
 from tailrace.http.exchange import Exchange
 from tailrace.http.request_log import LogFields, RequestLogMode, failure_log
-from tailrace.routing.proxies import TrustedProxies
-from tailrace.routing.vouched import ClientResolver
+from tailrace.routing.client_address import ClientResolver, TrustedProxies
 
 __all__ = ["answered", "configure", "failure_log"]
 

@@ -12,7 +12,7 @@ from tailrace.log.commit import refuse_after_commit
 from tailrace.log.model import Stream
 from tailrace.protocol import http_headers
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line
-from tailrace.routing.proxies import load_trusted_proxies
+from tailrace.routing.client_address import load_trusted_proxies
 
 NO_STORE = http_headers.NO_STORE
 CLOSED = b"Stream-Closed: true\r\n"

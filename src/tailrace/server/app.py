@@ -1,43 +1,47 @@
-"""The application behind the listener: one router, one policy, one form of headers and errors."""
+"""The application behind the listener: routing, authentication, and the recheck of open connections when credentials change.
+
+The application behind the listener: one router, one policy, one form of headers and errors.
+
+Sees to it that whoever loses their right loses their open connections, too.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Final
 
 from tailrace.auth import ANONYMOUS, GrantStore, Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
 from tailrace.hub.service import HubService
 from tailrace.protocol import http_headers, stream_names
 from tailrace.routing import responses
+from tailrace.routing.client_address import ClientResolver, load_trusted_proxies
 from tailrace.routing.context import Context
-from tailrace.routing.proxies import load_trusted_proxies
 from tailrace.routing.responses import add_phase, method_not_allowed
-from tailrace.routing.vouched import ClientResolver
 from tailrace.schema.adoption import Adoptions
 from tailrace.schema.append_validation import AppendValidator
 from tailrace.schema.routes import ProfileRoutes, SchemaRoutes
 from tailrace.search.routes import AggregateRoutes, SearchRoutes
-from tailrace.server.details import DetailsRoutes
 from tailrace.server.health import HealthRoutes
 from tailrace.server.identity_routes import IdentityRoutes
-from tailrace.server.listing import ListingRoutes
+from tailrace.server.listing_routes import ListingRoutes, RoutingKeyRoutes
 from tailrace.server.live import LiveReaders
 from tailrace.server.openapi import document as description
 from tailrace.server.otlp_routes import TRACES_PATH, OtlpRoutes
-from tailrace.server.pipeline import PIPELINE_PREFIX, PipelineRoutes
-from tailrace.server.rates import IdentityRateLimiter
-from tailrace.server.read import ReadRoutes
-from tailrace.server.routing_keys import RoutingKeyRoutes
-from tailrace.server.seal import SEAL_PATH
-from tailrace.server.server import SERVER_DETAILS_PATHS as SERVER_PATHS
-from tailrace.server.server import ServerRoutes
-from tailrace.server.streams import StreamRoutes, read_only_error
-from tailrace.server.touch import TouchRoutes
-from tailrace.server.waiting_appends import WaitingAppends
+from tailrace.server.pipeline_routes import PIPELINE_PREFIX, PipelineRoutes
+from tailrace.server.rate_limits import IdentityRateLimiter
+from tailrace.server.read_routes import ReadRoutes
+from tailrace.server.server_details import SEAL_PATH, ServerRoutes
+from tailrace.server.server_details import SERVER_DETAILS_PATHS as SERVER_PATHS
+from tailrace.server.stream_details import DetailsRoutes
+from tailrace.server.stream_routes import StreamRoutes, WaitingAppends, read_only_error
+from tailrace.server.touch_routes import TouchRoutes
 from tailrace.watch.service import WatchService
 
 logger = logging.getLogger("tailrace.api")
@@ -312,3 +316,52 @@ class TailraceApp:
             self.seal(exchange, self.identify(exchange))
         else:
             raise TailraceError("not_found", "there is nothing at this path")
+
+
+auth_logger = logging.getLogger("tailrace.auth")
+
+CREDENTIAL_POLL_S: Final = 1.0
+
+
+class CredentialWatch:
+    """Looks every second whether keys are others or something was revoked, here or by another process."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, verifier: TokenVerifier, app: TailraceApp) -> None:
+        self._loop = loop
+        self._verifier = verifier
+        self._app = app
+        self._timer: asyncio.TimerHandle | None = None
+        self.ended = 0  # connections, so far
+
+    def start(self) -> None:
+        self._verifier.start()
+        self._timer = self._loop.call_later(CREDENTIAL_POLL_S, self._tick)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._verifier.close()
+
+    def connect(self, telemetry: ServerMetrics) -> None:
+        book = self._verifier.book
+        telemetry.api_keys.read = lambda: len(book.keys)
+        telemetry.revocations.read = lambda: len(book.revocations)
+        telemetry.connections_revoked.read = lambda: self.ended
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(CREDENTIAL_POLL_S, self._tick)
+        self.look()
+
+    def look(self) -> None:
+        if not self._verifier.changed():
+            return
+        ended = self._app.recheck(self._verifier.stands)
+        self.ended += ended
+        if ended:
+            auth_logger.info("%d connections ended, whose tokens are good no more", ended)
+
+    def reload(self) -> None:
+        """SIGHUP: also what would be looked for only in a while is looked for now."""
+        self._verifier.reload()
+        self.look()

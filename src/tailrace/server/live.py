@@ -1,4 +1,12 @@
-"""Live readers: server-sent events and WebSockets that follow a stream's tail.
+"""Live reads: SSE and WebSocket followers of a stream, long polls, and the encodings that readers share.
+
+What a page of a stream looks like on the wire of a follower.
+
+A read as it was asked for.
+
+One live reader: catches up page by page, then waits at the stream's tail.
+
+Live readers: server-sent events and WebSockets that follow a stream's tail.
 
 A follower first catches up page by page, then waits in the stream's list. When something is published each
 wire form is encoded once and the same bytes go to everybody who was at the same place. A follower whose
@@ -6,6 +14,8 @@ socket does not keep up is not written to until it has drained, and then reads o
 
 Pages for those that catch up are shared, too: readers at one place read and encode a page once. A few of them
 are sent in one turn of the loop, and none to a reader whose socket has not taken most of those before.
+
+A long-poll that waits: for the next commit, or for one with the key or the match it asks for.
 """
 
 from __future__ import annotations
@@ -14,24 +24,336 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tailrace.auth import Action, Identity, is_allowed, is_hub_stream
+from tailrace.auth import ANONYMOUS, Action, Identity, is_allowed, is_hub_stream
 from tailrace.common.errors import TailraceError
+from tailrace.http import live_transport
 from tailrace.http.cors import AllowedOrigins
-from tailrace.http.exchange import Exchange
+from tailrace.http.exchange import Exchange, ResponseStream, chunk
 from tailrace.http.live_transport import LiveWebSocketHandler
 from tailrace.http.server import WRITE_HIGH_WATER_BYTES
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
+from tailrace.protocol import sse
 from tailrace.protocol.http_headers import is_text
 from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS
+from tailrace.protocol.websocket_frames import encode_text
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.schema.stream_schema import StreamSchemaCache
-from tailrace.server.follower import Follower, event_payload
-from tailrace.server.live_wires import FollowerTransport, SseFollowerTransport, WebSocketFollowerTransport
-from tailrace.server.read_request import ReadRequest
+
+if TYPE_CHECKING:
+    from tailrace.server.read_routes import ReadRoutes
+
+
+class FollowerTransport(live_transport.LiveTransport, Protocol):
+    """How a follower's events reach its client."""
+
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes: ...
+
+
+class SseFollowerTransport(live_transport.SseTransport):
+    __slots__ = ("_text",)
+
+    def __init__(self, outlet: ResponseStream, text: bool) -> None:
+        super().__init__(outlet, "sse-text" if text else "sse-base64")
+        self._text = text
+
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes:
+        control = sse.control_event(offset, cursor, up_to_date, closed)
+        if payload is None:
+            return chunk(control)
+        event = sse.text_event(payload, offset) if self._text else sse.base64_event(payload, offset)
+        return chunk(event + control)
+
+
+class WebSocketFollowerTransport(live_transport.WebSocketTransport):
+    __slots__ = ("_text",)
+
+    def __init__(self, text: bool) -> None:
+        super().__init__("ws-text" if text else "ws-base64")
+        self._text = text
+
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes:
+        control = encode_text(sse.websocket_control(offset, cursor, up_to_date, closed))
+        if payload is None:
+            return control
+        return encode_text(sse.websocket_data(payload, self._text)) + control
+
+
+class ReadRequest(NamedTuple):
+    """Parameters checked and positions resolved."""
+
+    stream: Stream
+    start: int
+    at_now: bool
+    mode: str
+    shared: bool  # a long-poll that shared caches may collapse
+    fmt: str
+    fmt_given: bool
+    key: str
+    wait_ms: int
+    cursor: str | None
+    filter_text: str = ""
+    scanned_bytes: int = 0  # that a filter has cost so far
+    bytes_max: int = 0  # of a page of rows, as it was asked for
+    entries_max: int = 0
+    start_line: bytes = b""  # the header that tells which of several given starts was used
+    identity: Identity = ANONYMOUS  # of a long-poll, which may lose its right while it waits
+
+
+class Follower:
+    """One live connection, from its offset to the tail and on."""
+
+    __slots__ = (
+        "_cursor",
+        "_greeted",
+        "_in_turn",
+        "_key",
+        "_live",
+        "_position",
+        "_rotate_at",
+        "_shareable",
+        "_silent_since",
+        "_skipped",
+        "_task",
+        "_type_was_unset",
+        "_waiting",
+        "_wire",
+        "ended",
+        "identity",
+        "mode",
+        "stream",
+        "until_s",
+    )
+
+    def __init__(
+        self,
+        live: LiveReaders,
+        stream: Stream,
+        position: int,
+        key: str,
+        cursor: str | None,
+        rotate_s: float | None,
+    ) -> None:
+        self._live = live
+        self.mode = "ws" if rotate_s is None else "sse"
+        self.stream = stream
+        self._position = position
+        self._key = key.encode() or None
+        self._cursor = cursor
+        self._wire: FollowerTransport | None = None
+        self._type_was_unset = stream.content_type is None
+        self._shareable = self._key is None and cursor is None
+        self._task: asyncio.Task[None] | None = None
+        self._waiting = False  # in the stream's list of readers
+        self._in_turn = False  # a page that does not reach the tail may be sent
+        self._skipped = False  # position moved without anything being sent
+        self._greeted = False  # something was sent: the first thing may be a control alone
+        self.ended = False
+        self.identity = ANONYMOUS
+        self.until_s: float | None = None  # wall time at which the reader's permission ends
+        self._silent_since = live.now
+        self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s
+
+    def start(self, wire: FollowerTransport) -> None:
+        self._wire = wire
+        if not self._advance():
+            self._task = self._live.loop.create_task(self._catch_up())
+
+    # -- moving on -------------------------------------------------------------------------------------
+
+    def _advance(self) -> bool:
+        """Sends what memory has. True if the follower now waits at the tail, or is done."""
+        try:
+            return self._go_on()
+        except TailraceError:
+            self.finish(1011)  # an entry that cannot be shown; a plain read says which, and why
+            return True
+
+    def _go_on(self) -> bool:
+        stream, live = self.stream, self._live
+        while not self.ended:
+            if (stream.removed or stream.gone) and stream.batch is None:  # else it is not durable yet
+                self.finish(4404)
+                return True
+            if (self._type_was_unset and stream.content_type is not None) or self._position < stream.earliest:
+                # It comes back: to the right encoding, or to be told that it has missed something.
+                self.finish(1001)
+                return True
+            if self._position >= stream.visible:
+                if not self._greeted or stream.visible_closed:
+                    self._send(None, stream.visible_closed)
+                self._wait()
+                return True
+            assert self._wire is not None
+            if self._wire.unsent_bytes > live.unsent_bytes_max:
+                live.demoted += 1
+                return True  # `on_drain` continues from here
+            encoded = live.encoded(self._wire, stream, self._position) if self._shareable else None
+            if encoded is not None:
+                self._position = stream.visible
+                self._emit(encoded, stream.visible_closed)
+                continue
+            if self._wire.unsent_bytes > live.catch_up_unsent_bytes_max:
+                live.demoted += 1
+                return True
+            if not self._in_turn:
+                live.in_turn(self._on_turn)
+                return True
+            self._in_turn = False
+            page = live.try_page(stream, self._position, self._key, live.page_bytes)
+            if page is None:
+                return False
+            self._send_page(page)
+        return True
+
+    def _on_turn(self) -> None:
+        """One page may be sent now, if there is still one to send."""
+        if not self.ended:
+            self._in_turn = True
+            self.on_published(self.stream)
+            self._in_turn = False
+
+    def _send_page(self, page: Page) -> None:
+        wire, after = self._wire, self._position
+        assert wire is not None
+        if self._shareable and page.count and page.next_entry < self.stream.visible:
+            self._position = page.next_entry
+            self._emit(self._live.encoded_page(wire, self.stream, after, page), False)
+            return
+        self._position = page.next_entry
+        at_end = self.stream.visible_closed and self._position >= self.stream.visible
+        if page.count or at_end:
+            self._send(event_payload(self.stream, page) if page.count else None, at_end)
+        else:
+            self._skipped = True
+
+    def _send(self, payload: bytes | None, closed: bool) -> None:
+        assert self._wire is not None
+        stream = self.stream
+        up_to_date = self._position >= stream.visible
+        offset = stream.offset(self._position)
+        cursor = next_cursor(self._cursor, self._live.now_s())
+        if self._cursor is not None:
+            self._cursor = cursor if int(cursor) > self._live.interval() else None
+            self._shareable = self._key is None and self._cursor is None
+        self._emit(self._wire.encode(payload, offset, cursor, up_to_date, closed), closed and up_to_date)
+
+    def _emit(self, encoded: bytes, closed: bool) -> None:
+        assert self._wire is not None
+        self._wire.send(encoded)
+        self._greeted = True
+        self._skipped = False
+        self._silent_since = self._live.now
+        if closed:
+            self.finish(1000)
+
+    async def _catch_up(self) -> None:
+        """Reads pages that are not in memory, as fast as the client takes them."""
+        try:
+            while not self.ended and self._wire is not None:
+                if self._wire.unsent_bytes > self._live.catch_up_unsent_bytes_max:
+                    return  # `on_drain` continues from here
+                page = await self._live.page(self.stream, self._position, self._key)
+                await self._live.turn()
+                if not self.ended:
+                    self._send_page(page)
+                    if self._advance():
+                        return
+        except asyncio.CancelledError:
+            raise
+        except TailraceError as refusal:
+            # The client comes back and is answered properly.
+            self.finish(1001 if refusal.code == "offset_gone" else 1013)
+        except Exception:
+            self.finish(1011)
+            raise
+        finally:
+            self._task = None
+
+    def _wait(self) -> None:
+        if not self._waiting and not self.ended:
+            self._waiting = True
+            if self.stream.readers is None:
+                self.stream.readers = []
+            self.stream.readers.append(self)
+
+    # -- events ----------------------------------------------------------------------------------------
+
+    def on_published(self, stream: Stream) -> None:
+        if self._task is not None:
+            return
+        wire, live = self._wire, self._live
+        assert wire is not None
+        if (
+            self._position == live.step_from
+            and stream is live.step_stream
+            and stream.visible == live.step_to
+            and self._shareable
+            and not (stream.visible_closed or stream.removed or stream.gone)
+        ):
+            # Somebody at the same place was just served: the same bytes will do.
+            encoded = live.step.get(wire.form)
+            if encoded is not None and wire.offer(encoded, live.unsent_bytes_max):
+                self._position = live.step_to
+                self._silent_since = live.now
+                return
+        if not self._advance():
+            self._task = live.loop.create_task(self._catch_up())
+
+    def on_drain(self) -> None:
+        if not self.ended:
+            self.on_published(self.stream)
+
+    def on_tick(self, now: float, keep_alive_s: float) -> None:
+        assert self._wire is not None
+        if self.until_s is not None and self._live.now_s() >= self.until_s:
+            self.finish(1008)
+        elif self._rotate_at is not None and now >= self._rotate_at and self._position >= self.stream.visible:
+            self._send(None, self.stream.visible_closed)
+            self.finish(1001)
+        elif now - self._silent_since >= keep_alive_s and self._wire.unsent_bytes == 0:
+            self._silent_since = now
+            if self._skipped:
+                self._send(None, False)
+            else:
+                self._wire.keep_alive()
+
+    def finish(self, code: int) -> None:
+        """Ends the connection; the code is what a WebSocket client gets to see."""
+        if not self.ended:
+            self.gone()
+            if self._wire is not None:
+                self._wire.end(code)
+
+    def gone(self) -> None:
+        """The client left, or is being left: no trace remains."""
+        if self.ended:
+            return
+        self.ended = True
+        stream = self.stream
+        if stream.readers is not None:
+            stream.readers = [reader for reader in stream.readers if reader is not self] or None
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        self._live.closed(self, stream)
+
+
+def event_payload(stream: Stream, page: Page) -> bytes:
+    """A batch as one event's data: an array on JSON streams, else the bytes one after the other."""
+    if stream.json:
+        return b"[" + b",".join(page.parts) + b"]"
+    return b"".join(page.parts)
+
 
 TICK_S = 1.0
 # Of one page for a follower that catches up.
@@ -282,3 +604,94 @@ class LiveReaders:
                 self.step = {}
             self.step[wire.form] = encoded
         return encoded
+
+
+class LongPoll:
+    """One waiting reader: a place in the stream's list and one timer."""
+
+    __slots__ = ("_exchange", "_position", "_request", "_routes", "_timer")
+
+    def __init__(self, routes: ReadRoutes, exchange: Exchange, request: ReadRequest) -> None:
+        self._routes = routes
+        self._exchange = exchange
+        self._request = request
+        self._position = request.start
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        stream = self._request.stream
+        if stream.removed or stream.gone:
+            self.on_published(stream)
+            return
+        if stream.visible_closed or self._request.wait_ms == 0:
+            self._routes.answer_idle(self._exchange, self._request, self._position)
+            return
+        self._routes.live_opened(stream)
+        if stream.readers is None:
+            stream.readers = []
+        stream.readers.append(self)
+        self._timer = self._routes.later(self._request.wait_ms, self._time_is_up)
+        self._exchange.on_gone = self._leave
+
+    def on_published(self, stream: Stream) -> None:
+        request = self._request
+        if stream.removed or stream.gone:
+            self._leave()
+            responses.respond_error(self._exchange, responses.stream_deleted(stream))
+            return
+        if stream.visible > self._position:
+            if request.key or request.filter_text:
+                # Only what is new has to be looked at; what does not match is passed over for good.
+                found = self._routes.next_match(request, self._position)
+                if isinstance(found, Page) and not found.count:
+                    self._position = found.next_entry
+                    if not stream.visible_closed:
+                        return
+                    self._leave()
+                    self._routes.answer_idle(self._exchange, request, self._position)
+                    return
+            self._leave()
+            # The stream may have had no type when the wait began; the append that ended it gave it one.
+            fmt = request.fmt if request.fmt_given else "json" if stream.json else "raw"
+            self._routes.answer(self._exchange, request._replace(start=self._position, fmt=fmt))
+        elif stream.visible_closed:
+            self._leave()
+            self._routes.answer_idle(self._exchange, request, self._position)
+
+    def _time_is_up(self) -> None:
+        self._leave()
+        self._routes.answer_idle(self._exchange, self._request, self._position)
+
+    def end(self) -> None:
+        """The server stops: the client is told to come back, as if the time were up."""
+        self._time_is_up()
+
+    @property
+    def identity(self) -> Identity:
+        return self._request.identity
+
+    @property
+    def stream(self) -> Stream:
+        return self._request.stream
+
+    def refuse(self, refusal: TailraceError) -> None:
+        """The client may not wait any longer."""
+        self._leave()
+        responses.respond_error(self._exchange, refusal)
+
+    def _leave(self) -> None:
+        if self._timer is None:
+            return
+        self._routes.note_wait(self._exchange)
+        self._timer.cancel()
+        self._timer = None
+        stream = self._request.stream
+        remove_reader(stream, self)
+        self._routes.live_ended(stream)
+
+
+def remove_reader(stream: Stream, reader: object) -> None:
+    """Takes a reader off the stream's list; an empty list is no list at all."""
+    readers = stream.readers
+    if readers is not None:
+        stream.readers = [other for other in readers if other is not reader] or None

@@ -16,10 +16,9 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.commit import Committer
 from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS
 from tailrace.routing import request_log
-from tailrace.routing.proxies import load_trusted_proxies
+from tailrace.routing.client_address import load_trusted_proxies
 from tailrace.server.app import TailraceApp
-from tailrace.server.span import Span
-from tailrace.server.tracer import Tracer
+from tailrace.server.tracing import Span, Tracer
 
 logger = logging.getLogger("tailrace.requests")
 

@@ -13,6 +13,7 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import if_none_match
 from tailrace.routing import responses
 from tailrace.server.openapi import (
+    components,
     hub,
     identities,
     inspection,
@@ -21,19 +22,17 @@ from tailrace.server.openapi import (
     replication,
     search,
     server,
-    shared,
     streams,
     subscriptions,
     touch,
     traces,
     watch,
 )
-from tailrace.server.openapi.operations import answer, error_responses, headers, operation, without_body
-from tailrace.server.openapi.values import Json
+from tailrace.server.openapi.components import Json, answer, error_responses, headers, operation, without_body
 
 OPENAPI_PATH: Final = b"/openapi.json"
 _PARTS: Final = (
-    shared,
+    components,
     streams,
     registry,
     search,
@@ -87,8 +86,8 @@ def build() -> Json:
         "paths": {path: _completed(cast("dict[str, Json]", item)) for path, item in paths.items()},
         "components": {
             "schemas": schemas,
-            "parameters": shared.PARAMETERS,
-            "headers": shared.header_components(),
+            "parameters": components.PARAMETERS,
+            "headers": components.header_components(),
             "responses": error_responses(),
             "securitySchemes": {
                 "bearer": {

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, obj
-from tailrace.server.openapi.operations import answer, operation, request, schema
-from tailrace.server.openapi.values import COUNT, OBJECT, STRING, Json, nullable
+from tailrace.server.openapi.components import (
+    COUNT,
+    OBJECT,
+    STRING,
+    Json,
+    answer,
+    array,
+    nullable,
+    obj,
+    operation,
+    request,
+    schema,
+)
 
 TAG: Final = "hub"
 _ADDRESS: Final[Json] = {"type": "string", "pattern": r"^@\([A-Za-z0-9_.:~/-]+\)$", "maxLength": 256}

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, closed, obj
-from tailrace.server.openapi.operations import answer, headers, operation, params, request, schema
-from tailrace.server.openapi.values import COUNT, STRING, Json
+from tailrace.server.openapi.components import (
+    COUNT,
+    STRING,
+    Json,
+    answer,
+    array,
+    closed,
+    headers,
+    obj,
+    operation,
+    params,
+    request,
+    schema,
+)
 
 TAG: Final = "identities"
 _TEXT: Final[Json] = {"type": "string", "minLength": 1, "maxLength": 1024}

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, counts, obj, texts
-from tailrace.server.openapi.operations import answer, headers, operation, params, query, schema
-from tailrace.server.openapi.values import BOOLEAN, COUNT, COUNT_TEXT, INSTANT, STRING, Json, nullable
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    COUNT_TEXT,
+    INSTANT,
+    STRING,
+    Json,
+    answer,
+    array,
+    counts,
+    headers,
+    nullable,
+    obj,
+    operation,
+    params,
+    query,
+    schema,
+    texts,
+)
 
 TAG: Final = "inspection"
 _COUNTERS: Final = ("puts", "reads", "gets", "heads", "lists", "deletes")

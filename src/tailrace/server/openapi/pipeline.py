@@ -5,9 +5,23 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.search.index_files.index_plan import FAMILIES
-from tailrace.server.openapi.objects import array, closed, obj
-from tailrace.server.openapi.operations import answer, operation, query, request, schema
-from tailrace.server.openapi.values import BOOLEAN, COUNT, COUNT_TEXT, OBJECT, STRING, Json, nullable
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    COUNT_TEXT,
+    OBJECT,
+    STRING,
+    Json,
+    answer,
+    array,
+    closed,
+    nullable,
+    obj,
+    operation,
+    query,
+    request,
+    schema,
+)
 
 TAG: Final = "pipeline"
 _ID: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{32}$"}

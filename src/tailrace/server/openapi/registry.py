@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from typing import Final, cast
 
-from tailrace.server.openapi.objects import array, closed, obj
-from tailrace.server.openapi.operations import answer, operation, params, query, request, schema
-from tailrace.server.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    OBJECT,
+    STRING,
+    Json,
+    answer,
+    array,
+    closed,
+    obj,
+    operation,
+    params,
+    query,
+    request,
+    schema,
+)
 
 TAG: Final = "registry"
 POINTER: Final[Json] = {"type": "string", "description": "JSON pointer, RFC 6901."}

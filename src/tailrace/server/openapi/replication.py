@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, closed, obj
-from tailrace.server.openapi.operations import answer, operation, query, request, schema
-from tailrace.server.openapi.shared import DATABASE
-from tailrace.server.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json, nullable
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    DATABASE,
+    OBJECT,
+    STRING,
+    Json,
+    answer,
+    array,
+    closed,
+    nullable,
+    obj,
+    operation,
+    query,
+    request,
+    schema,
+)
 
 TAG: Final = "replication"
 _NAME: Final[Json] = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}

@@ -5,10 +5,26 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.protocol.http_headers import SEARCH_HEADERS
-from tailrace.server.openapi.objects import array, closed, counts, obj
-from tailrace.server.openapi.operations import answer, operation, params, query, request, schema
-from tailrace.server.openapi.shared import OFFSET
-from tailrace.server.openapi.values import BOOLEAN, COUNT, INSTANT, OBJECT, STRING, Json, nullable
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    INSTANT,
+    OBJECT,
+    OFFSET,
+    STRING,
+    Json,
+    answer,
+    array,
+    closed,
+    counts,
+    nullable,
+    obj,
+    operation,
+    params,
+    query,
+    request,
+    schema,
+)
 
 TAG: Final = "search"
 _BOTH: Final = "A search that ran out of time (`timed_out`), or `request_timeout`."

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, counts, obj
-from tailrace.server.openapi.operations import answer, headers, operation, params, query, schema
-from tailrace.server.openapi.values import BOOLEAN, COUNT, INSTANT, OBJECT, STRING, Json
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    INSTANT,
+    OBJECT,
+    STRING,
+    Json,
+    answer,
+    array,
+    counts,
+    headers,
+    obj,
+    operation,
+    params,
+    query,
+    schema,
+)
 
 TAG: Final = "server"
 _TOP: Final[Json] = {"type": "object", "additionalProperties": array(obj({"stream": STRING}))}

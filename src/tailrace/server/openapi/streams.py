@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, obj
-from tailrace.server.openapi.operations import answer, headers, operation, param, params, query, schema
-from tailrace.server.openapi.shared import OFFSET, WHOLE, WINDOW
-from tailrace.server.openapi.values import BOOLEAN, COUNT, COUNT_TEXT, INSTANT, STRING, Json, nullable
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    COUNT_TEXT,
+    INSTANT,
+    OFFSET,
+    STRING,
+    WHOLE,
+    WINDOW,
+    Json,
+    answer,
+    array,
+    headers,
+    nullable,
+    obj,
+    operation,
+    param,
+    params,
+    query,
+    schema,
+)
 
 TAG: Final = "streams"
 _LIFETIME: Final = ("Stream-TTL", "Stream-Expires-At", "Stream-Retention", "Stream-Retention-Bytes")

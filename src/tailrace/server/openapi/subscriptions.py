@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, closed, obj
-from tailrace.server.openapi.operations import answer, headers, operation, params, request, schema
-from tailrace.server.openapi.values import BOOLEAN, COUNT, INSTANT, STRING, Json, nullable
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    INSTANT,
+    STRING,
+    Json,
+    answer,
+    array,
+    closed,
+    headers,
+    nullable,
+    obj,
+    operation,
+    params,
+    request,
+    schema,
+)
 
 TAG: Final = "subscriptions"
 BASE: Final = "/v1/stream/__ds"

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, closed, counts, obj
-from tailrace.server.openapi.operations import answer, operation, params, query, request, schema
-from tailrace.server.openapi.shared import OFFSET
-from tailrace.server.openapi.values import BOOLEAN, COUNT, COUNT_TEXT, STRING, Json
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    COUNT_TEXT,
+    OFFSET,
+    STRING,
+    Json,
+    answer,
+    array,
+    closed,
+    counts,
+    obj,
+    operation,
+    params,
+    query,
+    request,
+    schema,
+)
 
 TAG: Final = "touch"
 _ERRORS: Final = (404, 410, 429)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, obj
-from tailrace.server.openapi.operations import answer, headers, operation, params, schema
-from tailrace.server.openapi.values import OBJECT, STRING, Json
+from tailrace.server.openapi.components import (
+    OBJECT,
+    STRING,
+    Json,
+    answer,
+    array,
+    headers,
+    obj,
+    operation,
+    params,
+    schema,
+)
 
 TAG: Final = "traces"
 _PROTOBUF: Final = "application/x-protobuf"

@@ -1,13 +1,30 @@
-"""Documents, collections and live queries."""
+"""OpenAPI: documents, collections, live queries, watch jobs and sources.
+
+What jobs on Spark ask of the watch part of a server.
+
+Sources of changes outside the server.
+
+Documents, collections and live queries.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
-from tailrace.server.openapi.objects import array, closed, counts, obj
-from tailrace.server.openapi.operations import (
+from tailrace.server.openapi.components import (
+    BOOLEAN,
+    COUNT,
+    DATABASE,
+    OBJECT,
+    STRING,
+    Json,
     answer,
+    array,
+    closed,
+    counts,
     headers,
+    nullable,
+    obj,
     operation,
     param,
     params,
@@ -15,12 +32,251 @@ from tailrace.server.openapi.operations import (
     request,
     schema,
 )
-from tailrace.server.openapi.shared import DATABASE
-from tailrace.server.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json, nullable
-from tailrace.server.openapi.watch_jobs import watch_job_paths
-from tailrace.server.openapi.watch_sources import watch_source_paths
 
 TAG: Final = "watch"
+_ROW: Final[Json] = obj(
+    {
+        "id": STRING,
+        **counts("partition", "seq", "version", "createdAt", "updatedAt"),
+        "deleted": BOOLEAN,
+        "data": OBJECT,
+    }
+)
+_CORRECTION: Final[Json] = closed(
+    {
+        "id": STRING,
+        "seen": nullable(COUNT),
+        **counts("version", "createdMs"),
+        "deleted": BOOLEAN,
+        "data": OBJECT,
+    }
+)
+_RESULT: Final[Json] = obj({"path": STRING, "status": COUNT}, {"version": COUNT, "error": OBJECT})
+
+
+def watch_job_paths() -> Json:
+    return {
+        "/v1/databases/{db}/summaries": {"parameters": [DATABASE], "post": _summaries()},
+        "/v1/databases/{db}/view": {"parameters": [DATABASE], "get": _view()},
+        "/v1/databases/{db}/corrections": {"parameters": [DATABASE], "post": _corrections()},
+        "/v1/databases/{db}/statistics": {"parameters": [DATABASE], "post": _statistics()},
+    }
+
+
+def _summaries() -> Json:
+    given = closed({}, {"seconds": {"type": "integer", "minimum": 0, "maximum": 3600}})
+    shown = obj(
+        {
+            **dict.fromkeys(("gateway", "stream", "deliveries", "offset"), STRING),
+            **counts("subscriptions", "expires"),
+            "token": nullable(STRING),
+        }
+    )
+    return operation(
+        "announceWatchJob",
+        TAG,
+        "Have summaries of all subscriptions written for a while",
+        {"200": answer("Where they are, and up to where they are complete.", shown)},
+        (404, 429, 507),
+        scope="manage",
+        body=request(given, {"seconds": 90}, "For how long."),
+    )
+
+
+def _view() -> Json:
+    shown = obj(
+        {
+            "generation": COUNT,
+            "folder": STRING,
+            "purged": array(array(COUNT, minItems=2, maxItems=2)),
+            "positions": array(COUNT),
+            "rows": array(_ROW),
+            "next": nullable(STRING),
+        }
+    )
+    return operation(
+        "readView",
+        TAG,
+        "The rows of a collection as the server has them, tombstones included",
+        {"200": answer("A page of them.", shown)},
+        (404,),
+        scope="manage",
+        parameters=[
+            query("collection", "The collection."),
+            query("after", "The `next` of the page before."),
+        ],
+    )
+
+
+def _corrections() -> Json:
+    given = closed(
+        {
+            "collection": STRING,
+            "name": {"type": "string", "minLength": 1, "maxLength": 128},
+            "corrections": array(_CORRECTION, minItems=1, maxItems=500),
+        }
+    )
+    wrong: Json = {
+        "id": "o-1",
+        "seen": 7,
+        "version": 3,
+        "createdMs": 1767225600000,
+        "deleted": False,
+        "data": {"total": 5},
+    }
+    return operation(
+        "correctView",
+        TAG,
+        "Put documents right that the view has otherwise than the log",
+        {"200": answer("What became of each.", obj({"results": array(_RESULT)}))},
+        (404, 429, 507),
+        scope="manage",
+        body=request(
+            given, {"collection": "orders", "name": "rescan-1", "corrections": [wrong]}, "How they should be."
+        ),
+        more="A document that was written meanwhile is left alone. A repeat has no effect.",
+    )
+
+
+def _statistics() -> Json:
+    given = closed({"collection": STRING, "bloom": closed(counts("keys", "absent", "wrong"))})
+    example = {"collection": "orders", "bloom": {"keys": 1000, "absent": 50_000, "wrong": 410}}
+    shown = obj({"collection": STRING, "bloomRatio": {"type": "number"}})
+    return operation(
+        "noteWatchStatistics",
+        TAG,
+        "Tell how good the Bloom filter is that a job has made",
+        {"200": answer("It is noted.", shown)},
+        (404, 429, 507),
+        scope="manage",
+        body=request(given, example, "What was found."),
+    )
+
+
+_NAME: Final = param(
+    "path", "source", "The source.", {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"}
+)
+_TEXT: Final[Json] = nullable(STRING)
+_SIZE: Final[Json] = {"type": ["integer", "null"]}
+_DSN: Final[Json] = {"type": "object", "minProperties": 1, "maxProperties": 1}
+_EXAMPLE: Final[Json] = {
+    "kind": "postgres",
+    "dsn": {"env": "PG_DSN"},
+    "publication": "tailrace",
+    "slot": "tailrace_app",
+    "collections": {"public.orders": {"collection": "orders", "key": ["id"]}},
+    "onGap": "rescan",
+    "initial": "load",
+}
+_STATUS: Final[Json] = obj(
+    {
+        "phase": {"enum": ["new", "loading", "live", "stale"]},
+        "connected": BOOLEAN,
+        **dict.fromkeys(("reason", "error", "walStatus", "lastChangeAt"), _TEXT),
+        **dict.fromkeys(("lagBytes", "retainedBytes"), _SIZE),
+        **counts("epoch", "restarts", "gaps", "changes"),
+        "token": STRING,
+        **dict.fromkeys(("lagChanges", "loaded"), _SIZE),
+        "lagSeconds": {"type": ["number", "null"]},
+    },
+    {"tokens": {"type": "object", "additionalProperties": STRING}},
+)
+_SOURCE: Final[Json] = obj(
+    {
+        **dict.fromkeys(("database", "name", "kind", "onGap"), STRING),
+        **dict.fromkeys(("collections", "batch", "limits"), OBJECT),
+        "status": _STATUS,
+    },
+    {
+        **dict.fromkeys(("publication", "slot", "stream", "initial", "numeric"), STRING),
+        "dsn": OBJECT,
+    },
+)
+
+
+def watch_source_paths() -> Json:
+    return {
+        "/v1/databases/{db}/sources": {
+            "parameters": [DATABASE],
+            "get": operation(
+                "listSources",
+                TAG,
+                "All sources of a database",
+                {"200": answer("The sources.", obj({"sources": array(_SOURCE)}))},
+                (404,),
+                scope="manage",
+            ),
+        },
+        "/v1/databases/{db}/sources/{source}": {
+            "parameters": [DATABASE, _NAME],
+            "get": operation(
+                "getSource",
+                TAG,
+                "What a source is set to, and how it is doing",
+                {"200": answer("The source.", _SOURCE)},
+                (404,),
+                scope="manage",
+            ),
+            "put": _put(),
+            "delete": operation(
+                "removeSource",
+                TAG,
+                "Follow a source no more, and drop the slot it had",
+                {"200": answer("What became of the slot.", _removed())},
+                (404, 429, 507),
+                scope="manage",
+                parameters=[query("keepSlot", "`1`: leave the slot.", {"enum": ["0", "1"]})],
+            ),
+        },
+        "/v1/databases/{db}/sources/{source}/resync": {
+            "parameters": [DATABASE, _NAME],
+            "post": operation(
+                "resyncSource",
+                TAG,
+                "Copy everything again",
+                {"202": answer("It has begun.", _SOURCE)},
+                (404, 429, 507),
+                scope="manage",
+            ),
+        },
+    }
+
+
+def _put() -> Json:
+    mapped = closed(
+        {"collection": STRING},
+        {"key": array(STRING, maxItems=32), "partitions": {"type": "integer", "minimum": 1, "maximum": 256}},
+    )
+    given = closed(
+        {
+            "kind": {"enum": ["postgres", "mongo", "stream"]},
+            "collections": {"type": "object", "minProperties": 1, "additionalProperties": mapped},
+        },
+        {
+            **dict.fromkeys(("name", "publication", "slot", "stream"), STRING),
+            "dsn": _DSN,
+            "batch": closed({}, {"maxChanges": COUNT, "maxBytes": COUNT}),
+            "limits": closed({}, {"eventsPerSecond": COUNT, "bytesPerSecond": COUNT}),
+            "onGap": {"enum": ["rescan", "hold"]},
+            "initial": {"enum": ["load", "now"]},
+            "numeric": {"enum": ["string", "double"]},
+        },
+    )
+    return operation(
+        "putSource",
+        TAG,
+        "Follow a PostgreSQL or MongoDB database, or a stream",
+        {"201": answer("It is new.", _SOURCE), "200": answer("It is as asked.", _SOURCE)},
+        (404, 409, 429, 501, 507),
+        scope="manage",
+        body=request(given, _EXAMPLE, "What to follow. Secrets are named, never given."),
+    )
+
+
+def _removed() -> Json:
+    return obj({"removed": STRING, "slot": _TEXT, "slotDropped": BOOLEAN, "reason": _TEXT})
+
+
 _COLLECTION: Final = param("path", "collection", "An odd number of segments, such as `orders`.")
 _PATH: Final = param("path", "path", "An even number of segments, such as `orders/o-1`.")
 _WRITE_ID: Final = param(

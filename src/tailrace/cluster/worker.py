@@ -1,0 +1,230 @@
+"""One worker: a server for the streams it owns, connected with all others.
+
+What a worker is told when it starts: a line of JSON on its standard input.
+
+One worker: a server of its own for the streams it owns, and a door to all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from tailrace.cluster import fork_locations, pipeline, remote_sources, system_streams
+from tailrace.cluster import subscriptions as feed
+from tailrace.cluster.peers import FIRST_WORKER, Peers, Placement, system_stream_suffix
+from tailrace.cluster.proxy import ClusterMetricsApp, PeerApp, ProxyApp
+from tailrace.cluster.scatter_gather import PEER_METRICS_PATH, ScatterGather
+from tailrace.cluster.subscriptions import ClusterSubscriptions
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.limits import Limits
+from tailrace.common.settings import Settings
+from tailrace.http.exchange import App, Exchange
+from tailrace.http.handover import HandoverReceiver, HandoverSender
+from tailrace.http.relay import PeerClient
+from tailrace.http.server import HttpServer
+from tailrace.log.system_streams import METRICS_STREAM
+from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.server.process import Server
+from tailrace.server.rate_limits import SharedTokenBuckets
+from tailrace.storage.bootstrap import BootstrapReport
+from tailrace.storage.data_directory import DataDirectory
+from tailrace.subscriptions.service import SubscriptionService
+
+
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    settings: Settings  # with the worker's own data directory and the object store that all share
+    index: int
+    count: int
+    sockets: str  # the directory of the workers' sockets
+    restored: BootstrapReport | None = None  # what a bootstrap brought back before workers started
+
+    def socket(self, index: int) -> str:
+        return f"{self.sockets}/{index}"
+
+    def door(self, index: int) -> str:
+        """Where a worker takes connections that another accepted."""
+        return f"{self.sockets}/{index}.door"
+
+    @property
+    def rates(self) -> str:
+        """Where workers count together what identities ask."""
+        return f"{self.sockets}/rates"
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self, enc_hook=str) + b"\n"
+
+    @classmethod
+    def decode(cls, raw: bytes) -> WorkerSetup:
+        return msgspec.json.decode(raw, type=cls, dec_hook=_path)
+
+
+def _path(kind: type, value: Any) -> object:
+    assert kind is Path
+    return Path(value)
+
+
+# Between workers a connection rests until one of them stops.
+NEVER_MS: Final = 2**40
+# What is said about the client beside the headers it repeated, which are in the head a second time.
+HEAD_BYTES_EXTRA: Final = 4096
+PAGE_BYTES_MAX: Final = 16 * 1024 * 1024
+
+
+class WorkerServer(Server):
+    """The first worker has what there is once in a server: subscriptions, documents, the hub."""
+
+    shares_port = True
+
+    def __init__(self, setup: WorkerSetup, directory: DataDirectory, loop: asyncio.AbstractEventLoop) -> None:
+        self._setup = setup
+        self.index = setup.index
+        workers = range(setup.count)
+        limits = setup.settings.limits
+        bounds = limits.request_ms, limits.append_queue_max_bytes
+        self.peers = {index: PeerClient(setup.socket(index), loop, *bounds) for index in workers}
+        doors = {index: setup.door(index) for index in workers}
+        super().__init__(setup.settings, directory, loop, system_stream_suffix(setup.index))
+        circle = Peers(setup.index, Placement(setup.count), self.peers, doors)
+        self.sealing.share = "first" if setup.index == FIRST_WORKER else "rest"
+        self._homes = fork_locations.ForkLocations(self.log, circle)
+        self.log.is_elsewhere = self._homes.is_elsewhere
+        self._gather = ScatterGather(self.peers, setup.settings.limits, directory.deployment)
+        self._handover = HandoverSender()
+        self._front = ProxyApp(
+            circle, self.context, self.app, super().front(), self._homes, self._gather, self._handover
+        )
+        if isinstance(self._subscriptions, ClusterSubscriptions):
+            self._front.settle = self._subscriptions.settle
+        self._part = pipeline.LocalPipeline(self.pipeline)
+        self._spread: pipeline.ClusterPipeline | None = None
+        if self.index == FIRST_WORKER:
+            self._spread = pipeline.ClusterPipeline(self.pipeline, circle, self._homes)
+            self._front.pipeline = self._spread.serve
+            self.watch.sources.elsewhere = remote_sources.RemoteOrigins(self.log, circle, self._homes).find
+        self._feed = feed.TailFeed(self.log, loop, self.app.guard.check)
+        self._incoming = system_streams.EventReceiver(self.log, self._prepare)
+        self._outgoing = system_streams.EventSender(self.log, self.index, self.peers[FIRST_WORKER])
+        self._inner: HttpServer | None = None
+        self._adoption: HandoverReceiver | None = None
+        if self.app.rates.any:
+            self.app.rates.buckets = SharedTokenBuckets(Path(setup.rates), self.app.rates.rates)
+        peers = tuple(self.peers.values())
+        self.telemetry.relayed_requests.read = lambda: sum(peer.relayed for peer in peers)
+        self.telemetry.moved_connections.read = lambda: self._handover.given
+
+    # -- what is otherwise than in a single process --------------------------------------------------------
+
+    def subscriptions(self, context: Context) -> SubscriptionService:
+        if self.index != FIRST_WORKER:
+            return super().subscriptions(context)
+        others = [peer for index, peer in self.peers.items() if index != FIRST_WORKER]
+        return ClusterSubscriptions(
+            self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry, others
+        )
+
+    def front(self) -> App:
+        return self._front
+
+    def metrics_app(self) -> App:
+        return ClusterMetricsApp(super().metrics_app(), self._gather)
+
+    async def start_services(self) -> None:
+        """The socket comes first: workers that start ask each other."""
+        await self._open_socket()
+        if self._spread is not None:
+            await super().start_services()
+            self._spread.start()
+        else:
+            self._outgoing.start()
+
+    async def stop_services(self) -> None:
+        if self._spread is not None:
+            await self._spread.stop()
+            await super().stop_services()
+
+    async def before_log_closes(self) -> None:
+        """What was told until now arrives: the first worker stops last."""
+        if self.index != FIRST_WORKER:
+            await self._outgoing.stop()
+
+    async def _open_socket(self) -> None:
+        inner = PeerApp(self._front, self.app)
+        inner.questions = {
+            fork_locations.LOCATION_PATH.encode(): self._tell_home,
+            PEER_METRICS_PATH: self.app.health.metrics,
+            system_streams.DELIVER_PATH.encode(): self._incoming.receive,
+            feed.FOLLOW_PATH.encode(): self._feed.follow,
+            feed.INTEREST_PATH.encode(): self._feed.interest,
+            feed.WAKE_PATH.encode(): self._feed.wake,
+            remote_sources.SOURCE_PATH.encode(): remote_sources.SourceServer(self.log).answer,
+            pipeline.BACKLOG_PATH.encode(): self._part.tell_demand,
+            **dict.fromkeys(pipeline.PART_PATHS, self._part.answer),
+        }
+        self._inner = HttpServer(inner, peer_limits(self._setup.settings.limits))
+        self._front.on_forget.append(self._inner.heads_known.clear)
+        self.app.rates.inside = self._inner
+        await self._inner.start_unix(self._setup.socket(self.index))
+
+    async def start(self) -> None:
+        await super().start()
+        assert self._http is not None
+        self._adoption = HandoverReceiver(
+            self._http, self._setup.door(self.index), asyncio.get_running_loop()
+        )
+        self._front.on_forget.append(self._http.heads_known.clear)
+
+    async def drain_clients(self) -> None:
+        """The first half of stopping: clients are served to the end, by all workers together."""
+        self.app.health.stopping = True
+        if self._adoption is not None:
+            self._adoption.close()
+            self._adoption = None
+        if self._http is not None:
+            await self._http.drain()
+        if self._metrics is not None:
+            await self._metrics.drain()
+
+    async def cut_clients(self) -> None:
+        """Instead of the first half, when there is no time for it."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def stop(self) -> None:
+        """The second half: nobody asks any more."""
+        await self.drain_clients()
+        self._feed.end()
+        if self._inner is not None:
+            await self._inner.drain()
+        await super().stop()
+        for peer in self.peers.values():
+            peer.close()
+        self._handover.close()
+
+    def _prepare(self, name: str) -> None:
+        if name == METRICS_STREAM:
+            self._stream_metrics.stream()
+
+    def _tell_home(self, exchange: Exchange) -> None:
+        name = parse_query(exchange.query)["name"]
+        exchange.respond(200, responses.JSON_TYPE, msgspec.json.encode(self._homes.tell(name)))
+
+
+def peer_limits(limits: Limits) -> Limits:
+    """Clients are counted, timed and measured where they are connected.
+
+    What is passed on has a longer head than it came with, and what workers tell each other comes in pages
+    that have nothing to do with what a client may send.
+    """
+    return msgspec.structs.replace(
+        limits,
+        idle_ms=NEVER_MS,
+        connections=2**31,
+        header_bytes=2 * limits.header_bytes + HEAD_BYTES_EXTRA,
+        append_body_bytes=max(limits.append_body_bytes, PAGE_BYTES_MAX),
+    )

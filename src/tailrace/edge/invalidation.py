@@ -1,0 +1,269 @@
+"""Follows deletions (__registry__) and revocations of every upstream, so that neither is served from the edge.
+
+Follows the `__registry__` of every upstream, so that what is deleted elsewhere is not served here.
+
+Follows what upstreams have revoked, so that a token that is good no more there is none here.
+
+An edge need not have the file that its server keeps revocations in. It asks for them with its own token, by
+hashes, and asks again every few seconds whether there is anything new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import orjson
+
+from tailrace.auth import IdentityStore, RevokedHashes
+from tailrace.common.errors import TailraceError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.requests import build_request
+from tailrace.edge.upstream_feed import (
+    FeedMessage,
+    UpstreamFeed,
+    UpstreamRefusedError,
+    open_feed,
+    read_answer,
+)
+from tailrace.edge.upstream_pool import UpstreamLostError
+from tailrace.edge.upstreams import ReconnectBackoff, Upstream
+
+logger = logging.getLogger("tailrace.edge")
+
+REGISTRY_STREAM = "__registry__"
+# After a no: the stream may be forbidden, or not there yet.
+REFUSED_PAUSE_S = 10.0
+TICK_S = 1.0
+
+
+class RegistryFollower:
+    """Tells of streams that were deleted or made, whoever did it."""
+
+    def __init__(self, context: EdgeContext, on_change: Callable[[str, str], None]) -> None:
+        self._context = context
+        self._followed = [
+            UpstreamRegistry(context, upstream, on_change) for upstream in context.upstreams.all
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [self._context.loop.create_task(followed.run()) for followed in self._followed]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def vouches_since(self, moment: float) -> bool:
+        """Whether everything that happened to streams since then is known here."""
+        return all(followed.caught_up and followed.since <= moment for followed in self._followed)
+
+
+class UpstreamRegistry:
+    """The registry of one upstream, from one socket to the next without a gap."""
+
+    def __init__(
+        self, context: EdgeContext, upstream: Upstream, on_change: Callable[[str, str], None]
+    ) -> None:
+        self._context = context
+        self._upstream = upstream
+        self._on_change = on_change
+        self.caught_up = False
+        self.since = float("inf")  # loop time from which on nothing was missed
+        self._offset = ""
+        self._ended = asyncio.Event()
+        self._setbacks = ReconnectBackoff()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                feed = await self._open()
+            except UpstreamLostError:
+                self._upstream.note_failed(self._context.loop.time())
+                await self._upstream.pause()
+                continue
+            except UpstreamRefusedError as refused:
+                self._offset = ""  # where it was is of no use any more
+                logger.debug("the registry is not followed: status %d", refused.refusal.status)
+                await asyncio.sleep(REFUSED_PAUSE_S)
+                continue
+            except TailraceError as refusal:  # requests of clients have filled the queue
+                logger.debug("the registry is not followed for now: %s", refusal.message)
+                self._setbacks.note()
+                await self._setbacks.pause()
+                continue
+            opened_at = self._context.loop.time()
+            await self._watch(feed)
+            self._setbacks.note_ended(self._context.loop.time() - opened_at)
+            await self._setbacks.pause()
+
+    async def _open(self) -> UpstreamFeed:
+        context = self._context
+        begun = context.loop.time()
+        fresh = not self._offset
+        if fresh:
+            self._offset = await self._tail()
+        self._ended.clear()
+        feed = await open_feed(
+            self._upstream,
+            context.edge_id,
+            REGISTRY_STREAM,
+            {"offset": self._offset},
+            context.token,
+            self._on_pair,
+            self._on_end,
+            context.limits.edge_frame_bytes,
+        )
+        if fresh:
+            self.since = begun
+        return feed
+
+    async def _tail(self) -> str:
+        host = self._upstream.origin.host_header
+        target = f"/v1/stream/{REGISTRY_STREAM}".encode()
+        request = build_request(b"HEAD", target, host, self._context.edge_id, self._context.token)
+        reply = await self._upstream.pool.ask(request, head_only=True, again=True)
+        if reply.status != 200:
+            raise UpstreamRefusedError(await read_answer(reply))
+        return (reply.get(b"stream-next-offset") or b"").decode("latin-1")
+
+    async def _watch(self, feed: UpstreamFeed) -> None:
+        try:
+            while not self._ended.is_set():
+                feed.on_tick(self._context.loop.time())
+                try:
+                    async with asyncio.timeout(TICK_S):
+                        await self._ended.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self.caught_up = False
+            feed.close()
+
+    def _on_pair(self, payload: bytes | None, control: FeedMessage) -> None:
+        for change in orjson.loads(payload or b"[]"):
+            operation = change.get("headers", {}).get("operation")
+            if operation in ("insert", "delete"):
+                self._on_change(str(change.get("key", "")), operation)
+        self._offset = control.offset
+        self.caught_up = control.up_to_date
+
+    def _on_end(self, code: int) -> None:
+        self.caught_up = False
+        self._ended.set()
+
+
+REVOKED_PATH = b"/v1/server/_revoked"
+REVOCATION_POLL_S = 2.0
+# Who was refused asks less often, until it has another token.
+REFUSED_POLLS = 5
+# The first look comes before the first client, unless an upstream takes longer than this.
+FIRST_POLL_S_MAX = 2.0
+ANSWER_BYTES_MAX = 16 * 1024 * 1024
+
+_decode_marks = msgspec.json.Decoder(RevokedHashes).decode
+
+
+class RevocationFollower:
+    """Asks all upstreams. What one of them has revoked counts for all that is read here."""
+
+    def __init__(self, context: EdgeContext, book: IdentityStore, on_change: Callable[[], None]) -> None:
+        self._context = context
+        self._on_change = on_change
+        self._followed = [UpstreamRevocations(context, upstream, book) for upstream in context.upstreams.all]
+        self._tasks: list[asyncio.Task[None]] = []
+        context.telemetry.edge_following.reads[("revocations",)] = lambda: float(self.is_followed)
+
+    @property
+    def is_followed(self) -> bool:
+        return all(followed.is_told for followed in self._followed)
+
+    async def start(self) -> None:
+        loop = self._context.loop
+        first = [loop.create_task(self._look(followed)) for followed in self._followed]
+        await asyncio.wait(first, timeout=FIRST_POLL_S_MAX)
+        self._tasks = [loop.create_task(self._watch(followed)) for followed in self._followed]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self, followed: UpstreamRevocations) -> None:
+        while True:
+            await asyncio.sleep(REVOCATION_POLL_S)
+            if followed.may_look():
+                await self._look(followed)
+
+    async def _look(self, followed: UpstreamRevocations) -> None:
+        try:
+            changed = await followed.look()
+        except (UpstreamLostError, TailraceError):
+            followed.is_told = False  # what is known stays in force
+            return
+        if changed:
+            self._on_change()
+
+
+class UpstreamRevocations:
+    """The revocations of one upstream."""
+
+    def __init__(self, context: EdgeContext, upstream: Upstream, book: IdentityStore) -> None:
+        self._context = context
+        self._upstream = upstream
+        self._book = book
+        self._tag = b""
+        self._warned = False
+        self._asked_with: bytes | None = None
+        self._looks_left_out = 0
+        self.is_told = False
+
+    def may_look(self) -> bool:
+        own = self._context.own_token
+        if not self._warned or (own is not None and own.value != self._asked_with):
+            return True
+        self._looks_left_out = (self._looks_left_out + 1) % REFUSED_POLLS
+        return self._looks_left_out == 0
+
+    async def look(self) -> bool:
+        """True if something is revoked, or is no more."""
+        context, own = self._context, self._context.own_token
+        known = b"if-none-match: %b\r\n" % self._tag if self._tag else b""
+        bearer = self._asked_with = None if own is None else own.value
+        host = self._upstream.origin.host_header
+        reply = await self._upstream.pool.ask(
+            build_request(b"GET", REVOKED_PATH, host, context.edge_id, bearer, known), again=True
+        )
+        body = await reply.body(ANSWER_BYTES_MAX)
+        if own is not None:
+            own.note_answer(self._upstream.id, reply.status)
+        if reply.status == 304:
+            self.is_told, self._warned = True, False
+            return False
+        if reply.status != 200 or body is None:
+            self._tell_once(reply.status)
+            return False
+        try:
+            marks = _decode_marks(body)
+        except msgspec.DecodeError:
+            self._tell_once(reply.status)
+            return False
+        self._tag = reply.get(b"etag") or b""
+        self.is_told, self._warned = True, False
+        return self._book.follow(self._upstream.id, marks)
+
+    def _tell_once(self, status: int) -> None:
+        self.is_told = False
+        warned, self._warned = self._warned, True
+        if warned or self._context.settings.auth_keys_file:
+            return  # the file says the same, if it is the server's
+        logger.warning(
+            "what upstream %s revokes is not known to this edge (status %d): kept slices and shared sockets "
+            "stay open to a revoked token until it expires. Give the edge a token of scope read without a "
+            "streams claim (--token-file), or the file that its server has (--auth-keys-file)",
+            self._upstream.id,
+            status,
+        )

@@ -1,0 +1,184 @@
+"""GET /v1/streams and GET _routing_keys: listings, page by page.
+
+GET /v1/streams.
+
+GET `_routing_keys`: the distinct keys of a stream in order, page by page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlencode
+
+import orjson
+
+from tailrace.auth import Action, Identity, authorise, visible_prefixes
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.http.exchange import Exchange
+from tailrace.log.listing import list_streams
+from tailrace.log.model import Stream
+from tailrace.log.routing_keys import KeyListing, KeyPage
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line
+from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.server.index_status import observability_pair, read_documents, read_profile_kind
+from tailrace.server.stream_details import READ_METHODS
+
+
+class ListingRoutes:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def list(self, exchange: Exchange, identity: Identity) -> None:
+        query = parse_query(exchange.query)
+        action = listing_action(query)
+        authorise(identity, action)
+        system = action is Action.LIST_SYSTEM
+        limit = page_limit(query, self._context.limits)
+        after, prefix = query.get("after", ""), query.get("prefix", "")
+        found: list[Stream] = []
+        for visible in visible_prefixes(identity, prefix):
+            # One more than asked for tells whether there is a next page.
+            wanted = limit + 1 - len(found)
+            found += list_streams(self._context.log, after, visible, wanted, system) if wanted else []
+        more = len(found) > limit
+        found = found[:limit]
+        head = responses.JSON_TYPE + responses.NO_STORE
+        if more:
+            kept = {name: query[name] for name in ("prefix", "system") if name in query}
+            head += next_page_header("/v1/streams", limit, found[-1].name, **kept)
+        exchange.respond(200, head, orjson.dumps([describe_stream(stream) for stream in found]))
+
+
+def page_limit(query: dict[str, str], limits: Limits) -> int:
+    """How much of a listing is asked for."""
+    text = query.get("limit")
+    if text is None:
+        return limits.list_page
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    if not 1 <= limit <= limits.list_page_max:
+        raise TailraceError("invalid_request", f"limit must be 1 to {limits.list_page_max}")
+    return limit
+
+
+def next_page_header(path: str, limit: int, after: str, **kept: str) -> bytes:
+    """The header that says where a listing goes on."""
+    following = {"limit": str(limit), "after": after, **kept}
+    return header_line("Link", f'<{path}?{urlencode(following)}>; rel="next"')
+
+
+def listing_action(query: dict[str, str]) -> Action:
+    """What is asked for: the streams of users, or those of the server too."""
+    system = query.get("system", "").lower() in ("true", "1")
+    return Action.LIST_SYSTEM if system else Action.LIST
+
+
+def describe_stream(stream: Stream) -> dict[str, object]:
+    deadline_ns = stream.deadline_ns()
+    return {
+        "name": stream.name,
+        "content_type": stream.content_type or DEFAULT_CONTENT_TYPE,
+        "profile": read_profile_kind(stream),
+        **observability_pair(stream),
+        "created_at": format_rfc3339(stream.created_ns),
+        "expires_at": None if deadline_ns is None else format_rfc3339(deadline_ns),
+        "ttl_seconds": stream.lifetime.ttl_s,
+        "closed": stream.visible_closed,
+        "epoch": stream.epoch,
+        "next_offset": str(stream.visible),
+        "sealed_through": str(stream.sealed - 1),
+        "uploaded_through": str(stream.sealed - 1),
+        "end_offset": stream.offset(stream.visible),
+        "earliest_offset": stream.offset(stream.earliest),
+        "total_size_bytes": str(stream.size_bytes),
+    }
+
+
+LIMIT_DEFAULT, LIMIT_MAX = 100, 500
+SCAN_SHARE = 0.6  # of a request's time; the rest is for what is under way when that ends
+
+
+class RoutingKeyRoutes:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.listing = KeyListing(context.log)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def routing_keys(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        if method not in (b"GET", b"HEAD"):
+            raise responses.method_not_allowed(READ_METHODS)
+        authorise(identity, Action.QUERY_STREAM, stream=name)
+        stream = self._context.log.readable(name)
+        query = parse_query(exchange.query)
+        limit = _parse_key_limit(query.get("limit"))
+        after = query.get("after")
+        if not read_documents(stream).routing_key:
+            raise TailraceError("invalid_request", "routing key not configured")
+        task = self._context.loop.create_task(
+            self._answer(exchange, stream, None if after is None else after.encode(), limit)
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, exchange: Exchange, stream: Stream, after: bytes | None, limit: int) -> None:
+        request_s = self._context.limits.request_ms / 1000
+        try:
+            async with asyncio.timeout(request_s):
+                page = await self.listing.page(stream, after, limit, SCAN_SHARE * request_s)
+        except TimeoutError:
+            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
+        except TailraceError as refusal:
+            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
+        except Exception:
+            responses.respond_error(exchange, TailraceError("internal", "the listing failed"))
+            raise
+        else:
+            body = orjson.dumps(routing_keys_body(stream, page))
+            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
+
+
+def routing_keys_body(stream: Stream, page: KeyPage) -> dict[str, object]:
+    keys = [key.decode("utf-8", "replace") for key in page.keys]
+    lexicon = page.lexicon_times
+    return {
+        "stream": stream.name,
+        "source": {"kind": "routing_key", "name": ""},
+        "took_ms": round((page.unsealed_s + page.lexicon_s + page.segments_s) * 1000),
+        "coverage": {
+            "complete": page.missing_segments == 0,
+            "indexed_segments": page.indexed_segments,
+            "scanned_uploaded_segments": page.segments,
+            "scanned_local_segments": 0,  # a segment is recorded once it is uploaded: none is only here
+            "scanned_wal_rows": page.unsealed_rows,
+            "possible_missing_uploaded_segments": page.missing_segments,
+            "possible_missing_local_segments": 0,
+        },
+        "timing": {
+            "lexicon_run_get_ms": _ms(lexicon.get_s),
+            "lexicon_decode_ms": _ms(lexicon.decode_s),
+            "lexicon_enumerate_ms": _ms(lexicon.enumerate_s),
+            "lexicon_merge_ms": _ms(lexicon.merge_s),
+            "fallback_scan_ms": _ms(page.unsealed_s + page.segments_s),
+            "fallback_segment_get_ms": _ms(page.segments_s),
+            "fallback_wal_scan_ms": _ms(page.unsealed_s),
+            "lexicon_runs_loaded": page.runs,
+        },
+        "keys": keys,
+        "next_after": keys[-1] if page.more else None,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def _parse_key_limit(text: str | None) -> int:
+    if text is None:
+        return LIMIT_DEFAULT
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    if not 1 <= limit <= LIMIT_MAX:
+        raise TailraceError("invalid_request", "invalid limit")
+    return limit

@@ -1,0 +1,352 @@
+"""Building blocks of the OpenAPI document: values, objects, operations, shared headers and parameters.
+
+Single values in JSON Schema, by the names that every page of the description uses.
+
+Objects and arrays in JSON Schema.
+
+What operations are put together from: parameters, headers, answers and refusals.
+
+Headers and parameters that many operations have, and the shape of an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, cast
+
+from tailrace.common.errors import ERROR_STATUS, RETRY_AFTER_S
+
+Json = dict[str, object]
+
+STRING: Final[Json] = {"type": "string"}
+BOOLEAN: Final[Json] = {"type": "boolean"}
+COUNT: Final[Json] = {"type": "integer", "minimum": 0}
+# Numbers that may outgrow what scripts can hold travel as text.
+COUNT_TEXT: Final[Json] = {"type": "string", "pattern": "^(-1|[0-9]+)$"}
+TRUE: Final[Json] = {"const": "true"}
+INSTANT: Final[Json] = {"type": "string", "format": "date-time"}
+OBJECT: Final[Json] = {"type": "object"}
+
+
+def nullable(shape: Json) -> Json:
+    return {**shape, "type": [shape["type"], "null"]}
+
+
+def obj(required: dict[str, Json], optional: dict[str, Json] | None = None, **more: object) -> Json:
+    """An object; what it has beyond the named keys is left open unless `more` closes it."""
+    shape: Json = {"type": "object", "properties": {**required, **(optional or {})}, **more}
+    if required:
+        shape["required"] = sorted(required)
+    return shape
+
+
+def closed(required: dict[str, Json], optional: dict[str, Json] | None = None, **more: object) -> Json:
+    """An object of a request: unknown keys are refused."""
+    return obj(required, optional, additionalProperties=False, **more)
+
+
+def array(items: Json, **more: object) -> Json:
+    return {"type": "array", "items": items, **more}
+
+
+def counts(*names: str) -> dict[str, Json]:
+    return dict.fromkeys(names, COUNT)
+
+
+def texts(*names: str) -> dict[str, Json]:
+    return dict.fromkeys(names, COUNT_TEXT)
+
+
+# Any request may meet these, whatever it asks for.
+ALWAYS: Final = (400, 408, 413, 500, 503)
+# And these, where it matters who asks: 429 if that is too much for one identity.
+GUARDED: Final = (*ALWAYS, 401, 403, 429)
+
+_EXTRA_HEADERS: Final[dict[int, tuple[str, ...]]] = {
+    401: ("WWW-Authenticate",),
+    403: ("WWW-Authenticate", "Producer-Epoch"),
+    405: ("Allow",),
+    409: (
+        *("Stream-Next-Offset", "Stream-Closed", "Producer-Expected-Seq", "Producer-Received-Seq"),
+        *("Stream-Expected-Seq", "Stream-Received-Seq"),
+    ),
+    410: ("Stream-Earliest-Offset",),
+    426: ("Upgrade",),
+}
+
+
+def ref(kind: str, name: str) -> Json:
+    return {"$ref": f"#/components/{kind}/{name}"}
+
+
+def schema(name: str) -> Json:
+    return ref("schemas", name)
+
+
+def param(
+    place: str, name: str, about: str, shape: Json | None = None, *, required: bool = False, **more: object
+) -> Json:
+    found: Json = {"name": name, "in": place, "description": about, "schema": shape or STRING, **more}
+    return found | {"required": True} if required or place == "path" else found
+
+
+def query(
+    name: str, about: str, shape: Json | None = None, *, required: bool = False, **more: object
+) -> Json:
+    return param("query", name, about, shape, required=required, **more)
+
+
+def params(*names: str) -> list[Json]:
+    """Parameters that more than one operation has."""
+    return [ref("parameters", name) for name in names]
+
+
+def headers(*names: str, always: Sequence[str] = ()) -> Json:
+    """Headers of an answer. Those that are always there are said to be required."""
+    found: Json = {name: ref("headers", name) for name in names}
+    for name in always:
+        found[name] = ref("headers", f"{name}-always")
+    return found
+
+
+def answer(about: str, body: Json | None = None, head: Json | None = None, example: object = None) -> Json:
+    """An answer, with JSON in it if it has a body."""
+    found: Json = {"description": about}
+    if head:
+        found["headers"] = head
+    if body is not None:
+        found["content"] = json_content(body, example)
+    return found
+
+
+def json_content(body: Json, example: object = None) -> Json:
+    return {"application/json": {"schema": body} | ({} if example is None else {"example": example})}
+
+
+def request(body: Json, example: object, about: str) -> Json:
+    return {"description": about, "required": True, "content": json_content(body, example)}
+
+
+def refusals(statuses: Iterable[int]) -> Json:
+    return {str(status): ref("responses", f"Error{status}") for status in sorted(set(statuses))}
+
+
+def operation(
+    identifier: str,
+    tag: str,
+    about: str,
+    answers: Json,
+    errors: Iterable[int] = (),
+    *,
+    scope: str | None = None,
+    parameters: Sequence[Json] = (),
+    body: Json | None = None,
+    more: str = "",
+) -> Json:
+    """One method of a path. Without a scope it is for everybody."""
+    common = ALWAYS if scope is None else GUARDED
+    found: Json = {
+        "operationId": identifier,
+        "tags": [tag],
+        "summary": about,
+        "responses": refusals({*common, *errors}) | answers,
+    }
+    if more:
+        found["description"] = more
+    if parameters:
+        found["parameters"] = list(parameters)
+    if body is not None:
+        found["requestBody"] = body
+    # A server without authentication asks for nothing.
+    found["security"] = [] if scope is None else [{"bearer": [scope] if scope else []}, {}]
+    return found
+
+
+def without_body(get: Json, identifier: str) -> Json:
+    """HEAD as it follows from GET: the same statuses and headers, and no body."""
+    found = {**get, "operationId": identifier, "summary": f"{get['summary']}, headers only"}
+    answers = cast("dict[str, Json]", get["responses"])
+    bare: Json = {}
+    for status, given in answers.items():
+        reference = given.get("$ref")
+        if reference is None:
+            bare[status] = {key: value for key, value in given.items() if key != "content"}
+        else:
+            bare[status] = ref("responses", f"Bare{str(reference).rpartition('/')[2]}")
+    return found | {"responses": bare}
+
+
+def error_responses() -> Json:
+    """One answer for each status an error can have, made from the table of codes."""
+    by_status: dict[int, list[str]] = {}
+    for code, status in ERROR_STATUS.items():
+        by_status.setdefault(status, []).append(code)
+    found: Json = {}
+    for status, codes in sorted(by_status.items()):
+        names = [
+            *_EXTRA_HEADERS.get(status, ()),
+            *(["Retry-After"] if set(codes) & set(RETRY_AFTER_S) else []),
+        ]
+        about = "Refused: " + ", ".join(f"`{code}`" for code in codes)
+        fields = obj({"code": {"enum": codes}, "message": STRING})
+        body: Json = {"allOf": [schema("Error"), obj({"error": fields})]}
+        example = {"error": {"code": codes[0], "message": "what is wrong, for people"}}
+        found[f"Error{status}"] = answer(about, body, headers(*names), example)
+        found[f"BareError{status}"] = answer(about, None, headers(*names))
+    return found
+
+
+OFFSET: Final[Json] = {"type": "string", "pattern": "^[0-7][0-9A-HJKMNP-TV-Z]{25}$"}
+WINDOW: Final[Json] = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,15})[smhd]?$"}
+WHOLE: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
+DATABASE: Final = param(
+    "path", "db", "The database.", {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"}
+)
+
+SCHEMAS: Final[Json] = {
+    "Error": obj(
+        {
+            "error": obj(
+                {"code": {"enum": sorted(ERROR_STATUS)}, "message": STRING},
+                {
+                    "header": STRING,
+                    "earliest_offset": OFFSET,
+                    "outcome": {"enum": ["unknown", "not_applied"]},
+                },
+                description="`code` is the thing to test for; some errors have further fields.",
+            )
+        }
+    ),
+    "Offset": OFFSET | {"description": "Opaque, 26 characters; orders as text."},
+}
+
+_HEADERS: Final[dict[str, tuple[str, Json]]] = {
+    "Stream-Next-Offset": ("where to go on from", OFFSET),
+    "Stream-End-Offset": ("the tail of the stream", OFFSET),
+    "Stream-Earliest-Offset": ("where the stream begins", OFFSET),
+    "Stream-Cursor": ("to be sent as `cursor` with the next live read", STRING),
+    "Stream-Wait-Limit-Ms": ("the longest wait; the one asked for was longer", COUNT),
+    "Stream-Start": (
+        "what decided where the answer starts, if the request named more than an offset",
+        {"enum": ["last-event-id", "offset", "since"]},
+    ),
+    "Stream-Up-To-Date": ("the answer reaches the tail", TRUE),
+    "Stream-Closed": ("the end of a closed stream: nothing will follow", TRUE),
+    "Stream-TTL": ("idle seconds after which the stream expires", COUNT),
+    "Stream-Expires-At": ("when the stream expires if nothing happens", INSTANT),
+    "Stream-Retention": ("seconds after which entries go", COUNT),
+    "Stream-Retention-Bytes": ("newer payload after which entries go", COUNT),
+    "Stream-Expected-Seq": ("the last `Stream-Seq` that was accepted", STRING),
+    "Stream-Received-Seq": ("the `Stream-Seq` of this request", STRING),
+    "Stream-SSE-Data-Encoding": ("how data events are written", {"const": "base64"}),
+    "Stream-Filter-Scan-Limit-Reached": ("there is more to examine", TRUE),
+    "Stream-Filter-Scan-Limit-Bytes": ("what one answer examines at most", COUNT),
+    "Stream-Filter-Scanned-Bytes": ("what this answer has examined", COUNT),
+    "Producer-Epoch": ("the producer's current epoch", COUNT),
+    "Producer-Seq": ("the highest number accepted", COUNT),
+    "Producer-Expected-Seq": ("the number that comes next", COUNT),
+    "Producer-Received-Seq": ("the number of this request", COUNT),
+    "Preference-Applied": ("the preference that was followed", {"const": "return=representation"}),
+    "ETag": ("stands for this very answer", STRING),
+    "Cache-Control": ("how long the answer may be kept", STRING),
+    "Location": ("where the stream is", {"type": "string", "format": "uri"}),
+    "Link": ('the next page, `rel="next"`', STRING),
+    "Allow": ("the methods of this path", STRING),
+    "Retry-After": ("seconds to wait before the next try", COUNT),
+    "WWW-Authenticate": ("what kind of token is wanted", STRING),
+    "Upgrade": ("the protocol that is wanted", STRING),
+    "Access-Control-Allow-Methods": ("methods that scripts may use", STRING),
+    "Access-Control-Allow-Headers": ("headers that scripts may send", STRING),
+    "Access-Control-Max-Age": ("seconds for which this may be remembered", COUNT),
+}
+
+
+def header_components() -> Json:
+    """Each header twice: as one that may be there, and as one that is always there."""
+    found: Json = {}
+    for name, (about, shape) in _HEADERS.items():
+        found[name] = {"description": about, "schema": shape}
+        found[f"{name}-always"] = {"description": about, "schema": shape, "required": True}
+    return found
+
+
+_NAME_ABOUT = (
+    "One or more segments joined by `/`, UTF-8, at most 1,024 bytes, without empty, `.` or `..` segments and "
+    "without control characters. A slash may be written as it is or as `%2F`."
+)
+
+PARAMETERS: Final[Json] = {
+    "name": param("path", "name", _NAME_ABOUT, {"type": "string", "minLength": 1, "maxLength": 1024}),
+    "key": param("path", "key", "A routing key, one path segment.", {"type": "string", "minLength": 1}),
+    "id": param(
+        "path",
+        "id",
+        "One path segment of at most 256 bytes.",
+        {"type": "string", "minLength": 1, "maxLength": 256},
+    ),
+    "offset": query(
+        "offset",
+        "Read what comes after it: an offset from an answer, `-1` for the start, `now` for the tail.",
+        {"anyOf": [{"enum": ["-1", "now"]}, OFFSET]},
+    ),
+    "since": query(
+        "since",
+        "Start at the first entry of this time or later: RFC 3339 or Unix nanoseconds. `offset` wins.",
+    ),
+    "last-event-id": param(
+        "header",
+        "Last-Event-ID",
+        "With `live=sse`: the `id` of the last event that was received. It is used instead of `offset`.",
+    ),
+    "filter": query(
+        "filter",
+        "Only entries that match; JSON streams with a search configuration.",
+        {"type": "string", "maxLength": 16384},
+        example="service:checkout status:>=500 -has:retry",
+    ),
+    "live": query(
+        "live",
+        "Wait for what follows: `long-poll` (or `true`), `sse`, `ws`.",
+        {"enum": ["long-poll", "true", "1", "sse", "ws", "false", "0", ""]},
+    ),
+    "timeout": query(
+        "timeout", "How long a long-poll waits.", {"type": "string", "pattern": "^[0-9]{1,12}(ms|s|m|h)?$"}
+    ),
+    "timeout_ms": query(
+        "timeout_ms",
+        "The same in milliseconds.",
+        {"type": "integer", "minimum": 0, "maximum": 999_999_999_999},
+    ),
+    "cursor": query("cursor", "The `Stream-Cursor` of the last live answer."),
+    "format": query(
+        "format",
+        "An array of JSON, the bytes one after the other, or a table as an Arrow stream.",
+        {"enum": ["json", "raw", "arrow"]},
+    ),
+    "max_bytes": query(
+        "max_bytes",
+        "Payload of a page with `format=arrow`, at most 4 MiB.",
+        {"type": "integer", "minimum": 1, "maximum": 999_999_999_999},
+    ),
+    "max_entries": query(
+        "max_entries",
+        "Entries of a page with `format=arrow`.",
+        {"type": "integer", "minimum": 1, "maximum": 999_999_999_999},
+    ),
+    "if-none-match": param("header", "If-None-Match", "The `ETag` of an earlier answer."),
+    "stream-key": param(
+        "header",
+        "Stream-Key",
+        "Routing key of the entries.",
+        {"type": "string", "minLength": 1, "maxLength": 1024},
+    ),
+    "stream-timestamp": param(
+        "header", "Stream-Timestamp", "The time of the entries: RFC 3339 or Unix nanoseconds."
+    ),
+    "stream-closed": param(
+        "header",
+        "Stream-Closed",
+        "`true` closes the stream; any other value is as if absent.",
+        {"enum": ["true"]},
+    ),
+}

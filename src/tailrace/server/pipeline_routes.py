@@ -1,0 +1,538 @@
+"""Routes /v1/pipeline/*: plan, publish and heartbeat; what there is to build; pipeline metrics.
+
+What the pipeline is to do, as `GET /v1/pipeline/plan` tells it.
+
+The metrics of the pipeline: read where they are counted, when somebody asks.
+
+`/v1/pipeline/*`: what is to be built, and the publication of what was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import lru_cache
+from typing import Final, TypeVar
+
+import msgspec
+import orjson
+
+from tailrace.auth import Action, Identity, authorise
+from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import ServerMetrics
+from tailrace.http.exchange import Exchange
+from tailrace.log.model import Stream
+from tailrace.log.records import Op, Published, Sealed
+from tailrace.log.segment_catalogue import decode_plans, durable_plans
+from tailrace.log.system_streams import has_index_files
+from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.routing.request_headers import check_content_encoding
+from tailrace.schema.profiles.profile import read_profile
+from tailrace.schema.registry import Registry, read_registry
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
+from tailrace.search.index_files.index_plan import IndexPlan, index_plan, store_plan
+from tailrace.server.index_status import IndexSnapshot, read_profile_kind
+from tailrace.server.pipeline_process import (
+    FAMILIES,
+    STATES,
+    PipelineBacklog,
+    PipelineHeartbeat,
+    PipelineProcess,
+    PipelineState,
+)
+from tailrace.server.stream_details import DetailsRoutes
+from tailrace.storage.index_coverage import IndexMerge, UncoveredSegment
+from tailrace.storage.index_publication import OBJECTS_MAX, PublicationService
+from tailrace.storage.index_work import IndexWork, RollupRewrite, StreamIndexWork
+from tailrace.storage.manifests.model import ManifestError
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import ObjectStoreError
+from tailrace.storage.sealer_process import ManifestPublication
+from tailrace.storage.sealing import SealingService
+from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.storage.segments.index_files import PlanRecord, PublishRequest, plan_name
+from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix
+
+JOBS: Final = ("companions", "merge", "compact", "match", "shadow")
+LAYOUT: Final = 1
+PROFILE: Final = "profile"  # key of the document
+REMEMBERED_MAX: Final = 65_536
+PRIORITY: Final = 10
+CHANGE_WAIT_S_MAX: Final = 4.0  # how long an answer waits for a plan that is being written down
+
+Json = dict[str, object]
+
+
+def index_plan_for(stream: Stream, keyed: bool) -> IndexPlan:
+    """The plan that a stream's documents ask for, those included that are not durable yet."""
+    documents = stream.documents or {}
+    if not has_index_files(stream.name):
+        return _build_index_plan(None, None, False)
+    return _build_index_plan(documents.get(SCHEMA_DOCUMENT), documents.get(PROFILE), keyed)
+
+
+@lru_cache(maxsize=256)
+def _build_index_plan(schema: bytes | None, profile: bytes | None, keyed: bool) -> IndexPlan:
+    registry = Registry(name="") if schema is None else read_registry(schema)
+    return index_plan(registry, read_profile(profile).kind, keyed=keyed)
+
+
+class PipelinePlanner:
+    """Puts answers together. A plan is in the bucket before anybody is told of it."""
+
+    def __init__(self, context: Context, sealing: SealingService, work: IndexWork) -> None:
+        self._context = context
+        self._log = context.log
+        self._sealing = sealing
+        self._work = work
+        # The plan of each stream that is in the bucket, by hash and generation: not those before it, which
+        # may be swept by now. One that is wanted again has another generation.
+        self._stored: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self.names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
+        self.shows_places = False  # in the order of pages, so that those of several workers can be joined
+
+    async def of_stream(self, name: str, jobs: Sequence[str]) -> Json:
+        """One stream, be there something to do for it or not."""
+        until = self._context.loop.time() + CHANGE_WAIT_S_MAX
+        while True:
+            stream = self._log.readable(name)
+            shown = await self._show(stream, await self._work.of(stream), jobs)
+            if shown is not None:
+                return self._answer([shown], None)
+            left_s = until - self._context.loop.time()
+            if left_s <= 0:
+                raise TailraceError("unavailable", "the stream is changing; ask again")
+            await self._work.change(left_s)
+
+    async def page(self, after: str, limit: int, jobs: Sequence[str]) -> Json:
+        """Streams with work, those that wait longest first."""
+        place = _parse_page_position(after)
+        found = self._work.after(place, limit)
+        streams: list[Json] = []
+        for work in found:
+            stream = self._log.streams.get(work.number)
+            if stream is None or stream.removed or stream.visible < 0:
+                continue
+            shown = await self._show(stream, work, jobs)
+            if shown is not None and shown["work"]:
+                if self.shows_places:
+                    shown["place"] = f"{work.oldest_ns}.{work.number}"
+                streams.append(shown)
+        more = len(found) == limit
+        return self._answer(streams, f"{found[-1].oldest_ns}.{found[-1].number}" if more else None)
+
+    def _answer(self, streams: list[Json], next_after: str | None) -> Json:
+        store = self._context.settings.object_store_url
+        return {"layout": LAYOUT, "store": store, "streams": streams, "next_after": next_after}
+
+    async def _show(self, stream: Stream, work: StreamIndexWork, jobs: Sequence[str]) -> Json | None:
+        """None if another plan is wanted by now, which is told as soon as it is written down."""
+        folder = make_stream_id(stream.name, stream.incarnation)
+        prefix = stream_prefix(folder)
+        entry = durable_plans(stream).wanted
+        if entry is not None and (
+            entry.hash != work.plan.hash or not await self._store(stream, folder, entry)
+        ):
+            return None
+        self.names[folder] = stream.name
+        if len(self.names) > REMEMBERED_MAX:
+            self.names.popitem(last=False)
+        generation = max(stream.cold.generation, self._log.store.db.cold.generation(stream.number))
+        return {
+            "stream": stream.name,
+            "stream_id": folder,
+            "epoch": stream.epoch,
+            "content_type": stream.content_type,
+            "profile": read_profile_kind(stream),
+            "earliest": stream.earliest + 1,
+            "manifest": {"object": f"{prefix}manifest.json", "generation": generation},
+            "plan": self._plan(stream, entry, prefix),
+            "work": _describe_work(work, prefix, jobs),
+        }
+
+    def _plan(self, stream: Stream, entry: PlanRecord | None, prefix: str) -> Json:
+        if entry is None:
+            wanted = index_plan_for(stream, False)
+            return {"generation": 0, "hash": wanted.hash, "object": None, "families": list(wanted.families)}
+        return {
+            "generation": entry.generation,
+            "hash": entry.hash,
+            "object": prefix + plan_name(entry.hash),
+            "families": list(entry.families),
+        }
+
+    async def _store(self, stream: Stream, folder: str, entry: PlanRecord) -> bool:
+        if self._stored.get(folder) == (entry.hash, entry.generation):
+            self._stored.move_to_end(folder)
+            return True
+        plan = index_plan_for(stream, decode_plans(stream.documents).keyed)
+        if plan.hash != entry.hash:
+            return False
+        documents = stream.documents or {}
+        schema = documents.get(SCHEMA_DOCUMENT)
+        registry = Registry(name=stream.name) if schema is None else read_registry(schema)
+        data = store_plan(plan, registry, documents.get(PROFILE))
+        publication = ManifestPublication(stream_id=folder, objects={plan_name(plan.hash): data})
+        report = await self._sealing.ask("plan", [stream.number], publication=publication)
+        if report.error:
+            raise TailraceError("unavailable", f"the plan cannot be stored: {report.error}")
+        self._stored[folder] = (entry.hash, entry.generation)
+        self._stored.move_to_end(folder)
+        if len(self._stored) > REMEMBERED_MAX:
+            self._stored.popitem(last=False)
+        return True
+
+
+def _parse_page_position(after: str) -> tuple[int, int]:
+    """Where a page ended: the age and the number of its last stream."""
+    if not after:
+        return (-1, -1)
+    oldest, _, number = after.partition(".")
+    if not (oldest.isdigit() and number.isdigit() and len(after) <= 64):
+        raise TailraceError("invalid_request", "after must be the next_after of an answer")
+    return int(oldest), int(number)
+
+
+def _describe_work(work: StreamIndexWork, prefix: str, jobs: Sequence[str]) -> list[Json]:
+    found: list[Json] = []
+    if "companions" in jobs:
+        if work.offered:
+            segments = [_describe_segment(one, prefix) for one in work.offered]
+            found.append({"job": "companions", "priority": PRIORITY, "segments": segments})
+        found += [_describe_rewrite(one, prefix) for one in work.rewrites]
+    if "merge" in jobs:
+        found += [_describe_merge(one, prefix) for one in work.merges]
+    if "compact" in jobs:
+        found += [_describe_compaction(run, prefix) for run in work.compactions]
+    return found
+
+
+def _describe_rewrite(rewrite: RollupRewrite, prefix: str) -> Json:
+    """All of it is published at once, and takes the place of the merged file."""
+    families = [rewrite.merged.family]
+    return {
+        "job": "companions",
+        "priority": PRIORITY,
+        "segments": [{**_describe_object(info, prefix), "families": families} for info in rewrite.segments],
+        "replace": [prefix + rewrite.merged.object],
+    }
+
+
+def _describe_segment(one: UncoveredSegment, prefix: str) -> Json:
+    return {**_describe_object(one.info, prefix), "families": list(one.families)}
+
+
+def _describe_compaction(run: Sequence[SegmentInfo], prefix: str) -> Json:
+    return {
+        "job": "compact",
+        "first": run[0].first,
+        "last": run[-1].last,
+        "segments": [_describe_object(info, prefix) for info in run],
+    }
+
+
+def _describe_object(info: SegmentInfo, prefix: str) -> Json:
+    return {
+        "object": prefix + info.key,
+        "epoch": info.epoch,
+        "first": info.first,
+        "last": info.last,
+        "rows": info.rows,
+        "bytes": info.bytes,
+        "raw_bytes": info.payload_bytes,
+        "sha256": info.sha256,
+    }
+
+
+def _describe_merge(merge: IndexMerge, prefix: str) -> Json:
+    return {
+        "job": "merge",
+        "family": merge.family,
+        "level": merge.level,
+        "first": merge.first,
+        "last": merge.last,
+        "inputs": [prefix + one.object for one in merge.inputs],
+        "input_sha256": [one.sha256 for one in merge.inputs],
+    }
+
+
+class CompanionWaitTimer:
+    """How long segments wait for their companions. Those from before the start are not counted."""
+
+    def __init__(self, telemetry: ServerMetrics) -> None:
+        self._telemetry = telemetry
+        self._sealed: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
+
+    def changed(self, op: Op, stream: Stream) -> None:
+        if isinstance(op, Sealed) and has_index_files(stream.name):
+            for info in op.segments:
+                self._sealed[stream.number, info.first] = (info.last, op.at_ns)
+                if len(self._sealed) > REMEMBERED_MAX:
+                    self._sealed.popitem(last=False)
+        elif isinstance(op, Published):
+            for first in {one.first for one in op.added if not one.level}:
+                found = self._sealed.pop((stream.number, first), None)
+                if found is not None:
+                    waited_s = max(0, op.at_ns - found[1]) / 1e9
+                    self._telemetry.pipeline_seal_to_published_seconds.observe(waited_s)
+
+
+def connect_pipeline_metrics(telemetry: ServerMetrics, routes: PipelineRoutes) -> None:
+    state, publishing = routes.state, routes.publishing
+
+    def outcomes() -> Iterable[tuple[list[str], float]]:
+        return [([job, outcome], count) for (job, outcome), count in sorted(publishing.outcomes.items())]
+
+    for name in STATES:
+        telemetry.pipeline_state.reads[(name,)] = lambda name=name: float(state.shown == name)
+    telemetry.pipeline_restarts.read = lambda: state.restarts
+    telemetry.pipeline_backlog_segments.read = lambda: state.backlog()[0]
+    telemetry.pipeline_backlog_oldest_seconds.read = lambda: state.backlog()[2] / 1000
+    telemetry.pipeline_publish.each = outcomes
+    telemetry.pipeline_rows.reads[("companions",)] = lambda: publishing.rows
+    telemetry.pipeline_rows.reads[("compact",)] = lambda: publishing.compacting.rows
+    telemetry.compacted_segments.read = lambda: publishing.compacting.segments
+    telemetry.pipeline_rss_bytes.read = lambda: float(
+        _parse_int(None if state.beat is None else state.beat.rss_bytes)
+    )
+    telemetry.pipeline_quarantined_segments.read = lambda: state.given_up
+
+
+def _parse_int(text: str | None) -> int:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) <= 18 else 0
+
+
+PIPELINE_PREFIX: Final = b"/v1/pipeline/"
+PLAN_PATH, PUBLISH_PATH, HEARTBEAT_PATH = (
+    PIPELINE_PREFIX + b"plan",
+    PIPELINE_PREFIX + b"publish",
+    PIPELINE_PREFIX + b"heartbeat",
+)
+BODY_BYTES_MAX: Final = 1024 * 1024
+LIMIT_DEFAULT, LIMIT_MAX = 100, 500
+WAIT_S: Final = 4.0
+T = TypeVar("T")
+
+
+class PipelineRoutes:
+    """The owner plans and publishes; the pipeline computes, wherever it runs."""
+
+    def __init__(self, context: Context, sealing: SealingService, cold: ColdReader) -> None:
+        self._context = context
+        self._log = context.log
+        self._cold = cold
+        self.work = IndexWork(context.log, index_plan_for, context.loop)
+        self.publishing = PublicationService(context.log, sealing, context.loop)
+        self.plans = PipelinePlanner(context, sealing, self.work)
+        self.state = PipelineState(context, self.work, self.publishing)
+        self.timing = CompanionWaitTimer(context.telemetry)
+        self.demand: Callable[[], PipelineBacklog] = self.state.demand
+        self.child: PipelineProcess | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = False
+
+    def start(self) -> None:
+        self._log.open_outbox()
+        self.work.on_stale = self._unlist
+        self.work.start()
+        self.publishing.compacting.start()
+        self._log.publisher.on_change.append(self.timing.changed)
+
+    def connect(self, details: DetailsRoutes) -> None:
+        """The details of streams tell how far their indexes are."""
+        details.indexed_of = self._indexed_of
+        details.load_index = self._load_index
+
+    def _indexed_of(self, stream: Stream) -> IndexSnapshot | None:
+        found = self.work.known(stream)
+        if found is None:
+            return None
+        plans = durable_plans(stream)
+        generation = 0 if plans.wanted is None else plans.wanted.generation
+        return IndexSnapshot(found.summary, generation, plans.keyed, self._context.clock.now_ns())
+
+    async def _load_index(self, stream: Stream) -> None:
+        found = await self.work.of(stream)
+        self.work.summaries.setdefault(stream.number, found)
+
+    def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:
+        """From now on a pipeline of our own is run when there is work."""
+        self.child = PipelineProcess(self._context, self.demand, self.state, grant, endpoint)
+        self.child.start()
+
+    async def stop_child(self) -> None:
+        """End the pipeline of our own; none is started any more."""
+        if self.child is not None:
+            await self.child.stop()
+
+    async def stop(self) -> None:
+        self._ending = True
+        await self.stop_child()
+        await self.publishing.compacting.stop()
+        await self.work.stop()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def answer(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
+        authorise(identity, Action.PIPELINE)
+        if path == PLAN_PATH:
+            if method in (b"GET", b"HEAD"):
+                self._spawn(self._guarded(exchange, self._plan(exchange)))
+                return
+            if method != b"POST":
+                raise responses.method_not_allowed("GET, HEAD, POST, OPTIONS")
+            self._spawn(self._guarded(exchange, self._rebuild(decode_body(exchange, RebuildRequest))))
+            return
+        if path not in (PUBLISH_PATH, HEARTBEAT_PATH):
+            raise TailraceError("not_found", "there is nothing at this path")
+        if method != b"POST":
+            raise responses.method_not_allowed("POST, OPTIONS")
+        if path == PUBLISH_PATH:
+            self._spawn(self._guarded(exchange, self._publish(decode_publish_request(exchange))))
+            return
+        beat = decode_body(exchange, PipelineHeartbeat)
+        if beat.drain:
+            self.state.draining = self.state.fresh or self.state.state != "off"
+            body: Json = {"draining": self.state.draining}
+        else:
+            body = self.state.take(beat)
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._context.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
+        try:
+            body = await work
+        except TailraceError as refusal:
+            responses.respond_error(exchange, refusal)
+        except Exception:
+            responses.respond_error(exchange, TailraceError("internal", "the request failed"))
+            raise
+        else:
+            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+
+    # -- plan ------------------------------------------------------------------------------------------
+
+    async def _plan(self, exchange: Exchange) -> Json:
+        query = parse_query(exchange.query)
+        jobs = _parse_jobs(query.get("jobs", ""))
+        waits = parse_live(query.get("live", ""))
+        if "stream" in query:
+            return await self.plans.of_stream(query["stream"], jobs)
+        limit = parse_limit(query.get("limit"))
+        after = query.get("after", "")
+        loop = self._context.loop
+        until = loop.time() + (WAIT_S if waits else 0.0)
+        while True:
+            body = await self.plans.page(after, limit, jobs)
+            left_s = until - loop.time()
+            if body["streams"] or left_s <= 0 or self._ending or exchange.answered:
+                return body
+            await self.work.change(left_s)
+
+    # -- publish ---------------------------------------------------------------------------------------
+
+    async def _publish(self, offer: PublishRequest) -> Json:
+        stream = await self.find(offer.stream_id)
+        outcome = await self.publishing.publish(stream, offer)
+        return {"result": outcome.result, "manifest_generation": outcome.generation}
+
+    async def find(self, folder: str) -> Stream:
+        """The stream with an id. One that was not offered lately is found by its manifest."""
+        name = self.plans.names.get(folder)
+        if name is None:
+            name = await self.recorded_name(folder)
+        stream = self._log.find(name)
+        if stream is None or stream.gone or make_stream_id(stream.name, stream.incarnation) != folder:
+            raise TailraceError("stream_gone", "the stream with this id was deleted")
+        return stream
+
+    async def recorded_name(self, folder: str) -> str:
+        """Whose manifest it is."""
+        if len(folder) != 32 or not all(digit in "0123456789abcdef" for digit in folder):
+            raise TailraceError("invalid_request", "stream_id must be 32 hex digits")
+        try:
+            stored = await ManifestStore(await self._cold.parts.opened(), 0).load(folder)
+        except (ObjectStoreError, ManifestError) as error:
+            raise TailraceError("unavailable", f"the manifest cannot be read: {error}") from error
+        if stored is None:
+            raise TailraceError("not_found", "there is no stream with this id")
+        return stored.head.name
+
+    async def _rebuild(self, asked: RebuildRequest) -> Json:
+        """Companions are taken out, so that they are built again; queries scan meanwhile."""
+        stream = self._log.readable(asked.stream)
+        known = await self._log.catalogue.of(stream)
+        if asked.family is not None and asked.family not in FAMILIES:
+            raise TailraceError("invalid_request", f"there are the families {', '.join(FAMILIES)}")
+        keys = [one.object for one in known.companions if asked.family in (None, one.family)]
+        keys += [one.object for one in known.quarantined]
+        await self.publishing.unlist(stream, tuple(keys))
+        return {"stream": stream.name, "scheduled": len(keys)}
+
+    # -- what older plans left ---------------------------------------------------------------------------
+
+    def _unlist(self, stream: Stream, keys: tuple[str, ...]) -> None:
+        self._spawn(self._unlisted(stream, keys))
+
+    async def _unlisted(self, stream: Stream, keys: tuple[str, ...]) -> None:
+        try:
+            await self.publishing.unlist(stream, keys)
+        except TailraceError:
+            pass  # the next look at the stream finds them again
+
+
+class RebuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks for companions to be built again: of one family, or of all."""
+
+    stream: str
+    family: str | None = None
+
+
+def decode_body(exchange: Exchange, kind: type[T]) -> T:
+    check_content_encoding(exchange)
+    if len(exchange.body) > BODY_BYTES_MAX:
+        raise TailraceError("payload_too_large", f"a body has at most {BODY_BYTES_MAX} bytes")
+    try:
+        return msgspec.json.decode(exchange.body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TailraceError("invalid_request", f"the body cannot be understood: {error}") from None
+
+
+def decode_publish_request(exchange: Exchange) -> PublishRequest:
+    offer = decode_body(exchange, PublishRequest)
+    if max(len(offer.add), len(offer.inputs), len(offer.replace), len(offer.quarantine)) > OBJECTS_MAX:
+        raise TailraceError("invalid_request", f"a publication has at most {OBJECTS_MAX} objects of a kind")
+    return offer
+
+
+def _parse_jobs(text: str) -> tuple[str, ...]:
+    if text in ("", "all"):
+        return JOBS
+    found = tuple(text.split(","))
+    for job in found:
+        if job not in JOBS:
+            raise TailraceError("invalid_request", f"jobs must be some of {', '.join(JOBS)}, or all")
+    return found
+
+
+def parse_live(text: str) -> bool:
+    if text not in ("", "false", "long-poll"):
+        raise TailraceError("invalid_request", "live must be long-poll")
+    return text == "long-poll"
+
+
+def parse_limit(text: str | None) -> int:
+    if text is None:
+        return LIMIT_DEFAULT
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    if not 1 <= limit <= LIMIT_MAX:
+        raise TailraceError("invalid_request", f"limit must be 1 to {LIMIT_MAX}")
+    return limit

@@ -1,0 +1,489 @@
+"""The server process: builds the parts, starts them, runs until it is told to stop, and stops them.
+
+The metrics of cold history: read where they are counted, when somebody asks.
+
+Puts the server together, runs it until it is told to stop, and takes it apart again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import shlex
+import signal
+import ssl
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from tailrace import __version__
+from tailrace.auth import GrantStore, Identity, TokenVerifier
+from tailrace.common import file_descriptors, private_files, process
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import configure_logging
+from tailrace.common.server_metrics import ServerMetrics
+from tailrace.common.settings import Settings
+from tailrace.common.settings_loading import CONFIG_NAME, unknown_variable_warnings
+from tailrace.http.exchange import App
+from tailrace.http.server import HttpServer
+from tailrace.http.tls import Certificate
+from tailrace.hub.service import HubService
+from tailrace.log import listing
+from tailrace.log.journal import JournalCorruptError
+from tailrace.log.log import Log
+from tailrace.routing import request_log
+from tailrace.routing.client_address import load_trusted_proxies
+from tailrace.routing.context import Context
+from tailrace.search.index_files.catalogue import IndexFileService
+from tailrace.server import startup
+from tailrace.server.app import CredentialWatch, TailraceApp
+from tailrace.server.health import MetricsApp
+from tailrace.server.metrics_stream import MetricsWriter, build_series_recorder
+from tailrace.server.pipeline_routes import PipelineRoutes, connect_pipeline_metrics
+from tailrace.server.request_tracing import RequestObserver, observes_requests
+from tailrace.server.resource_guards import DiskGuard, MemoryGuard, memory_limit_bytes
+from tailrace.server.server_details import SealRoute, ServerParts, ServerRoutes
+from tailrace.server.startup import DeclaredStreamInstaller
+from tailrace.server.stream_details import connect_details
+from tailrace.storage.checkpoint import CheckpointService
+from tailrace.storage.data_directory import DataDirectory
+from tailrace.storage.sealing import SealingService
+from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.subscriptions.routes import SubscriptionRoutes
+from tailrace.subscriptions.service import SubscriptionService
+from tailrace.watch.service import WatchService
+
+if TYPE_CHECKING:
+    from tailrace.server.trace_export import Tracing
+
+
+def connect_storage_metrics(
+    telemetry: ServerMetrics, sealing: SealingService, cold: ColdReader, companions: IndexFileService
+) -> None:
+    readers = (cold.parts, companions.parts, companions.lexicons)
+
+    def requests() -> Iterable[tuple[list[str], float]]:
+        made = Counter(sealing.requests)
+        for parts in readers:
+            if parts.objects is not None:
+                made += parts.objects.requests
+        return [([kind], count) for kind, count in sorted(made.items())]
+
+    def sent() -> int:
+        return 0 if sealing.sealer is None else sealing.sealer.bytes_out
+
+    def received() -> int:
+        sealer = 0 if sealing.sealer is None else sealing.sealer.bytes_in
+        return sealer + sum(parts.fetched_bytes for parts in readers)
+
+    telemetry.hot_bytes.read = lambda: sealing.pressure.stored_bytes
+    telemetry.unsealed_bytes.read = lambda: sealing.pressure.waiting_bytes
+    telemetry.spooled_bytes.read = sealing.spooled_bytes
+    telemetry.seal_queue.read = lambda: sealing.queued
+    telemetry.sealed_segments.read = lambda: sealing.runs.segments
+    telemetry.sealed_bytes.read = lambda: sealing.runs.segment_bytes
+    telemetry.seal_failures.read = lambda: sealing.standing.failures
+    telemetry.seal_conflicts.read = lambda: len(sealing.runs.conflicts)
+    trims, sweeps = sealing.trims, sealing.sweeps
+    telemetry.trimmed_entries.read = lambda: trims.entries
+    telemetry.trimmed_segments.read = lambda: trims.segments
+    telemetry.trimmed_bytes.read = lambda: trims.segment_bytes
+    telemetry.sweeps.read = lambda: sweeps.passes
+    telemetry.swept_objects.read = lambda: sweeps.seen.objects
+    telemetry.swept_orphans.read = lambda: sweeps.seen.orphans
+    telemetry.swept_orphan_bytes.read = lambda: sweeps.seen.orphan_bytes
+    telemetry.swept_tombstones.read = lambda: sweeps.seen.forgotten
+    telemetry.object_store_ok.read = lambda: float(sealing.standing.state == "ok")
+    telemetry.object_requests.each = requests
+    telemetry.object_sent_bytes.read = sent
+    telemetry.object_received_bytes.read = received
+    telemetry.cold_cache_bytes.read = lambda: cold.parts.cached_bytes
+    telemetry.cold_reads.reads[("cache",)] = lambda: cold.counts.hits
+    telemetry.cold_reads.reads[("store",)] = lambda: cold.counts.misses
+    telemetry.cold_reads.reads[("shared",)] = lambda: cold.counts.shared
+    telemetry.cold_failures.read = lambda: cold.counts.corrupt
+
+
+logger = logging.getLogger("tailrace")
+
+# The commit thread must not wait 5 ms for the interpreter each time its sync returns.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def run(settings: Settings) -> int:
+    """`tailrace serve`: the exit code of a server's whole life."""
+    private_files.restrict_umask()
+    configure_logging(settings.log_level, settings.log_format)
+    request_log.configure(settings.log_requests, settings.edge_signing_key)
+    for told in unknown_variable_warnings(os.environ):
+        logger.warning(told)
+    process.set_time_slice(settings.processor_turn_us)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # The log makes few cycles and holds many objects: collect seldom, and never walk what start-up made.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    try:
+        return uvloop.run(serve(settings))
+    except (TailraceError, JournalCorruptError) as error:
+        sys.stderr.write(f"tailrace: {error}\n")
+        return 1
+
+
+async def serve(settings: Settings) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    directory = DataDirectory(settings.data_dir)
+    try:
+        restored = await startup.restore_from_bucket(settings, directory, stop)
+        if stop.is_set():
+            directory.close()
+            return 0
+        server = Server(settings, directory, loop)
+    except OSError as error:
+        directory.close()
+        raise TailraceError(
+            "unavailable", f"what is in {directory.path} cannot be trusted: {error}"
+        ) from error
+    try:
+        if restored is not None:
+            startup.record_restore(restored, server.telemetry)
+        await server.start()
+        loop.add_signal_handler(signal.SIGHUP, server.hang_up)
+        print_startup_banner(server.url, settings)
+        await stop.wait()
+        logger.info("stopping")
+    finally:
+        await server.stop()
+        directory.close()
+    return 0
+
+
+class Server:
+    """All parts of one server process."""
+
+    shares_port = False  # whether other processes listen on the same one
+
+    def __init__(
+        self,
+        settings: Settings,
+        directory: DataDirectory,
+        loop: asyncio.AbstractEventLoop,
+        own_suffix: str = "",
+    ) -> None:
+        self._settings = settings
+        self.telemetry = ServerMetrics(__version__)
+        self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop, own_suffix)
+        context = Context(settings, self.log, SYSTEM_CLOCK, loop, self.telemetry, directory.deployment)
+        self.context = context
+        request_log.trust(load_trusted_proxies(settings.trusted_proxies))
+        self._grants = GrantStore(SYSTEM_CLOCK)
+        self._verifier: TokenVerifier | None = None
+        if settings.auth_configured:
+            self._verifier = TokenVerifier(settings, SYSTEM_CLOCK, self._grants)
+        self.app = TailraceApp(context, self._verifier, self._grants)
+        self._identities: CredentialWatch | None = None
+        if self._verifier is not None:
+            self._identities = CredentialWatch(loop, self._verifier, self.app)
+            self.app.identities.on_change = self._identities.look
+        self._subscriptions = self.subscriptions(context)
+        self._subscriptions.check = self.app.guard.check
+        self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
+        self.watch = self.app.watch = WatchService(context, directory.path, self._verifier)
+        self.watch.gateway.grants = self._grants
+        self.hub = self.app.hub = HubService(context, self._verifier)
+        if settings.hub_root:
+            self.app.health.more = self.hub.routes.health
+        self._checkpoints = CheckpointService(self.log)
+        self.sealing = SealingService(self.log, settings, directory.deployment, loop)
+        self.watch.care.connect(self.sealing)
+        self.hub.connect(self.sealing)
+        limits = settings.limits
+        self._cold = ColdReader(
+            settings.object_store_url, directory.path / "cache", limits.segment_cache_max_bytes, limits, loop
+        )
+        self.log.reader.history.cold = self._cold
+        self._companions = IndexFileService(
+            self.log, settings.object_store_url, directory.path / "companions", limits, loop
+        )
+        self._companions.connect(self.app, self.telemetry)
+        self.app.seal = SealRoute(context, self.sealing).seal
+        self.app.search.seal_early(self.sealing.seal_now)
+        self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)
+        self.pipeline.connect(self.app.details)
+        readers = (self._cold.parts, self._companions.parts, self._companions.lexicons)
+        connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
+        self.app.health.object_store = lambda: self.sealing.state
+        self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
+        self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, memory_limit_bytes(limits))
+        self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
+        search = self.app.search
+        self._memory.sheds += [search.tail.shed, search.records.shed, self._companions.shelf.shed]
+        self._memory.ticks.append(partial(search.follow, self.app.guard.grown))
+        node = self._node(context)
+        self.app.server = ServerRoutes(node)
+        self.app.server.pipeline = self.pipeline.state.details
+        self.app.server.async_index = self.pipeline.state.gate
+        self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, build_series_recorder(node))
+        self._tracing = self._trace(context)
+        self._observed = self._observe(settings)
+        self._declared = DeclaredStreamInstaller(context, Path(settings.init)) if settings.init else None
+        self._certificate: Certificate | None = None
+        self._http: HttpServer | None = None
+        self._metrics: HttpServer | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        settings = self._settings
+        await self.sealing.claim()
+        self.log.open()
+        self._disk.start()
+        self._memory.start()
+        self._stream_metrics.start()
+        self._checkpoints.start()
+        await listing.republish_registry(self.log)
+        if self._declared is not None and self.log.refusal is None:
+            logger.info("%d declared streams are there", await self._declared.make())
+        self.sealing.start()
+        self.pipeline.start()
+        if self._identities is not None:
+            self._identities.start()
+        await self.start_services()
+        limits = file_descriptors.fit_connection_limit(settings.limits)
+        self._http = HttpServer(self.front(), limits, on_drain=self.app.end_live)
+        if self._verifier is not None:
+            self._http.admit_body = self.app.knows
+        self._connect_telemetry(self._http)
+        self._certificate = load_certificate(settings)
+        tls = None if self._certificate is None else self._certificate.context
+        port = await self._listen(self._http, settings.port, tls)
+        if settings.metrics_port:
+            self._metrics = HttpServer(self.metrics_app(), settings.limits)
+            await self._listen(self._metrics, settings.metrics_port, tls)
+        self.pipeline.supervise(
+            self._grant_pipeline(), lambda: local_url(settings.host, port, tls is not None)
+        )
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"{'https' if tls else 'http'}://{host}:{port}"
+
+    def _grant_pipeline(self) -> Callable[[float], str] | None:
+        """Tokens for the local pipeline; none are needed where nobody has one."""
+        if self._verifier is None:
+            return None
+        identity = Identity(sub="pipeline", scopes=frozenset({"manage", "system"}))
+        return lambda seconds: self._grants.give(identity, seconds)
+
+    def hang_up(self) -> None:
+        """SIGHUP: what was missing is looked for again, and files that may have changed are read again."""
+        if self.pipeline.child is not None:
+            self.pipeline.child.hang_up()
+        self.hub.reload()
+        self.app.recheck_hub()
+        if self._identities is not None:
+            self._identities.reload()
+        if self._certificate is not None:
+            try:
+                self._certificate.reload()
+            except TailraceError as error:
+                logger.error("%s; the old one stays in use", error)
+
+    # -- what is otherwise where a server has several processes ------------------------------------------
+
+    def subscriptions(self, context: Context) -> SubscriptionService:
+        return SubscriptionService(self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry)
+
+    def front(self) -> App:
+        """What the listener serves."""
+        return self._observed or self.app
+
+    def metrics_app(self) -> App:
+        return MetricsApp(self.app.health)
+
+    async def start_services(self) -> None:
+        await self._subscriptions.start()
+        await self.watch.start()
+        await self.hub.start()
+
+    async def stop_services(self) -> None:
+        await self._subscriptions.stop()
+        await self.watch.stop()
+        self.hub.stop()
+
+    async def before_log_closes(self) -> None:
+        """Nobody changes anything any more."""
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    async def _listen(self, http: HttpServer, port: int, tls: ssl.SSLContext | None) -> int:
+        host = self._settings.host
+        try:
+            return await http.start(host, port, ssl=tls, reuse_port=self.shares_port)
+        except OSError as error:
+            reason = error.strerror or error
+            raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
+
+    async def stop(self) -> None:
+        """Finishes what is under way: requests first, then the log, then everything else."""
+        self.app.health.stopping = True
+        # At once: draining would wait for the long poll of our own pipeline, which would then find no server.
+        pipeline_exit = asyncio.create_task(self.pipeline.stop_child())
+        if self._http is not None:
+            await self._http.drain()
+        if self._metrics is not None:
+            await self._metrics.drain()
+        await self.stop_services()
+        self._disk.stop()
+        self._memory.stop()
+        self._stream_metrics.stop()
+        await pipeline_exit
+        await self.pipeline.stop()
+        await self.sealing.stop()
+        await self.before_log_closes()
+        self.log.catalogue.close()
+        self.app.search.close()
+        await self.log.close()
+        await self._checkpoints.stop()
+        await self._companions.close()
+        await self._cold.close()
+        if self._identities is not None:
+            self._identities.stop()
+        if self._tracing is not None:
+            self._tracing.close()
+
+    def _trace(self, context: Context) -> Tracing | None:
+        if not context.settings.traces_url:
+            return None
+        from tailrace.server.trace_export import Tracing  # with an HTTP client, which others need not load
+
+        tracing = Tracing(context)
+        tracing.connect(self.sealing, self.pipeline.state, self._subscriptions.webhooks)
+        tracing.start()
+        return tracing
+
+    def _node(self, context: Context) -> ServerParts:
+        """What inspection looks at."""
+        app = self.app
+        return ServerParts(
+            context,
+            app.live,
+            self._memory,
+            self.sealing,
+            self._checkpoints,
+            self._cold,
+            app.search,
+            app.touch,
+            self._companions,
+        )
+
+    def _observe(self, settings: Settings) -> RequestObserver | None:
+        """Stands before the application where somebody wants to know of single requests."""
+        if not observes_requests(settings):
+            return None
+        tracer = None if self._tracing is None else self._tracing.tracer
+        return RequestObserver(self.app, settings, tracer, self.log.committer)
+
+    def _synced(self, seconds: float, records: int) -> None:
+        self.telemetry.observe_sync(seconds, records)
+        if self._observed is not None:
+            self._observed.synced(seconds, records)
+
+    def _connect_telemetry(self, http: HttpServer) -> None:
+        telemetry, log = self.telemetry, self.log
+        log.committer.observe_sync = telemetry.observe_sync if self._tracing is None else self._synced
+        telemetry.ready.read = lambda: float(self.app.health.unready_reason is None)
+        telemetry.requests.each = lambda: (
+            ([method.decode(), str(status)], count) for (method, status), count in list(http.answers.items())
+        )
+        telemetry.malformed_requests.read = lambda: http.parse_errors
+        telemetry.received_bytes.read = lambda: http.bytes_in
+        telemetry.sent_bytes.read = lambda: http.bytes_out
+        telemetry.connections.read = lambda: http.connections_open
+        telemetry.connections_max.read = lambda: http.limits.connections
+        telemetry.connections_refused.read = lambda: http.connections_refused
+        telemetry.append_entries.read = lambda: log.publisher.entries
+        telemetry.append_bytes.read = lambda: log.publisher.bytes
+        telemetry.append_queue_bytes.read = lambda: log.committer.queued_bytes
+        waiting = self.app.waiting_appends
+        telemetry.append_waiting_requests.read = lambda: waiting.count
+        telemetry.append_waiting_bytes.read = lambda: waiting.bytes
+        telemetry.append_waits.read = lambda: waiting.waited
+        telemetry.journal_failures.read = lambda: log.failures
+        telemetry.streams.read = log.count_streams
+        telemetry.streams_loaded.read = lambda: len(log.streams.by_number)
+        telemetry.tail_memory_bytes.read = lambda: log.streams.memory_bytes
+        telemetry.journal_bytes.read = log.journal.size_bytes
+        telemetry.checkpoint_lag_bytes.read = lambda: self._checkpoints.lag_bytes
+        telemetry.checkpoints.read = lambda: self._checkpoints.done
+        telemetry.disk_free_bytes.read = self._disk.free_bytes
+        telemetry.hot_free_bytes.read = self._disk.reusable_bytes
+        for mode in ("long-poll", "sse", "ws"):
+            telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
+        connect_storage_metrics(telemetry, self.sealing, self._cold, self._companions)
+        connect_pipeline_metrics(telemetry, self.pipeline)
+        telemetry.live_demoted.read = lambda: self.app.live.demoted
+        telemetry.spark_reads.read = lambda: self.app.reads.by_spark
+        telemetry.identity_limited.read = lambda: self.app.rates.refused
+        if self._identities is not None:
+            self._identities.connect(telemetry)
+
+
+def load_certificate(settings: Settings) -> Certificate | None:
+    """The certificate that the settings name, or have made."""
+    if settings.tls_cert:
+        return Certificate(settings.tls_cert, settings.tls_key)
+    if not settings.tls_self_signed:
+        return None
+    from tailrace.http.tls import self_signed_certificate
+
+    return Certificate(*self_signed_certificate(settings.data_dir / "tls", settings.host))
+
+
+def local_url(host: str, port: int, tls: bool) -> str:
+    """Where a process on this machine reaches us."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if tls else 'http'}://{shown}:{port}"
+
+
+def print_startup_banner(url: str, settings: Settings) -> None:
+    """What to do next, for somebody who just started the server."""
+    lines = (
+        f"tailrace ready  {url}",
+        f"data directory  {os.fspath(settings.data_dir.absolute())}",
+        f"try             {_example_request(url, settings)}",
+    )
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def _example_request(url: str, settings: Settings) -> str:
+    """A command that works as it is: with a token where one is needed, and with our own certificate."""
+    words = ["curl", "-X PUT", "-H 'Content-Type: application/json'"]
+    if settings.tls_self_signed:
+        words.append(f"--cacert {shlex.quote(str(settings.data_dir.absolute() / 'tls' / 'cert.pem'))}")
+    if settings.auth_configured:
+        words.append(f'-H "Authorization: Bearer {_token_command(settings)}"')
+    return " ".join([*words, f"{url}/v1/stream/hello"])
+
+
+def _token_command(settings: Settings) -> str:
+    """Where a shell gets a token from. It is made there: nothing secret is printed here."""
+    grant = "--sub me --scope write --expires 1h"
+    if settings.auth_jwt_secret:
+        file = Path(settings.config or CONFIG_NAME).absolute()
+        named = f" --config {shlex.quote(str(file))}" if file.is_file() else ""
+        return f"$(tailrace token create {grant}{named})"
+    if settings.auth_keys_file:
+        file = Path(settings.auth_keys_file).absolute()
+        return f"$(tailrace key create {grant} --file {shlex.quote(str(file))})"
+    return "$TAILRACE_TOKEN"

@@ -1,0 +1,568 @@
+"""GET on a stream: catch-up pages, filtered reads, Arrow pages, and the start of live reads.
+
+Pages as tables: beside each entry its number, its time and its key, as a stream of Arrow record batches.
+
+For programs that have to know where entries end and what belongs to them. The columns are those of a segment
+(docs/open-format.md), and one more: the epoch that each entry's offset has.
+
+GET on a stream: catch-up pages and long-polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tailrace.auth import Action, Identity, authorise, invalid_token_error, is_hub_stream
+from tailrace.common import timestamps
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.log.decide import offset_gone, resolve_position
+from tailrace.log.history import MissingBlock, NotLocalError
+from tailrace.log.model import ReadPart, Stream
+from tailrace.log.reader import EntryLabels, Page
+from tailrace.protocol import offsets
+from tailrace.protocol.http_headers import header_line, if_none_match, slice_etag
+from tailrace.protocol.offsets import next_cursor
+from tailrace.protocol.query_params import (
+    ReadStart,
+    live_mode,
+    parse_query,
+    read_start,
+    routing_key,
+    wait_limit_lines,
+    wait_ms,
+)
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.routing.request_headers import parse_page_limit
+from tailrace.schema.registry import Registry
+from tailrace.search.filtered_reads import FilteredReads, FilterScan
+from tailrace.server.live import LiveReaders, LongPoll, ReadRequest
+
+ARROW_CONTENT_TYPE = b"Content-Type: application/vnd.apache.arrow.stream\r\n"
+ARROW_PAGE_BYTES_MAX = 4 * 1024 * 1024
+ARROW_THREADS = 2
+
+
+class ArrowPages:
+    """Makes tables on threads of its own: the library is large, and so may the pages be."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._threads = ThreadPoolExecutor(ARROW_THREADS, "rows")
+
+    async def encode(
+        self, stream: Stream, numbers: Sequence[int], labels: EntryLabels, payloads: list[ReadPart]
+    ) -> ReadPart:
+        """The rows as bytes. Labels beyond the last number are passed over."""
+        epochs, json = stream.epochs, stream.json
+        return await self._loop.run_in_executor(
+            self._threads, _encode_arrow, epochs, json, numbers, labels, payloads
+        )
+
+
+def _encode_arrow(
+    epochs: Sequence[tuple[int, int]],
+    json: bool,
+    numbers: Sequence[int],
+    labels: EntryLabels,
+    payloads: list[ReadPart],
+) -> ReadPart:
+    from tailrace.storage.segments.parquet import encode_entries
+
+    count = len(numbers)
+    assert count == len(payloads) <= len(labels.times)
+    return encode_entries(
+        numbers,
+        labels.times[:count],
+        labels.keys[:count],
+        payloads,
+        _entry_epochs(epochs, numbers),
+        json=json,
+    )
+
+
+def _entry_epochs(epochs: Sequence[tuple[int, int]], numbers: Sequence[int]) -> list[int]:
+    """The epoch of each entry, as its offset shows it."""
+    if len(epochs) == 1:
+        return [epochs[0][0]] * len(numbers)
+    found: list[int] = []
+    index = 0
+    for number in numbers:
+        while index + 1 < len(epochs) and number >= epochs[index + 1][1]:
+            index += 1
+        found.append(epochs[index][0])
+    return found
+
+
+PageResponder = Callable[[Exchange], None]
+
+YEAR_S = 31_536_000
+SPARK_USER_AGENT = b"tailrace-spark/"  # how the source for Spark says who it is
+
+
+class ReadRoutes:
+    def __init__(self, context: Context, live: LiveReaders) -> None:
+        self._context = context
+        self._log = context.log
+        self._limits = context.limits
+        self._live = live
+        settings = context.settings
+        # Streams that everybody may read; None if that is all of them.
+        self._public = settings.auth_public_prefixes if settings.auth_configured else None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.filtered = FilteredReads(context, self._registry_of)
+        self._rows = ArrowPages(context.loop)
+        self.by_spark = 0  # reads
+
+    def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
+        authorise(identity, Action.READ_STREAM, stream=name)
+        if exchange.headers.get(b"user-agent", b"").startswith(SPARK_USER_AGENT):
+            self.by_spark += 1
+        try:
+            request = self._request(exchange, name, key)
+        except NotLocalError:
+            self._later(self._read_since(exchange, identity, name, key))
+            return
+        self._serve(exchange, identity, request)
+
+    async def _read_since(self, exchange: Exchange, identity: Identity, name: str, key: str | None) -> None:
+        """A read whose start has to be looked up in a segment."""
+        try:
+            async with asyncio.timeout(self._limits.request_ms / 1000):
+                stream = self._log.readable(name)
+                since_ns = _parse_since_ns(parse_query(exchange.query)["since"])
+                start = await self._log.reader.find_before(stream, since_ns)
+            self._serve(exchange, identity, self._request(exchange, name, key, start))
+        except TimeoutError:
+            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
+        except TailraceError as refusal:
+            responses.respond_error(exchange, refusal)
+
+    def _serve(self, exchange: Exchange, identity: Identity, request: ReadRequest) -> None:
+        self._log.touch(request.stream)
+        if request.mode == "long-poll":
+            request = request._replace(identity=identity)
+        if request.mode == "sse":
+            self._live.open_sse(exchange, request, identity)
+        elif request.mode == "ws":
+            self._live.open_ws(exchange, request, identity)
+        elif request.mode == "long-poll" and request.start >= request.stream.visible:
+            LongPoll(self, exchange, request).begin()
+        elif request.at_now and not request.mode and request.fmt != "arrow":
+            self._answer_now(exchange, request)
+        else:
+            self.answer(exchange, request)
+
+    def _request(
+        self, exchange: Exchange, name: str, path_key: str | None, found: int | None = None
+    ) -> ReadRequest:
+        """What is asked for; `found` is where a read by time begins, if that is known already."""
+        query = parse_query(exchange.query)
+        mode = live_mode(query)
+        stream = self._log.readable(name)
+        filter_text = query.get("filter")
+        if filter_text is not None:
+            self.filtered.check(stream, filter_text, mode)
+        fmt = query.get("format") or ("json" if stream.json else "raw")
+        if fmt not in ("json", "raw", "arrow"):
+            raise TailraceError("unsupported_format", "format must be json, raw or arrow")
+        if fmt == "json" and not stream.json:
+            raise TailraceError("unsupported_format", "only JSON streams can be read as JSON")
+        if fmt == "arrow" and (filter_text is not None or mode in ("sse", "ws")):
+            raise TailraceError("unsupported_format", "format=arrow goes with neither filter nor live events")
+        given = read_start(query, mode, exchange.headers)
+        start, at_now = self._start(stream, given, mode) if found is None else (found, False)
+        start = max(start, stream.earliest)
+        wait_ms = self._wait_ms(query) if mode == "long-poll" else 0
+        key = routing_key(query, path_key)
+        return ReadRequest(
+            stream,
+            start,
+            at_now,
+            mode,
+            query.get("live") == "long-poll",
+            fmt,
+            bool(query.get("format")),
+            key,
+            wait_ms,
+            query.get("cursor"),
+            filter_text or "",
+            bytes_max=parse_page_limit(query, "max_bytes", ARROW_PAGE_BYTES_MAX),
+            entries_max=parse_page_limit(query, "max_entries", self._limits.read_page_entries),
+            start_line=given.header,
+        )
+
+    def _start(self, stream: Stream, given: ReadStart, mode: str) -> tuple[int, bool]:
+        offset = given.offset
+        if offset is None:
+            if given.since is not None:
+                return self._log.reader.entry_before(stream, _parse_since_ns(given.since)), False
+            if mode:
+                raise TailraceError("missing_offset", "live reads need an offset")
+            return 0, False
+        if offset == "-1":
+            return 0, False
+        if offset == "now":
+            return stream.visible, True
+        return resolve_position(stream, offsets.parse_offset(offset), stream.earliest), False
+
+    def _wait_ms(self, query: dict[str, str]) -> int:
+        limits = self._limits
+        return wait_ms(query, limits.long_poll_default_ms, limits.long_poll_max_ms)
+
+    # -- catch-up --------------------------------------------------------------------------------------
+
+    def answer(self, exchange: Exchange, request: ReadRequest) -> None:
+        """Answers with the page after `start`: at once if memory has it, else when the store has given it."""
+        stream = request.stream
+        if request.start < stream.earliest:  # retention has overtaken somebody who waited
+            responses.respond_error(exchange, offset_gone(stream, stream.earliest))
+            return
+        if request.filter_text:
+            self._answer_filtered(exchange, request)
+            return
+        key = request.key.encode() or None
+        if request.fmt == "arrow":
+            self._later(self._answer_later(exchange, request, self._read_rows(request, key)))
+            return
+        bytes_max, entries_max, apart = self._page_of(request)
+        found = self._log.reader.try_read(stream, request.start, bytes_max, entries_max, key, apart=apart)
+        if not isinstance(found, MissingBlock):
+            self._answer_read(exchange, request, found)
+            return
+        self._later(self._answer_later(exchange, request, self._read(request, key)))
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = self._context.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self, request: ReadRequest, key: bytes | None) -> PageResponder:
+        bytes_max, entries_max, apart = self._page_of(request)
+        page = await self._log.reader.read(
+            request.stream, request.start, bytes_max, entries_max, key, apart=apart
+        )
+        return lambda exchange: self._answer_read(exchange, request, page)
+
+    async def _read_rows(self, request: ReadRequest, key: bytes | None) -> PageResponder:
+        """A page as a table: beside each entry its number, its time and its key."""
+        stream = request.stream
+        bytes_max, entries_max = request.bytes_max, request.entries_max
+        contract = self._live.contracts.of(stream.visible_documents)
+        if contract is not None and contract.promotes_behind(request.start):
+            limits_of_page = self._live.contracts.page_of(stream, request.start, self._limits)
+            bytes_max, entries_max = min(bytes_max, limits_of_page[0]), min(entries_max, limits_of_page[1])
+        page = await self._log.reader.read_labelled(stream, request.start, bytes_max, entries_max, key)
+        numbers, labels = page.entries(), page.labels
+        assert labels is not None
+        mark = ""
+        if (contract := self._live.contracts.of(stream.visible_documents)) is not None:
+            page = contract.promoted(stream, request.start, page)
+            mark = contract.mark(page)
+        body = await self._rows.encode(stream, numbers[: page.count], labels, page.parts)
+        return lambda exchange: self._answer_page(exchange, request, page, mark, body=body)
+
+    def _page_of(self, request: ReadRequest) -> tuple[int, int, bool]:
+        """How large a page may be, in bytes and entries; whether each entry is apart, as in raw answers."""
+        limits, raw = self._limits, request.fmt == "raw"
+        if request.stream.visible_documents is None:
+            return limits.read_page_bytes, limits.read_page_entries, raw
+        bytes_max, entries_max, apart = self._live.contracts.page_of(request.stream, request.start, limits)
+        return bytes_max, entries_max, apart or raw
+
+    def _answer_read(self, exchange: Exchange, request: ReadRequest, page: Page) -> None:
+        """Answers with a page as it was read: what is of an older schema version is promoted."""
+        stream = request.stream
+        contract = self._live.contracts.of(stream.visible_documents)
+        if contract is None:
+            self._answer_page(exchange, request, page)
+            return
+        try:
+            page = contract.promoted(stream, request.start, page)
+        except TailraceError as refusal:
+            responses.respond_error(exchange, refusal)
+            return
+        self._answer_page(exchange, request, page, contract.mark(page))
+
+    async def _answer_later(
+        self, exchange: Exchange, request: ReadRequest, work: Coroutine[None, None, PageResponder]
+    ) -> None:
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(self._limits.request_ms / 1000):
+                answer = await work
+        except TimeoutError:
+            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
+            return
+        except TailraceError as refusal:
+            stream = request.stream
+            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
+            return
+        except Exception:
+            if request.stream.removed:
+                # Deleted under the reader's feet: its rows are gone.
+                responses.respond_error(exchange, responses.stream_deleted(request.stream))
+                return
+            responses.respond_error(exchange, TailraceError("internal", "the read failed"))
+            raise
+        if self._context.settings.server_timing:
+            responses.add_phase(exchange, "hot", time.monotonic() - begun)
+        answer(exchange)
+
+    # -- filtered --------------------------------------------------------------------------------------
+
+    def _registry_of(self, stream: Stream) -> Registry | None:
+        contract = self._live.contracts.of(stream.visible_documents)
+        return None if contract is None else contract.registry
+
+    def _answer_filtered(self, exchange: Exchange, request: ReadRequest) -> None:
+        """As `answer`, with the entries that match a filter."""
+        key = request.key.encode() or None
+        try:
+            sieve = self.filtered.begin(
+                request.stream, request.filter_text, request.start, request.scanned_bytes
+            )
+        except TailraceError as refusal:
+            # The registry may have changed under somebody who waited.
+            responses.respond_error(exchange, refusal)
+            return
+        if self.filtered.try_scan(request.stream, sieve, key):
+            self._answer_sieve(exchange, request, sieve)
+        else:
+            until = self.filtered.patience(exchange.started)
+            self._later(self._answer_later(exchange, request, self._sift(request, sieve, key, until)))
+
+    async def _sift(
+        self, request: ReadRequest, sieve: FilterScan, key: bytes | None, until: float
+    ) -> PageResponder:
+        await self.filtered.scan(request.stream, sieve, key, until)
+        return lambda exchange: self._answer_sieve(exchange, request, sieve)
+
+    def _answer_sieve(self, exchange: Exchange, request: ReadRequest, sieve: FilterScan) -> None:
+        page = Page(sieve.parts, sieve.decided, sieve.count)
+        if not request.mode or page.count or sieve.scan_limit_reached:
+            more = self.filtered.limit_lines(sieve, request.scanned_bytes)
+            self._answer_page(exchange, request, page, sieve.mark, more)
+        elif sieve.done:
+            scanned_bytes = request.scanned_bytes + sieve.scanned_bytes
+            self._wait(exchange, request._replace(start=sieve.decided, scanned_bytes=scanned_bytes))
+        else:
+            self.answer_idle(exchange, request, sieve.decided)
+
+    # -- pages -----------------------------------------------------------------------------------------
+
+    def _answer_now(self, exchange: Exchange, request: ReadRequest) -> None:
+        stream = request.stream
+        tail = stream.offset(stream.visible)
+        head = self._type(request) + responses.next_offset_header(tail) + responses.end_offset_header(tail)
+        head += (
+            responses.UP_TO_DATE
+            + responses.NO_STORE
+            + responses.earliest_offset_header(stream)
+            + request.start_line
+        )
+        if stream.visible_closed:
+            head += responses.CLOSED
+        exchange.respond(200, head, b"[]" if request.fmt == "json" else b"")
+
+    def _answer_page(
+        self,
+        exchange: Exchange,
+        request: ReadRequest,
+        page: Page,
+        mark: str = "",
+        more: bytes = b"",
+        body: ReadPart | None = None,
+    ) -> None:
+        """Answers with a page. The mark stands for what else its bytes depend on; `more` are header lines."""
+        stream = request.stream
+        if request.mode and not page.count and not more:
+            # Nothing has the key so far: what was looked at is passed over, and the wait begins behind it.
+            self._wait(exchange, request._replace(start=page.next_entry))
+            return
+        following = stream.offset(page.next_entry)
+        at_tail = page.next_entry >= stream.visible
+        closed = at_tail and stream.visible_closed
+        tag = slice_etag(
+            stream.offset(request.start),
+            following,
+            request.key,
+            request.fmt,
+            request.filter_text,
+            closed,
+            mark,
+        )
+        head = responses.next_offset_header(following) + request.start_line + more
+        head += responses.end_offset_header(following if at_tail else stream.offset(stream.visible))
+        if at_tail:
+            head += responses.UP_TO_DATE
+        if closed:
+            head += responses.CLOSED
+        head += responses.earliest_offset_header(stream)
+        if request.mode:
+            head += (
+                responses.NO_STORE
+                if request.at_now or not request.shared or mark
+                else self._max_age(stream, 20, False)
+            )
+            if not closed:
+                head += header_line(
+                    "Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9)
+                )
+        elif mark or (at_tail and not closed):
+            head += b"Cache-Control: no-cache\r\n"
+        else:
+            head += self._max_age(stream, YEAR_S, True)
+        if not request.at_now:
+            head += b"ETag: %b\r\n" % tag.encode()
+        wanted = None if request.mode else exchange.headers.get(b"if-none-match")
+        if wanted is not None and if_none_match(wanted.decode("latin-1"), tag):
+            exchange.respond(304, head)
+            return
+        if (served := self._log.reader.served) is not None and page.count:
+            served.add(stream, page.count, sum(map(len, page.parts)))
+        whole = page_buffers(page.parts, request.fmt, stream.json) if body is None else [body]
+        exchange.respond(200, self._type(request) + head, whole)
+
+    def _type(self, request: ReadRequest) -> bytes:
+        if request.fmt == "arrow":
+            return ARROW_CONTENT_TYPE
+        if request.fmt == "raw" and request.stream.json:
+            return b"Content-Type: application/octet-stream\r\n"
+        return responses.content_type_header(request.stream)
+
+    def _max_age(self, stream: Stream, seconds: int, immutable: bool) -> bytes:
+        """Cacheable, but never beyond the stream's own end."""
+        deadline_ns = stream.deadline_ns()
+        if deadline_ns is not None:
+            immutable = False
+            seconds = min(seconds, (deadline_ns - self._context.clock.now_ns()) // 1_000_000_000)
+        if stream.lifetime.retention_s is not None:
+            immutable = False
+            seconds = min(seconds, stream.lifetime.retention_s)
+        if seconds < 1:
+            return responses.NO_STORE
+        suffix = b", immutable" if immutable else b""
+        everybody = self._public is None or stream.name.startswith(self._public)
+        kind = b"public" if everybody else b"private"
+        return b"Cache-Control: %b, max-age=%d%b\r\n" % (kind, seconds, suffix)
+
+    # -- long-poll -------------------------------------------------------------------------------------
+
+    def _wait(self, exchange: Exchange, request: ReadRequest) -> None:
+        stream = request.stream
+        if request.start < stream.visible and not stream.removed:
+            self.answer(exchange, request)
+            return
+        waited_ms = int((self._context.loop.time() - exchange.started) * 1000)
+        try:
+            LongPoll(self, exchange, request._replace(wait_ms=max(0, request.wait_ms - waited_ms))).begin()
+        except TailraceError as refusal:
+            responses.respond_error(exchange, refusal)
+
+    def end_waits(self) -> None:
+        """Shutdown: whoever waits is answered as if the time were up, and comes back to another server."""
+        for poll in self._waiting():
+            poll.end()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Answers those who wait and have lost their right, and counts them."""
+        lost = [poll for poll in self._waiting() if not stands(poll.identity)]
+        for poll in lost:
+            poll.refuse(invalid_token_error("the token was revoked"))
+        return len(lost)
+
+    def recheck_hub(self) -> None:
+        """The same for those who wait at a stream of the hub that its rules let them read no more."""
+        for poll in self._waiting():
+            if is_hub_stream(poll.stream.name):
+                try:
+                    authorise(poll.identity, Action.READ_STREAM, stream=poll.stream.name)
+                except TailraceError as refusal:
+                    poll.refuse(refusal)
+
+    def _waiting(self) -> list[LongPoll]:
+        return [
+            reader
+            for stream in self._log.streams.by_number.values()
+            for reader in stream.readers or ()
+            if isinstance(reader, LongPoll)
+        ]
+
+    def answer_idle(self, exchange: Exchange, request: ReadRequest, position: int) -> None:
+        stream = request.stream
+        offset = stream.offset(position)
+        head = responses.next_offset_header(offset) + responses.end_offset_header(
+            stream.offset(stream.visible)
+        )
+        head += responses.NO_STORE + responses.earliest_offset_header(stream) + request.start_line
+        at_tail = position >= stream.visible
+        if at_tail:
+            head += responses.UP_TO_DATE
+        if at_tail and stream.visible_closed:
+            head += responses.CLOSED
+        else:
+            head += header_line(
+                "Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9)
+            )
+            head += wait_limit_lines(parse_query(exchange.query), self._limits.long_poll_max_ms)
+        exchange.respond(204, head)
+
+    def note_wait(self, exchange: Exchange) -> None:
+        if self._context.settings.server_timing:
+            responses.add_phase(exchange, "wait", time.monotonic() - exchange.started)
+
+    def live_opened(self, stream: Stream) -> None:
+        self._live.admit("long-poll", stream)
+        stream.live += 1
+
+    def live_ended(self, stream: Stream) -> None:
+        self._live.dismiss("long-poll", stream)
+        stream.live -= 1
+        self._log.touch(stream)
+
+    def later(self, wait_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._context.loop.call_later(wait_ms / 1000, callback)
+
+    def next_match(self, request: ReadRequest, position: int) -> Page | MissingBlock | None:
+        """What a waiting reader waits for, or a page of nothing; None if that cannot be said at once."""
+        if request.filter_text:
+            return self._next_filtered(request, position)
+        return self._log.reader.try_read(request.stream, position, 1, 1, request.key.encode() or None)
+
+    def _next_filtered(self, request: ReadRequest, position: int) -> Page | None:
+        try:
+            sieve = self.filtered.begin(request.stream, request.filter_text, position, request.scanned_bytes)
+        except TailraceError:
+            return None  # the registry changed, and the filter with it
+        done = self.filtered.try_scan(request.stream, sieve, request.key.encode() or None)
+        if not done or sieve.scan_limit_reached:
+            return None
+        return Page(sieve.parts, sieve.decided, sieve.count)
+
+
+def _parse_since_ns(text: str) -> int:
+    since_ns = timestamps.parse_timestamp_ns(text)
+    if since_ns is None:
+        raise TailraceError("invalid_request", "since is neither RFC 3339 nor Unix nanoseconds")
+    return since_ns
+
+
+def page_buffers(parts: list[ReadPart], fmt: str, is_json: bool) -> list[ReadPart]:
+    """The page as buffers to be written, not joined: large blocks are never copied."""
+    if not is_json:
+        return parts
+    body: list[ReadPart] = []
+    if fmt == "json":
+        for part in parts:
+            body.append(b"," if body else b"[")
+            body.append(part)
+        if not body:
+            return [b"[]"]
+        body.append(b"]")
+        return body
+    return parts

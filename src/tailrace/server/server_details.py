@@ -1,0 +1,504 @@
+"""GET /v1/server/_details and _mem, POST /v1/server/_seal: limits, queues, memory and sealing of the whole server.
+
+The interpreter's own heap, as its allocator counts it.
+
+The memory of the server, by who holds it: all numbers are kept by their owners and only read here.
+
+The streams that use most, kept up to date a few at a time, however many streams there are.
+
+GET /v1/server/_details and /v1/server/_mem: limits, queues and memory of the whole server.
+
+POST /v1/server/_seal: everything, or one stream, goes to the object store now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import re
+import sys
+from collections.abc import Callable
+from heapq import nlargest
+from typing import Any, Final, NamedTuple
+
+import apsw
+import orjson
+
+from tailrace.auth import Action, Identity, authorise
+from tailrace.common import memory as allocator
+from tailrace.common import memory as auto_tune
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import SETTINGS_TABLE, Setting
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.http.exchange import Exchange
+from tailrace.log.history import HISTORY_THREADS
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.schema.stream_schema import CACHE_BYTES
+from tailrace.search.index_files.catalogue import IndexFileService
+from tailrace.search.routes import SearchRoutes
+from tailrace.server.live import LiveReaders
+from tailrace.server.resource_guards import MemoryGuard, mapped_file_bytes
+from tailrace.server.stream_details import cached_bytes_by_artifact, unsealed_bytes
+from tailrace.server.touch_routes import TouchRoutes
+from tailrace.storage.checkpoint import CheckpointService
+from tailrace.storage.object_store.cache import ObjectCache
+from tailrace.storage.sealing import SealingService
+from tailrace.storage.segments.cold_reader import ColdReader
+
+_USED: Final = re.compile(r"bytes in allocated blocks\s*=\s*([\d,]+)")
+_RESERVED: Final = re.compile(r"bytes/arena\s*=\s*([\d,]+)")
+
+
+class HeapUsage(NamedTuple):
+    used_bytes: int
+    total_bytes: int
+
+
+def measure_heap() -> HeapUsage:
+    """Small objects only: the interpreter takes larger ones straight from the C library.
+
+    The allocator only tells a file, so it is given one in memory. It walks its pools for it, about ten
+    milliseconds for each 400 MB.
+    """
+    text = _read_allocator_stats()
+    used, reserved = _USED.search(text), _RESERVED.search(text)
+    if used is None or reserved is None:
+        return HeapUsage(0, 0)
+    return HeapUsage(_parse_grouped_int(used[1]), _parse_grouped_int(reserved[1]))
+
+
+def _parse_grouped_int(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def _read_allocator_stats() -> str:
+    libc = ctypes.CDLL(None)
+    tell = getattr(ctypes.pythonapi, "_PyObject_DebugMallocStats", None)
+    opened = getattr(libc, "open_memstream", None)
+    if tell is None or opened is None:
+        return ""
+    opened.restype = ctypes.c_void_p
+    tell.argtypes = libc.fclose.argtypes = libc.free.argtypes = [ctypes.c_void_p]
+    text, size = ctypes.c_void_p(), ctypes.c_size_t()
+    file = opened(ctypes.byref(text), ctypes.byref(size))
+    if not file:
+        return ""
+    tell(file)
+    libc.fclose(file)
+    try:
+        return ctypes.string_at(text.value or 0, size.value).decode() if text.value else ""
+    finally:
+        libc.free(text)
+
+
+ByteCounts = dict[str, int]
+
+
+class ServerParts(NamedTuple):
+    """The parts of a server that can tell something."""
+
+    context: Context
+    live: LiveReaders
+    memory: MemoryGuard
+    sealing: SealingService
+    checkpoints: CheckpointService
+    cold: ColdReader
+    search: SearchRoutes
+    touch: TouchRoutes
+    companions: IndexFileService
+
+    @property
+    def readers(self) -> tuple[ObjectCache, ...]:
+        """Those who fetch from the object store for queries."""
+        return self.cold.parts, self.companions.parts, self.companions.lexicons
+
+
+def process_memory(node: ServerParts) -> ByteCounts:
+    used, total = measure_heap()
+    arrow = arrow_bytes()
+    return {
+        "rss_bytes": node.memory.rss_bytes,
+        "heap_total_bytes": total,
+        "heap_used_bytes": used,
+        "external_bytes": arrow,
+        "array_buffers_bytes": arrow,
+    }
+
+
+def arrow_bytes() -> int:
+    """Of Arrow's pool. It is not imported just to be asked."""
+    arrow: Any = sys.modules.get("pyarrow")
+    return 0 if arrow is None else int(arrow.total_allocated_bytes())
+
+
+def memory_breakdown(measured: ByteCounts, sqlite_bytes: int) -> ByteCounts:
+    managed, mapped = measured["heap_total_bytes"] + measured["external_bytes"], mapped_file_bytes()
+    rest = measured["rss_bytes"] - managed - mapped - sqlite_bytes
+    return {
+        "managed_bytes": managed,
+        "mapped_file_bytes": mapped,
+        "sqlite_runtime_bytes": sqlite_bytes,
+        "unattributed_rss_bytes": max(0, rest),
+    }
+
+
+def sqlite_memory() -> dict[str, object]:
+    used, highest = apsw.status(apsw.SQLITE_STATUS_MEMORY_USED)
+    return {"available": True, "memory_used_bytes": used, "memory_highwater_bytes": highest}
+
+
+def gc_stats(guard: MemoryGuard) -> dict[str, object]:
+    rows = gc.get_stats()
+    return {
+        "collections": sum(row["collections"] for row in rows),
+        "collected": sum(row["collected"] for row in rows),
+        "uncollectable": sum(row["uncollectable"] for row in rows),
+        "frozen_objects": gc.get_freeze_count(),
+        "forced_collections": guard.collections,
+        "last_forced_at": format_rfc3339(guard.collected_ns) if guard.collections else None,
+    }
+
+
+def high_water_marks(memory: MemoryGuard) -> dict[str, object]:
+    marks = sorted(memory.high_water.items())
+    return {name: {"value": mark.value, "at": format_rfc3339(mark.at_ns)} for name, mark in marks}
+
+
+def memory_by_subsystem(node: ServerParts, sqlite_bytes: int) -> dict[str, ByteCounts]:
+    log, limits = node.context.log, node.context.limits
+    return {
+        "heap_estimates": {
+            "ingest_queue_bytes": log.committer.queued_bytes,
+            "tail_memory_bytes": log.streams.memory_bytes,
+            "block_cache_bytes": log.reader.cache.bytes,
+            "segment_footer_bytes": node.cold.footer_bytes,
+            "companion_opened_bytes": node.companions.shelf.bytes,
+            "tail_index_bytes": node.search.tail.bytes,
+            "document_bytes": log.streams.document_bytes,
+            "contract_bytes": node.live.contracts.bytes,
+            "touch_journal_bytes": sum(size for size, _ in node.touch.journals()),
+        },
+        # No cached file is mapped: caches are read. What is mapped are the program and its libraries.
+        "mapped_files": {"resident_bytes": mapped_file_bytes()},
+        "disk_caches": {
+            "segment_cache_bytes": node.cold.parts.cached_bytes,
+            "companion_cache_bytes": node.companions.parts.cached_bytes,
+            "lexicon_cache_bytes": node.companions.lexicons.cached_bytes,
+        },
+        "configured_budgets": {
+            "ingest_queue_budget_bytes": limits.append_queue_max_bytes,
+            "tail_memory_budget_bytes": limits.tail_memory_max_bytes,
+            "block_cache_budget_bytes": limits.block_cache_bytes,
+            "segment_cache_budget_bytes": limits.segment_cache_max_bytes,
+            "companion_cache_budget_bytes": limits.search_companion_file_cache_max_bytes,
+            "lexicon_cache_budget_bytes": limits.lexicon_index_cache_max_bytes,
+            "companion_opened_budget_bytes": limits.search_companion_memory_max_bytes,
+            "tail_index_budget_bytes": limits.tail_index_max_bytes,
+            "contract_budget_bytes": CACHE_BYTES,
+            "sqlite_cache_budget_bytes": limits.sqlite_cache_bytes,
+        },
+        "pipeline_buffers": {"spooled_segment_bytes": node.sealing.spooled_bytes()},
+        "sqlite_runtime": {"memory_used_bytes": sqlite_bytes},
+        "counts": {
+            "streams_loaded": len(log.streams.by_number),
+            "live_connections": node.live.connections,
+            "streams_with_waiters": len(node.live.by_stream),
+            "touch_waiters": node.touch.waiters,
+            "checkpoints_pending": node.checkpoints.files_pending,
+        },
+    }
+
+
+_TOTALS = {
+    "heap_estimates": "heap_estimate_bytes",
+    "mapped_files": "mapped_file_bytes",
+    "disk_caches": "disk_cache_bytes",
+    "configured_budgets": "configured_budget_bytes",
+    "pipeline_buffers": "pipeline_buffer_bytes",
+    "sqlite_runtime": "sqlite_runtime_bytes",
+}
+
+
+def memory_totals(groups: dict[str, ByteCounts]) -> ByteCounts:
+    return {name: sum(groups[group].values()) for group, name in _TOTALS.items()}
+
+
+TOP_SHOWN = 10
+CANDIDATES_MAX = 64  # each of them may have to be looked up in the hot store when it is shown
+PER_TURN = 1000  # streams looked at in one turn
+
+TopStreamRow = dict[str, object]
+
+
+class TopStreams:
+    """`look` comes twice a second and passes over some of the streams in the present journal file."""
+
+    def __init__(self, log: Log, live: LiveReaders) -> None:
+        self._log = log
+        self._live = live
+        self._pending: dict[int, int] = {}  # number to bytes, of the largest
+        self._file = 0
+        self._looked_at = 0
+        self.cached_bytes_of: Callable[[Stream], int] = lambda _: 0
+        self.touch_journals: Callable[[], list[tuple[int, str]]] = list[tuple[int, str]]
+
+    def look(self) -> None:
+        streams = self._log.streams
+        touched = streams.touched.get(streams.file, ())
+        if streams.file != self._file or self._looked_at >= len(touched):
+            self._file, self._looked_at = streams.file, 0
+        for stream in touched[self._looked_at : self._looked_at + PER_TURN]:
+            if not stream.removed:
+                self._pending[stream.number] = unsealed_bytes(stream)
+        self._looked_at += PER_TURN
+        if len(self._pending) > CANDIDATES_MAX:
+            self._pending = dict(
+                nlargest(CANDIDATES_MAX // 2, self._pending.items(), key=lambda item: item[1])
+            )
+
+    def shown(self) -> dict[str, list[TopStreamRow]]:
+        waiting = nlargest(TOP_SHOWN, self._live.by_stream.items(), key=lambda item: item[1])
+        current = [stream for number in list(self._pending) if (stream := self._find(number)) is not None]
+        pending = nlargest(TOP_SHOWN, [(unsealed_bytes(stream), stream.name) for stream in current])
+        local = nlargest(
+            TOP_SHOWN,
+            [(unsealed_bytes(stream) + self.cached_bytes_of(stream), stream.name) for stream in current],
+        )
+        return {
+            "local_storage_bytes": [{"stream": name, "bytes": size} for size, name in local if size],
+            "pending_wal_bytes": [{"stream": name, "bytes": size} for size, name in pending if size],
+            "touch_journal_filter_bytes": [
+                {"stream": name, "bytes": size}
+                for size, name in nlargest(TOP_SHOWN, self.touch_journals())
+                if size
+            ],
+            "notifier_waiters": [{"stream": stream.name, "waiters": count} for stream, count in waiting],
+        }
+
+    def _find(self, number: int) -> Stream | None:
+        """As it is now; one that is not in memory is looked up without being brought back."""
+        streams = self._log.streams
+        stream = streams.by_number.get(number)
+        if stream is None and number not in streams.removed:
+            stream = self._log.store.stream_by_number(number)
+        if stream is None:
+            del self._pending[number]
+        return stream
+
+
+DETAILS_PATH, MEMORY_PATH = b"/v1/server/_details", b"/v1/server/_mem"
+SERVER_DETAILS_PATHS = frozenset({DETAILS_PATH, MEMORY_PATH})
+LIMIT_GROUPS = ("caches", "concurrency", "ingest", "search", "segmenting", "timeouts", "memory")
+
+
+class ServerRoutes:
+    """Nothing here depends on the number of streams."""
+
+    def __init__(self, node: ServerParts) -> None:
+        self._node = node
+        self.top = TopStreams(node.context.log, node.live)
+        self.pipeline: Callable[[], dict[str, object]] = dict[str, object]
+        self.async_index: Callable[[], dict[str, int]] = dict[str, int]
+        self.top.cached_bytes_of = lambda stream: sum(cached_bytes_by_artifact(node.readers, stream).values())
+        self.top.touch_journals = node.touch.journals
+        node.memory.ticks.append(self.top.look)
+        node.memory.sheds.append(node.live.contracts.clear)
+        node.memory.bound_sqlite()
+        allocator.limit_malloc_arenas()
+        log = node.context.log
+        node.memory.gauges["tail_memory_bytes"] = lambda: log.streams.memory_bytes
+        node.memory.gauges["tail_index_bytes"] = lambda: node.search.tail.bytes
+        node.memory.gauges["ingest_queue_bytes"] = lambda: log.committer.queued_bytes
+        node.memory.gauges["document_bytes"] = lambda: log.streams.document_bytes
+        node.memory.gauges["streams_loaded"] = lambda: len(log.streams.by_number)
+
+    def answer(self, exchange: Exchange, identity: Identity, path: bytes) -> None:
+        authorise(identity, Action.INSPECT_SERVER)
+        body = self._details() if path == DETAILS_PATH else self._mem()
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+
+    # -- details ---------------------------------------------------------------------------------------
+
+    def _details(self) -> dict[str, object]:
+        return {
+            "auto_tune": self._auto_tune(),
+            "configured_limits": configured_limits(self._node),
+            "runtime": {
+                "memory": self._memory(),
+                **self._queues(),
+                "concurrency": self._concurrency(),
+                "top_streams": self.top.shown(),
+                "pipeline": self.pipeline(),
+            },
+        }
+
+    def _auto_tune(self) -> dict[str, object]:
+        size_mb = auto_tune.requested_mb(self._node.context.settings.auto_tune)
+        preset_mb = None if size_mb is None else auto_tune.largest_preset_mb(size_mb)
+        return {
+            "enabled": size_mb is not None,
+            "requested_memory_mb": size_mb,
+            "preset_mb": preset_mb,
+            "effective_memory_limit_mb": preset_mb,
+        }
+
+    def _memory(self) -> dict[str, object]:
+        guard = self._node.memory
+        sqlite = sqlite_memory()
+        sqlite_bytes = int(str(sqlite["memory_used_bytes"]))
+        measured = process_memory(self._node)
+        groups = memory_by_subsystem(self._node, sqlite_bytes)
+        return {
+            "pressure_active": guard.active,
+            "pressure_limit_bytes": guard.limit_bytes,
+            "last_rss_bytes": guard.rss_bytes,
+            "max_rss_bytes": guard.max_rss_bytes,
+            "process": measured,
+            "process_breakdown": memory_breakdown(measured, sqlite_bytes),
+            "sqlite": sqlite,
+            "gc": gc_stats(guard),
+            "subsystems": groups,
+            "totals": memory_totals(groups),
+            "high_water": high_water_marks(guard),
+        }
+
+    def _queues(self) -> dict[str, object]:
+        node = self._node
+        committer, limits = node.context.log.committer, node.context.limits
+        pressure = node.sealing.pressure
+        return {
+            "ingest_queue": {
+                "requests": committer.queued_records,
+                "bytes": committer.queued_bytes,
+                "full": committer.queued_bytes >= limits.append_queue_max_bytes,
+            },
+            "local_backpressure": {
+                "enabled": True,
+                "current_bytes": pressure.waiting_bytes,
+                "max_bytes": limits.spool_bytes,
+                "over_limit": pressure.refusing,
+            },
+            "uploads": {"pending_segments": node.sealing.queued},
+        }
+
+    def _concurrency(self) -> dict[str, object]:
+        log = self._node.context.log
+        committer, reading = log.committer, log.reader.history.fetching
+        syncs = self._node.context.limits.journal_syncs_in_flight
+        gate = self._node.search.gate
+        return {
+            "ingest": {
+                "configured_limit": syncs,
+                "current_limit": committer.syncs_allowed,
+                "active": committer.in_flight,
+                "queued": committer.queued_records,
+            },
+            "read": {
+                "configured_limit": HISTORY_THREADS,
+                "current_limit": HISTORY_THREADS,
+                "active": min(reading, HISTORY_THREADS),
+                "queued": max(0, reading - HISTORY_THREADS),
+            },
+            "search": {
+                "configured_limit": gate.running_max,
+                "current_limit": gate.running_max,
+                "active": gate.running,
+                "queued": gate.waiting,
+            },
+            "async_index": self.async_index(),
+        }
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def _mem(self) -> dict[str, object]:
+        guard, log = self._node.memory, self._node.context.log
+        sqlite = sqlite_memory()
+        sqlite_bytes = int(str(sqlite["memory_used_bytes"]))
+        measured = process_memory(self._node)
+        groups = memory_by_subsystem(self._node, sqlite_bytes)
+        totals = memory_totals(groups)
+        counts = groups.pop("counts")
+        return {
+            "ts": format_rfc3339(self._node.context.clock.now_ns()),
+            "process": measured,
+            "process_breakdown": memory_breakdown(measured, sqlite_bytes),
+            "sqlite": sqlite,
+            "gc": gc_stats(guard),
+            "high_water": high_water_marks(guard),
+            "counters": {
+                "append_entries": log.publisher.entries,
+                "append_bytes": log.publisher.bytes,
+                "memory_pressures": guard.pressures,
+                "live_demoted": self._node.live.demoted,
+            },
+            "runtime_counts": counts,
+            "runtime_bytes": groups,
+            "runtime_totals": totals,
+            "top_streams": self.top.shown(),
+        }
+
+
+def configured_limits(node: ServerParts) -> dict[str, dict[str, object]]:
+    """Every limit, in one of the groups."""
+    groups: dict[str, dict[str, object]] = {name: {} for name in LIMIT_GROUPS}
+    for setting in SETTINGS_TABLE.values():
+        if setting.limit:
+            value: object = getattr(node.context.limits, setting.name)
+            groups[limit_group(setting)][setting.name] = value
+    groups["memory"]["pressure_limit_bytes"] = node.memory.limit_bytes
+    return groups
+
+
+def limit_group(setting: Setting) -> str:
+    name = setting.name
+    if name.startswith("memory_"):
+        return "memory"
+    if name.startswith(("search_", "filter_", "tail_index_")):
+        return "search"
+    if name.startswith(("seal_", "spool_")):
+        return "segmenting"
+    if setting.unit == "ms":
+        return "timeouts"
+    if "cache" in name or name == "streams_loaded":
+        return "caches"
+    if "connections" in name or name.endswith(("_in_flight", "_requests", "_concurrency")):
+        return "concurrency"
+    return "ingest"
+
+
+SEAL_PATH = b"/v1/server/_seal"
+
+
+class SealRoute:
+    """200 when it is done; 202 when it takes longer than a request may, so that the client asks again."""
+
+    def __init__(self, context: Context, sealing: SealingService) -> None:
+        self._context = context
+        self._sealing = sealing
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def seal(self, exchange: Exchange, identity: Identity) -> None:
+        name = parse_query(exchange.query).get("stream") or None
+        authorise(identity, Action.SEAL, stream=name)
+        if name is not None:
+            self._context.log.readable(name)
+        task = self._context.loop.create_task(self._answer(exchange, name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, exchange: Exchange, name: str | None) -> None:
+        status, body = 200, {"sealed": True}
+        try:
+            async with asyncio.timeout(self._context.limits.request_ms / 1000):
+                await self._sealing.seal_now(name)
+        except TimeoutError:
+            status, body = 202, {"sealed": False}
+        except TailraceError as refusal:
+            responses.respond_error(exchange, refusal)
+            return
+        exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))

@@ -1,0 +1,468 @@
+"""GET _details and _index_status: the documents, their ETags, and waiting for a change.
+
+`_details`: everything the server can tell about one stream, put together from numbers it keeps anyway.
+
+Nothing here counts segments or looks at other streams, so that a console may ask as often as it likes.
+
+GET `_details` and `_index_status`: at once, only if something changed, or when it does.
+
+What the details of a stream tell about the object store and the tail index: asked of their users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import orjson
+import xxhash
+
+from tailrace.auth import Action, Identity, authorise, invalid_token_error
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_rfc3339
+from tailrace.http.exchange import Exchange
+from tailrace.log.model import Stream
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, if_none_match
+from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.search.index_files.index_plan import FAMILIES
+from tailrace.search.tail_index import TailIndex
+from tailrace.server.index_status import (
+    BUNDLED_FAMILIES,
+    IndexSnapshot,
+    ManifestStatus,
+    StreamDocuments,
+    TailIndexStatus,
+    format_optional_instant,
+    index_status,
+    observability_pair,
+    read_documents,
+)
+from tailrace.server.live import LiveReaders
+from tailrace.storage.object_store.cache import ObjectCache
+from tailrace.storage.object_store.request_stats import UploadedHead
+from tailrace.storage.sealing import SealingService
+from tailrace.storage.segments.model import make_stream_id
+
+ARTIFACTS = (
+    "segment",
+    "manifest",
+    "schema_registry",
+    "routing_index",
+    "routing_key_lexicon",
+    "exact_index",
+    "bundled_companion",
+)
+REQUEST_COUNTERS = ("puts", "reads", "gets", "heads", "lists", "deletes")
+
+ObjectRequests = Mapping[str, Mapping[str, int]]  # counters by artifact
+NO_REQUESTS: ObjectRequests = {}
+CacheBytes = Mapping[str, int]  # bytes by artifact
+NO_CACHES: CacheBytes = {}
+# Where a cache on the local disk is shown, by what it holds.
+_CACHES = {
+    "segment_cache_bytes": "segment",
+    "routing_index_cache_bytes": "routing_index",
+    "exact_index_cache_bytes": "exact_index",
+    "lexicon_index_cache_bytes": "routing_key_lexicon",
+    "companion_cache_bytes": "bundled_companion",
+}
+
+
+class VolatileDetails(NamedTuple):
+    """What is no state of the stream itself: shown, and no reason for another ETag."""
+
+    shared_bytes: int = 0  # of the hot store
+    cached: CacheBytes = NO_CACHES
+    spooled_bytes: int = 0  # segments that are written and not yet uploaded
+    requests: ObjectRequests = NO_REQUESTS
+    tail: TailIndexStatus = TailIndexStatus()
+
+
+def stream_details(
+    stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, around: VolatileDetails
+) -> dict[str, object]:
+    return {
+        "stream": stream_summary(stream, documents.profile_kind, manifest),
+        "profile": orjson.Fragment(documents.profile),
+        "schema": orjson.Fragment(documents.schema),
+        "index_status": index_status(stream, documents, manifest, around.tail),
+        "storage": _storage_details(stream, documents, manifest, around),
+        "object_store_requests": _object_requests(around.requests),
+    }
+
+
+def stream_summary(stream: Stream, profile: str, manifest: ManifestStatus) -> dict[str, object]:
+    """The stream itself. All numbers are of what is durable."""
+    deadline_ns = stream.deadline_ns()
+    pending_rows = str(max(0, stream.visible - stream.sealed))
+    pending_bytes = str(unsealed_bytes(stream))
+    segments = stream.cold.segments
+    sealed_through = str(stream.sealed - 1)
+    return {
+        "name": stream.name,
+        "content_type": stream.content_type or DEFAULT_CONTENT_TYPE,
+        "profile": profile,
+        **observability_pair(stream),
+        "created_at": format_rfc3339(stream.created_ns),
+        "updated_at": format_rfc3339(max(stream.created_ns, stream.last_ns, stream.cold.recorded_ns)),
+        "expires_at": None if deadline_ns is None else format_rfc3339(deadline_ns),
+        "ttl_seconds": stream.lifetime.ttl_s,
+        "stream_seq": None if stream.seq is None else stream.seq.decode("latin-1"),
+        "closed": stream.visible_closed,
+        "epoch": stream.epoch,
+        "next_offset": str(stream.visible),
+        "sealed_through": sealed_through,
+        "uploaded_through": sealed_through,
+        "segment_count": segments,
+        "uploaded_segment_count": segments,
+        "pending_rows": pending_rows,
+        "pending_bytes": pending_bytes,
+        "total_size_bytes": str(stream.size_bytes),
+        "wal_rows": pending_rows,
+        "wal_bytes": pending_bytes,
+        "last_append_at": format_optional_instant(stream.last_ns if stream.visible else 0),
+        "last_segment_cut_at": format_optional_instant(stream.cold.recorded_ns),
+        **({"seal_conflict": True} if manifest.conflict else {}),
+    }
+
+
+def unsealed_bytes(stream: Stream) -> int:
+    """Payload that is in the journal, in memory or in the hot store only."""
+    return max(0, stream.size_bytes - stream.sealed_bytes)
+
+
+def _storage_details(
+    stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, around: VolatileDetails
+) -> dict[str, object]:
+    waiting = unsealed_bytes(stream)
+    segment_bytes = stream.cold.segment_bytes
+    meta_bytes = manifest.size_bytes + documents.schema_bytes
+    families = manifest.indexed.summary.families
+    sizes = {family: families[family].bytes if family in families else 0 for family in FAMILIES}
+    counts = {family: families[family].objects if family in families else 0 for family in FAMILIES}
+    return {
+        "object_storage": {
+            "total_bytes": str(segment_bytes + meta_bytes + sum(sizes.values())),
+            "segments_bytes": str(segment_bytes),
+            "indexes_bytes": str(sum(sizes.values())),
+            "manifest_and_meta_bytes": str(meta_bytes),
+            "manifest_bytes": str(manifest.size_bytes),
+            "schema_registry_bytes": str(documents.schema_bytes),
+            "segment_object_count": stream.cold.segments,
+            "routing_index_object_count": counts["routing_key_index"],
+            "routing_lexicon_object_count": counts["routing_key_lexicon"],
+            "exact_index_object_count": counts["exact"],
+            "bundled_companion_object_count": sum(counts[family] for family in BUNDLED_FAMILIES),
+        },
+        "local_storage": {
+            "total_bytes": str(waiting + sum(around.cached.values()) + around.spooled_bytes),
+            "wal_retained_bytes": str(waiting),
+            "pending_tail_bytes": str(waiting),
+            "pending_sealed_segment_bytes": str(around.spooled_bytes),
+            **{name: str(around.cached.get(artifact, 0)) for name, artifact in _CACHES.items()},
+            "sqlite_shared_total_bytes": str(around.shared_bytes),
+        },
+        "companion_families": {
+            f"{family}_bytes": str(sizes[family]) for family in (*BUNDLED_FAMILIES, "exact")
+        },
+    }
+
+
+def _object_requests(found: ObjectRequests) -> dict[str, object]:
+    total = dict.fromkeys(REQUEST_COUNTERS, 0)
+    rows: list[dict[str, object]] = []
+    for artifact in ARTIFACTS:
+        counted = found.get(artifact, {})
+        for name in REQUEST_COUNTERS:
+            total[name] += counted.get(name, 0)
+        rows.append({"artifact": artifact, **{name: str(counted.get(name, 0)) for name in REQUEST_COUNTERS}})
+    return {**{name: str(count) for name, count in total.items()}, "by_artifact": rows}
+
+
+def details_etag(kind: str, stream: Stream, documents: StreamDocuments, manifest: ManifestStatus) -> str:
+    """A weak tag over the state of this stream: caches, requests and ages have no part in it."""
+    around = VolatileDetails()
+    manifest = manifest._replace(indexed=manifest.indexed._replace(now_ns=0))
+    if kind == "details":
+        shown = stream_details(stream, documents, manifest, around)
+    else:
+        shown = index_status(stream, documents, manifest, around.tail)
+    # The number and the incarnation: a name that is used again is another stream, however alike.
+    state = orjson.dumps([stream.number, stream.incarnation, shown])
+    return f'W/"{kind}:{xxhash.xxh3_128_hexdigest(state)}"'
+
+
+WAIT_DEFAULT_MS = 3000
+READ_METHODS = "GET, HEAD, OPTIONS"
+
+DetailsKind = Literal["details", "index_status"]
+
+
+class DetailsRoutes:
+    """Both endpoints have one contract. An answer is of one moment: it is put together at once."""
+
+    def __init__(self, context: Context, live: LiveReaders) -> None:
+        self._context = context
+        self._log = context.log
+        self._live = live
+        self._waits: set[DetailsWait] = set()
+        self.requests_of: Callable[[Stream], ObjectRequests] = lambda _: {}
+        self.head_of: Callable[[Stream], UploadedHead | None] = lambda _: None
+        self.is_in_conflict: Callable[[Stream], bool] = lambda _: False
+        self.tail_of: Callable[[Stream], TailIndexStatus] = lambda _: TailIndexStatus()
+        self.indexed_of: Callable[[Stream], IndexSnapshot | None] = lambda _: IndexSnapshot()
+        self.load_index: Callable[[Stream], Awaitable[None]] = _nothing_to_load
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.cached_of: Callable[[Stream], CacheBytes] = lambda _: {}
+
+    def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        self._answer(exchange, identity, method, name, "details")
+
+    def index_status(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        self._answer(exchange, identity, method, name, "index_status")
+
+    def _answer(
+        self, exchange: Exchange, identity: Identity, method: bytes, name: str, kind: DetailsKind
+    ) -> None:
+        if method not in (b"GET", b"HEAD"):
+            raise responses.method_not_allowed(READ_METHODS)
+        authorise(identity, Action.QUERY_STREAM, stream=name)
+        query = parse_query(exchange.query)
+        stream = self._log.readable(name)
+        live = query.get("live", "")
+        if live not in ("", "false", "0", "true", "1", "long-poll"):
+            raise TailraceError("invalid_request", "live must be true or long-poll")
+        waits_ms = wait_ms(query, WAIT_DEFAULT_MS, self._context.limits.details_max_wait_ms)
+        if self.indexed_of(stream) is None:
+            task = self._context.loop.create_task(
+                self._load(exchange, identity, stream, kind, live, waits_ms)
+            )
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._answer_known(exchange, identity, stream, kind, live, waits_ms)
+
+    async def _load(
+        self,
+        exchange: Exchange,
+        identity: Identity,
+        stream: Stream,
+        kind: DetailsKind,
+        live: str,
+        waits_ms: int,
+    ) -> None:
+        """How far its indexes are has not been looked at lately."""
+        try:
+            await self.load_index(stream)
+            self._log.readable(stream.name)
+            self._answer_known(exchange, identity, stream, kind, live, waits_ms)
+        except TailraceError as refusal:
+            responses.respond_error(exchange, refusal)
+
+    def _answer_known(
+        self,
+        exchange: Exchange,
+        identity: Identity,
+        stream: Stream,
+        kind: DetailsKind,
+        live: str,
+        waits_ms: int,
+    ) -> None:
+        known = exchange.headers.get(b"if-none-match", b"").decode("latin-1")
+        tag = self.tag(stream, kind)
+        if not known or not if_none_match(known, tag):
+            self.show(exchange, stream, kind)
+        elif live in ("", "false", "0") or not waits_ms:
+            self.unchanged(exchange, tag)
+        else:
+            self._live.admit("long-poll", stream)
+            wait = DetailsWait(self, exchange, identity, stream, kind, tag)
+            self._waits.add(wait)
+            wait.begin(self._context.loop.call_later(waits_ms / 1000, wait.end))
+
+    # -- what a wait needs -------------------------------------------------------------------------------
+
+    def tag(self, stream: Stream, kind: DetailsKind) -> str:
+        return details_etag(kind, stream, read_documents(stream), self._manifest(stream))
+
+    def show(self, exchange: Exchange, stream: Stream, kind: DetailsKind) -> None:
+        documents, manifest = read_documents(stream), self._manifest(stream)
+        tag = details_etag(kind, stream, documents, manifest)
+        head = responses.JSON_TYPE + responses.NO_STORE + _etag_header(tag)
+        exchange.respond(200, head, orjson.dumps(self._body(stream, kind, documents, manifest)))
+
+    def unchanged(self, exchange: Exchange, tag: str, more: bytes = b"") -> None:
+        exchange.respond(304, responses.NO_STORE + _etag_header(tag) + more)
+
+    def waited(self, exchange: Exchange, tag: str) -> None:
+        """Nothing changed while the client waited."""
+        limit = wait_limit_lines(parse_query(exchange.query), self._context.limits.details_max_wait_ms)
+        self.unchanged(exchange, tag, limit)
+
+    def ended(self, wait: DetailsWait, stream: Stream) -> None:
+        self._waits.discard(wait)
+        self._live.dismiss("long-poll", stream)
+
+    def end_waits(self) -> None:
+        """Shutdown: whoever waits is answered as if the time were up."""
+        for wait in tuple(self._waits):
+            wait.end()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Answers those who wait and have lost their right, and counts them."""
+        lost = [wait for wait in self._waits if not stands(wait.identity)]
+        for wait in lost:
+            wait.refuse(invalid_token_error("the token was revoked"))
+        return len(lost)
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _body(
+        self, stream: Stream, kind: DetailsKind, documents: StreamDocuments, manifest: ManifestStatus
+    ) -> dict[str, object]:
+        if kind == "index_status":
+            return index_status(stream, documents, manifest, self.tail_of(stream))
+        around = VolatileDetails(
+            hot_store_bytes(self._log.directory),
+            self.cached_of(stream),
+            spooled_bytes(self._log.directory, stream.number),
+            self.requests_of(stream),
+            self.tail_of(stream),
+        )
+        return stream_details(stream, documents, manifest, around)
+
+    def _manifest(self, stream: Stream) -> ManifestStatus:
+        """One that was recorded while the stream was not in memory is in the hot store."""
+        cold = stream.cold
+        generation = max(cold.generation, self._log.store.db.cold.generation(stream.number))
+        head = self.head_of(stream)
+        indexed = self.indexed_of(stream) or IndexSnapshot()
+        conflict = self.is_in_conflict(stream)
+        if head is not None:
+            return ManifestStatus(generation, head.at_ns, head.etag, head.size_bytes, indexed, conflict)
+        recorded_ns = cold.recorded_ns if cold.generation == generation else 0
+        return ManifestStatus(generation, recorded_ns, indexed=indexed, conflict=conflict)
+
+
+class DetailsWait:
+    """Somebody who waits for a change: a place in the stream's list and one timer."""
+
+    __slots__ = ("_exchange", "_kind", "_routes", "_stream", "_tag", "_timer", "identity")
+
+    def __init__(
+        self,
+        routes: DetailsRoutes,
+        exchange: Exchange,
+        identity: Identity,
+        stream: Stream,
+        kind: DetailsKind,
+        tag: str,
+    ) -> None:
+        self._routes = routes
+        self._exchange = exchange
+        self.identity = identity
+        self._stream = stream
+        self._kind: DetailsKind = kind
+        self._tag = tag
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, timer: asyncio.TimerHandle) -> None:
+        self._timer = timer
+        self._exchange.on_gone = self._leave
+        readers = self._stream.readers
+        self._stream.readers = [self] if readers is None else [*readers, self]
+
+    def on_published(self, stream: Stream) -> None:
+        if stream.removed or stream.gone:
+            self.refuse(responses.stream_deleted(stream))
+        elif self._routes.tag(stream, self._kind) != self._tag:
+            self._leave()
+            self._routes.show(self._exchange, stream, self._kind)
+
+    def end(self) -> None:
+        self._leave()
+        self._routes.waited(self._exchange, self._tag)
+
+    def refuse(self, error: TailraceError) -> None:
+        self._leave()
+        responses.respond_error(self._exchange, error)
+
+    def _leave(self) -> None:
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        readers = self._stream.readers or ()
+        self._stream.readers = [other for other in readers if other is not self] or None
+        self._routes.ended(self, self._stream)
+
+
+async def _nothing_to_load(_: Stream) -> None:
+    """Where nobody keeps book of indexes."""
+
+
+def _etag_header(tag: str) -> bytes:
+    return b"ETag: %b\r\n" % tag.encode()
+
+
+def spooled_bytes(directory: Path, number: int) -> int:
+    """Segments of a stream on their way to the object store. There are never more than a few in all."""
+    total = 0
+    for path in (directory / "spool").glob(f"{number}-*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            pass  # it arrived
+    return total
+
+
+def hot_store_bytes(directory: Path) -> int:
+    """Size of the hot store, which all streams share."""
+    total = 0
+    for suffix in ("", "-wal", "-shm"):
+        try:
+            total += (directory / f"hot.db{suffix}").stat().st_size
+        except FileNotFoundError:
+            pass
+    return total
+
+
+def connect_details(
+    routes: DetailsRoutes, sealing: SealingService, readers: Sequence[ObjectCache], tail: TailIndex
+) -> None:
+    """`readers` fetch what was sealed and what was built from it."""
+
+    def requests_of(stream: Stream) -> dict[str, Counter[str]]:
+        folder = make_stream_id(stream.name, stream.incarnation)
+        found = sealing.book.requests(folder)
+        for parts in readers:
+            for artifact, counters in parts.book.requests(folder).items():
+                found[artifact] = found.get(artifact, Counter()) + counters
+        return found
+
+    def head_of(stream: Stream) -> UploadedHead | None:
+        return sealing.book.head(make_stream_id(stream.name, stream.incarnation))
+
+    def tail_of(stream: Stream) -> TailIndexStatus:
+        index = tail.find(stream.number)
+        if index is None:
+            return TailIndexStatus()
+        return TailIndexStatus(index.rows, index.bytes, index.dropped_rows, index.filling is not None)
+
+    routes.tail_of = tail_of
+    routes.requests_of = requests_of
+    routes.head_of = head_of
+    routes.is_in_conflict = lambda stream: stream.number in sealing.runs.conflicts
+    routes.cached_of = lambda stream: cached_bytes_by_artifact(readers, stream)
+
+
+def cached_bytes_by_artifact(readers: Sequence[ObjectCache], stream: Stream) -> dict[str, int]:
+    """What the caches on disk hold of a stream, by artifact."""
+    folder = make_stream_id(stream.name, stream.incarnation)
+    caches = [parts.cache for parts in readers if parts.cache is not None]
+    return {artifact: sum(cache.bytes_of(folder, artifact) for cache in caches) for artifact in ARTIFACTS}

@@ -1,0 +1,553 @@
+"""PUT, POST, HEAD and DELETE on a stream: create, append (with its fast path and its wait queue), describe, delete.
+
+Appends that the log has no room for yet: they wait, in order, for as long as `append_wait_ms`.
+
+A queue and not a refusal: clients that retry send their bodies again, in any order. The body is held once, as
+it was received; it is cut and checked when there is room for it.
+
+Appends that are a body and nothing else, sent again and again with the same head.
+
+Nearly every append is one. What is the same for all that share a head (the stream's name, the content type,
+that nothing special is asked) is worked out once; what may change between two of them is looked at each time.
+
+PUT, POST, HEAD and DELETE on a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import orjson
+
+from tailrace.auth import ANONYMOUS, Action, Identity, authorise, is_allowed
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.log.commit_path import LogBackpressureError
+from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.history import FetchedBlock, NotLocalError
+from tailrace.log.log import Log
+from tailrace.log.model import NO_LIFETIME, Stream
+from tailrace.log.records import Append
+from tailrace.log.transaction import Transaction
+from tailrace.protocol import json_split
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line, is_json
+from tailrace.protocol.offsets import next_offset_line
+from tailrace.protocol.stream_names import check_creatable_name, is_system_name
+from tailrace.routing import request_headers, responses
+from tailrace.routing.context import Context
+from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
+from tailrace.schema.registry import fork_registry, read_registry
+from tailrace.schema.routes import TOUCH_DOCUMENT
+from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
+
+# How often requests are looked for that have waited too long.
+WAIT_CHECK_S = 0.1
+# Bodies that are let in during one turn of the loop: those of others are not to wait for many of them.
+TURN_BYTES = 4 * 1024 * 1024
+
+AppendHandler = Callable[[Exchange], None]
+
+
+class WaitingAppends:
+    """One queue for all streams: all of them wait for the same journal and the same memory."""
+
+    def __init__(self, log: Log, loop: asyncio.AbstractEventLoop) -> None:
+        self._log = log
+        self._loop = loop
+        self._wait_s = log.limits.append_wait_ms / 1000
+        self._queue: deque[tuple[float, Exchange, AppendHandler, LogBackpressureError]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._turn_scheduled = False
+        self._letting_in = False
+        self.bytes = 0  # of bodies that wait
+        self.waited = 0  # requests that have, or do
+
+    @property
+    def count(self) -> int:
+        return len(self._queue)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether a request that has just come has others before it."""
+        return bool(self._queue) and not self._letting_in
+
+    def add(self, exchange: Exchange, handle: AppendHandler, lack: LogBackpressureError) -> None:
+        """Has `handle` called when there is room, or raises `lack` if this one cannot wait."""
+        if not self._wait_s or not exchange.hold_body():
+            raise lack
+        self.waited += 1
+        self.bytes += len(exchange.body)
+        self._queue.append((self._loop.time() + self._wait_s, exchange, handle, lack))
+        self._log.on_room = self._schedule_turn
+        if self._timer is None:
+            self._timer = self._loop.call_later(WAIT_CHECK_S, self._expire)
+        self._schedule_turn()
+
+    def _schedule_turn(self) -> None:
+        if not self._turn_scheduled:
+            self._turn_scheduled = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Lets in what there is room for, from the front."""
+        self._turn_scheduled = False
+        left_bytes = TURN_BYTES
+        while self._queue and left_bytes > 0:
+            deadline, exchange, handle, lack = self._queue[0]
+            size = len(exchange.body)
+            if not exchange.answered and not self._log.has_room(lack.stream, size):
+                return
+            self._remove_first()
+            left_bytes -= size
+            again = self._let_in(exchange, handle)
+            if again is not None:
+                self._put_back(deadline, exchange, handle, again)
+                return
+        if self._queue:
+            self._schedule_turn()
+
+    def _let_in(self, exchange: Exchange, handle: AppendHandler) -> LogBackpressureError | None:
+        """The answer is what there is still no room in: the stream, which is not known before."""
+        found: list[LogBackpressureError] = []
+
+        def attempt(exchange: Exchange) -> None:
+            try:
+                handle(exchange)
+            except LogBackpressureError as lack:
+                found.append(lack)
+
+        self._letting_in = True
+        try:
+            exchange.run(attempt)
+        finally:
+            self._letting_in = False
+        return found[0] if found else None
+
+    def _remove_first(self) -> Exchange:
+        exchange = self._queue.popleft()[1]
+        self.bytes -= len(exchange.body)
+        exchange.release_body()
+        if not self._queue:
+            self._log.on_room = None
+        return exchange
+
+    def _put_back(
+        self, deadline: float, exchange: Exchange, handle: AppendHandler, lack: LogBackpressureError
+    ) -> None:
+        if not exchange.hold_body():
+            responses.respond_error(exchange, lack)
+            return
+        self.bytes += len(exchange.body)
+        self._queue.appendleft((deadline, exchange, handle, lack))
+        self._log.on_room = self._schedule_turn
+
+    def _expire(self) -> None:
+        """All wait for the same time, so the first is the first that has waited too long."""
+        self._timer = None
+        now = self._loop.time()
+        while self._queue and self._queue[0][0] <= now:
+            lack: TailraceError = self._queue[0][3]
+            responses.respond_error(self._remove_first(), lack)
+        if self._queue:
+            self._timer = self._loop.call_later(WAIT_CHECK_S, self._expire)
+            self._schedule_turn()
+
+
+class FastAppendHandler:
+    """Handles the appends of one head; whatever is not as usual goes the general way."""
+
+    __slots__ = (
+        "_content_type",
+        "_entries_max",
+        "_general",
+        "_json",
+        "_json_depth",
+        "_log",
+        "_name",
+        "_waiting",
+    )
+
+    def __init__(
+        self,
+        log: Log,
+        name: str,
+        content_type: str,
+        general: Callable[[Exchange], None],
+        waiting: WaitingAppends,
+    ) -> None:
+        self._log = log
+        self._json_depth = log.limits.json_depth
+        self._entries_max = log.limits.append_entries
+        self._name = name
+        self._content_type = content_type
+        self._json = is_json(content_type)
+        self._general = general
+        self._waiting = waiting
+
+    def __call__(self, exchange: Exchange) -> None:
+        log = self._log
+        stream = log.streams.by_name.get(self._name)
+        try:
+            if (
+                stream is None
+                or stream.closed
+                or stream.gone
+                or stream.lifetime is not NO_LIFETIME
+                or stream.content_type != self._content_type
+                or stream.documents is not None
+                or log.on_room is not None  # others wait for room
+            ):
+                self._general(exchange)
+                return
+            body = exchange.body
+            if not self._json:
+                log.append_plain(stream, body, None, _acknowledge_fast_append, exchange)
+                return
+            joined, lengths = json_split.split_to_block(body, self._json_depth, self._entries_max)
+            if len(lengths) == 1:
+                log.append_plain(stream, joined, None, _acknowledge_fast_append, exchange)
+            elif lengths:
+                log.append_plain(stream, joined, lengths, _acknowledge_fast_append, exchange)
+            else:
+                self._general(exchange)
+        except LogBackpressureError as lack:
+            self._waiting.add(exchange, self._general, lack)
+
+
+def _acknowledge_fast_append(transaction: Transaction, error: TailraceError | None) -> None:
+    exchange, stream, op = transaction.context, transaction.subject, transaction.append
+    assert type(exchange) is Exchange
+    assert stream is not None
+    assert op is not None
+    if error is not None:
+        responses.respond_error(exchange, error)
+        return
+    # What was just written is in the stream's present epoch.
+    exchange.acknowledge(next_offset_line(stream.epochs[-1][0], op.first + op.count - 1))
+
+
+# An append with none of these is nothing but a body: most are.
+SLOW_PATH_HEADERS = frozenset(
+    (
+        b"stream-closed",
+        b"stream-seq",
+        b"stream-key",
+        b"stream-timestamp",
+        b"producer-id",
+        b"producer-epoch",
+        b"producer-seq",
+        b"prefer",
+        b"content-encoding",
+    )
+)
+
+
+class StreamRoutes:
+    """What changes a stream, and its metadata."""
+
+    def __init__(self, context: Context, guard: AppendValidator, waiting: WaitingAppends) -> None:
+        self._context = context
+        self._waiting = waiting
+        self._guard = guard
+        self._log = context.log
+        self._limits = context.limits
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answer_append = self._answer_timed if context.settings.server_timing else respond_append
+
+    # -- POST ------------------------------------------------------------------------------------------
+
+    def append(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        try:
+            self._append(exchange, identity, name)
+        except LogBackpressureError as lack:
+            self._waiting.add(exchange, lambda again: self._append(again, identity, name), lack)
+
+    def _append(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        authorise(identity, Action.WRITE_STREAM, stream=name)
+        if self._waiting.holds_back:
+            raise LogBackpressureError("other appends wait for room")
+        log = self._log
+        stream = log.streams.by_name.get(name)
+        if stream is None or stream.lifetime is not NO_LIFETIME or stream.gone:
+            stream = log.existing(name)
+        request = self._append_request(exchange, stream)
+        if stream.documents is not None:
+            request.check = self._guard.check
+        log.append(stream, request, self._answer_append, exchange)
+
+    def handler_for(self, exchange: Exchange, name: str) -> Callable[[Exchange], None] | None:
+        """The short way for appends that repeat this head, if there is one."""
+        if exchange.repeated is not None or not SLOW_PATH_HEADERS.isdisjoint(exchange.headers):
+            return None
+        try:
+            authorise(ANONYMOUS, Action.WRITE_STREAM, stream=name)
+            content_type = request_headers.request_content_type(exchange)
+        except TailraceError:
+            return None
+        if content_type is None or not exchange.body:
+            return None
+
+        def general(again: Exchange) -> None:
+            self._append(again, ANONYMOUS, name)
+
+        return FastAppendHandler(self._log, name, content_type, general, self._waiting)
+
+    def _answer_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
+        """As `answer_append`; the time from decision to durability is the commit's."""
+        exchange = transaction.context
+        assert type(exchange) is Exchange
+        responses.add_phase(exchange, "commit", time.monotonic() - exchange.started)
+        respond_append(transaction, error)
+
+    def _append_request(self, exchange: Exchange, stream: Stream) -> AppendRequest:
+        headers, body = exchange.headers, exchange.body
+        content_type = request_headers.request_content_type(exchange) if body else None
+        if SLOW_PATH_HEADERS.isdisjoint(headers) and exchange.repeated is None:
+            if not body:
+                raise TailraceError("empty_body", "there is nothing to append")
+            if content_type is None:
+                raise TailraceError("missing_content_type", "a body needs a Content-Type")
+            return self._with_body(body, content_type, stream)
+        request_headers.check_single_headers(exchange)
+        request_headers.check_content_encoding(exchange)
+        producer = request_headers.parse_producer(exchange, self._limits)
+        seq = request_headers.parse_stream_seq(exchange, self._limits)
+        key = request_headers.parse_stream_key(exchange, self._limits)
+        hint_ns = request_headers.parse_stream_timestamp_ns(exchange)
+        closes = request_headers.is_closing(exchange)
+        if not body:
+            if not closes:
+                raise TailraceError("empty_body", "there is nothing to append")
+            request = AppendRequest(b"", None)
+        elif content_type is None:
+            raise TailraceError("missing_content_type", "a body needs a Content-Type")
+        else:
+            request = self._with_body(body, content_type, stream)
+        request.closes = closes
+        request.key = key
+        request.hint_ns = hint_ns
+        request.seq = seq
+        request.producer = producer
+        return request
+
+    def _with_body(self, body: bytes, content_type: str, stream: Stream | None) -> AppendRequest:
+        """Cuts JSON where both sides speak it; bytes of another type are judged by the sequencer."""
+        if is_json(content_type) and (stream is None or stream.json or stream.content_type is None):
+            joined, lengths = json_split.split_to_block(
+                body, self._limits.json_depth, self._limits.append_entries
+            )
+            if not lengths:
+                if stream is None:
+                    return AppendRequest(b"", None)
+                raise TailraceError("empty_array", "an empty array appends nothing")
+            return AppendRequest(joined, content_type, None if len(lengths) == 1 else lengths)
+        return AppendRequest(body, content_type)
+
+    # -- PUT -------------------------------------------------------------------------------------------
+
+    def create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
+        try:
+            self._create(exchange, identity, raw_name)
+        except LogBackpressureError as lack:
+            self._waiting.add(exchange, lambda again: self._create(again, identity, raw_name), lack)
+
+    def _create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
+        if raw_name is not None and is_system_name(raw_name) and self._log.find(raw_name) is not None:
+            # Whoever may not look at it is not told that it is there: to them the name is reserved.
+            if is_allowed(identity, Action.READ_STREAM, stream=raw_name):
+                raise read_only_error()
+        request_headers.check_single_headers(exchange)
+        name = check_creatable_name(raw_name, self._limits.name_bytes)
+        fork = request_headers.parse_fork(exchange)
+        authorise(identity, Action.WRITE_STREAM, stream=name, source=fork.source)
+        request_headers.check_content_encoding(exchange)
+        content_type = request_headers.request_content_type(exchange)
+        lifetime = request_headers.parse_lifetime(exchange)
+        closed = request_headers.is_closing(exchange)
+        initial: AppendRequest | None = None
+        if exchange.body:
+            source = None if fork.source is None else self._log.find(fork.source)
+            inherited = None if source is None else source.content_type
+            if self._log.find(name) is None:
+                content_type = content_type or inherited or DEFAULT_CONTENT_TYPE
+                initial = self._with_body(exchange.body, content_type, None)
+                initial.key = request_headers.parse_stream_key(exchange, self._limits)
+                initial.hint_ns = request_headers.parse_stream_timestamp_ns(exchange)
+                initial.closes = closed
+                if not initial.count:
+                    initial = None
+        request = CreateRequest(
+            name,
+            content_type,
+            lifetime,
+            closed,
+            fork.source,
+            fork.position,
+            fork.sub,
+            initial,
+            None if fork.source is None else partial(self._inherit, name, initial),
+        )
+        # Whether it is new decides the status; the answer waits until that is durable.
+        try:
+            self._log.create(request, self._answer_create, exchange)
+        except NotLocalError as needed:
+            task = self._context.loop.create_task(self._create_later(exchange, request, needed))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _inherit(
+        self, name: str, initial: AppendRequest | None, source: Stream, entry: int
+    ) -> dict[str, bytes]:
+        """What a fork has of its source's documents; its first entries have to pass them."""
+        documents = source.documents or {}
+        if initial is not None:
+            keys = self._guard.judge(initial, source)
+            initial.check = lambda _request, _stream: keys
+        inherited: dict[str, bytes] = {}
+        if SCHEMA_DOCUMENT in documents:
+            inherited[SCHEMA_DOCUMENT] = fork_registry(
+                read_registry(documents[SCHEMA_DOCUMENT]), name, entry
+            ).to_json()
+        if (
+            PROFILE_DOCUMENT in documents and TOUCH_DOCUMENT not in documents
+        ):  # touches are about one stream and its entries
+            inherited[PROFILE_DOCUMENT] = documents[PROFILE_DOCUMENT]
+        return inherited
+
+    async def _create_later(
+        self, exchange: Exchange, request: CreateRequest, needed: NotLocalError | None
+    ) -> None:
+        """A fork at a place that is on the object store: what it needs is fetched, then all is as ever."""
+        at_hand: list[FetchedBlock] = []
+        try:
+            async with asyncio.timeout(self._limits.request_ms / 1000):
+                while needed is not None:
+                    at_hand.append(await self._log.reader.bring(needed.missing))
+                    needed = None
+                    try:
+                        self._log.create(request, self._answer_create, exchange, at_hand)
+                    except NotLocalError as more:
+                        needed = more
+        except TimeoutError:
+            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
+        except TailraceError as refusal:
+            responses.respond_error(exchange, refusal)
+
+    def _answer_create(self, transaction: Transaction, error: TailraceError | None) -> None:
+        exchange = transaction.context
+        assert isinstance(exchange, Exchange)
+        if error is not None:
+            responses.respond_error(exchange, error)
+            return
+        stream = transaction.subject
+        assert stream is not None
+        head = responses.content_type_header(stream) + responses.next_offset_header(
+            stream.offset(stream.visible)
+        )
+        if stream.visible_closed:
+            head += responses.CLOSED
+        head += responses.lifetime_headers(stream)
+        if transaction.duplicate:
+            exchange.respond(200, head + responses.NO_STORE)
+            return
+        location = responses.base_url(exchange, self._context.settings) + exchange.path.decode("latin-1")
+        exchange.respond(201, head + header_line("Location", location) + responses.NO_STORE)
+
+    # -- HEAD, DELETE ----------------------------------------------------------------------------------
+
+    def head(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        authorise(identity, Action.READ_STREAM, stream=name)
+        stream = self._log.readable(name)
+        tail = stream.offset(stream.visible)
+        head = (
+            responses.content_type_header(stream)
+            + responses.next_offset_header(tail)
+            + responses.end_offset_header(tail)
+        )
+        head += header_line("Stream-Earliest-Offset", stream.offset(stream.earliest))
+        if stream.visible_closed:
+            head += responses.CLOSED
+        exchange.respond(200, head + responses.lifetime_headers(stream) + responses.NO_STORE)
+
+    def delete(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        authorise(identity, Action.DELETE_STREAM, stream=name)
+        log = self._log
+        stream = log.find(name)
+        if stream is None:
+            if log.confirm_deleted(name, _respond_delete, exchange):
+                return
+        log.remove(log.existing(name), "deleted", _respond_delete, exchange)
+
+
+def read_only_error() -> TailraceError:
+    return TailraceError(
+        "read_only_stream",
+        "system streams are written by the server only",
+        headers=(("Allow", "GET, HEAD, OPTIONS"),),
+    )
+
+
+def _respond_delete(transaction: Transaction, error: TailraceError | None) -> None:
+    exchange = transaction.context
+    assert isinstance(exchange, Exchange)
+    if error is not None:
+        responses.respond_error(exchange, error)
+    else:
+        exchange.respond(204, responses.NO_STORE)
+
+
+def respond_append(transaction: Transaction, error: TailraceError | None) -> None:
+    """The acknowledgement: everything it speaks of is durable."""
+    exchange, stream = transaction.context, transaction.subject
+    assert type(exchange) is Exchange
+    assert stream is not None
+    if error is not None:
+        responses.respond_error(exchange, error)
+        return
+    if transaction.duplicate:
+        _respond_append_with_headers(
+            exchange, stream, stream.visible, 0, transaction.producer, stream.visible_closed
+        )
+        return
+    op = transaction.append or transaction.ops[0]
+    assert type(op) is Append
+    last = op.first + op.count - 1
+    if op.producer is None and not op.closes and b"prefer" not in exchange.headers:
+        exchange.respond(204, responses.next_offset_header(stream.offset(last)))
+    else:
+        _respond_append_with_headers(
+            exchange, stream, last, op.count, op.producer and op.producer[1:], op.closes
+        )
+
+
+def _respond_append_with_headers(
+    exchange: Exchange,
+    stream: Stream,
+    last: int,
+    count: int,
+    producer: tuple[int, int] | None,
+    closed: bool,
+) -> None:
+    """Producers learn the highest sequence that was accepted, whatever this request brought.
+
+    That is `producer`, as it was when the request was decided: what was decided since may not be durable.
+    """
+    offset = stream.offset(last)
+    head = responses.next_offset_header(offset)
+    status = 204
+    if b"producer-id" in exchange.headers:
+        head += b"Producer-Epoch: %d\r\nProducer-Seq: %d\r\n" % (producer or (0, 0))
+        if count:
+            status = 200
+    if closed:
+        head += responses.CLOSED
+    if b"return=representation" in exchange.headers.get(b"prefer", b"").lower().replace(b" ", b""):
+        body = orjson.dumps({"next_offset": offset, "count": count, "closed": closed})
+        head += b"Preference-Applied: return=representation\r\n" + responses.JSON_TYPE
+        exchange.respond(200, head, body)
+    else:
+        exchange.respond(status, head)

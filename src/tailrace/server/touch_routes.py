@@ -1,0 +1,452 @@
+"""Routes touch/meta, touch/templates/activate and touch/wait, and the feed that derives touches from entries.
+
+Feeding a stream's entries to its touches, in order and in short steps, and from the past where needed.
+
+`touch/meta`, `touch/templates/activate` and `touch/wait`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+import orjson
+
+from tailrace.auth import Action, Identity, authorise, invalid_token_error
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.log.model import Stream
+from tailrace.log.transaction import Transaction
+from tailrace.protocol.query_params import parse_query
+from tailrace.routing import responses
+from tailrace.routing.context import Context
+from tailrace.schema.append_validation import PROFILE_DOCUMENT
+from tailrace.schema.json_values import UnusableRecordError, decode_json_record
+from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
+from tailrace.schema.profiles.state_protocol import TouchConfig
+from tailrace.schema.profiles.touch_keys import JournalLayer
+from tailrace.schema.profiles.touch_state import StaleCursor, TouchState
+from tailrace.schema.profiles.touch_templates import parse_ttl
+from tailrace.schema.profiles.touch_waits import TIMEOUT_MS, TIMEOUT_MS_MAX, Waiter, WaitRequest, parse_wait
+from tailrace.schema.routes import TOUCH_DOCUMENT, parse_json_body
+
+STEP_ENTRIES = 500
+STEP_BYTES = 256 * 1024
+RETRY_S = 1.0
+CURSOR_TOO_OLD = "cursor is too old; rerun/re-subscribe and start from cursor"
+
+logger = logging.getLogger("tailrace.touch")
+
+
+class TouchFeed:
+    """One stream whose touches somebody has asked for. It follows the stream until it is closed."""
+
+    def __init__(
+        self, context: Context, stream: Stream, state: TouchState, on_ended: Callable[[TouchFeed], None]
+    ) -> None:
+        self._context = context
+        self._reader = context.log.reader
+        self.stream = stream
+        self.state = state
+        self.closed = False
+        self._on_ended = on_ended
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._past: asyncio.Task[None] | None = None
+        stream.readers = [*(stream.readers or ()), self]
+
+    def on_published(self, stream: Stream) -> None:
+        """New entries are taken in together, once per coalescing window."""
+        if stream.removed or stream.gone:
+            if stream.batch is None:  # else it is not durable yet, and this is called again when it is
+                self._on_ended(self)
+        elif self._timer is None and self._task is None and self.behind:
+            window_s = self.state.config.touch_coalesce_window_ms / 1000
+            self._timer = self._context.loop.call_later(window_s, self._start)
+
+    @property
+    def behind(self) -> bool:
+        return not self.closed and self.state.journal.absorbed < self.stream.visible
+
+    def close(self) -> None:
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in (self._task, self._past):
+            if task is not None:
+                task.cancel()
+        readers = self.stream.readers or ()
+        self.stream.readers = [other for other in readers if other is not self] or None
+
+    async def settle(self) -> None:
+        """Takes in everything that is visible now, and wakes whom it touches."""
+        while self.behind:
+            self._start()
+            assert self._task is not None
+            await asyncio.shield(self._task)
+
+    def _start(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._task is None and not self.closed:
+            self._task = self._context.loop.create_task(self._absorb())
+            self._task.add_done_callback(self._absorbed)
+
+    def _absorbed(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("entries of %s could not be read for touches: %s", self.stream.name, error)
+            if not self.closed:
+                self._timer = self._context.loop.call_later(RETRY_S, self._start)
+            return
+        self.on_published(self.stream)
+
+    async def _absorb(self) -> None:
+        state, stream = self.state, self.stream
+        while self.behind:
+            after = state.journal.absorbed
+            if after < stream.earliest:
+                state.skip_to(stream.visible)
+                state.flush()
+                return
+            page = await self._reader.read(stream, after, STEP_BYTES, STEP_ENTRIES, apart=True)
+            state.budget.begin_batch(stream.visible - after)
+            for entry, part in zip(page.entries(), page.parts, strict=True):
+                state.absorb(entry - 1, _load_record(part))
+            state.flush()
+            await asyncio.sleep(0)
+
+    async def reach_back(self, cursor: int) -> None:
+        """Derives touches again from the cursor on, for everybody who comes with one as old."""
+        while cursor < self.state.journal.floor:
+            floor = self.state.journal.floor
+            if floor - cursor > self._context.limits.touch_replay_max or cursor < self.stream.earliest:
+                raise StaleCursor(CURSOR_TOO_OLD)
+            if self._past is None:
+                self._past = self._context.loop.create_task(self._derive(cursor, floor))
+                self._past.add_done_callback(self._derived)
+            await asyncio.shield(self._past)
+
+    def _derived(self, task: asyncio.Task[None]) -> None:
+        self._past = None
+        if not task.cancelled():
+            task.exception()  # those who wait for it are told; there may be none left
+
+    async def _derive(self, cursor: int, floor: int) -> None:
+        past = JournalLayer(cursor)
+        keys_max = self.state.config.memory.pending_max_keys
+        after = cursor
+        while after < floor:
+            try:
+                page = await self._reader.read(
+                    self.stream, after, STEP_BYTES, min(STEP_ENTRIES, floor - after), apart=True
+                )
+            except TailraceError:
+                raise StaleCursor(CURSOR_TOO_OLD) from None
+            for entry, part in zip(page.entries(), page.parts, strict=True):
+                self.state.derive(past, entry - 1, _load_record(part))
+            if len(past.keys) > keys_max:
+                raise StaleCursor(CURSOR_TOO_OLD)
+            after = page.next_entry
+            await asyncio.sleep(0)
+        self.state.journal.extend_back(past, floor)
+        if self.state.journal.floor > cursor:
+            raise StaleCursor(CURSOR_TOO_OLD)  # so much has come meanwhile that the journal moved on
+
+
+def _load_record(part: bytes | memoryview) -> object:
+    try:
+        return decode_json_record(part)
+    except UnusableRecordError:
+        return None  # older than the profile: it tells of no change
+
+
+FEEDS_MAX = 1000  # streams whose touches are followed; cursors outlive their feed
+SWEEP_S = 0.05
+SERVER_STOPPING = TailraceError("unavailable", "the server is stopping")
+TOUCH_ROUTES = {"meta": (b"GET", b"HEAD"), "templates/activate": (b"POST",), "wait": (b"POST",)}
+
+
+class TouchRoutes:
+    """Waits take as long as they ask for, up to two minutes; nothing else here is slow."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._log = context.log
+        self._feeds: dict[int, TouchFeed] = {}
+        self._tasks: dict[asyncio.Task[None], Exchange] = {}
+        self._callers: dict[Exchange, Identity] = {}  # who waits
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._gc_timer: asyncio.TimerHandle | None = None
+        self._stopping = False
+        self._past_wakeups = self._past_stales = 0  # of feeds that are no more
+
+    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
+        methods = TOUCH_ROUTES.get(route)
+        if methods is None:
+            raise TailraceError("not_found", "there is no such resource on this server")
+        if method not in methods:
+            raise responses.method_not_allowed(b", ".join((*methods, b"OPTIONS")).decode())
+        authorise(identity, Action.TOUCH_STREAM, stream=name)
+        if self._stopping:
+            raise SERVER_STOPPING
+        feed = self._feed(self._log.readable(name))
+        if route == "wait":
+            self._wait(exchange, identity, feed, parse_wait(parse_json_body(exchange.body)))
+        elif route == "meta":
+            self._meta(exchange, feed)
+        else:
+            self._activate(exchange, feed, parse_json_body(exchange.body))
+
+    @property
+    def waiters(self) -> int:
+        return sum(len(feed.state.waiters.all) for feed in self._feeds.values())
+
+    @property
+    def wakeups(self) -> int:
+        return self._past_wakeups + sum(feed.state.wakeups for feed in self._feeds.values())
+
+    @property
+    def stales(self) -> int:
+        return self._past_stales + sum(feed.state.stales for feed in self._feeds.values())
+
+    def journals(self) -> list[tuple[int, str]]:
+        """What the journals of keys take, in bytes, by stream."""
+        feeds = self._feeds.values()
+        return [(feed.state.journal.memory_bytes, feed.stream.name) for feed in feeds]
+
+    def reset(self, stream: Stream) -> None:
+        """The profile has changed: whoever waits looks again, and finds what is there then."""
+        feed = self._feeds.pop(stream.number, None)
+        if feed is not None:
+            feed.state.wake_everyone()
+            self._close(feed)
+
+    def _close(self, feed: TouchFeed) -> None:
+        feed.close()
+        self._past_wakeups += feed.state.wakeups
+        self._past_stales += feed.state.stales
+
+    def end_all(self) -> None:
+        """Shutdown."""
+        self._stopping = True
+        for task, exchange in tuple(self._tasks.items()):
+            task.cancel()
+            responses.respond_error(exchange, SERVER_STOPPING)
+        for feed in self._feeds.values():
+            feed.close()
+            for waiter in tuple(feed.state.waiters.all):
+                feed.state.waiters.remove(waiter)
+                waiter.refuse(SERVER_STOPPING)
+        self._feeds.clear()
+        for timer in (self._sweep_timer, self._gc_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Answers those who wait and have lost their right, and counts them."""
+        lost = [exchange for exchange, identity in self._callers.items() if not stands(identity)]
+        for exchange in lost:
+            leave = exchange.on_gone
+            if leave is not None:
+                leave()
+            responses.respond_error(exchange, invalid_token_error("the token was revoked"))
+        return len(lost)
+
+    # -- feeds -----------------------------------------------------------------------------------------
+
+    def _feed(self, stream: Stream) -> TouchFeed:
+        documents = stream.visible_documents or {}
+        document = documents.get(TOUCH_DOCUMENT)
+        profile = read_profile(documents.get(PROFILE_DOCUMENT))
+        if document is None or not isinstance(profile, StateProtocolProfile):
+            raise TailraceError("not_found", "touch not enabled")
+        feed = self._feeds.pop(stream.number, None)
+        if feed is None or feed.stream is not stream:
+            if feed is not None:
+                self._close(feed)
+            identity = f"{stream.name}\0{stream.incarnation}\0{stream.epoch}"
+            config = profile.touch or TouchConfig()
+            state = TouchState.load(config, document, identity, self._context.clock, stream.visible)
+            feed = TouchFeed(self._context, stream, state, self._end_feed)
+        self._feeds[stream.number] = feed  # the one used last is last
+        if len(self._feeds) > FEEDS_MAX:
+            self._drop_one()
+        if self._gc_timer is None:
+            self._tidy()
+        return feed
+
+    def _drop_one(self) -> None:
+        for number, feed in self._feeds.items():
+            if not feed.state.waiters.all:
+                self._close(feed)
+                del self._feeds[number]
+                return
+
+    def _save(self, feed: TouchFeed, exchange: Exchange | None = None, answer: bytes = b"") -> None:
+        """Templates are written down; if somebody asked for that, the answer waits for it."""
+        if not feed.state.is_of((feed.stream.documents or {}).get(TOUCH_DOCUMENT)):
+            raise TailraceError("not_found", "touch not enabled")
+
+        def saved(_: Transaction, error: TailraceError | None) -> None:
+            if exchange is None:
+                return
+            if error is not None:
+                responses.respond_error(exchange, error)
+            else:
+                exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, answer)
+
+        self._log.describe(feed.stream, TOUCH_DOCUMENT, feed.state.to_document(), saved)
+
+    def _tidy(self) -> None:
+        """Retires templates that nobody uses, and writes down now and then who was last seen."""
+        next_ms = 60_000
+        for feed in self._feeds.values():
+            next_ms = min(next_ms, feed.state.config.templates.gc_interval_ms)
+            if feed.state.tidy():
+                try:
+                    self._save(feed)
+                except TailraceError:
+                    feed.state.templates.seen = True  # at the next round
+        self._gc_timer = None
+        if self._feeds:
+            self._gc_timer = self._context.loop.call_later(next_ms / 1000, self._tidy)
+
+    def _end_feed(self, feed: TouchFeed) -> None:
+        """The stream is no more."""
+        if self._feeds.pop(feed.stream.number, None) is not None:
+            self._close(feed)
+        refusal = TailraceError("not_found", f"there is no stream {feed.stream.name!r}")
+        for waiter in tuple(feed.state.waiters.all):
+            feed.state.waiters.remove(waiter)
+            waiter.refuse(refusal)
+
+    # -- routes ----------------------------------------------------------------------------------------
+
+    def _meta(self, exchange: Exchange, feed: TouchFeed) -> None:
+        query = parse_query(exchange.query)
+        settle = query.get("settle", "")
+        if settle not in ("", "flush"):
+            raise TailraceError("invalid_request", "settle must be flush")
+        text = query.get("timeoutMs", str(TIMEOUT_MS))
+        if not text.isdecimal() or not text.isascii() or len(text) > 6 or int(text) > TIMEOUT_MS_MAX:
+            raise TailraceError("invalid_request", f"timeoutMs must be an integer from 0 to {TIMEOUT_MS_MAX}")
+        if settle:
+            self._run(exchange, self._settled_meta(exchange, feed, int(text)))
+        else:
+            _respond_meta(exchange, feed)
+
+    async def _settled_meta(self, exchange: Exchange, feed: TouchFeed, timeout_ms: int) -> None:
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                await feed.settle()
+        except TimeoutError:
+            pass
+        _respond_meta(exchange, feed)
+
+    def _activate(self, exchange: Exchange, feed: TouchFeed, body: object) -> None:
+        self._run(exchange, self._activated(exchange, feed, body))
+
+    async def _activated(self, exchange: Exchange, feed: TouchFeed, body: object) -> None:
+        answer, changed = feed.state.activate(body)
+        if changed:
+            self._save(feed, exchange, orjson.dumps(answer))
+        else:
+            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(answer))
+
+    def _wait(self, exchange: Exchange, identity: Identity, feed: TouchFeed, request: WaitRequest) -> None:
+        if self.waiters + len(self._tasks) >= self._context.limits.touch_max_waiters:
+            raise TailraceError("overloaded", "too many touch waits are open")
+        parse_ttl(request.body, feed.state.config.templates, "wait")
+        self._callers[exchange] = identity
+        self._run(exchange, self._begin_wait(exchange, feed, request))
+
+    async def _begin_wait(self, exchange: Exchange, feed: TouchFeed, request: WaitRequest) -> None:
+        if exchange.answered:
+            return  # the right to wait was lost before it began
+        state, stream = feed.state, feed.stream
+        head = stream.visible
+        left = False
+
+        def leave() -> None:
+            nonlocal left
+            left = True
+            self._callers.pop(exchange, None)
+            if waiter is not None:
+                state.waiters.remove(waiter)
+
+        def show(answer: dict[str, object]) -> None:
+            self._callers.pop(exchange, None)
+            _respond_json(exchange, answer)
+
+        def refuse(refusal: TailraceError) -> None:
+            self._callers.pop(exchange, None)
+            responses.respond_error(exchange, refusal)
+
+        waiter: Waiter | None = None
+        exchange.on_gone = leave
+        declared = list(request.declared)
+        if declared:
+            ttl_ms = parse_ttl(request.body, state.config.templates, "wait")
+            if state.declare(declared, ttl_ms)[2]:
+                self._save(feed)
+        try:
+            cursor = state.cursor_of(request, head)
+            if cursor < state.journal.floor:
+                await feed.reach_back(cursor)
+            if head - state.journal.absorbed <= state.config.lag_degrade_fine_touches_at_source_offsets:
+                await feed.settle()
+            waiter = state.begin(request, cursor, show)
+        except StaleCursor as stale:
+            if stale.delayed:
+                await asyncio.sleep(state.config.touch_coalesce_window_ms / 1000)
+            _respond_json(exchange, state.stale(request, stale.message, max(head, stream.visible)))
+            return
+        if waiter is None:
+            return
+        waiter.refuse = refuse
+        if left:
+            state.waiters.remove(waiter)
+        elif feed.closed:
+            state.wake_everyone()
+        elif self._sweep_timer is None:
+            self._sweep_timer = self._context.loop.call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweep_timer = None
+        for feed in self._feeds.values():
+            feed.state.expire()
+        if self.waiters:
+            self._sweep_timer = self._context.loop.call_later(SWEEP_S, self._sweep)
+
+    def _run(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
+        task = self._context.loop.create_task(self._guarded(exchange, work))
+        self._tasks[task] = exchange
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    async def _guarded(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except TailraceError as refusal:
+            responses.respond_error(exchange, refusal)
+        except asyncio.CancelledError:
+            responses.respond_error(exchange, SERVER_STOPPING)
+            raise
+        except Exception:
+            responses.respond_error(exchange, TailraceError("internal", "the request failed"))
+            raise
+        finally:
+            if exchange.answered:
+                self._callers.pop(exchange, None)
+
+
+def _respond_meta(exchange: Exchange, feed: TouchFeed) -> None:
+    head = feed.stream.visible
+    through = feed.stream.offset(feed.state.journal.absorbed)
+    _respond_json(exchange, feed.state.meta(head, through))
+
+
+def _respond_json(exchange: Exchange, answer: dict[str, object]) -> None:
+    exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(answer))
