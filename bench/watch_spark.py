@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from bench import watch_matching
 from support.server import ServerProcess  # pyright: ignore[reportMissingImports]
 from support.watch_client import Live  # pyright: ignore[reportMissingImports]
-from tailrace.pipeline.session import open_session
-from tailrace.pipeline.watch.match import MatchOptions, run_match
-from tailrace.pipeline.watch.place import Place
+from tailrace.spark.live_queries.match import MatchOptions, run_match
+from tailrace.spark.live_queries.watch_client import Place
+from tailrace.spark.session import open_session
 
 BASE = "/v1/databases/default"
 PAGE = 100

@@ -19,9 +19,9 @@ from bench.evlog.target import STREAM
 from bench.pipeline.place import COLUMNS, SEGMENTS, Figures, Place, StageError
 from bench.run import say
 from tailrace.client import Client
-from tailrace.pipeline.session import open_session
 from tailrace.protocol.offsets import parse_offset
 from tailrace.spark import read_stream_history
+from tailrace.spark.session import open_session
 
 SUNK_ROWS = 200_000
 HEAP_BYTES = 2 << 30

@@ -19,13 +19,13 @@ from pathlib import Path
 from bench.evlog.events import BLOCK, block_of
 from bench.pipeline.place import Figures, Place
 from bench.run import say
-from tailrace.pipeline.kernels.batch import Batch
-from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, no_cycles, prepare, read_segment
 from tailrace.schema.json_values import encode_json_record
 from tailrace.schema.profiles.evlog import Evlog, EvlogConfig
 from tailrace.schema.profiles.profile import GENERIC, EvlogProfile, install_profile
 from tailrace.schema.registry import Registry
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
+from tailrace.spark.index.batch import Batch
+from tailrace.spark.index.segment import BuildRequest, build_segment, no_cycles, prepare, read_segment
 from tailrace.storage.segments.model import SegmentRows
 from tailrace.storage.segments.parquet import pa, pq
 from tailrace.storage.segments.writer import write_segment

@@ -15,8 +15,8 @@ from support.calls import Caller, eventually
 from support.offers import FakePipeline, configured, fill, plan, seal, sealed, uncovered
 from support.sealing import wait_until
 from support.server import ServerProcess
-from tailrace.pipeline.owner import Owner
 from tailrace.server.java import parse_java_version
+from tailrace.spark.jobs.owner import Owner
 
 PATIENCE_S = 300.0  # a JVM, on a machine that does other things as well
 StartServer = Callable[..., ServerProcess]

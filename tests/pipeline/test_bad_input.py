@@ -14,8 +14,8 @@ from support.offers import SEARCH
 from support.pipeline import run_once
 from support.pipeline_process import Station
 from support.server import ServerProcess
-from tailrace.pipeline.owner import Owner
-from tailrace.pipeline.run import Pipeline
+from tailrace.spark.jobs.owner import Owner
+from tailrace.spark.jobs.run import Pipeline
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -14,12 +14,12 @@ from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.pipeline import PREFIX, FakeOwner, Shelf, run_once
 from support.queries import payload_of
-from tailrace.pipeline import companions
-from tailrace.pipeline.companions import CompanionJob, OtherVersionError, Outcome
-from tailrace.pipeline.owner import Owner
-from tailrace.pipeline.publisher import Publisher
-from tailrace.pipeline.run import UnfinishedError
-from tailrace.pipeline.status import Status
+from tailrace.spark.jobs import index_build
+from tailrace.spark.jobs.index_build import CompanionJob, OtherVersionError, Outcome
+from tailrace.spark.jobs.owner import Owner
+from tailrace.spark.jobs.publisher import Publisher
+from tailrace.spark.jobs.run import UnfinishedError
+from tailrace.spark.jobs.status import Status
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -93,7 +93,7 @@ def test_a_worker_that_dies_once_is_replaced(
     for first in (1, 6, 11):
         shelf.seal(_rows(first, 5))
     monkeypatch.setattr(failing, "VALUE", f"worker:mid_build:{tmp_path / 'died'}")
-    monkeypatch.setattr(companions, "build_companions", failing.build_companions)
+    monkeypatch.setattr(index_build, "build_companions", failing.build_companions)
     assert {outcome.status for outcome in run().values()} == {"built"}
 
 
@@ -101,14 +101,14 @@ def test_p19_the_culprit_is_found(shelf: Shelf, run: Run, monkeypatch: pytest.Mo
     firsts = (1, 6, 11, 16, 21)
     for first in firsts:
         shelf.seal(_rows(first, 5))
-    monkeypatch.setattr(companions, "build_companions", failing.die_at_entry_11)
+    monkeypatch.setattr(index_build, "build_companions", failing.die_at_entry_11)
     statuses = {first: outcome.status for first, outcome in run().items()}
     assert statuses == {first: "failed" if first == 11 else "built" for first in firsts}
 
 
 def test_other_versions_are_refused(shelf: Shelf, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf.seal(_rows(1, 5))
-    monkeypatch.setattr(companions, "WRITER", "tailrace-pipeline/0.0.0")
+    monkeypatch.setattr(index_build, "WRITER", "tailrace-pipeline/0.0.0")
     with pytest.raises(OtherVersionError, match=r"0\.0\.0"):
         run()
 
@@ -153,7 +153,7 @@ def test_p5_a_pipeline_that_has_lost_everything_finds_what_is_left(
 def test_what_is_outdated_is_dropped(
     spark: SparkSession, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tailrace.pipeline.owner import RefusedError
+    from tailrace.spark.jobs.owner import RefusedError
 
     shelf.seal(_rows(1, 7))
     owner = FakeOwner(shelf)
@@ -169,7 +169,7 @@ def test_what_cannot_be_done_ends_a_run(
     gone = shelf.seal(_rows(1, 7))
     shelf.seal(_rows(8, 7))
     (shelf.directory / gone.object).unlink()
-    monkeypatch.setattr("tailrace.pipeline.run.PAUSE_S_FIRST", 0.001)
+    monkeypatch.setattr("tailrace.spark.jobs.run.PAUSE_S_FIRST", 0.001)
     owner = FakeOwner(shelf)
     with pytest.raises(UnfinishedError):
         run_once(owner, spark, monkeypatch, directory=tmp_path)

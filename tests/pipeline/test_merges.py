@@ -16,16 +16,16 @@ from support.aggregate_model import rollup_view
 from support.companions import STREAM_ID, Split, Stored, build, plan_of, rows_in
 from support.pipeline import Shelf
 from support.queries import payload_of
-from tailrace.pipeline.kernels import key_runs
-from tailrace.pipeline.kernels.agg import SCHEMA
-from tailrace.pipeline.kernels.agg_sums import merge_states
-from tailrace.pipeline.kernels.keys import INDEX_SCHEMA, LEXICON_SCHEMA
-from tailrace.pipeline.kernels.parquet import WRITER, Range
-from tailrace.pipeline.kernels.splits import PIECE_POSTINGS, merge_splits
-from tailrace.pipeline.merge import MergeJob
-from tailrace.pipeline.model import MergeWork, StreamPlan
-from tailrace.pipeline.worker import build_one
 from tailrace.search.index_files.format import key_hash
+from tailrace.spark.index import key_runs
+from tailrace.spark.index.agg import SCHEMA
+from tailrace.spark.index.agg_sums import merge_states
+from tailrace.spark.index.keys import INDEX_SCHEMA, LEXICON_SCHEMA
+from tailrace.spark.index.parquet import WRITER, Range
+from tailrace.spark.index.splits import PIECE_POSTINGS, merge_splits
+from tailrace.spark.index.worker import build_one
+from tailrace.spark.jobs.merge import MergeJob
+from tailrace.spark.jobs.messages import MergeWork, StreamPlan
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -113,7 +113,7 @@ def test_merged_is_what_all_at_once_would_be(spark: SparkSession, shelf: Shelf) 
 @pytest.mark.parametrize("piece_postings", [1, 7, PIECE_POSTINGS])
 def test_many_splits_become_one(shelf: Shelf, piece_postings: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many postings are put in order at once."""
-    monkeypatch.setattr("tailrace.pipeline.kernels.splits.PIECE_POSTINGS", piece_postings)
+    monkeypatch.setattr("tailrace.spark.index.splits.PIECE_POSTINGS", piece_postings)
     data = [build(_rows(1 + 7 * number, 7), shelf.plan, families=["fts"])["fts"].data for number in range(10)]
     built = merge_splits(data, Range(STREAM_ID, 1, 70, 70, shelf.ref.hash))
     assert built.data == build(_rows(1, 70), shelf.plan, families=["fts"])["fts"].data

@@ -11,9 +11,9 @@ from support.aggregate_model import rollup_view
 from support.companions import STREAM_ID, Stored, plan_of
 from support.pipeline import Shelf
 from support.queries import payload_of
-from tailrace.pipeline.companions import CompanionJob
-from tailrace.pipeline.merge import MergeJob
-from tailrace.pipeline.model import MergeWork, StreamPlan
+from tailrace.spark.jobs.index_build import CompanionJob
+from tailrace.spark.jobs.merge import MergeJob
+from tailrace.spark.jobs.messages import MergeWork, StreamPlan
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from support.companions import Split, Stored, plan_of, rows_in
 from support.pipeline import Shelf
-from tailrace.pipeline.companions import CompanionJob
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
 from tailrace.search.index_files.format import decode_value
+from tailrace.spark.jobs.index_build import CompanionJob
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -14,9 +14,9 @@ from pyspark.sql import functions as f
 
 from support.watch_language import Maker
 from tailrace.common.errors import TailraceError
-from tailrace.pipeline.watch.cells import path_to
-from tailrace.pipeline.watch.columns import Lowered, lowered
-from tailrace.pipeline.watch.native import image_of, matching
+from tailrace.spark.live_queries.cells import path_to
+from tailrace.spark.live_queries.columns import Lowered, lowered
+from tailrace.spark.live_queries.native import image_of, matching
 from tailrace.watch.cel import CelProgram, Node, compile_cel
 from tailrace.watch.collection import encode_control_entry
 from tailrace.watch.document import ChangeEntry, ChangeImages, PreviousVersion, decode_change, encode_change

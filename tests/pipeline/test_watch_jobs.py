@@ -28,7 +28,7 @@ from support.watch_jobs import (
     watch,
 )
 from tailrace.auth import create_token
-from tailrace.pipeline.watch.capture import (
+from tailrace.spark.live_queries.capture import (
     HEAD,
     SUBSCRIPTIONS,
     Capture,
@@ -36,13 +36,13 @@ from tailrace.pipeline.watch.capture import (
     CaptureOptions,
     run_capture,
 )
-from tailrace.pipeline.watch.match import MatchOptions, MatchReport, run_match
-from tailrace.pipeline.watch.place import Place
-from tailrace.pipeline.watch.report import PAGE, PICTURE, REPORT, write_report
-from tailrace.pipeline.watch.rescan import RescanOptions, run_rescan
-from tailrace.pipeline.watch.shadow import ShadowOptions, run_shadow
-from tailrace.pipeline.watch.stats import StatsOptions, run_stats
-from tailrace.spark.server import SERVERS
+from tailrace.spark.live_queries.match import MatchOptions, MatchReport, run_match
+from tailrace.spark.live_queries.report import PAGE, PICTURE, REPORT, write_report
+from tailrace.spark.live_queries.rescan import RescanOptions, run_rescan
+from tailrace.spark.live_queries.shadow import ShadowOptions, run_shadow
+from tailrace.spark.live_queries.stats_job import StatsOptions, run_stats
+from tailrace.spark.live_queries.watch_client import Place
+from tailrace.spark.server_client import SERVERS
 from tailrace.watch.external_matching import DeliveryBatch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 from support.calls import Caller
 from support.server import ServerProcess
 from support.watch_jobs import BASE, QUERIES, Held, change, deliveries, metric, tuples, watch
-from tailrace.pipeline.failpoints import VARIABLE
+from tailrace.spark.failpoints import VARIABLE
 
 RUN_S_MAX = 300.0
 

@@ -10,7 +10,7 @@ from support.s3 import S3Server
 from support.server import ServerProcess
 from support.spark_rows import Filled, seamed_server
 from tailrace.spark.segment_objects import STORES
-from tailrace.spark.server import SERVERS
+from tailrace.spark.server_client import SERVERS
 
 StartServer = Callable[..., ServerProcess]
 

@@ -23,7 +23,7 @@ from support.pipeline import run_once
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.client import Client
-from tailrace.pipeline.owner import Owner
+from tailrace.spark.jobs.owner import Owner
 from tailrace.spark.sql import Shell
 
 if TYPE_CHECKING:

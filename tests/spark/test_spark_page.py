@@ -44,7 +44,7 @@ def shell(text: str, env: dict[str, str], directory: Path) -> str:
 
 def sql_here(text: str, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> str:
     """`tailrace sql` in this process, which has a session: another takes longer than all the rest."""
-    monkeypatch.setattr("tailrace.pipeline.session.open_session", lambda *_args: Unstoppable(spark))
+    monkeypatch.setattr("tailrace.spark.session.open_session", lambda *_args: Unstoppable(spark))
     said = io.TextIOWrapper(io.BytesIO(), "utf-8")
     with contextlib.redirect_stdout(said):
         assert command(shlex.split(text)[1:]) == 0

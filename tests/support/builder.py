@@ -9,10 +9,10 @@ from threading import get_ident
 from typing import Any
 
 from support.offers import FakePipeline, plan, uncovered
-from tailrace.pipeline.kernels.parquet import Built
-from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
 from tailrace.search.index_files.format import index_file_key
 from tailrace.search.index_files.index_plan import load_plan
+from tailrace.spark.index.parquet import Built
+from tailrace.spark.index.segment import BuildRequest, build_segment
 
 
 class Builder(FakePipeline):

@@ -15,8 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tailrace.pipeline.kernels.parquet import Built
-from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, check_built
 from tailrace.schema.lenses import value_text
 from tailrace.schema.registry import Registry
 from tailrace.schema.search_config import parse_interval_ms
@@ -27,6 +25,8 @@ from tailrace.search.index_files.index_plan import BuildPlan, index_plan
 from tailrace.search.language import SEARCH_DIALECT, bind_query
 from tailrace.search.matching import evaluate_record
 from tailrace.search.records import RecordView, field_values, tokenize_text, truncate_token
+from tailrace.spark.index.parquet import Built
+from tailrace.spark.index.segment import BuildRequest, build_segment, check_built
 
 STREAM_ID = "ab" * 16
 
@@ -83,7 +83,7 @@ def build(
         )
         with pytest.MonkeyPatch.context() as patch:
             # Several batches, and several row groups in each.
-            patch.setattr("tailrace.pipeline.kernels.batch.BATCH_ROWS_MAX", 2 * group_rows)
+            patch.setattr("tailrace.spark.index.batch.BATCH_ROWS_MAX", 2 * group_rows)
             built = build_segment(raw, request)
         assert not list(Path(directory).iterdir()), "nothing is left behind"
     for one in built:

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-from tailrace.pipeline import worker
-from tailrace.pipeline.failpoints import VARIABLE
+from tailrace.spark.failpoints import VARIABLE
+from tailrace.spark.index import worker
 
 VALUE = ""
 

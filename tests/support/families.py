@@ -13,14 +13,14 @@ from support.log_harness import LogHarness
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.segment_catalogue import IndexFileSet
-from tailrace.pipeline.kernels.parquet import Range
-from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
-from tailrace.pipeline.kernels.splits import merge_splits
 from tailrace.schema.registry import Registry
 from tailrace.search.index_files.catalogue import IndexCatalogue
 from tailrace.search.index_files.file_cache import IndexFileCache
 from tailrace.search.index_files.format import FTS, index_file_key
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
+from tailrace.spark.index.parquet import Range
+from tailrace.spark.index.segment import BuildRequest, build_segment
+from tailrace.spark.index.splits import merge_splits
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.segments.index_files import IndexFile, PlanHistory, PlanRecord
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix

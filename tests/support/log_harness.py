@@ -28,8 +28,8 @@ from tailrace.log.records import Append, Recorded, Sealed
 from tailrace.log.segment_catalogue import CompactionIntent
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.transaction import Transaction
-from tailrace.pipeline.kernels.compact import compact
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
+from tailrace.spark.jobs.compact import compact
 from tailrace.storage.bootstrap import bootstrap
 from tailrace.storage.checkpointer import checkpoint_file
 from tailrace.storage.data_directory import DataDirectory

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from support.companions import STREAM_ID, Stored, segment_of
-from tailrace.pipeline.companions import SegmentWork
-from tailrace.pipeline.model import (
+from tailrace.search.index_files.index_plan import BuildPlan, store_plan
+from tailrace.spark.jobs.index_build import SegmentWork
+from tailrace.spark.jobs.messages import (
     CompanionsWork,
     Heartbeat,
     HeartbeatAnswer,
@@ -22,9 +23,8 @@ from tailrace.pipeline.model import (
     Segment,
     StreamPlan,
 )
-from tailrace.pipeline.owner import Owner, RefusedError
-from tailrace.pipeline.run import Options, Pipeline
-from tailrace.search.index_files.index_plan import BuildPlan, store_plan
+from tailrace.spark.jobs.owner import Owner, RefusedError
+from tailrace.spark.jobs.run import Options, Pipeline
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.index_files import PublishRequest, plan_name
 from tailrace.storage.segments.model import segment_name, stream_prefix
@@ -126,7 +126,7 @@ def run_once(
     owner: FakeOwner | Owner, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> Pipeline:
     """Everything there is to do, in this process and its session."""
-    monkeypatch.setattr("tailrace.pipeline.run.open_session", lambda *_args, **_named: Unstoppable(spark))
+    monkeypatch.setattr("tailrace.spark.jobs.run.open_session", lambda *_args, **_named: Unstoppable(spark))
     pipeline = Pipeline(cast("Owner", owner), Options("local[2]", once=True, check_ms=1, **options))
     pipeline.run()
     return pipeline

@@ -14,10 +14,10 @@ from support.calls import Caller
 from support.server import ServerProcess
 from support.sources import changes
 from support.watch_client import Live
-from tailrace.pipeline.watch.compiled import Compiled, SubscriptionSet, told_of
-from tailrace.pipeline.watch.place import Place
-from tailrace.pipeline.watch.subscriptions import fold
 from tailrace.protocol import offsets
+from tailrace.spark.live_queries.compiled import Compiled, SubscriptionSet, told_of
+from tailrace.spark.live_queries.subscription_sets import fold
+from tailrace.spark.live_queries.watch_client import Place
 from tailrace.watch.document import Change, decode_change
 from tailrace.watch.external_matching import DeliveredChange, DeliveredMatch, DeliveryBatch, decode_delivery
 

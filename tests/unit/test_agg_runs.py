@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.pipeline.kernels.agg import SCHEMA
-from tailrace.pipeline.kernels.agg_runs import merged
-from tailrace.pipeline.kernels.agg_sums import merge_states
+from tailrace.spark.index.agg import SCHEMA
+from tailrace.spark.index.agg_runs import merged
+from tailrace.spark.index.agg_sums import merge_states
 
 Key = tuple[str, int, int, tuple[str | None, ...], str]
 

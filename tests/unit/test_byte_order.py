@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.pipeline.kernels.arrays import byte_order
+from tailrace.spark.index.arrays import byte_order
 from tailrace.storage.segments.parquet import BINARY, STRING, pa
 
 # Values that differ behind eight bytes only, or by zeros at the end.

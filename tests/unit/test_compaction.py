@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.segments import STREAM_ID, Entry, read_all, run_of, write
-from tailrace.pipeline.compaction import Compact, CompactOrder, publication_of
-from tailrace.pipeline.kernels import compact as compaction
-from tailrace.pipeline.kernels.compact import checksum_of, compact
-from tailrace.pipeline.model import CompactWork, PlanRef, Segment, StreamPlan
-from tailrace.pipeline.worker import stores
+from tailrace.spark.index.worker import stores
+from tailrace.spark.jobs import compact as compaction
+from tailrace.spark.jobs.compact import checksum_of, compact
+from tailrace.spark.jobs.compaction import Compact, CompactOrder, publication_of
+from tailrace.spark.jobs.messages import CompactWork, PlanRef, Segment, StreamPlan
 from tailrace.storage.segments import reader
 from tailrace.storage.segments.model import CorruptSegmentError, stream_prefix
 from tailrace.storage.segments.reader import check_segment, file_footer

@@ -25,7 +25,6 @@ from support.companions import STREAM_ID, Stored, build, plan_of
 from support.queries import payload_of
 from support.s3 import S3Server
 from tailrace.common.limits import Limits
-from tailrace.pipeline.kernels.parquet import CompanionWriter
 from tailrace.search.index_files import file_cache as bodies
 from tailrace.search.index_files.file_cache import (
     FileContent,
@@ -40,6 +39,7 @@ from tailrace.search.index_files.file_cache import (
 from tailrace.search.index_files.format import FTS
 from tailrace.search.index_files.full_text import FullTextFile
 from tailrace.search.index_files.parquet_file import ParquetFile
+from tailrace.spark.index.parquet import CompanionWriter
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix

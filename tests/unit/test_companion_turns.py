@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tailrace.pipeline.companions import TURN_SEGMENTS_MAX, SegmentWork, Turns
-from tailrace.pipeline.model import PlanRef, Segment
+from tailrace.spark.jobs.index_build import TURN_SEGMENTS_MAX, SegmentWork, Turns
+from tailrace.spark.jobs.messages import PlanRef, Segment
 
 
 def _works(count: int) -> list[SegmentWork]:

@@ -16,7 +16,6 @@ import pytest
 from support.buckets import overwrite
 from support.companions import STREAM_ID
 from tailrace.common.limits import Limits
-from tailrace.pipeline.kernels.exact_tables import SCHEMA, write_exact
 from tailrace.search.index_files.file_cache import (
     FileContent,
     IndexFileCache,
@@ -26,6 +25,7 @@ from tailrace.search.index_files.file_cache import (
 )
 from tailrace.search.index_files.lookup_files import FILTERED_ROWS_MIN, ExactFile
 from tailrace.search.index_files.parquet_file import ParquetFile
+from tailrace.spark.index.exact_tables import SCHEMA, write_exact
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix

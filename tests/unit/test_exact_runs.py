@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.pipeline.kernels.exact_runs import merged
-from tailrace.pipeline.kernels.exact_tables import SCHEMA
-from tailrace.pipeline.kernels.parquet import CompanionWriter
+from tailrace.spark.index.exact_runs import merged
+from tailrace.spark.index.exact_tables import SCHEMA
+from tailrace.spark.index.parquet import CompanionWriter
 
 LIST_MAX = 3
 Key = tuple[str, bytes | None]
@@ -59,7 +59,7 @@ def test_runs_side_by_side_are_all_rows_in_order(sizes: list[dict[Key, int]], gr
             every.setdefault(key, []).extend(lists[key])
         files.append(_file(lists, group_rows))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tailrace.pipeline.kernels.exact_tables.LIST_ENTRIES_MAX", LIST_MAX)
+        patch.setattr("tailrace.spark.index.exact_tables.LIST_ENTRIES_MAX", LIST_MAX)
         tables = list(merged(files))
     assert [row for table in tables for row in table.to_pylist()] == _rows(every)
     assert all(len(set(table.column("field").to_pylist())) <= 1 for table in tables)

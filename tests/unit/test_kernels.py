@@ -23,15 +23,15 @@ from support.companions import (
 )
 from support.queries import LEAVES, payload_of, records
 from support.search_model import registry_of
-from tailrace.pipeline.kernels.fts import is_elsewhere
-from tailrace.pipeline.kernels.parquet import Built
-from tailrace.pipeline.kernels.segment import column_fields
-from tailrace.pipeline.kernels.states import summary_of
 from tailrace.schema.profiles.profile import GENERIC, MetricsProfile, install_profile
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
 from tailrace.search.index_files.format import key_hash
 from tailrace.search.records import RecordView, tokenize_text
+from tailrace.spark.index.aggregate_states import summary_of
+from tailrace.spark.index.fts import is_elsewhere
+from tailrace.spark.index.parquet import Built
+from tailrace.spark.index.segment import column_fields
 
 
 def rollup_view(evolved_at: int | None = None) -> RecordView:

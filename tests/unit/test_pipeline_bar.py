@@ -6,8 +6,8 @@ import io
 import re
 
 from tailrace.cli.pipeline_run import ProgressBar
-from tailrace.pipeline.model import Totals
-from tailrace.pipeline.status import Status
+from tailrace.spark.jobs.messages import Totals
+from tailrace.spark.jobs.status import Status
 
 
 def test_a_backlog_of_several_batches_is_one_bar() -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 CHILD = """
 import sys, threading, time
-from tailrace.pipeline.leash import Leash
+from tailrace.spark.jobs.leash import Leash
 
 leash = Leash(int(sys.argv[1]))
 print(leash.orders.endpoint, leash.orders.master, leash.token(), flush=True)

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from tailrace.pipeline.owner import Owner, RefusedError, UnreachableError
-from tailrace.pipeline.run import PAUSE_S_DONE, Tries
+from tailrace.spark.jobs.owner import Owner, RefusedError, UnreachableError
+from tailrace.spark.jobs.run import PAUSE_S_DONE, Tries
 from tailrace.storage.segments.index_files import PublishRequest
 
 PUBLICATION = PublishRequest(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])

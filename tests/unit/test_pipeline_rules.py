@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import tailrace.pipeline
-from tailrace.pipeline.session import SETTINGS, cores_of, extra_settings, master_of, settings_of
+
+from tailrace.spark.session import SETTINGS, cores_of, extra_settings, master_of, settings_of
 
 SOURCES = sorted(Path(tailrace.pipeline.__file__).parent.rglob("*.py"))
 # What a session over the network does not have.
@@ -39,7 +39,7 @@ def test_no_names_that_connect_lacks(path: Path) -> None:
 
 def test_nobody_imports_spark_by_accident() -> None:
     code = (
-        "import sys, tailrace, tailrace.pipeline.run, tailrace.cli.app; assert 'pyspark' not in sys.modules"
+        "import sys, tailrace, tailrace.spark.jobs.run, tailrace.cli.app; assert 'pyspark' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.pipeline.watch.compiled import Compiled, OtherMatcherError, SubscriptionSet, decode_set
-from tailrace.pipeline.watch.mask import Masker
-from tailrace.pipeline.watch.subscriptions import fold
+from tailrace.spark.live_queries.compiled import Compiled, OtherMatcherError, SubscriptionSet, decode_set
+from tailrace.spark.live_queries.mask import Masker
+from tailrace.spark.live_queries.subscription_sets import fold
 from tailrace.watch.access_rules import AccessRule
 from tailrace.watch.document import RAW_NULL, ChangeEntry, ChangeImages, TransactionRef
 from tailrace.watch.external_matching import (

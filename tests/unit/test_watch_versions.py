@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.pipeline.watch.report import Sides, Verdict, page, picture
-from tailrace.pipeline.watch.shadow import quantile
-from tailrace.pipeline.watch.sides import bucket_of
-from tailrace.pipeline.watch.versions import VersionError, archive_of, put_archive, unpack
+from tailrace.spark.live_queries.report import Sides, Verdict, page, picture
+from tailrace.spark.live_queries.shadow import quantile
+from tailrace.spark.live_queries.sides import bucket_of
+from tailrace.spark.live_queries.versions import VersionError, archive_of, put_archive, unpack
 
 
 def package(directory: Path) -> Path:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tailrace.pipeline.kernels.words import tokens_in
 from tailrace.search.records import TOKEN_BYTES_MAX, tokenize_text
+from tailrace.spark.index.words import tokens_in
 
 WORDS = st.text(st.sampled_from("aZ09 _-.\0\t/"), max_size=12)
 

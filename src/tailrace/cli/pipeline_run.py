@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from tailrace.pipeline.leash import Orders
-    from tailrace.pipeline.owner import Owner
-    from tailrace.pipeline.run import Options, Progress
-    from tailrace.pipeline.status import Status
+    from tailrace.spark.jobs.leash import Orders
+    from tailrace.spark.jobs.owner import Owner
+    from tailrace.spark.jobs.run import Options, Progress
+    from tailrace.spark.jobs.status import Status
 
 
 class ProgressBar:
@@ -157,8 +157,8 @@ def run(
 ) -> int:
     """Run the pipeline."""
     require_spark(master if supervised is None else "sc://")  # orders name the master of a supervised one
-    from tailrace.pipeline.run import Options
-    from tailrace.pipeline.session import extra_settings
+    from tailrace.spark.jobs.run import Options
+    from tailrace.spark.session import extra_settings
 
     try:
         options = Options(
@@ -183,8 +183,8 @@ def run(
 
 
 def _run_supervised(descriptor: int, options: Options) -> int:
-    from tailrace.pipeline.leash import Leash
-    from tailrace.pipeline.session import extra_settings
+    from tailrace.spark.jobs.leash import Leash
+    from tailrace.spark.session import extra_settings
 
     leash = Leash(descriptor)
     orders = leash.orders
@@ -214,9 +214,9 @@ def _run(
     supervised: Orders | None = None,
 ) -> int:
     from tailrace.common.logging_setup import configure_logging
-    from tailrace.pipeline import jvm
-    from tailrace.pipeline import owner as owners
-    from tailrace.pipeline.run import Pipeline, UnfinishedError
+    from tailrace.spark import jvm
+    from tailrace.spark.jobs import owner as owners
+    from tailrace.spark.jobs.run import Pipeline, UnfinishedError
 
     if options.once:
         require_server(Session(url=endpoint))  # one that goes on may be there before its server is

@@ -23,7 +23,7 @@ from tailrace.cli.session import (
 )
 
 if TYPE_CHECKING:
-    from tailrace.pipeline.watch.place import Bound, Place
+    from tailrace.spark.live_queries.watch_client import Bound, Place
 
 _GROUP: Final = Group("Spark", sort_key=8)
 FAILED: Final = 3
@@ -116,7 +116,7 @@ def match(
     session: Session = DEFAULT_SESSION,
 ) -> None:
     with _running(session, engine) as (spark, place):
-        from tailrace.pipeline.watch.match import MatchOptions, run_match
+        from tailrace.spark.live_queries.match import MatchOptions, run_match
 
         options = MatchOptions(database, collections, _bound(start), _bound(end), engine.store, checkpoint)
         _show(run_match(spark, place, options), session)
@@ -141,7 +141,7 @@ def rescan(
     session: Session = DEFAULT_SESSION,
 ) -> int:
     with _running(session, engine) as (spark, place):
-        from tailrace.pipeline.watch.rescan import RescanOptions, run_rescan
+        from tailrace.spark.live_queries.rescan import RescanOptions, run_rescan
 
         options = RescanOptions(database, collection, source == "source", publish_view, apply, engine.store)
         report = run_rescan(spark, place, options)
@@ -161,7 +161,7 @@ def stats(
     session: Session = DEFAULT_SESSION,
 ) -> None:
     with _running(session, engine) as (spark, place):
-        from tailrace.pipeline.watch.stats import StatsOptions, run_stats
+        from tailrace.spark.live_queries.stats_job import StatsOptions, run_stats
 
         options = StatsOptions(database, collection, _bound(start), _bound(end), engine.store)
         for one in run_stats(spark, place, options):
@@ -185,7 +185,7 @@ def capture(
     database, collection = _split(changes)
     fields = tuple(field.strip() for field in mask.split(",") if field.strip())
     with _running(session, engine) as (spark, place):
-        from tailrace.pipeline.watch.capture import CaptureOptions, run_capture
+        from tailrace.spark.live_queries.capture import CaptureOptions, run_capture
 
         options = CaptureOptions(database, collection, out, _bound(start), _bound(end), sample, fields)
         _show(run_capture(spark, place, options), session)
@@ -211,8 +211,8 @@ def shadow(
             raise UsageError("what is compared is --capture or --changes")
         database, collection = ("", "") if changes is None else _split(changes)
         with _running(session, engine, asks_server=capture is None) as (spark, place):
-            from tailrace.pipeline.watch.report import write_report
-            from tailrace.pipeline.watch.shadow import ShadowOptions, run_shadow
+            from tailrace.spark.live_queries.report import write_report
+            from tailrace.spark.live_queries.shadow import ShadowOptions, run_shadow
 
             options = ShadowOptions(
                 baseline,
@@ -250,14 +250,14 @@ def _running(
     from pyspark.errors import PySparkException
 
     from tailrace.client.errors import ClientError
-    from tailrace.pipeline.session import master_of, open_session
-    from tailrace.pipeline.watch.capture import CaptureExistsError
-    from tailrace.pipeline.watch.compiled import OtherMatcherError
-    from tailrace.pipeline.watch.place import BoundError, HalfChangesError, Place
-    from tailrace.pipeline.watch.rescan import NoBaseError, NotHereError
-    from tailrace.pipeline.watch.versions import VersionError
-    from tailrace.pipeline.watch.views import PublicationError
+    from tailrace.spark.live_queries.capture import CaptureExistsError
+    from tailrace.spark.live_queries.compiled import OtherMatcherError
+    from tailrace.spark.live_queries.rescan import NoBaseError, NotHereError
+    from tailrace.spark.live_queries.versions import VersionError
+    from tailrace.spark.live_queries.views import PublicationError
+    from tailrace.spark.live_queries.watch_client import BoundError, HalfChangesError, Place
     from tailrace.spark.options import OptionError
+    from tailrace.spark.session import master_of, open_session
     from tailrace.storage.object_store.interface import ObjectStoreError
 
     given = {"endpoint": session.url} | ({"token": session.token} if session.token else {})
@@ -294,7 +294,7 @@ def first_line(error: Exception) -> str:
 
 
 def _bound(text: str) -> Bound:
-    from tailrace.pipeline.watch.place import Bound
+    from tailrace.spark.live_queries.watch_client import Bound
 
     return Bound.parse(text)
 

@@ -82,7 +82,7 @@ def sql(
     require_server(session)
     print("starting Spark, a few seconds ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="tailrace-sql-") as directory:
-        from tailrace.pipeline.session import is_local, master_of, open_session
+        from tailrace.spark.session import is_local, master_of, open_session
         from tailrace.spark.sql import Shell
 
         spark = open_session(master_of(master), Path(directory))

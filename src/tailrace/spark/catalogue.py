@@ -18,7 +18,7 @@ from tailrace.client.wire import OCTETS_TYPE
 from tailrace.protocol import offsets
 from tailrace.protocol.stream_names import NamePattern
 from tailrace.spark.options import STREAMS_MAX, OptionError, ReadOptions
-from tailrace.spark.server import Server, server_of
+from tailrace.spark.server_client import Server, server_of
 from tailrace.storage.manifests.model import ManifestError
 from tailrace.storage.manifests.store import ManifestStore
 from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store

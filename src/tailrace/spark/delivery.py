@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from tailrace.client.errors import ClientError
 from tailrace.client.model import is_json
 from tailrace.client.wire import ProducerFields
-from tailrace.spark.server import Server
+from tailrace.spark.server_client import Server
 from tailrace.spark.sink_appends import Append, json_array
 from tailrace.spark.sink_options import WriteOptions
 from tailrace.spark.sink_rows import SinkError

@@ -10,7 +10,7 @@ import msgspec
 from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
 from tailrace.spark.options import Options, connection_of
-from tailrace.spark.server import Server
+from tailrace.spark.server_client import Server
 from tailrace.storage.segments.parquet import pa
 
 

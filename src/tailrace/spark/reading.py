@@ -14,7 +14,7 @@ from tailrace.spark.columns import Projection
 from tailrace.spark.options import ReadOptions
 from tailrace.spark.partitions import Piece, StreamPartition
 from tailrace.spark.segment_objects import BATCH_ROWS, batches_of, segment_objects
-from tailrace.spark.server import Server, is_gone, server_of
+from tailrace.spark.server_client import Server, is_gone, server_of
 from tailrace.storage.object_store.interface import ObjectStoreError
 from tailrace.storage.segments.parquet import STRING, pa, pc
 

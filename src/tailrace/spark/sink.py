@@ -20,7 +20,7 @@ from pyspark.sql.types import StructType
 
 from tailrace.spark.delivery import Delivery, RefusedError, Targets
 from tailrace.spark.options import OptionError
-from tailrace.spark.server import server_of
+from tailrace.spark.server_client import server_of
 from tailrace.spark.sink_appends import appends_of
 from tailrace.spark.sink_options import WriteOptions
 from tailrace.spark.sink_rows import SinkError, check_columns, rows_of

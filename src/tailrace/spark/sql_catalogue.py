@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tailrace.spark.options import Options, connection_of
-from tailrace.spark.server import Server
+from tailrace.spark.server_client import Server
 from tailrace.storage.manifests.pages import IndexFilePages, ListedIndexFiles
 from tailrace.storage.manifests.store import ManifestStore
 from tailrace.storage.object_store.interface import open_object_store

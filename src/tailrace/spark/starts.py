@@ -10,7 +10,7 @@ from tailrace.protocol import offsets
 from tailrace.spark.catalogue import START, Catalogue, Position, StreamState, position_of
 from tailrace.spark.options import OptionError, Positions, ReadOptions
 from tailrace.spark.reading import DataLossError
-from tailrace.spark.server import is_gone
+from tailrace.spark.server_client import is_gone
 from tailrace.storage.segments.parquet import pa
 
 logger = logging.getLogger("tailrace.spark")

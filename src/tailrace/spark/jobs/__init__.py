@@ -1,0 +1,1 @@
+"""The pipeline: index builds, index merges and compaction, run by Spark beside the server."""

@@ -1,0 +1,414 @@
+"""`tailrace pipeline rescan`: is what the server shows of a collection what its log says?
+
+The state of every document is made again from the log, by native SQL, and compared with the rows that the
+server has. Documents that are written while that goes on are left for the next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import orjson
+import xxhash
+
+from tailrace.spark.blobs import blobs
+from tailrace.spark.live_queries.kernels import entries_of
+from tailrace.spark.live_queries.views import find_head, publish_view
+from tailrace.spark.live_queries.watch_client import Bound, ChangeRange, Place
+from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
+from tailrace.watch import document_view
+from tailrace.watch.document import Change
+from tailrace.watch.document_view import PublishedViewHead, PurgedTombstones
+
+EXAMPLES_MAX: Final = 100
+MENDED: Final = "rescan-"  # what corrections are named with
+CORRECTIONS_MAX: Final = 200
+CORRECTIONS_BYTES: Final = 2 << 20
+UNKNOWN: Final = ""  # instead of the digest of a document that an entry leaves out
+
+STATE: Final = pa.schema(
+    [
+        ("id", STRING),
+        ("partition", INT32),
+        ("seq", INT64),
+        ("version", INT64),
+        ("created_ms", INT64),
+        ("updated_ms", INT64),
+        ("deleted", pa.bool_()),
+        ("digest", STRING),
+        ("before", STRING),
+        ("mended", pa.bool_()),
+        ("data", BINARY),
+    ]
+)
+STATE_DDL: Final = (
+    "id string, partition int, seq bigint, version bigint, created_ms bigint, updated_ms bigint, "
+    "deleted boolean, digest string, before string, mended boolean, data binary"
+)
+SHOWN: Final = pa.schema(
+    [("id", STRING), ("seq", INT64), ("version", INT64), ("deleted", pa.bool_()), ("digest", STRING)]
+)
+
+
+class NoBaseError(RuntimeError):
+    """The log does not reach back far enough, and no published view makes up for it."""
+
+
+class NotHereError(ValueError):
+    """What only the connector of an outside source can do."""
+
+
+class RescanOptions(NamedTuple):
+    database: str
+    collection: str
+    from_source: bool = False
+    publish_view: bool = False
+    apply: bool = False
+    store: str | None = None
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A document that the log and the view have otherwise. None: that side does not know it."""
+
+    id: str
+    kind: str  # missing, extra, differs
+    partition: int
+    logSeq: int | None  # noqa: N815 - the name on the wire
+    logVersion: int | None  # noqa: N815 - as above
+    viewSeq: int | None  # noqa: N815 - as above
+    viewVersion: int | None  # noqa: N815 - as above
+
+
+class RescanReport(msgspec.Struct, frozen=True):
+    database: str
+    collection: str
+    generation: int
+    positions: list[int]
+    documents: int
+    moving: int  # written meanwhile
+    broken: int  # changes that do not follow the one before
+    missing: int
+    extra: int
+    differs: int
+    applied: int
+    refused: int
+    published: str | None
+    examples: list[Difference]
+
+
+class _ViewRow(msgspec.Struct):
+    id: str
+    partition: int
+    seq: int
+    version: int
+    deleted: bool
+    data: msgspec.Raw
+
+
+class _ViewPage(msgspec.Struct):
+    generation: int
+    folder: str
+    purged: list[PurgedTombstones]
+    positions: list[int]
+    rows: list[_ViewRow]
+    next: str | None
+
+
+class Shown(NamedTuple):
+    """The view as it was read, page by page, between two moments."""
+
+    rows: Any
+    begun: list[int]
+    ended: list[int]
+    generation: int
+    folder: str
+    purged: list[PurgedTombstones]
+
+
+def digest_of(raw: bytes) -> str:
+    """Equal for equal documents, however they were written down."""
+    return xxhash.xxh3_128_hexdigest(orjson.dumps(orjson.loads(raw), option=orjson.OPT_SORT_KEYS))
+
+
+def read_view(place: Place, database: str, collection: str) -> Shown:
+    rows: list[dict[str, Any]] = []
+    after, begun = "", list[int]()
+    while True:
+        raw = place.view_page(database, collection, after)
+        page = msgspec.json.decode(raw, type=_ViewPage)
+        begun = begun or page.positions
+        rows += [
+            {
+                "id": row.id,
+                "seq": row.seq,
+                "version": row.version,
+                "deleted": row.deleted,
+                "digest": digest_of(bytes(row.data)),
+            }
+            for row in page.rows
+        ]
+        if page.next is None:
+            return Shown(rows, begun, page.positions, page.generation, page.folder, page.purged)
+        after = page.next
+
+
+class StateTask(msgspec.Struct, frozen=True):
+    ranges: dict[str, ChangeRange]
+    with_data: bool
+
+
+def states_of(task: StateTask, batches: Iterator[Any]) -> Iterator[Any]:
+    """For `mapInArrow`: what each change makes of its document."""
+    for batch in batches:
+        rows: list[dict[str, Any]] = []
+        for found in entries_of(batch, task.ranges):
+            change = found.change
+            if change is None:
+                continue
+            entry, deleted = change.entry, change.entry.op == "delete"
+            content = bytes(entry.before if deleted else entry.after)
+            rows.append(
+                {
+                    "id": entry.documentKey,
+                    "partition": change.partition,
+                    "seq": change.seq,
+                    "version": entry.version,
+                    "created_ms": entry.createdAt,
+                    "updated_ms": change.updated_ms,
+                    "deleted": deleted,
+                    "digest": digest_of(content),
+                    "before": _before(change),
+                    "mended": (entry.writeId or "").startswith(MENDED),
+                    "data": content if task.with_data else None,
+                }
+            )
+        yield pa.RecordBatch.from_pylist(rows, schema=STATE)
+
+
+def _before(change: Change) -> str | None:
+    entry = change.entry
+    if entry.prev is None:
+        return None
+    return UNKNOWN if change.is_half else digest_of(bytes(entry.before))
+
+
+def run_rescan(spark: Any, place: Place, options: RescanOptions) -> RescanReport:
+    from pyspark.sql import functions as f
+
+    native = place.collection(options.database, options.collection).source == "native"
+    if not native and (options.from_source or options.apply):
+        raise NotHereError("a collection with a source outside is put right by its connector")
+    shown = read_view(place, options.database, options.collection)
+    end = Bound(seqs=tuple(shown.ended))
+    ranges = place.ranges(options.database, options.collection, Bound("earliest"), end)
+    store = options.store or place.store()
+    base = _base(store, shown, place.earliest(options.database, options.collection, len(shown.ended)))
+    states = _states(spark, place, ranges, with_data=options.publish_view or options.apply).persist()
+    try:
+        broken = _broken(states)
+        whole = states if base is None else states.unionByName(_based(spark, store, shown.folder, base))
+        latest = _latest(whole)
+        compared = _compared(spark, latest, shown).persist()
+        counts = {row["kind"]: row["count"] for row in compared.groupBy("kind").count().collect()}
+        wrong = compared.where(f.col("kind").isin("missing", "extra", "differs"))
+        examples = [_difference(row) for row in wrong.orderBy("id").limit(EXAMPLES_MAX).collect()]
+        applied = refused = 0
+        if options.apply:
+            applied, refused = Corrector(place, options, shown).run(wrong.orderBy("id").toLocalIterator())
+        published = None
+        if options.publish_view:
+            about = (options.database, options.collection, int(shown.folder.split("/")[-2]))
+            published = publish_view(
+                latest, place, store, shown.folder, about, shown.ended, shown.purged, ranges
+            )
+        compared.unpersist()
+    finally:
+        states.unpersist()
+    return RescanReport(
+        options.database,
+        options.collection,
+        shown.generation,
+        shown.ended,
+        sum(counts.values()),
+        counts.get("moving", 0),
+        broken,
+        counts.get("missing", 0),
+        counts.get("extra", 0),
+        counts.get("differs", 0),
+        applied,
+        refused,
+        published,
+        examples,
+    )
+
+
+def _states(spark: Any, place: Place, ranges: Sequence[ChangeRange], *, with_data: bool) -> Any:
+    if not ranges:
+        return spark.createDataFrame([], STATE_DDL)
+    task = StateTask({one.stream: one for one in ranges}, with_data)
+    return place.frame(spark, ranges).mapInArrow(partial(states_of, task), STATE_DDL)
+
+
+def _base(store: str, shown: Shown, earliest: list[int]) -> PublishedViewHead | None:
+    """The published view to begin from, where the log has been trimmed."""
+    if not any(earliest):
+        return None
+    found = find_head(store, shown.folder)
+    if found is None or any(map(int.__lt__, found[0].positions, earliest)):
+        raise NoBaseError("the log was trimmed, and no published view holds what is gone")
+    return found[0]
+
+
+def base_rows(store: str, batches: Iterator[Any]) -> Iterator[Any]:
+    """For `mapInArrow`: names of parts of a published view in, their rows out."""
+    for batch in batches:
+        for name in batch.column("object").to_pylist():
+            rows = document_view.decode_part(blobs(store).get(name))
+            yield pa.RecordBatch.from_pylist(
+                [
+                    {**row._asdict(), "deleted": bool(row.deleted), "digest": digest_of(row.data)}
+                    for row in rows
+                ],
+                schema=STATE,
+            )
+
+
+def _based(spark: Any, store: str, folder: str, base: PublishedViewHead) -> Any:
+    names = [{"object": folder + name} for name in base.parts]
+    table = pa.Table.from_pylist(names, schema=pa.schema([("object", STRING)]))
+    frame = spark.createDataFrame(table).repartition(max(1, len(names)))
+    return frame.mapInArrow(partial(base_rows, store), STATE_DDL)
+
+
+def _latest(states: Any) -> Any:
+    """The last change of each document."""
+    from pyspark.sql import functions as f
+
+    return (
+        states.groupBy("id")
+        .agg(f.max_by(f.struct(*states.columns[1:]), "seq").alias("last"))
+        .select("id", "last.*")
+    )
+
+
+def _broken(states: Any) -> int:
+    """Changes whose image of before is not what the change before has left, or whose version has not grown.
+
+    Corrections are meant to break with what was there.
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as f
+
+    order = Window.partitionBy("id").orderBy("seq")
+    follows = states.select(
+        "mended",
+        "version",
+        "before",
+        f.lag("version").over(order).alias("version_before"),
+        f.lag("digest").over(order).alias("digest_before"),
+        f.lag("deleted").over(order).alias("deleted_before"),
+    ).where("version_before is not null and not mended")
+    expected = f.when(f.col("deleted_before"), f.lit(None)).otherwise(f.col("digest_before"))
+    return follows.where(
+        (f.col("version") <= f.col("version_before"))
+        | ~(f.col("before").eqNullSafe(expected) | f.col("before").eqNullSafe(f.lit(UNKNOWN)))
+    ).count()
+
+
+def _compared(spark: Any, latest: Any, shown: Shown) -> Any:
+    from pyspark.sql import functions as f
+
+    view = spark.createDataFrame(pa.Table.from_pylist(shown.rows, schema=SHOWN)).select(
+        "id", *(f.col(name).alias(f"view_{name}") for name in SHOWN.names[1:])
+    )
+    begun = f.array(*(f.lit(seq).cast("bigint") for seq in shown.begun))
+    purged = f.array(*(f.lit(one.seq).cast("bigint") for one in shown.purged))
+    both = latest.drop("before", "mended").join(view, "id", "full_outer")
+    moving = f.greatest("seq", "view_seq") > f.element_at(begun, f.col("partition") + 1)
+    equal = (
+        (f.col("seq") == f.col("view_seq"))
+        & (f.col("version") == f.col("view_version"))
+        & (f.col("deleted") == f.col("view_deleted"))
+        & (f.col("digest") == f.col("view_digest"))
+    )
+    # Tombstones are given up after a while.
+    forgotten = (
+        f.col("view_seq").isNull()
+        & f.col("deleted")
+        & (f.col("seq") <= f.element_at(purged, f.col("partition") + 1))
+    )
+    kind = (
+        f.when(f.col("seq").isNull(), "extra")
+        .when(moving, "moving")
+        .when(forgotten, "same")
+        .when(f.col("view_seq").isNull(), "missing")
+        .when(equal, "same")
+        .otherwise("differs")
+    )
+    known = ("id", "partition", "seq", "version", "deleted", "created_ms", "data")
+    return both.select(*known, "view_seq", "view_version", kind.alias("kind"))
+
+
+def _difference(row: Any) -> Difference:
+    return Difference(
+        row["id"],
+        row["kind"],
+        -1 if row["partition"] is None else row["partition"],
+        row["seq"],
+        row["version"],
+        row["view_seq"],
+        row["view_version"],
+    )
+
+
+class Corrector:
+    """Has the server write down how documents are. What was written meanwhile it leaves alone."""
+
+    def __init__(self, place: Place, options: RescanOptions, shown: Shown) -> None:
+        self._place = place
+        self._options = options
+        about = [options.database, options.collection, shown.generation, shown.ended]
+        self._name = f"{MENDED}{hashlib.sha256(msgspec.json.encode(about)).hexdigest()[:24]}"
+        self._sent = 0
+
+    def run(self, wrong: Iterator[Any]) -> tuple[int, int]:
+        """How many were put right, and how many were not."""
+        applied = refused = size = 0
+        page: list[dict[str, Any]] = []
+        for row in wrong:
+            data = b"{}" if row["seq"] is None else bytes(row["data"])
+            page.append(_correction(row, data))
+            size += len(data)
+            if len(page) >= CORRECTIONS_MAX or size >= CORRECTIONS_BYTES:
+                done = self._send(page)
+                applied, refused, size, page = applied + done[0], refused + done[1], 0, []
+        done = self._send(page) if page else (0, 0)
+        return applied + done[0], refused + done[1]
+
+    def _send(self, page: list[dict[str, Any]]) -> tuple[int, int]:
+        body = {
+            "collection": self._options.collection,
+            "name": f"{self._name}-{self._sent}",
+            "corrections": page,
+        }
+        self._sent += 1
+        answer = self._place.post(f"/v1/databases/{self._options.database}/corrections", body)
+        applied = sum(1 for result in answer["results"] if result["status"] in (200, 201, 204))
+        return applied, len(answer["results"]) - applied
+
+
+def _correction(row: Any, data: bytes) -> dict[str, Any]:
+    """What the log has never heard of goes."""
+    unknown = row["seq"] is None
+    return {
+        "id": row["id"],
+        "seen": row["view_seq"],
+        "version": row["view_version"] if unknown else row["version"],
+        "createdMs": 0 if unknown else row["created_ms"],
+        "deleted": unknown or row["deleted"],
+        "data": msgspec.Raw(data),
+    }
