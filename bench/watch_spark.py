@@ -25,7 +25,7 @@ from bench import watch_matching
 from support.server import ServerProcess  # pyright: ignore[reportMissingImports]
 from support.watch_client import Live  # pyright: ignore[reportMissingImports]
 from tailrace.spark.live_queries.match import MatchOptions, run_match
-from tailrace.spark.live_queries.watch_client import Place
+from tailrace.spark.live_queries.watch_client import WatchClient
 from tailrace.spark.session import open_session
 
 BASE = "/v1/databases/default"
@@ -86,7 +86,7 @@ def main() -> None:
             write(server, "orders", given.changes)
             lives = subscribe(server, "orders", given.subscriptions)
             spark = open_session("local[*]", Path(directory) / "spark")
-            place = Place({"endpoint": server.base_url})
+            place = WatchClient({"endpoint": server.base_url})
             run_match(spark, place, MatchOptions("default", "warm"))
             begun = time.perf_counter()
             report = run_match(spark, place, MatchOptions("default", "orders"))

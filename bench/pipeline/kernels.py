@@ -24,8 +24,14 @@ from tailrace.schema.profiles.evlog import Evlog, EvlogConfig
 from tailrace.schema.profiles.profile import GENERIC, EvlogProfile, install_profile
 from tailrace.schema.registry import Registry
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
-from tailrace.spark.index.batch import Batch
-from tailrace.spark.index.segment import BuildRequest, build_segment, no_cycles, prepare, read_segment
+from tailrace.spark.index.batch import SegmentBatch
+from tailrace.spark.index.segment import (
+    BuildRequest,
+    build_segment,
+    create_builders,
+    gc_disabled,
+    read_batches,
+)
 from tailrace.storage.segments.model import SegmentRows
 from tailrace.storage.segments.parquet import pa, pq
 from tailrace.storage.segments.writer import write_segment
@@ -123,13 +129,13 @@ def _spent(raw: bytes, request: BuildRequest, sizes: defaultdict[str, float] | N
 
 def _time_families(raw: bytes, request: BuildRequest, into: defaultdict[str, float]) -> None:
     """CPU time of reading, and of each builder; cycles are not looked for, as in a task."""
-    with no_cycles():
+    with gc_disabled():
         _time_steps(raw, request, into)
 
 
 def _time_steps(raw: bytes, request: BuildRequest, into: defaultdict[str, float]) -> None:
-    builders, reader = prepare(request)
-    for batch in _timed(read_segment(raw, reader), into):
+    builders, reader = create_builders(request)
+    for batch in _timed(read_batches(raw, reader), into):
         for builder in builders:
             began = time.process_time()
             builder.add(batch)
@@ -140,7 +146,7 @@ def _time_steps(raw: bytes, request: BuildRequest, into: defaultdict[str, float]
         into[f"{type(builder).__name__}.finish"] += time.process_time() - began
 
 
-def _timed(batches: Iterator[Batch], into: defaultdict[str, float]) -> Iterator[Batch]:
+def _timed(batches: Iterator[SegmentBatch], into: defaultdict[str, float]) -> Iterator[SegmentBatch]:
     while True:
         began = time.process_time()
         batch = next(batches, None)

@@ -16,7 +16,7 @@ from support.offers import FakePipeline, configured, fill, plan, seal, sealed, u
 from support.sealing import wait_until
 from support.server import ServerProcess
 from tailrace.server.java import parse_java_version
-from tailrace.spark.jobs.owner import Owner
+from tailrace.spark.jobs.owner import PipelineClient
 
 PATIENCE_S = 300.0  # a JVM, on a machine that does other things as well
 StartServer = Callable[..., ServerProcess]
@@ -62,7 +62,7 @@ def test_a_pipeline_elsewhere_tells_how_it_is(start_server: StartServer) -> None
     assert (idle["mode"], idle["state"], idle["pid"]) == ("external", "off", None)
     shown = sealed(call, "ev", 2)
     assert pipeline_of(call)["backlog"]["segments"] == 2
-    with closing(Owner(server.base_url)) as owner:
+    with closing(PipelineClient(server.base_url)) as owner:
         assert owner.backlog_segments() == 2
     gate = {"configured_limit": 64, "current_limit": 0, "active": 0, "queued": 2}
     assert async_index_of(call) == gate

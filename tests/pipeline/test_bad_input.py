@@ -14,7 +14,7 @@ from support.offers import SEARCH
 from support.pipeline import run_once
 from support.pipeline_process import Station
 from support.server import ServerProcess
-from tailrace.spark.jobs.owner import Owner
+from tailrace.spark.jobs.owner import PipelineClient
 from tailrace.spark.jobs.run import Pipeline
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def station(server: ServerProcess, tmp_path: Path) -> Iterator[Station]:
 
 
 def run(station: Station, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    owner = Owner(station.url)
+    owner = PipelineClient(station.url)
     try:
         return run_once(
             owner, spark, monkeypatch, jobs=("companions",), directory=station.directory / "pipeline"

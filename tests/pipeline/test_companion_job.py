@@ -15,11 +15,11 @@ from support.companions import Stored, build, plan_of
 from support.pipeline import PREFIX, FakeOwner, Shelf, run_once
 from support.queries import payload_of
 from tailrace.spark.jobs import index_build
-from tailrace.spark.jobs.index_build import CompanionJob, OtherVersionError, Outcome
-from tailrace.spark.jobs.owner import Owner
-from tailrace.spark.jobs.publisher import Publisher
+from tailrace.spark.jobs.index_build import IndexBuildJob, SegmentBuildResult, VersionMismatchError
+from tailrace.spark.jobs.owner import PipelineClient
+from tailrace.spark.jobs.publisher import IndexPublisher
 from tailrace.spark.jobs.run import UnfinishedError
-from tailrace.spark.jobs.status import Status
+from tailrace.spark.jobs.status import PipelineStatus
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,13 +41,13 @@ def shelf(tmp_path: Path) -> Shelf:
     return Shelf(tmp_path / "store", plan_of(rollup_view().registry))
 
 
-Run = Callable[..., dict[int, Outcome]]
+Run = Callable[..., dict[int, SegmentBuildResult]]
 
 
 @pytest.fixture
 def run(spark: SparkSession, shelf: Shelf) -> Run:
-    def run(**options: Any) -> dict[int, Outcome]:
-        job = CompanionJob(spark, shelf.url, cores=2, **options)
+    def run(**options: Any) -> dict[int, SegmentBuildResult]:
+        job = IndexBuildJob(spark, shelf.url, cores=2, **options)
         return {outcome.work.segment.first: outcome for outcome in job.run(shelf.works())}
 
     return run
@@ -109,7 +109,7 @@ def test_p19_the_culprit_is_found(shelf: Shelf, run: Run, monkeypatch: pytest.Mo
 def test_other_versions_are_refused(shelf: Shelf, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf.seal(_rows(1, 5))
     monkeypatch.setattr(index_build, "WRITER", "tailrace-pipeline/0.0.0")
-    with pytest.raises(OtherVersionError, match=r"0\.0\.0"):
+    with pytest.raises(VersionMismatchError, match=r"0\.0\.0"):
         run()
 
 
@@ -153,11 +153,11 @@ def test_p5_a_pipeline_that_has_lost_everything_finds_what_is_left(
 def test_what_is_outdated_is_dropped(
     spark: SparkSession, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tailrace.spark.jobs.owner import RefusedError
+    from tailrace.spark.jobs.owner import RequestRefusedError
 
     shelf.seal(_rows(1, 7))
     owner = FakeOwner(shelf)
-    owner.faults = [RefusedError(409, "inputs_changed", "gone")]
+    owner.faults = [RequestRefusedError(409, "inputs_changed", "gone")]
     pipeline = run_once(owner, spark, monkeypatch, directory=tmp_path)
     assert len(owner.published) == 1  # it was still wanted, and built again
     assert pipeline.status.heartbeat().last_error == "companions: inputs_changed"
@@ -180,9 +180,9 @@ def test_quarantine_is_part_of_a_publication(shelf: Shelf) -> None:
     good, bad = shelf.seal(_rows(1, 5)), shelf.seal(_rows(6, 5))
     works = shelf.works()
     owner = FakeOwner(shelf)
-    publisher = Publisher(cast("Owner", owner), Status("local[1]"), 2)
-    publisher.add(Outcome(works[1], (), "undecodable", "page header corrupt"))
-    publisher.add(Outcome(works[0], (), "built", ""))
+    publisher = IndexPublisher(cast("PipelineClient", owner), PipelineStatus("local[1]"), 2)
+    publisher.add(SegmentBuildResult(works[1], (), "undecodable", "page header corrupt"))
+    publisher.add(SegmentBuildResult(works[0], (), "built", ""))
     (body,) = owner.published
     assert [one.object for one in body.inputs] == [good.object, bad.object]
     assert [(one.object, one.code) for one in body.quarantine] == [(bad.object, "undecodable")]

@@ -18,14 +18,14 @@ from support.pipeline import Shelf
 from support.queries import payload_of
 from tailrace.search.index_files.format import key_hash
 from tailrace.spark.index import key_runs
-from tailrace.spark.index.agg import SCHEMA
+from tailrace.spark.index.agg import AGGREGATE_SCHEMA
 from tailrace.spark.index.agg_sums import merge_states
 from tailrace.spark.index.keys import INDEX_SCHEMA, LEXICON_SCHEMA
-from tailrace.spark.index.parquet import WRITER, Range
-from tailrace.spark.index.splits import PIECE_POSTINGS, merge_splits
-from tailrace.spark.index.worker import build_one
-from tailrace.spark.jobs.merge import MergeJob
-from tailrace.spark.jobs.messages import MergeWork, StreamPlan
+from tailrace.spark.index.parquet import WRITER, IndexedRange
+from tailrace.spark.index.splits import MERGE_POSTINGS, merge_splits
+from tailrace.spark.index.worker import build_described_segment
+from tailrace.spark.jobs.merge import IndexMergeJob
+from tailrace.spark.jobs.messages import IndexMergeWork, StreamPlan
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -80,22 +80,22 @@ def _companions(shelf: Shelf, count: int) -> dict[str, list[dict[str, Any]]]:
             "reference": False,
             "writer": WRITER,
         }
-        for built in build_one(row):
+        for built in build_described_segment(row):
             assert built["status"] == "built", built
             found.setdefault(built["family"], []).append(built)
     return found
 
 
-def _work(family: str, level: int, first: int, last: int, inputs: list[dict[str, Any]]) -> MergeWork:
+def _work(family: str, level: int, first: int, last: int, inputs: list[dict[str, Any]]) -> IndexMergeWork:
     objects, digests = [one["companion"] for one in inputs], [one["sha256"] for one in inputs]
-    return MergeWork(family, level, first, last, tuple(objects), tuple(digests))
+    return IndexMergeWork(family, level, first, last, tuple(objects), tuple(digests))
 
 
 def test_merged_is_what_all_at_once_would_be(spark: SparkSession, shelf: Shelf) -> None:
     companions = _companions(shelf, 3)
     whole = build(_rows(1, 42), shelf.plan)
     stream = StreamPlan("s", STREAM_ID, 0, shelf.ref)
-    job = MergeJob(spark, shelf.url)
+    job = IndexMergeJob(spark, shelf.url)
     for family in ("routing_key_index", "routing_key_lexicon", "exact", "agg", "fts"):
         if family not in companions:
             continue
@@ -110,12 +110,12 @@ def test_merged_is_what_all_at_once_would_be(spark: SparkSession, shelf: Shelf) 
             assert data == whole[family].data, family
 
 
-@pytest.mark.parametrize("piece_postings", [1, 7, PIECE_POSTINGS])
+@pytest.mark.parametrize("piece_postings", [1, 7, MERGE_POSTINGS])
 def test_many_splits_become_one(shelf: Shelf, piece_postings: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many postings are put in order at once."""
-    monkeypatch.setattr("tailrace.spark.index.splits.PIECE_POSTINGS", piece_postings)
+    monkeypatch.setattr("tailrace.spark.index.splits.MERGE_POSTINGS", piece_postings)
     data = [build(_rows(1 + 7 * number, 7), shelf.plan, families=["fts"])["fts"].data for number in range(10)]
-    built = merge_splits(data, Range(STREAM_ID, 1, 70, 70, shelf.ref.hash))
+    built = merge_splits(data, IndexedRange(STREAM_ID, 1, 70, 70, shelf.ref.hash))
     assert built.data == build(_rows(1, 70), shelf.plan, families=["fts"])["fts"].data
     assert Split(built.data).with_phrase("message", ["word1", "word1"]) == list(range(1, 71))
 
@@ -149,9 +149,11 @@ def test_key_runs_against_an_oracle(runs: list[dict[bytes, list[int]]], group_ro
         rows.sort(key=lambda row: row["key"])
         lexicon_files.append(_file_of(rows, LEXICON_SCHEMA, group_rows))
     whole = [_key_row(key, spans, same) for key, spans in expected.items()]
-    index = [row for table in key_runs.merged(index_files, INDEX_SCHEMA) for row in table.to_pylist()]
+    index = [row for table in key_runs.merge_key_runs(index_files, INDEX_SCHEMA) for row in table.to_pylist()]
     assert index == sorted(whole, key=lambda row: (row["key_hash"], row["key"]))
-    lexicon = [row for table in key_runs.merged(lexicon_files, LEXICON_SCHEMA) for row in table.to_pylist()]
+    lexicon = [
+        row for table in key_runs.merge_key_runs(lexicon_files, LEXICON_SCHEMA) for row in table.to_pylist()
+    ]
     kept = [{name: row[name] for name in LEXICON_SCHEMA.names} for row in whole]
     assert lexicon == sorted(kept, key=lambda row: row["key"])
 
@@ -206,5 +208,5 @@ def _place(row: dict[str, Any]) -> Any:
 
 def _merged(rows: list[dict[str, Any]], batch_rows: int = 5) -> list[dict[str, Any]]:
     cuts = [rows[at : at + batch_rows] for at in range(0, len(rows), batch_rows)]
-    tables = [pa.Table.from_pylist(cut, schema=SCHEMA) for cut in cuts]
+    tables = [pa.Table.from_pylist(cut, schema=AGGREGATE_SCHEMA) for cut in cuts]
     return [row for table in merge_states(tables) for row in table.to_pylist()]

@@ -11,9 +11,9 @@ from support.aggregate_model import rollup_view
 from support.companions import STREAM_ID, Stored, plan_of
 from support.pipeline import Shelf
 from support.queries import payload_of
-from tailrace.spark.jobs.index_build import CompanionJob
-from tailrace.spark.jobs.merge import MergeJob
-from tailrace.spark.jobs.messages import MergeWork, StreamPlan
+from tailrace.spark.jobs.index_build import IndexBuildJob
+from tailrace.spark.jobs.merge import IndexMergeJob
+from tailrace.spark.jobs.messages import IndexMergeWork, StreamPlan
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -61,16 +61,16 @@ def _stored(first: int, count: int) -> list[Stored]:
 
 def _built(spark: SparkSession, shelf: Shelf, cores: int) -> set[str]:
     """The names of all that is built of the segments, and of what that is merged into."""
-    outcomes = list(CompanionJob(spark, shelf.url, cores=cores).run(shelf.works()))
+    outcomes = list(IndexBuildJob(spark, shelf.url, cores=cores).run(shelf.works()))
     outcomes.sort(key=lambda outcome: outcome.work.segment.first)
     assert {outcome.status for outcome in outcomes} == {"built"}
     names = {file.object for outcome in outcomes for file in outcome.files}
-    stream, merge = StreamPlan("s", STREAM_ID, 0, shelf.ref), MergeJob(spark, shelf.url)
+    stream, merge = StreamPlan("s", STREAM_ID, 0, shelf.ref), IndexMergeJob(spark, shelf.url)
     last = outcomes[-1].work.segment.last
     for family in MERGED:
         files = [file for outcome in outcomes for file in outcome.files if file.family == family]
         inputs = tuple(file.object for file in files)
-        work = MergeWork(family, 1, 1, last, inputs, tuple(file.sha256 for file in files))
+        work = IndexMergeWork(family, 1, 1, last, inputs, tuple(file.sha256 for file in files))
         names |= {added.object for added in merge.run(stream, work).add}
     return names
 

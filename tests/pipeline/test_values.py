@@ -11,7 +11,7 @@ from support.pipeline import Shelf
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
 from tailrace.search.index_files.format import decode_value
-from tailrace.spark.jobs.index_build import CompanionJob
+from tailrace.spark.jobs.index_build import IndexBuildJob
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,7 +39,7 @@ def test_v1_v2_v3_workers_take_the_values_of_the_shared_vectors(spark: SparkSess
     vectors = dict(enumerate(CORPUS["vectors"], 1))
     shelf.seal([Stored(entry, vector["payload"].encode()) for entry, vector in vectors.items()])
     for reference in (False, True):
-        (outcome,) = CompanionJob(spark, shelf.url, cores=2, reference=reference).run(shelf.works())
+        (outcome,) = IndexBuildJob(spark, shelf.url, cores=2, reference=reference).run(shelf.works())
         assert outcome.status == "built", outcome
         files = {file.family: shelf.get(file.object) for file in outcome.files}
         columns = [name for name, field in config.fields.items() if field.kind != "text"]

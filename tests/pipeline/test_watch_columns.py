@@ -14,9 +14,9 @@ from pyspark.sql import functions as f
 
 from support.watch_language import Maker
 from tailrace.common.errors import TailraceError
-from tailrace.spark.live_queries.cells import path_to
-from tailrace.spark.live_queries.columns import Lowered, lowered
-from tailrace.spark.live_queries.native import image_of, matching
+from tailrace.spark.live_queries.cells import variant_path
+from tailrace.spark.live_queries.columns import LoweredPredicate, lower_predicate
+from tailrace.spark.live_queries.native import document_image, matching
 from tailrace.watch.cel import CelProgram, Node, compile_cel
 from tailrace.watch.collection import encode_control_entry
 from tailrace.watch.document import ChangeEntry, ChangeImages, PreviousVersion, decode_change, encode_change
@@ -31,18 +31,18 @@ class Case(NamedTuple):
     source: str
     node: Node
     program: CelProgram
-    column: Lowered
+    column: LoweredPredicate
 
 
 def field(name: str) -> Column:
-    return f.try_variant_get(f.col("doc"), path_to(name), "variant")
+    return f.try_variant_get(f.col("doc"), variant_path(name), "variant")
 
 
 def case_of(source: str) -> Case | None:
     """None if it is no expression, or not one for columns."""
     try:
         node, program = compile_cel(source)
-        return Case(source, node, program, lowered(node, field))
+        return Case(source, node, program, lower_predicate(node, field))
     except (TailraceError, NotCompilableError):
         return None
 
@@ -140,7 +140,7 @@ def test_w14_what_subscriptions_are_made_of_is_lowered(spark: SparkSession) -> N
 def test_what_cannot_be_said_exactly_is_left_to_the_matcher(source: str) -> None:
     node, _ = compile_cel(source)
     with pytest.raises(NotCompilableError):
-        lowered(node, field)
+        lower_predicate(node, field)
 
 
 def test_what_takes_too_many_steps_is_not_decided(spark: SparkSession) -> None:
@@ -193,7 +193,7 @@ def test_w17_both_images_of_a_change_are_the_documents_that_predicates_see(spark
     entry, updated_ms = f.parse_json(f.col("value").cast("string")), f.lit(time_ns // 1_000_000)
     for which in ("before", "after"):
         nodes = [compile_cel(source) for source in sources]
-        columns = [lowered(node, image_of(entry, updated_ms, which)).holds for node, _ in nodes]
+        columns = [lower_predicate(node, document_image(entry, updated_ms, which)).holds for node, _ in nodes]
         named = [column.alias(f"c{place}") for place, column in enumerate(columns)]
         for row in frame.select("number", *named).collect():
             change = decode_change(entries[row["number"]], 0, 1, time_ns)

@@ -29,20 +29,20 @@ from support.watch_jobs import (
 )
 from tailrace.auth import create_token
 from tailrace.spark.live_queries.capture import (
-    HEAD,
-    SUBSCRIPTIONS,
+    CAPTURE_FILE,
+    SUBSCRIPTIONS_FILE,
     Capture,
     CaptureExistsError,
     CaptureOptions,
     run_capture,
 )
 from tailrace.spark.live_queries.match import MatchOptions, MatchReport, run_match
-from tailrace.spark.live_queries.report import PAGE, PICTURE, REPORT, write_report
+from tailrace.spark.live_queries.report import PAGE_FILE, PICTURE_FILE, REPORT_FILE, write_report
 from tailrace.spark.live_queries.rescan import RescanOptions, run_rescan
 from tailrace.spark.live_queries.shadow import ShadowOptions, run_shadow
 from tailrace.spark.live_queries.stats_job import StatsOptions, run_stats
-from tailrace.spark.live_queries.watch_client import Place
-from tailrace.spark.server_client import SERVERS
+from tailrace.spark.live_queries.watch_client import WatchClient
+from tailrace.spark.server_client import CLIENTS
 from tailrace.watch.external_matching import DeliveryBatch
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Told:
         self.events: set[Tuple] = self.watching.events()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> WatchClient:
         return place_of(self.server)
 
 
@@ -80,7 +80,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     found = Told(server)
     yield found
     found.watching.live.close()
-    SERVERS.close()
+    CLIENTS.close()
     server.stop()
 
 
@@ -157,12 +157,12 @@ def test_jobs_append_with_a_token_of_their_own(spark: SparkSession, tmp_path: Pa
         token = create_token(SECRET, sub="m", scopes=["manage"], dbs=["default"])
         call = Caller(server, token)
         assert call("PUT", f"{BASE}/docs/things/one", {"n": 1}).status == 201
-        place = Place({"endpoint": server.base_url, "token": token})
+        place = WatchClient({"endpoint": server.base_url, "token": token})
         report = run_match(spark, place, MatchOptions("default"))
         (batch,) = deliveries(call, report.deliveries)
         assert (batch.first, batch.last, batch.items) == (1, 1, []), "nobody watches, but it was examined"
     finally:
-        SERVERS.close()
+        CLIENTS.close()
         server.stop()
 
 
@@ -175,7 +175,7 @@ def test_w39_masked_values_are_nowhere_in_a_capture(
     import pyarrow.parquet as pq
 
     out, capture = captured
-    names = [HEAD, SUBSCRIPTIONS, *(part.object for part in capture.parts)]
+    names = [CAPTURE_FILE, SUBSCRIPTIONS_FILE, *(part.object for part in capture.parts)]
     files = [Path(out) / name for name in names]
     values: list[bytes] = []
     for path in files:
@@ -226,12 +226,12 @@ def test_w39_shadow_passes_a_refactoring_and_finds_a_fault(
     assert wrong.missing + wrong.extra + wrong.opDiffers > 0
     assert {one["subscription"].rpartition("/")[2] for one in wrong.examples} == {"between"}
     write_report(wrong, tmp_path / "report")
-    written = json.loads((tmp_path / "report" / REPORT).read_bytes())
+    written = json.loads((tmp_path / "report" / REPORT_FILE).read_bytes())
     assert written["divergence"] > 0
     assert written["verdict"] == "fail"
     assert len(written["examples"]) <= 100
-    assert "fail" in (tmp_path / "report" / PAGE).read_text()
-    assert (tmp_path / "report" / PICTURE).read_text().startswith("<svg")
+    assert "fail" in (tmp_path / "report" / PAGE_FILE).read_text()
+    assert (tmp_path / "report" / PICTURE_FILE).read_text().startswith("<svg")
 
 
 # -- stats -------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_a_rescan_finds_and_mends_what_is_wrong(spark: SparkSession, tmp_path: P
         _damage(server.data_dir / "watch.db")
         server.start()
         assert _shown(call) != shown
-        SERVERS.close()
+        CLIENTS.close()
         mended = run_rescan(spark, place_of(server), options._replace(publish_view=False, apply=True))
         assert (mended.missing, mended.extra, mended.differs) == (1, 1, 1)
         assert (mended.applied, mended.refused) == (3, 0)
@@ -284,7 +284,7 @@ def test_a_rescan_finds_and_mends_what_is_wrong(spark: SparkSession, tmp_path: P
         after = run_rescan(spark, place_of(server), options._replace(publish_view=False))
         assert (after.missing, after.extra, after.differs) == (0, 0, 0)
     finally:
-        SERVERS.close()
+        CLIENTS.close()
         if server.running:
             server.stop()
 

@@ -13,7 +13,7 @@ import pytest
 from support.calls import Caller
 from support.server import ServerProcess
 from support.watch_jobs import BASE, QUERIES, Held, change, deliveries, metric, tuples, watch
-from tailrace.spark.failpoints import VARIABLE
+from tailrace.spark.failpoints import FAILPOINT_VARIABLE
 
 RUN_S_MAX = 300.0
 
@@ -22,7 +22,9 @@ def match(server: ServerProcess, directory: Path, failpoint: str = "") -> subpro
     flags = ["--url", server.base_url, "--checkpoint", str(directory / "checkpoint"), "--json"]
     return subprocess.run(
         [sys.executable, "-m", "tailrace", "pipeline", "match", "--master", "local[2]", *flags],
-        env={**os.environ, VARIABLE: f"{failpoint}:{directory / 'reached'}"} if failpoint else os.environ,
+        env={**os.environ, FAILPOINT_VARIABLE: f"{failpoint}:{directory / 'reached'}"}
+        if failpoint
+        else os.environ,
         capture_output=True,
         text=True,
         timeout=RUN_S_MAX,

@@ -9,8 +9,8 @@ import pytest
 from support.s3 import S3Server
 from support.server import ServerProcess
 from support.spark_rows import Filled, seamed_server
-from tailrace.spark.segment_objects import STORES
-from tailrace.spark.server_client import SERVERS
+from tailrace.spark.segment_objects import SEGMENT_STORES
+from tailrace.spark.server_client import CLIENTS
 
 StartServer = Callable[..., ServerProcess]
 
@@ -35,5 +35,5 @@ def seamed_bucket(tmp_path_factory: pytest.TempPathFactory, s3: S3Server) -> Ite
 def closed_connections() -> Iterator[None]:
     """What a process of Spark keeps until it ends, a test that plays one lets go of."""
     yield
-    SERVERS.close()
-    STORES.close()
+    CLIENTS.close()
+    SEGMENT_STORES.close()

@@ -23,8 +23,8 @@ from support.pipeline import run_once
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.client import Client
-from tailrace.spark.jobs.owner import Owner
-from tailrace.spark.sql import Shell
+from tailrace.spark.jobs.owner import PipelineClient
+from tailrace.spark.sql import SqlSession
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -98,12 +98,12 @@ def test_sums_of_an_archive_are_those_of_spark(
     assert "with a scan: equal" in capsys.readouterr().out
     call = Caller(server)
     seal(call, "github/archive")
-    with closing(Owner(server.base_url)) as owner:
+    with closing(PipelineClient(server.base_url)) as owner:
         run_once(owner, spark, monkeypatch, jobs=("companions",), directory=tmp_path / "pipeline")
     eventually(lambda: plan(call, "github/archive")["work"], lambda work: not work)
     assert compare.main("github/archive")
     assert "with ready-made sums: equal" in capsys.readouterr().out
-    listed = Shell(spark, {"endpoint": server.base_url}).query(
+    listed = SqlSession(spark, {"endpoint": server.base_url}).query(
         "select family, first, last, rows from tailrace.companions where stream = 'github/archive'"
     )
     families = {"agg", "col", "exact"}

@@ -15,7 +15,7 @@ from tailrace.auth import create_token
 from tailrace.client import ClientError
 from tailrace.http.tls import self_signed_certificate
 from tailrace.spark.sink import PartitionWriter
-from tailrace.spark.sink_options import write_options
+from tailrace.spark.sink_options import parse_write_options
 
 SECRET = "a-secret-of-thirty-two-characters"
 VALUES = pa.record_batch({"value": ['{"n":1}', '{"n":2}']})
@@ -44,7 +44,7 @@ def test_credentials_are_options(url: str, certificate: tuple[Path, Path], tmp_p
     kept.write_text("not-yet-one")
     trust = {"tls.caFile": str(certificate[0])}
     given = {"endpoint": url, "stream": "guarded", "delivery": "direct", "retries": "0", **trust}
-    writing = write_options({**given, "tokenFile": str(kept)}, streaming=True)
+    writing = parse_write_options({**given, "tokenFile": str(kept)}, streaming=True)
     with pytest.raises(ClientError) as caught:
         PartitionWriter(writing, "q", 0, 0).write(iter([VALUES]))
     assert caught.value.status == 401

@@ -14,7 +14,7 @@ from support.spark_rows import Filled, served
 from support.wire import Wire
 from tailrace.protocol import offsets
 from tailrace.spark import read_stream_history
-from tailrace.spark.sql import Shell
+from tailrace.spark.sql import SqlSession
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -128,7 +128,7 @@ def test_p10_entries_that_are_no_variant_are_null_everywhere(
             source.load("odd"),
             read_stream_history(spark, "odd", endpoint=server.base_url, value_format="json"),
         ],
-        "json": [Shell(spark, {"endpoint": server.base_url}).query("select * from odd")],
+        "json": [SqlSession(spark, {"endpoint": server.base_url}).query("select * from odd")],
     }
     found = [
         [row.text for row in frame.selectExpr("entry", f"to_json({name}) as text").orderBy("entry").collect()]

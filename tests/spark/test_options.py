@@ -10,11 +10,11 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 
 from support.spark_rows import columns
 from tailrace.spark.columns import check_schema
-from tailrace.spark.options import OptionError, read_options
+from tailrace.spark.options import OptionError, parse_read_options
 
 
 def test_defaults() -> None:
-    found = read_options({"stream": "a"}, streaming=False)
+    found = parse_read_options({"stream": "a"}, streaming=False)
     assert found.streams == ("a",)
     assert found.connection.endpoint == "http://127.0.0.1:4437"
     assert (found.starting, found.ending, found.key) == (None, None, None)
@@ -26,28 +26,28 @@ def test_defaults() -> None:
 
 def test_the_endpoint_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILRACE_ENDPOINT", "http://there:1/")
-    assert read_options({"stream": "a"}, streaming=True).connection.endpoint == "http://there:1"
+    assert parse_read_options({"stream": "a"}, streaming=True).connection.endpoint == "http://there:1"
     given = {"stream": "a", "endpoint": "http://here:2"}
-    assert read_options(given, streaming=True).connection.endpoint == "http://here:2"
+    assert parse_read_options(given, streaming=True).connection.endpoint == "http://here:2"
 
 
 def test_names_have_no_case() -> None:
     """Spark's own object ignores case; a plain copy of it has lower names, and means the same."""
     given = CaseInsensitiveDict({"StreamPattern": "a/*", "MAXOFFSETSPERTRIGGER": "7"})
     for options in (given, dict(given)):
-        found = read_options(options, streaming=True)
+        found = parse_read_options(options, streaming=True)
         assert found.pattern == "a/*"
         assert found.rows_per_trigger == 7
 
 
 def test_several_streams_and_load() -> None:
-    assert read_options({"stream": "a, b/c,a"}, streaming=True).streams == ("a", "b/c")
-    assert read_options({"path": "a"}, streaming=True).streams == ("a",)
+    assert parse_read_options({"stream": "a, b/c,a"}, streaming=True).streams == ("a", "b/c")
+    assert parse_read_options({"path": "a"}, streaming=True).streams == ("a",)
 
 
 def test_times_are_instants_or_milliseconds() -> None:
     given = {"stream": "a", "startingTimestamp": "2026-01-01T00:00:00.5Z", "endingTimestamp": "1767225600000"}
-    found = read_options(given, streaming=False)
+    found = parse_read_options(given, streaming=False)
     assert found.starting_ns == 1767225600_500_000_000
     assert found.ending_ns == 1767225600_000_000_000
 
@@ -79,11 +79,11 @@ def test_times_are_instants_or_milliseconds() -> None:
 )
 def test_what_is_refused(given: dict[str, str], streaming: bool, word: str) -> None:
     with pytest.raises(OptionError, match=word):
-        read_options(given, streaming=streaming)
+        parse_read_options(given, streaming=streaming)
 
 
 def test_p20_a_token_is_never_printed() -> None:
-    found = read_options({"stream": "a", "token": "s3cret"}, streaming=True)
+    found = parse_read_options({"stream": "a", "token": "s3cret"}, streaming=True)
     assert "s3cret" not in repr(found) + str(found.connection)
     assert pickle.loads(pickle.dumps(found)).connection.token == "s3cret"
 

@@ -18,8 +18,8 @@ from support.server import ServerProcess
 from support.spark_batches import Drivers
 from support.wire import fresh
 from tailrace.client import Client, ClientError
-from tailrace.spark.sink import Committer, PartitionWriter
-from tailrace.spark.sink_options import WriteOptions, write_options
+from tailrace.spark.sink import BatchCommitter, PartitionWriter
+from tailrace.spark.sink_options import WriteOptions, parse_write_options
 from tailrace.spark.sink_rows import SinkError
 
 METHODS = (b"GET ", b"HEAD ", b"PUT ", b"POST ")
@@ -41,7 +41,7 @@ def written_by(
 
 def run_batch(options: WriteOptions, query: str, batch: int, partitions: Sequence[Rows]) -> None:
     """What Spark does with one micro-batch: all tasks, then the commit."""
-    Committer(options).commit(written_by(options, query, batch, partitions), batch)
+    BatchCommitter(options).commit(written_by(options, query, batch, partitions), batch)
 
 
 def contents(server: ServerProcess, stream: str) -> list[str]:
@@ -92,7 +92,7 @@ def drive(
     cut = CutAt(number, direction)
     written: list[str] = []
     with CuttingProxy(server.port, cut) as proxy:
-        options = write_options(
+        options = parse_write_options(
             {
                 "endpoint": proxy.base_url,
                 "stream": stream,
@@ -147,7 +147,7 @@ def test_p13_rows_in_files(server: ServerProcess, tmp_path: Path) -> None:
 def test_p13_what_was_committed_once_is_sent_again_as_it_was(server: ServerProcess, tmp_path: Path) -> None:
     """A repeated batch with quite other rows, as a query with random numbers has them."""
     stream = fresh("sink")
-    options = write_options(
+    options = parse_write_options(
         {"endpoint": server.base_url, "stream": stream, "stagingLocation": str(tmp_path)}, streaming=True
     )
     run_batch(options, "q", 0, [[(None, '"first"')], [(None, '"second"')]])
@@ -158,7 +158,7 @@ def test_p13_what_was_committed_once_is_sent_again_as_it_was(server: ServerProce
 def test_a_second_run_of_the_query_is_told(server: ServerProcess, tmp_path: Path) -> None:
     stream = fresh("sink")
     given = {"endpoint": server.base_url, "stream": stream, "delivery": "direct"}
-    options = write_options(given, streaming=True)
+    options = parse_write_options(given, streaming=True)
     run_batch(options, "q", 5, [[(None, "1")]])
     with pytest.raises(SinkError, match="another run of the same query"):
         run_batch(options, "q", 4, [[(None, "2")]])
@@ -176,7 +176,7 @@ def test_a_refused_batch_may_be_corrected(server: ServerProcess, tmp_path: Path)
         schema = json.dumps({"schema": {"type": "integer"}})
         assert http.post(f"{stream}/_schema", "application/json", schema).status == 200
         http.close()
-    options = write_options(
+    options = parse_write_options(
         {"endpoint": server.base_url, "stream": stream, "stagingLocation": str(tmp_path)}, streaming=True
     )
     with pytest.raises(SinkError, match="not of type"):
@@ -189,16 +189,16 @@ def test_streams_that_cannot_be_written(server: ServerProcess, tmp_path: Path) -
     stream = fresh("sink")
     given = {"endpoint": server.base_url, "stream": stream, "delivery": "direct", "createStream": "false"}
     with pytest.raises(SinkError, match="createStream is false"):
-        run_batch(write_options(given, streaming=True), "q", 0, [[(None, "1")]])
+        run_batch(parse_write_options(given, streaming=True), "q", 0, [[(None, "1")]])
     with Client(server.base_url) as client:
         client.stream(stream, content_type="text/plain").create(closed=True, body=b"x")
     with pytest.raises(SinkError, match="is closed"):
-        run_batch(write_options(given, streaming=True), "q", 0, [[(None, "1")]])
+        run_batch(parse_write_options(given, streaming=True), "q", 0, [[(None, "1")]])
 
 
 def test_each_row_of_bytes_is_an_entry(server: ServerProcess, tmp_path: Path) -> None:
     stream = fresh("sink")
-    options = write_options(
+    options = parse_write_options(
         {"endpoint": server.base_url, "stream": stream, "contentType": "text/plain", "producerId": "once"},
         streaming=False,
     )
@@ -211,7 +211,7 @@ def test_each_row_of_bytes_is_an_entry(server: ServerProcess, tmp_path: Path) ->
 
 
 def test_staging_of_old_batches_goes(server: ServerProcess, tmp_path: Path) -> None:
-    options = write_options(
+    options = parse_write_options(
         {"endpoint": server.base_url, "stream": fresh("sink"), "stagingLocation": str(tmp_path)},
         streaming=True,
     )
@@ -227,7 +227,7 @@ def test_p13_a_commit_that_lags_behind_adds_nothing(
     """A driver that was thought dead has written a batch in three partitions. Another one wrote it in one,
     and went on; what the batch consisted of may be swept by now."""
     stream = fresh("sink")
-    options = write_options(
+    options = parse_write_options(
         {"endpoint": server.base_url, "stream": stream, "stagingLocation": str(tmp_path)}, streaming=True
     )
     rows: Rows = [(None, f'"{number}"') for number in range(6)]
@@ -237,12 +237,12 @@ def test_p13_a_commit_that_lags_behind_adds_nothing(
     for batch, row in enumerate(later, 1):
         run_batch(options, "q", batch, [[row]])
     with pytest.raises(SinkError, match="another run of the same query"):
-        Committer(options).commit(late, 0)
+        BatchCommitter(options).commit(late, 0)
     assert sorted(contents(server, stream)) == sorted(value for _, value in [*rows, *later])
 
 
 def test_staging_goes_although_batches_were_empty(server: ServerProcess, tmp_path: Path) -> None:
-    options = write_options(
+    options = parse_write_options(
         {"endpoint": server.base_url, "stream": fresh("sink"), "stagingLocation": str(tmp_path)},
         streaming=True,
     )

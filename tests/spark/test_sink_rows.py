@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from tailrace.spark.options import OptionError
-from tailrace.spark.sink_appends import Append, appends_of, json_array
-from tailrace.spark.sink_options import WriteOptions, store_url, write_options
-from tailrace.spark.sink_rows import SinkError, check_columns, rows_of, to_json
+from tailrace.spark.sink_appends import SinkAppend, json_array, split_into_appends
+from tailrace.spark.sink_options import WriteOptions, parse_write_options, store_url
+from tailrace.spark.sink_rows import SinkError, check_columns, to_json, to_sink_rows
 from tailrace.spark.staging import decode_part, encode_parts
 
 Row = tuple[str, str | None, bytes]
@@ -33,7 +33,7 @@ ROWS = st.lists(
 
 
 def options(**more: str) -> WriteOptions:
-    return write_options({"stream": "t", **more}, streaming=False)
+    return parse_write_options({"stream": "t", **more}, streaming=False)
 
 
 def columns_of(rows: Sequence[Row], cuts: Sequence[int] = ()) -> Iterator[pa.RecordBatch]:
@@ -79,7 +79,7 @@ def test_p13_rows_are_cut_into_appends_without_loss(
 ) -> None:
     """However they arrive, the appends are those of the rule: a repeated batch gives the same ones."""
     limits = options(batchRows=str(rows_max), batchBytes=str(bytes_max))
-    appends = list(appends_of(rows_of(columns_of(rows, cuts), limits), limits, lambda _: True))
+    appends = list(split_into_appends(to_sink_rows(columns_of(rows, cuts), limits), limits, lambda _: True))
     expected = cut_row_by_row(rows, rows_max, bytes_max)
     for stream in ("a", "b"):
         found = [(one.stream, one.key, b",".join(one.values.to_pylist())) for one in appends]
@@ -88,9 +88,9 @@ def test_p13_rows_are_cut_into_appends_without_loss(
     assert staged == appends
 
 
-def appends_from(values: list[bytes], *, json: bool) -> list[Append]:
-    rows = rows_of(iter([pa.record_batch({"value": pa.array(values, pa.binary())})]), options())
-    return list(appends_of(rows, options(), lambda _: json))
+def appends_from(values: list[bytes], *, json: bool) -> list[SinkAppend]:
+    rows = to_sink_rows(iter([pa.record_batch({"value": pa.array(values, pa.binary())})]), options())
+    return list(split_into_appends(rows, options(), lambda _: json))
 
 
 @pytest.mark.parametrize("value", [b"1,2", b"1],[2", b"", b"{", b"nope", b'{"a":1} 2'])
@@ -170,23 +170,23 @@ def test_columns_of_a_batch() -> None:
     batch = pa.record_batch({"value": ["1", "2"], "key": [b"k", b""], "stream": ["x", None]})
     assert [
         (some.stream, some.keys and some.keys.to_pylist(), some.values.to_pylist())
-        for some in rows_of(iter([batch, batch.slice(1)]), options())
+        for some in to_sink_rows(iter([batch, batch.slice(1)]), options())
     ] == [("x", ["k"], [b"1"]), ("t", [None], [b"2"]), ("t", None, [b"2"])]
     with pytest.raises(SinkError, match="has no value"):
-        list(rows_of(iter([pa.record_batch({"value": pa.array([None], pa.string())})]), options()))
+        list(to_sink_rows(iter([pa.record_batch({"value": pa.array([None], pa.string())})]), options()))
     with pytest.raises(SinkError, match="UTF-8"):
-        list(rows_of(iter([pa.record_batch({"value": ["1"], "key": [b"\xff"]})]), options()))
+        list(to_sink_rows(iter([pa.record_batch({"value": ["1"], "key": [b"\xff"]})]), options()))
 
 
 def test_rows_whose_stream_is_named_in_two_ways_keep_their_order() -> None:
     batch = pa.record_batch(
         {"value": ["1", "2", "3", "4"], "stream": ["t", None, "u", ""], "key": [None, "k", "k", None]}
     )
-    found = [(one.stream, one.values.to_pylist()) for one in rows_of(iter([batch]), options())]
+    found = [(one.stream, one.values.to_pylist()) for one in to_sink_rows(iter([batch]), options())]
     assert found == [("t", [b"1", b"2", b"4"]), ("u", [b"3"])]
-    without = write_options({}, streaming=False)
+    without = parse_write_options({}, streaming=False)
     with pytest.raises(SinkError, match="has no stream"):
-        list(rows_of(iter([batch]), without))
+        list(to_sink_rows(iter([batch]), without))
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,11 @@ def test_tables_that_cannot_be_written(fields: dict[str, StringType | LongType],
 )
 def test_options_that_are_refused(given: dict[str, str], word: str) -> None:
     with pytest.raises(OptionError, match=word):
-        write_options({"stream": "t", **given}, streaming=True)
+        parse_write_options({"stream": "t", **given}, streaming=True)
 
 
 def test_where_rows_are_staged() -> None:
-    found = write_options({"stream": "t", "checkpointLocation": "/c/d/"}, streaming=True)
+    found = parse_write_options({"stream": "t", "checkpointLocation": "/c/d/"}, streaming=True)
     assert found.staging == "file:///c/d/tailrace-staging"
     assert store_url("file:/c/d") == store_url("file:///c/d") == "file:///c/d"
     assert store_url("s3://bucket/x") == "s3://bucket/x"

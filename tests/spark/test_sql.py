@@ -15,8 +15,8 @@ from support.server import ServerProcess
 from support.spark_rows import Filled, served
 from support.wire import Wire, fresh
 from tailrace.spark.options import OptionError
-from tailrace.spark.results import write_here
-from tailrace.spark.sql import Shell, as_of
+from tailrace.spark.results import write_local_parquet
+from tailrace.spark.sql import SqlSession, parse_as_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,7 +34,7 @@ def test_streams_are_views_when_they_are_named(spark: SparkSession, server: Serv
     }
     assert http.post(f"{name}/_schema", JSON, json.dumps({"schema": schema})).status == 200
     http.post(name, JSON, b'[{"n":1,"who":"a"},{"n":2,"who":"b","deep":{"x":[7]}}]')
-    shell = Shell(spark, {"endpoint": server.base_url})
+    shell = SqlSession(spark, {"endpoint": server.base_url})
     assert shell.query("select 1 + 1").collect()[0][0] == 2
     row = shell.query(
         f"select n, who, json:deep.x[0]::int as x, value, entry from `{name}` where n = 2 -- `no`/x"
@@ -60,11 +60,11 @@ def test_as_of_fixes_the_end(spark: SparkSession, seamed: Filled) -> None:
     instant = wanted["append_time"].isoformat().replace("+00:00", "Z")
     before = sum(row["append_time"] < wanted["append_time"] for row in truth)
     for text, count in (("00000000000000000050000000", 40), (instant, before)):
-        shell = Shell(spark, {"endpoint": seamed.url}, as_of(text))
+        shell = SqlSession(spark, {"endpoint": seamed.url}, parse_as_of(text))
         assert shell.query("select count(*) from ev").collect()[0][0] == count
     with pytest.raises(OptionError):
-        as_of("yesterday")
-    shell = Shell(spark, {"endpoint": seamed.url})
+        parse_as_of("yesterday")
+    shell = SqlSession(spark, {"endpoint": seamed.url})
     segments = shell.query(
         "select sum(rows) as rows, count(*) as files from tailrace.segments where stream = 'ev'"
     )
@@ -78,13 +78,13 @@ def test_results_are_written_by_the_driver(spark: SparkSession, tmp_path: Path) 
     """As on a cluster, whose executors write where nobody looks."""
     query = "select id, timestamp_micros(id) as at, array(id, null) as list, '😀' as text from range(10000)"
     for name, found in {"some": spark.sql(query), "none": spark.sql(f"{query} where id < 0")}.items():
-        write_here(found.repartition(3), tmp_path / name)
+        write_local_parquet(found.repartition(3), tmp_path / name)
         stored = pq.read_table(tmp_path / name)
         expected = found.orderBy("id").toArrow()
         assert stored.sort_by("id").to_pylist() == expected.to_pylist()
         assert stored.schema.types == expected.schema.types
     with pytest.raises(FileExistsError):
-        write_here(spark.range(1), tmp_path / "some")
+        write_local_parquet(spark.range(1), tmp_path / "some")
 
 
 @pytest.mark.nightly

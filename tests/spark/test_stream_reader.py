@@ -16,8 +16,8 @@ from support.spark_rows import Filled, columns, served
 from support.wire import Wire, fresh
 from tailrace.protocol import offsets
 from tailrace.spark.catalogue import Position, StreamState
-from tailrace.spark.limits import Lag, share_rows
-from tailrace.spark.options import read_options
+from tailrace.spark.limits import StreamBacklog, share_rows
+from tailrace.spark.options import parse_read_options
 from tailrace.spark.reading import DataLossError
 from tailrace.spark.stream_reader import StreamReader
 
@@ -26,7 +26,9 @@ EVERYTHING = ReadAllAvailable()
 
 
 def reader_of(url: str, **options: str) -> StreamReader:
-    return StreamReader(read_options({"endpoint": url, **options}, streaming=True), columns("stream entry"))
+    return StreamReader(
+        parse_read_options({"endpoint": url, **options}, streaming=True), columns("stream entry")
+    )
 
 
 def rows_of(reader: StreamReader, start: dict[str, str], end: dict[str, str]) -> list[tuple[str, int]]:
@@ -142,7 +144,7 @@ def test_a_named_stream_that_was_deleted_is_a_loss(server: ServerProcess) -> Non
 def test_rows_are_shared_in_proportion(lags: list[int], most: int) -> None:
     zero = Position(0, 0)
     given_lags = [
-        Lag(StreamState(str(index), JSON, zero, Position(0, lag)), zero, Position(0, lag))
+        StreamBacklog(StreamState(str(index), JSON, zero, Position(0, lag)), zero, Position(0, lag))
         for index, lag in enumerate(lags)
     ]
     shares = share_rows(given_lags, most)

@@ -11,7 +11,7 @@ from typing import Any
 from support.offers import FakePipeline, plan, uncovered
 from tailrace.search.index_files.format import index_file_key
 from tailrace.search.index_files.index_plan import load_plan
-from tailrace.spark.index.parquet import Built
+from tailrace.spark.index.parquet import BuiltIndexFile
 from tailrace.spark.index.segment import BuildRequest, build_segment
 
 
@@ -61,7 +61,7 @@ class Builder(FakePipeline):
             assert reply.status == 200, reply.body
         return made
 
-    def added(self, file: Built, key: str, sha256: str, segment: dict[str, Any]) -> dict[str, Any]:
+    def added(self, file: BuiltIndexFile, key: str, sha256: str, segment: dict[str, Any]) -> dict[str, Any]:
         return {
             "family": file.family,
             "first": segment["first"],

@@ -25,8 +25,8 @@ from tailrace.search.index_files.index_plan import BuildPlan, index_plan
 from tailrace.search.language import SEARCH_DIALECT, bind_query
 from tailrace.search.matching import evaluate_record
 from tailrace.search.records import RecordView, field_values, tokenize_text, truncate_token
-from tailrace.spark.index.parquet import Built
-from tailrace.spark.index.segment import BuildRequest, build_segment, check_built
+from tailrace.spark.index.parquet import BuiltIndexFile
+from tailrace.spark.index.segment import BuildRequest, build_segment, verify_built_file
 
 STREAM_ID = "ab" * 16
 
@@ -65,7 +65,7 @@ def build(
     memory_bytes: int = 400 << 20,
     families: Sequence[str] | None = None,
     group_rows: int = 7,
-) -> dict[str, Built]:
+) -> dict[str, BuiltIndexFile]:
     """All families of a plan, checked and by name."""
     raw = segment_of(rows, group_rows)
     with tempfile.TemporaryDirectory() as directory:
@@ -87,7 +87,7 @@ def build(
             built = build_segment(raw, request)
         assert not list(Path(directory).iterdir()), "nothing is left behind"
     for one in built:
-        check_built(one)
+        verify_built_file(one)
     return {one.family: one for one in built}
 
 

@@ -7,18 +7,18 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-from tailrace.spark.failpoints import VARIABLE
+from tailrace.spark.failpoints import FAILPOINT_VARIABLE
 from tailrace.spark.index import worker
 
 VALUE = ""
 
 
 def build_companions(batches: Iterator[Any]) -> Iterator[Any]:
-    os.environ[VARIABLE] = VALUE
+    os.environ[FAILPOINT_VARIABLE] = VALUE
     try:
-        yield from worker.build_companions(batches)
+        yield from worker.build_index_files(batches)
     finally:
-        del os.environ[VARIABLE]
+        del os.environ[FAILPOINT_VARIABLE]
 
 
 def die_at_entry_11(batches: Iterator[Any]) -> Iterator[Any]:
@@ -26,4 +26,4 @@ def die_at_entry_11(batches: Iterator[Any]) -> Iterator[Any]:
         for row in batch.to_pylist():
             if row["first"] == 11:
                 os.kill(os.getpid(), signal.SIGKILL)
-        yield from worker.build_companions(iter([batch]))
+        yield from worker.build_index_files(iter([batch]))

@@ -18,7 +18,7 @@ from tailrace.search.index_files.catalogue import IndexCatalogue
 from tailrace.search.index_files.file_cache import IndexFileCache
 from tailrace.search.index_files.format import FTS, index_file_key
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
-from tailrace.spark.index.parquet import Range
+from tailrace.spark.index.parquet import IndexedRange
 from tailrace.spark.index.segment import BuildRequest, build_segment
 from tailrace.spark.index.splits import merge_splits
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
@@ -135,7 +135,7 @@ class FamilyStore:
         raws = [(self._bucket / (prefix + one.object)).read_bytes() for one in joined]
         if any(hashlib.sha256(raw).hexdigest() != one.sha256 for raw, one in zip(raws, joined, strict=True)):
             return  # a job does not merge what is damaged
-        data = merge_splits(raws, Range(identity, first, last, rows, joined[0].plan_hash)).data
+        data = merge_splits(raws, IndexedRange(identity, first, last, rows, joined[0].plan_hash)).data
         sha256 = hashlib.sha256(data).hexdigest()
         name = index_file_key(joined[0].plan_hash, FTS, first, last, sha256)
         (self._bucket / (prefix + name)).write_bytes(data)

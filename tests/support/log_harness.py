@@ -29,7 +29,7 @@ from tailrace.log.segment_catalogue import CompactionIntent
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
-from tailrace.spark.jobs.compact import compact
+from tailrace.spark.jobs.compact import compact_segments
 from tailrace.storage.bootstrap import bootstrap
 from tailrace.storage.checkpointer import checkpoint_file
 from tailrace.storage.data_directory import DataDirectory
@@ -247,7 +247,7 @@ class LogHarness:
         place = self._root / "objects" / stream_prefix(identity)
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "joined"
-            info = compact([(place / one.key).read_bytes() for one in inputs], path)
+            info = compact_segments([(place / one.key).read_bytes() for one in inputs], path)
             shutil.copyfile(path, place / info.key)
         publication = ManifestPublication(stream_id=identity, segment=info, replaced=inputs)
         report = self._ask("compact", [stream.number], publication=publication)

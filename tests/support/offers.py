@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.calls import Caller, Reply, eventually
-from tailrace.spark.jobs.compact import compact
+from tailrace.spark.jobs.compact import compact_segments
 from tailrace.storage.segments.index_files import index_file_name
 
 SEARCH: dict[str, Any] = {
@@ -155,7 +155,7 @@ class FakePipeline:
         prefix = shown["manifest"]["object"].removesuffix("manifest.json")
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "joined"
-            info = compact(raws, path, attempt)
+            info = compact_segments(raws, path, attempt)
             shutil.copyfile(path, self.objects / (prefix + info.key))
         stats = {"epoch": info.epoch, "raw_bytes": info.payload_bytes}
         return {

@@ -13,18 +13,18 @@ import pytest
 
 from support.companions import STREAM_ID, Stored, segment_of
 from tailrace.search.index_files.index_plan import BuildPlan, store_plan
-from tailrace.spark.jobs.index_build import SegmentWork
+from tailrace.spark.jobs.index_build import SegmentBuild
 from tailrace.spark.jobs.messages import (
-    CompanionsWork,
     Heartbeat,
     HeartbeatAnswer,
+    IndexBuildWork,
     PlanAnswer,
+    PlannedSegment,
     PlanRef,
-    Segment,
     StreamPlan,
 )
-from tailrace.spark.jobs.owner import Owner, RefusedError
-from tailrace.spark.jobs.run import Options, Pipeline
+from tailrace.spark.jobs.owner import PipelineClient, RequestRefusedError
+from tailrace.spark.jobs.run import Pipeline, PipelineOptions
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.index_files import PublishRequest, plan_name
 from tailrace.storage.segments.model import segment_name, stream_prefix
@@ -49,7 +49,7 @@ class Shelf:
         )
         self.put(key, store_plan(plan.plan, plan.registry, profile))
         self.ref = PlanRef(1, plan.plan.hash, key, plan.families)
-        self.segments: list[Segment] = []
+        self.segments: list[PlannedSegment] = []
 
     def put(self, key: str, data: bytes) -> None:
         async def put() -> None:
@@ -62,18 +62,18 @@ class Shelf:
     def get(self, key: str) -> bytes:
         return (self.directory / key).read_bytes()
 
-    def seal(self, rows: Sequence[Stored]) -> Segment:
+    def seal(self, rows: Sequence[Stored]) -> PlannedSegment:
         raw = segment_of(rows)
         sha256 = hashlib.sha256(raw).hexdigest()
         first, last = rows[0].entry, rows[-1].entry
         key = PREFIX + segment_name(0, first, last, sha256)
         self.put(key, raw)
-        segment = Segment(key, first, last, len(rows), sum(len(row.payload) for row in rows), sha256)
+        segment = PlannedSegment(key, first, last, len(rows), sum(len(row.payload) for row in rows), sha256)
         self.segments.append(segment)
         return segment
 
-    def works(self) -> list[SegmentWork]:
-        return [SegmentWork("s", STREAM_ID, self.ref, segment) for segment in self.segments]
+    def works(self) -> list[SegmentBuild]:
+        return [SegmentBuild("s", STREAM_ID, self.ref, segment) for segment in self.segments]
 
 
 class FakeOwner:
@@ -91,7 +91,7 @@ class FakeOwner:
         self, jobs: str, *, stream: str | None = None, after: str | None = None, wait: bool = False
     ) -> PlanAnswer:
         left = tuple(one for one in self.shelf.segments if one.object not in self.covered)
-        work = (CompanionsWork(left),) if left else ()
+        work = (IndexBuildWork(left),) if left else ()
         found = StreamPlan("s", STREAM_ID, 0, self.shelf.ref, work=work)
         return PlanAnswer(1, self.shelf.url, (found,) if work else ())
 
@@ -99,7 +99,7 @@ class FakeOwner:
         if self.faults:
             raise self.faults.pop(0)
         if publication.plan_hash != self.shelf.ref.hash:
-            raise RefusedError(409, "plan_superseded", "another plan is wanted")
+            raise RequestRefusedError(409, "plan_superseded", "another plan is wanted")
         inputs = {one.object for one in publication.inputs}
         if inputs <= self.covered:
             return "already_published"
@@ -123,10 +123,12 @@ class Unstoppable:
 
 
 def run_once(
-    owner: FakeOwner | Owner, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, **options: Any
+    owner: FakeOwner | PipelineClient, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> Pipeline:
     """Everything there is to do, in this process and its session."""
     monkeypatch.setattr("tailrace.spark.jobs.run.open_session", lambda *_args, **_named: Unstoppable(spark))
-    pipeline = Pipeline(cast("Owner", owner), Options("local[2]", once=True, check_ms=1, **options))
+    pipeline = Pipeline(
+        cast("PipelineClient", owner), PipelineOptions("local[2]", once=True, check_ms=1, **options)
+    )
     pipeline.run()
     return pipeline

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pyarrow as pa
 
 from support.spark_rows import columns
-from tailrace.spark.options import read_options
-from tailrace.spark.sink import Committer, PartitionWriter
-from tailrace.spark.sink_options import write_options
+from tailrace.spark.options import parse_read_options
+from tailrace.spark.sink import BatchCommitter, PartitionWriter
+from tailrace.spark.sink_options import parse_write_options
 from tailrace.spark.stream_reader import StreamReader
 
 QUERY = "copied"
@@ -67,9 +67,11 @@ def copy(endpoint: str, source: str, target: str, directory: Path, seed: int) ->
     """Batch after batch, each attempt cut into partitions in a way of its own."""
     generator = random.Random(seed)
     given = {"stream": source, "startingOffsets": "earliest", "maxOffsetsPerTrigger": "20"}
-    reader = StreamReader(read_options({"endpoint": endpoint, **given}, streaming=True), columns("value"))
+    reader = StreamReader(
+        parse_read_options({"endpoint": endpoint, **given}, streaming=True), columns("value")
+    )
     given = {"stream": target, "batchRows": "4", "checkpointLocation": str(directory)}
-    options = write_options({"endpoint": endpoint, **given}, streaming=True)
+    options = parse_write_options({"endpoint": endpoint, **given}, streaming=True)
     logs = Logs(directory)
     while True:
         batch = logs.batch
@@ -95,7 +97,7 @@ def copy(endpoint: str, source: str, target: str, directory: Path, seed: int) ->
             if part
         ]
         _say(f"written {batch}")
-        Committer(options).commit([*written], batch)
+        BatchCommitter(options).commit([*written], batch)
         _say(f"committed {batch}")
         logs.done(batch)
 

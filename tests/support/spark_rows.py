@@ -14,8 +14,8 @@ from support.sealing import SEALING_ENV, wait_sealed
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.client import Client
-from tailrace.spark.columns import FIXED, VALUE_TYPES
-from tailrace.spark.options import read_options
+from tailrace.spark.columns import COLUMN_TYPES, VALUE_TYPES
+from tailrace.spark.options import parse_read_options
 from tailrace.spark.reader import BatchReader, FilteringReader
 from tailrace.spark.source import TailraceSource
 
@@ -80,7 +80,7 @@ def served(server: ServerProcess, stream: str) -> list[Row]:
 
 def columns(names: str, value: str = "string") -> StructType:
     """A schema of these columns. (Spark's own way to write one needs a session.)"""
-    kinds = {**FIXED, "value": VALUE_TYPES[value]}
+    kinds = {**COLUMN_TYPES, "value": VALUE_TYPES[value]}
     return StructType([StructField(name, kinds[name]) for name in names.split()])
 
 
@@ -88,7 +88,7 @@ def reader_of(url: str, names: str | None = None, **options: str) -> BatchReader
     """What Spark gets from the source for a batch read of these columns."""
     given = {"endpoint": url, **options}
     wanted = TailraceSource(given).schema() if names is None else columns(names)
-    parsed = read_options(given, streaming=False)
+    parsed = parse_read_options(given, streaming=False)
     return FilteringReader(parsed, wanted) if parsed.pushdown else BatchReader(parsed, wanted)
 
 

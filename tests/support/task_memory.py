@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
-from tailrace.spark.index.segment import MEMORY_BYTES
+from tailrace.spark.index.segment import TASK_MEMORY_BYTES
 
 SHAPES: dict[str, Callable[[], list[Stored]]] = {
     "one large payload": lambda: [Stored(1, payload_of({"at": 1, "message": "word " * (2 << 20)}), b"k")],
@@ -46,8 +46,8 @@ def main(shape: str) -> None:
     build(rows[:1], plan)  # what the libraries take once
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the most there was, from now on
-    build(rows, plan, memory_bytes=MEMORY_BYTES, group_rows=4096)
-    print(resident("VmHWM") - before, MEMORY_BYTES)
+    build(rows, plan, memory_bytes=TASK_MEMORY_BYTES, group_rows=4096)
+    print(resident("VmHWM") - before, TASK_MEMORY_BYTES)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from support.server import ServerProcess
 from support.sources import changes
 from support.watch_client import Live
 from tailrace.protocol import offsets
-from tailrace.spark.live_queries.compiled import Compiled, SubscriptionSet, told_of
-from tailrace.spark.live_queries.subscription_sets import fold
-from tailrace.spark.live_queries.watch_client import Place
+from tailrace.spark.live_queries.compiled import CompiledSubscriptions, SubscriptionSet, match_change
+from tailrace.spark.live_queries.subscription_sets import fold_summaries
+from tailrace.spark.live_queries.watch_client import WatchClient
 from tailrace.watch.document import Change, decode_change
 from tailrace.watch.external_matching import DeliveredChange, DeliveredMatch, DeliveryBatch, decode_delivery
 
@@ -110,8 +110,8 @@ def change(call: Caller, collection: str, steps: int, seed: int = 1) -> None:
         assert answer.status == 200, answer.raw
 
 
-def place_of(server: ServerProcess) -> Place:
-    return Place({"endpoint": server.base_url})
+def place_of(server: ServerProcess) -> WatchClient:
+    return WatchClient({"endpoint": server.base_url})
 
 
 def deliveries(call: Caller, stream: str) -> list[DeliveryBatch]:
@@ -186,15 +186,15 @@ def examine(call: Caller, collection: str) -> tuple[dict[str, Any], list[Deliver
     assert answer.status == 200, answer.raw
     announced, info = answer.body, call("GET", f"{BASE}/collections/{collection}").body
     upto = offsets.parse_offset(announced["offset"])[1]
-    summaries = fold(json.dumps(one).encode() for one in _entries(call, announced["stream"])[:upto])
+    summaries = fold_summaries(json.dumps(one).encode() for one in _entries(call, announced["stream"])[:upto])
     subs = {key: one for key, one in summaries.items() if one.collection == collection}
-    matcher = Compiled(SubscriptionSet(subs)).matchers.get(collection)
+    matcher = CompiledSubscriptions(SubscriptionSet(subs)).matchers.get(collection)
     found: list[DeliveryBatch] = []
     for partition, entries in enumerate(changes(call, collection, info["partitions"])):
         told: dict[int, tuple[Change, list[DeliveredMatch]]] = {}
         for seq, entry in enumerate(entries, 1):
             change = decode_change(json.dumps(entry).encode(), partition, seq, 0)
-            if change is not None and (subs_told := told_of(matcher, change)):
+            if change is not None and (subs_told := match_change(matcher, change)):
                 told[seq] = (change, subs_told)
         for first in range(1, len(entries) + 1, EXAMINED_EACH):
             last = min(len(entries), first + EXAMINED_EACH - 1)

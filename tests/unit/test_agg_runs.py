@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.spark.index.agg import SCHEMA
-from tailrace.spark.index.agg_runs import merged
+from tailrace.spark.index.agg import AGGREGATE_SCHEMA
+from tailrace.spark.index.agg_runs import merge_aggregate_runs
 from tailrace.spark.index.agg_sums import merge_states
 
 Key = tuple[str, int, int, tuple[str | None, ...], str]
@@ -47,7 +47,10 @@ def _file(keys: list[Key], group_rows: int) -> Any:
     ]
     out = io.BytesIO()
     pq.write_table(
-        pa.Table.from_pylist(rows, schema=SCHEMA), out, row_group_size=group_rows, store_schema=False
+        pa.Table.from_pylist(rows, schema=AGGREGATE_SCHEMA),
+        out,
+        row_group_size=group_rows,
+        store_schema=False,
     )
     return pq.ParquetFile(pa.BufferReader(out.getvalue()))
 
@@ -63,11 +66,11 @@ def test_runs_side_by_side_are_all_rows_in_order(
 ) -> None:
     """However they are cut into row groups, however many rows are read at a time; keys may repeat."""
     files = [_file(run, group_rows) for run in runs]
-    found = [_key(row) for table in merged(files, read_rows) for row in table.to_pylist()]
+    found = [_key(row) for table in merge_aggregate_runs(files, read_rows) for row in table.to_pylist()]
     assert found == sorted((key for run in runs for key in run), key=_place)
     summed = [
         row
-        for table in merge_states(merged([_file(run, group_rows) for run in runs], read_rows))
+        for table in merge_states(merge_aggregate_runs([_file(run, group_rows) for run in runs], read_rows))
         for row in table.to_pylist()
     ]
     assert [_key(row) for row in summed] == list(dict.fromkeys(found))

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.segments import STREAM_ID, Entry, read_all, run_of, write
-from tailrace.spark.index.worker import stores
+from tailrace.spark.index.worker import worker_stores
 from tailrace.spark.jobs import compact as compaction
-from tailrace.spark.jobs.compact import checksum_of, compact
-from tailrace.spark.jobs.compaction import Compact, CompactOrder, publication_of
-from tailrace.spark.jobs.messages import CompactWork, PlanRef, Segment, StreamPlan
+from tailrace.spark.jobs.compact import compact_segments, compute_checksum
+from tailrace.spark.jobs.compaction import CompactionKernel, CompactionTask, compaction_publish_request
+from tailrace.spark.jobs.messages import CompactionWork, PlannedSegment, PlanRef, StreamPlan
 from tailrace.storage.segments import reader
 from tailrace.storage.segments.model import CorruptSegmentError, stream_prefix
 from tailrace.storage.segments.reader import check_segment, file_footer
@@ -50,7 +50,7 @@ def test_every_entry_is_kept(parts: list[list[Entry]], json: bool) -> None:
         directory = Path(place)
         raws = _segments(directory, parts, json)
         path = directory / "joined.parquet"
-        info = compact(raws, path)
+        info = compact_segments(raws, path)
         joined = path.read_bytes()
         assert check_segment(joined, info) == []
         whole = [entry for part in parts for entry in part]
@@ -59,9 +59,9 @@ def test_every_entry_is_kept(parts: list[list[Entry]], json: bool) -> None:
         assert isinstance(tail, bytes)
         assert read_all(reader.pack_tail(tail), joined) == whole
         # Once more gives the same bytes, and so the same name.
-        assert compact(raws, directory / "again.parquet") == info
-        total = sum(checksum_of(raw).total for raw in raws) % (1 << 128)
-        assert checksum_of(joined) == (total, len(whole))
+        assert compact_segments(raws, directory / "again.parquet") == info
+        total = sum(compute_checksum(raw).total for raw in raws) % (1 << 128)
+        assert compute_checksum(joined) == (total, len(whole))
 
 
 PART = [Entry(b"{}", 1), Entry(b"[]", 2, b"k")]
@@ -70,28 +70,28 @@ PART = [Entry(b"{}", 1), Entry(b"[]", 2, b"k")]
 def test_what_does_not_belong_together(tmp_path: Path) -> None:
     one, two, three = _segments(tmp_path, [PART, PART, PART], True)
     with pytest.raises(CorruptSegmentError, match="entry 7 is missing"):
-        compact([one, three], tmp_path / "gap")
+        compact_segments([one, three], tmp_path / "gap")
     (tmp_path / "other").mkdir()
     _, other_epoch = _segments(tmp_path / "other", [PART, PART], True, epoch=1)
     with pytest.raises(CorruptSegmentError, match="never joined"):
-        compact([one, other_epoch], tmp_path / "epochs")
+        compact_segments([one, other_epoch], tmp_path / "epochs")
     damaged = bytearray(two)
     damaged[40] ^= 1
     with pytest.raises(CorruptSegmentError):
-        compact([one, bytes(damaged)], tmp_path / "damaged")
+        compact_segments([one, bytes(damaged)], tmp_path / "damaged")
 
 
 def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "RAW_BYTES_MAX", 10)
     with pytest.raises(CorruptSegmentError, match="too large"):
-        compact(_segments(tmp_path, [PART], True), tmp_path / "joined")
+        compact_segments(_segments(tmp_path, [PART], True), tmp_path / "joined")
 
 
 def test_what_was_written_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raws = _segments(tmp_path, [PART, PART], True)
-    monkeypatch.setattr(compaction, "checksum_of", lambda raw: checksum_of(raw)._replace(total=0))
+    monkeypatch.setattr(compaction, "compute_checksum", lambda raw: compute_checksum(raw)._replace(total=0))
     with pytest.raises(CorruptSegmentError, match="does not hold"):
-        compact(raws, tmp_path / "joined")
+        compact_segments(raws, tmp_path / "joined")
 
 
 def test_the_job_puts_one_segment(tmp_path: Path) -> None:
@@ -99,21 +99,21 @@ def test_the_job_puts_one_segment(tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     keys = [f"{stream_prefix(STREAM_ID)}segments/{number}" for number in range(2)]
     for key, raw in zip(keys, raws, strict=True):
-        stores().put(url, key, raw)
+        worker_stores().put(url, key, raw)
     segments = [
-        Segment(key, 5 + 2 * number, 6 + 2 * number, 2, 4, hashlib.sha256(raw).hexdigest())
+        PlannedSegment(key, 5 + 2 * number, 6 + 2 * number, 2, 4, hashlib.sha256(raw).hexdigest())
         for number, (key, raw) in enumerate(zip(keys, raws, strict=True))
     ]
-    order = CompactOrder(url, STREAM_ID, tuple((one.object, one.sha256) for one in segments))
-    (batch,) = Compact(order)(iter([None]))
+    order = CompactionTask(url, STREAM_ID, tuple((one.object, one.sha256) for one in segments))
+    (batch,) = CompactionKernel(order)(iter([None]))
     stream = StreamPlan("s", STREAM_ID, 0, PlanRef(1, "sha256:0", None, ()))
-    body = publication_of(stream, CompactWork(5, 8, tuple(segments)), batch.to_pylist()[0])
+    body = compaction_publish_request(stream, CompactionWork(5, 8, tuple(segments)), batch.to_pylist()[0])
     (added,) = body.add
     assert (added.family, added.first, added.last, added.rows) == ("segment", 5, 8, 4)
     assert body.replace == keys
-    assert hashlib.sha256(stores().get(url, added.object)).hexdigest() == added.sha256
+    assert hashlib.sha256(worker_stores().get(url, added.object)).hexdigest() == added.sha256
     # No two attempts make the same object: one that is left behind is never listed.
-    (again,) = Compact(order)(iter([None]))
+    (again,) = CompactionKernel(order)(iter([None]))
     assert again.to_pylist()[0]["object"] != added.object
 
 
@@ -122,15 +122,15 @@ def test_a_bad_input_is_told_apart(tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     keys = [f"{stream_prefix(STREAM_ID)}segments/{number}" for number in range(3)]
     for key, raw in zip(keys, raws, strict=True):
-        stores().put(url, key, raw)
+        worker_stores().put(url, key, raw)
     inputs = [(key, hashlib.sha256(raw).hexdigest()) for key, raw in zip(keys, raws, strict=True)]
     wrong = [inputs[0], (keys[1], "0" * 64), inputs[2]]
     for chosen, culprit in ((wrong, keys[1]), ([inputs[0], inputs[2]], keys[0])):
-        (batch,) = Compact(CompactOrder(url, STREAM_ID, tuple(chosen)))(iter([None]))
+        (batch,) = CompactionKernel(CompactionTask(url, STREAM_ID, tuple(chosen)))(iter([None]))
         row = batch.to_pylist()[0]
-        segments = tuple(Segment(key, 1, 2, 2, 4, sha256) for key, sha256 in chosen)
+        segments = tuple(PlannedSegment(key, 1, 2, 2, 4, sha256) for key, sha256 in chosen)
         stream = StreamPlan("s", STREAM_ID, 0, PlanRef(1, "sha256:0", None, ()))
-        body = publication_of(stream, CompactWork(5, 10, segments), row)
+        body = compaction_publish_request(stream, CompactionWork(5, 10, segments), row)
         assert (body.add, body.replace) == ([], [])
         assert [(one.object, one.code) for one in body.quarantine] == [(culprit, "undecodable")]
 
@@ -150,10 +150,10 @@ def test_one_schema_version(tmp_path: Path) -> None:
         return path.read_bytes()
 
     path = tmp_path / "joined"
-    compact([made(1, "[[1,2]]"), made(3, "[[3,2]]")], path)
+    compact_segments([made(1, "[[1,2]]"), made(3, "[[3,2]]")], path)
     assert file_footer(path.read_bytes()).facts["schema_versions"] == "[[1,2]]"
-    compact([made(1, ""), made(3, "[[3,0]]")], path)
+    compact_segments([made(1, ""), made(3, "[[3,0]]")], path)
     assert file_footer(path.read_bytes()).facts["schema_versions"] == "[[1,0]]"
     for versions in ("[[3,1]]", "", "[[3,2],[4,3]]", "{"):
         with pytest.raises(CorruptSegmentError):
-            compact([made(1, "[[1,2]]"), made(3, versions)], path)
+            compact_segments([made(1, "[[1,2]]"), made(3, versions)], path)

@@ -39,7 +39,7 @@ from tailrace.search.index_files.file_cache import (
 from tailrace.search.index_files.format import FTS
 from tailrace.search.index_files.full_text import FullTextFile
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.spark.index.parquet import CompanionWriter
+from tailrace.spark.index.parquet import IndexFileWriter
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix
@@ -51,7 +51,7 @@ GROUPS, ROWS = 6, 2048
 
 
 def _written(tables: list[pa.Table]) -> bytes:
-    with CompanionWriter(tables[0].schema, {"tailrace.family": "col"}) as writer:
+    with IndexFileWriter(tables[0].schema, {"tailrace.family": "col"}) as writer:
         for table in tables:
             writer.write(table)
         return writer.finish()
@@ -328,7 +328,7 @@ def test_a_long_footer_is_fetched_with_a_second_request(place: Place) -> None:
 
 
 def test_an_empty_file_has_nothing_to_fetch(place: Place) -> None:
-    with CompanionWriter(TABLES[0].schema, {}) as writer:
+    with IndexFileWriter(TABLES[0].schema, {}) as writer:
         published = place.put(writer.finish())
 
     async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from tailrace.spark.jobs.index_build import TURN_SEGMENTS_MAX, SegmentWork, Turns
-from tailrace.spark.jobs.messages import PlanRef, Segment
+from tailrace.spark.jobs.index_build import TASK_SEGMENTS_MAX, SegmentBuild, SegmentQueue
+from tailrace.spark.jobs.messages import PlannedSegment, PlanRef
 
 
-def _works(count: int) -> list[SegmentWork]:
+def _works(count: int) -> list[SegmentBuild]:
     plan = PlanRef(1, "sha256:00", "plan", ("col",))
     return [
-        SegmentWork("stream", "id", plan, Segment(f"segment {at}", at, at, 1, 1, "00")) for at in range(count)
+        SegmentBuild("stream", "id", plan, PlannedSegment(f"segment {at}", at, at, 1, 1, "00"))
+        for at in range(count)
     ]
 
 
 def _sizes(count: int, cores: int) -> list[int]:
     works = _works(count)
-    turns = Turns(works, cores)
-    found: list[SegmentWork] = []
+    turns = SegmentQueue(works, cores)
+    found: list[SegmentBuild] = []
     sizes: list[int] = []
     while turn := turns.next():
         sizes.append(len(turn))
@@ -27,7 +28,7 @@ def _sizes(count: int, cores: int) -> list[int]:
 
 def test_much_is_handed_out_in_groups_and_the_rest_one_by_one() -> None:
     assert _sizes(20, 2) == [5, 4, 3, 2, 2, 1, 1, 1, 1]
-    assert max(_sizes(1000, 2)) == TURN_SEGMENTS_MAX
+    assert max(_sizes(1000, 2)) == TASK_SEGMENTS_MAX
 
 
 def test_few_segments_keep_all_cores_busy() -> None:
@@ -37,7 +38,7 @@ def test_few_segments_keep_all_cores_busy() -> None:
 
 
 def test_nothing_is_handed_out_after_a_stop() -> None:
-    turns = Turns(_works(9), 1)
+    turns = SegmentQueue(_works(9), 1)
     assert turns.next()
     turns.stop()
     assert not turns.next()

@@ -25,7 +25,7 @@ from tailrace.search.index_files.file_cache import (
 )
 from tailrace.search.index_files.lookup_files import FILTERED_ROWS_MIN, ExactFile
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.spark.index.exact_tables import SCHEMA, write_exact
+from tailrace.spark.index.exact_tables import EXACT_SCHEMA, write_exact
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix
@@ -44,7 +44,7 @@ def tables() -> Iterator[Any]:
     levels = [(b"error", list(range(1, IDS + 1, 2))), (b"info", list(range(2, IDS + 1, 2)))]
     for field, rows in (("id", by_value), ("level", levels)):
         columns = [[field] * len(rows), [one for one, _ in rows], [entries for _, entries in rows]]
-        yield pa.table(columns, schema=SCHEMA)
+        yield pa.table(columns, schema=EXACT_SCHEMA)
 
 
 DATA = write_exact(tables(), {"tailrace.family": "exact"})

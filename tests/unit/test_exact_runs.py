@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.spark.index.exact_runs import merged
-from tailrace.spark.index.exact_tables import SCHEMA
-from tailrace.spark.index.parquet import CompanionWriter
+from tailrace.spark.index.exact_runs import merge_exact_runs
+from tailrace.spark.index.exact_tables import EXACT_SCHEMA
+from tailrace.spark.index.parquet import IndexFileWriter
 
 LIST_MAX = 3
 Key = tuple[str, bytes | None]
@@ -37,11 +37,11 @@ def _rows(lists: dict[Key, list[int]]) -> list[dict[str, Any]]:
 
 def _file(lists: dict[Key, list[int]], group_rows: int) -> Any:
     rows = _rows(lists)
-    writer = CompanionWriter(SCHEMA, {}, repeated=["field"])
+    writer = IndexFileWriter(EXACT_SCHEMA, {}, repeated=["field"])
     for field in ("a", "b"):
         found = [row for row in rows if row["field"] == field]
         for at in range(0, len(found), group_rows):
-            writer.write(pa.Table.from_pylist(found[at : at + group_rows], schema=SCHEMA))
+            writer.write(pa.Table.from_pylist(found[at : at + group_rows], schema=EXACT_SCHEMA))
     return pq.ParquetFile(pa.BufferReader(writer.finish()))
 
 
@@ -60,6 +60,6 @@ def test_runs_side_by_side_are_all_rows_in_order(sizes: list[dict[Key, int]], gr
         files.append(_file(lists, group_rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tailrace.spark.index.exact_tables.LIST_ENTRIES_MAX", LIST_MAX)
-        tables = list(merged(files))
+        tables = list(merge_exact_runs(files))
     assert [row for table in tables for row in table.to_pylist()] == _rows(every)
     assert all(len(set(table.column("field").to_pylist())) <= 1 for table in tables)

@@ -28,9 +28,9 @@ from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
 from tailrace.search.index_files.format import key_hash
 from tailrace.search.records import RecordView, tokenize_text
-from tailrace.spark.index.aggregate_states import summary_of
-from tailrace.spark.index.fts import is_elsewhere
-from tailrace.spark.index.parquet import Built
+from tailrace.spark.index.aggregate_states import summary_from_row
+from tailrace.spark.index.fts import is_indexed_elsewhere
+from tailrace.spark.index.parquet import BuiltIndexFile
 from tailrace.spark.index.segment import column_fields
 
 
@@ -78,7 +78,7 @@ def stored(draw: st.DrawFn) -> list[Stored]:
     return rows
 
 
-def _check(rows: Sequence[Stored], view: RecordView, built: dict[str, Built]) -> None:
+def _check(rows: Sequence[Stored], view: RecordView, built: dict[str, BuiltIndexFile]) -> None:
     oracle, members = Oracle(rows, view), plan_of(view.registry).members
     assert rows_in(built["exact"].data) == oracle.exact(members["exact"])
     columns = column_fields(members["col"], view.primary)
@@ -88,7 +88,7 @@ def _check(rows: Sequence[Stored], view: RecordView, built: dict[str, Built]) ->
     _check_split(oracle, built["fts"], members["fts"])
 
 
-def _check_keys(oracle: Oracle, built: dict[str, Built]) -> None:
+def _check_keys(oracle: Oracle, built: dict[str, BuiltIndexFile]) -> None:
     expected = oracle.keys()
     found = rows_in(built["routing_key_index"].data)
     assert [(row["key_hash"], row["key"]) for row in found] == sorted(
@@ -106,7 +106,7 @@ def _check_keys(oracle: Oracle, built: dict[str, Built]) -> None:
         ]
 
 
-def _check_agg(oracle: Oracle, built: Built) -> None:
+def _check_agg(oracle: Oracle, built: BuiltIndexFile) -> None:
     expected = oracle.agg()
     found: dict[tuple[Any, ...], Any] = {}
     order: list[Any] = []
@@ -119,7 +119,7 @@ def _check_agg(oracle: Oracle, built: Built) -> None:
             row["measure"],
         )
         order.append((*key[:3], [(text is not None, text or "") for text in key[3]], key[4]))
-        state = row["count"] if row["sketch"] is None else summary_of(row)
+        state = row["count"] if row["sketch"] is None else summary_from_row(row)
         if key in found:
             found[key].merge(state)
         else:
@@ -130,10 +130,10 @@ def _check_agg(oracle: Oracle, built: Built) -> None:
         assert found[key] == state if isinstance(state, int) else parts_of(found[key]) == parts_of(state), key
 
 
-def _check_split(oracle: Oracle, built: Built, names: Sequence[str]) -> None:
+def _check_split(oracle: Oracle, built: BuiltIndexFile, names: Sequence[str]) -> None:
     fields = oracle.view.config.fields
     texts = [name for name in names if fields[name].kind == "text"]
-    keywords = [name for name in names if name not in texts and not is_elsewhere(fields[name])]
+    keywords = [name for name in names if name not in texts and not is_indexed_elsewhere(fields[name])]
     expected = oracle.terms([*texts, *keywords])
     split = Split(built.data)
     assert rows_in(split.terms) == expected

@@ -6,13 +6,13 @@ import io
 import re
 
 from tailrace.cli.pipeline_run import ProgressBar
-from tailrace.spark.jobs.messages import Totals
-from tailrace.spark.jobs.status import Status
+from tailrace.spark.jobs.messages import PipelineTotals
+from tailrace.spark.jobs.status import PipelineStatus
 
 
 def test_a_backlog_of_several_batches_is_one_bar() -> None:
     """What a batch takes is a part of what waits; the bar tells of all of it."""
-    seen, status, waiting = io.StringIO(), Status("local[2,4]"), [5, 3]
+    seen, status, waiting = io.StringIO(), PipelineStatus("local[2,4]"), [5, 3]
     bar = ProgressBar(lambda: waiting.pop(0), seen)
     bar.starting("local[2,4]")
     for count in (2, 3):
@@ -31,13 +31,13 @@ def test_a_backlog_of_several_batches_is_one_bar() -> None:
 
 
 def test_merges_have_a_bar_of_their_own_and_losses_are_told() -> None:
-    seen, status = io.StringIO(), Status("local[2,4]")
+    seen, status = io.StringIO(), PipelineStatus("local[2,4]")
     bar = ProgressBar(lambda: 0, seen)
     bar.batch("companions", 1)
     bar.advance("companions", status)
     bar.batch("merge", 4)
     bar.advance("merge", status)
-    status.totals = Totals(segments=1, quarantined=1)
+    status.totals = PipelineTotals(segments=1, quarantined=1)
     bar.done(status)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.getvalue())
     assert "merge" in shown

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from tailrace.spark.jobs.owner import Owner, RefusedError, UnreachableError
-from tailrace.spark.jobs.run import PAUSE_S_DONE, Tries
+from tailrace.spark.jobs.owner import PipelineClient, RequestRefusedError, ServerUnreachableError
+from tailrace.spark.jobs.run import PAUSE_S_DONE, RetryTracker
 from tailrace.storage.segments.index_files import PublishRequest
 
 PUBLICATION = PublishRequest(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])
@@ -54,10 +54,10 @@ def script() -> Iterator[_Script]:
     server.server_close()
 
 
-def _owner(script: _Script, tokens: Iterator[str] | None = None) -> Owner:
+def _owner(script: _Script, tokens: Iterator[str] | None = None) -> PipelineClient:
     port = script.server_address[1]
     found = tokens or iter("abcdef")
-    return Owner(f"http://127.0.0.1:{port}", lambda: next(found), sleep=lambda _s: None)
+    return PipelineClient(f"http://127.0.0.1:{port}", lambda: next(found), sleep=lambda _s: None)
 
 
 def test_p4_the_same_bytes_until_there_is_an_answer(script: _Script) -> None:
@@ -72,10 +72,10 @@ def test_p4_the_same_bytes_until_there_is_an_answer(script: _Script) -> None:
 def test_refusals(script: _Script) -> None:
     refused = msgspec.json.encode({"error": {"code": "plan_superseded", "message": "another plan"}})
     script.answers = [(409, refused), (500, b"oops")]
-    with pytest.raises(RefusedError, match="another plan") as caught:
+    with pytest.raises(RequestRefusedError, match="another plan") as caught:
         _owner(script).publish(PUBLICATION)
     assert (caught.value.status, caught.value.code) == (409, "plan_superseded")
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(RequestRefusedError) as caught:
         _owner(script).publish(PUBLICATION)
     assert caught.value.status == 500
 
@@ -83,13 +83,13 @@ def test_refusals(script: _Script) -> None:
 def test_nobody_there(script: _Script) -> None:
     script.answers = [(503, b"")]
     port = script.server_address[1]
-    with pytest.raises(UnreachableError):
-        Owner(f"http://127.0.0.1:{port}", give_up_s=0.0, sleep=lambda _s: None).publish(PUBLICATION)
+    with pytest.raises(ServerUnreachableError):
+        PipelineClient(f"http://127.0.0.1:{port}", give_up_s=0.0, sleep=lambda _s: None).publish(PUBLICATION)
 
 
 def test_work_that_comes_back_waits() -> None:
     now = 0.0
-    tries = Tries(lambda: now)
+    tries = RetryTracker(lambda: now)
     assert tries.may("a", "h")
     pauses: list[float] = []
     for _ in range(8):
@@ -106,7 +106,7 @@ def test_work_that_comes_back_waits() -> None:
 def test_what_was_published_just_now_is_not_built_again() -> None:
     """However long it took: the server lists it until it has looked again."""
     now = 0.0
-    tries = Tries(lambda: now)
+    tries = RetryTracker(lambda: now)
     tries.tried("a", "h")
     now = 60.0
     tries.done("a", "h")

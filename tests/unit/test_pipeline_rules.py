@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import tailrace.pipeline
 
-from tailrace.spark.session import SETTINGS, cores_of, extra_settings, master_of, settings_of
+from tailrace.spark.session import (
+    SETTINGS,
+    build_settings,
+    core_count,
+    normalize_master,
+    parse_extra_settings,
+)
 
 SOURCES = sorted(Path(tailrace.pipeline.__file__).parent.rglob("*.py"))
 # What a session over the network does not have.
@@ -45,21 +51,23 @@ def test_nobody_imports_spark_by_accident() -> None:
 
 
 def test_masters() -> None:
-    assert master_of("local") == "local[1,4]"
-    assert master_of("local[*]") == "local[*,4]"
-    assert master_of("local[3]") == "local[3,4]"
-    assert master_of("local[3,2]") == "local[3,2]"
-    assert master_of("spark://host:7077") == "spark://host:7077"
-    assert cores_of("local[3,4]") == 3
+    assert normalize_master("local") == "local[1,4]"
+    assert normalize_master("local[*]") == "local[*,4]"
+    assert normalize_master("local[3]") == "local[3,4]"
+    assert normalize_master("local[3,2]") == "local[3,2]"
+    assert normalize_master("spark://host:7077") == "spark://host:7077"
+    assert core_count("local[3,4]") == 3
 
 
 def test_settings(tmp_path: Path) -> None:
-    settings = settings_of("local[3,4]", tmp_path, heap_bytes=1 << 30, extra=extra_settings("a.b=1, c=d=e"))
+    settings = build_settings(
+        "local[3,4]", tmp_path, heap_bytes=1 << 30, extra=parse_extra_settings("a.b=1, c=d=e")
+    )
     assert settings.items() >= SETTINGS.items()
     assert settings["spark.sql.shuffle.partitions"] == "6"
     assert settings["spark.driver.memory"] == "1024m"
     assert (settings["a.b"], settings["c"]) == ("1", "d=e")
     with pytest.raises(ValueError, match="results depend on it"):
-        settings_of("local[3,4]", tmp_path, extra={"spark.sql.session.timeZone": "CET"})
+        build_settings("local[3,4]", tmp_path, extra={"spark.sql.session.timeZone": "CET"})
     with pytest.raises(ValueError, match="name=value"):
-        extra_settings("oops")
+        parse_extra_settings("oops")

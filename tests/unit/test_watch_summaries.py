@@ -8,9 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.spark.live_queries.compiled import Compiled, OtherMatcherError, SubscriptionSet, decode_set
+from tailrace.spark.live_queries.compiled import (
+    CompiledSubscriptions,
+    MatcherMismatchError,
+    SubscriptionSet,
+    decode_subscription_set,
+)
 from tailrace.spark.live_queries.mask import Masker
-from tailrace.spark.live_queries.subscription_sets import fold
+from tailrace.spark.live_queries.subscription_sets import fold_summaries
 from tailrace.watch.access_rules import AccessRule
 from tailrace.watch.document import RAW_NULL, ChangeEntry, ChangeImages, TransactionRef
 from tailrace.watch.external_matching import (
@@ -64,7 +69,7 @@ def summary_of(query: dict[str, Any], rule: PredicatePart | None = None) -> Subs
 
 def again(summary: SubscriptionSummary) -> SubscriptionSummary:
     """By way of the bytes."""
-    return decode_set(SubscriptionSet({"k": summary}).encode()).subs["k"]
+    return decode_subscription_set(SubscriptionSet({"k": summary}).encode()).subs["k"]
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=str)
@@ -89,9 +94,9 @@ def test_a_rule_is_written_down_as_what_it_comes_to() -> None:
 
 def test_another_matcher_is_noticed() -> None:
     wrong = msgspec.structs.replace(summary_of({}), predicateHash="00")
-    with pytest.raises(OtherMatcherError):
-        Compiled(SubscriptionSet({"k": wrong}))
-    assert Compiled(SubscriptionSet({"k": wrong}), strict=False).matchers
+    with pytest.raises(MatcherMismatchError):
+        CompiledSubscriptions(SubscriptionSet({"k": wrong}))
+    assert CompiledSubscriptions(SubscriptionSet({"k": wrong}), strict=False).matchers
 
 
 def test_summaries_are_folded() -> None:
@@ -103,9 +108,13 @@ def test_summaries_are_folded() -> None:
 
     reset = b'{"headers":{"control":"reset"}}'
     beat = b'{"type":"gateway","key":"g","value":{"expires":1},"headers":{"operation":"update"}}'
-    found = fold([message("insert", "old"), reset, message("insert", "a"), message("insert", "b"), beat])
+    found = fold_summaries(
+        [message("insert", "old"), reset, message("insert", "a"), message("insert", "b"), beat]
+    )
     assert found.keys() == {"a", "b"}
-    assert fold([message("insert", "a"), message("delete", "a"), message("insert", "b")]).keys() == {"b"}
+    assert fold_summaries(
+        [message("insert", "a"), message("delete", "a"), message("insert", "b")]
+    ).keys() == {"b"}
 
 
 # -- masking -----------------------------------------------------------------------------------------------

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.spark.live_queries.report import Sides, Verdict, page, picture
+from tailrace.spark.live_queries.report import ShadowVerdict, SidePair, render_histogram, render_page
 from tailrace.spark.live_queries.shadow import quantile
-from tailrace.spark.live_queries.sides import bucket_of
-from tailrace.spark.live_queries.versions import VersionError, archive_of, put_archive, unpack
+from tailrace.spark.live_queries.sides import latency_bucket
+from tailrace.spark.live_queries.versions import (
+    PackageVersionError,
+    load_archive,
+    put_archive,
+    unpack_archive,
+)
 
 
 def package(directory: Path) -> Path:
@@ -23,11 +28,11 @@ def package(directory: Path) -> Path:
 
 def test_a_directory_is_packed_and_unpacked(tmp_path: Path) -> None:
     given = package(tmp_path / "given")
-    data = archive_of(str(given))
-    assert archive_of(str(given)) == data, "the same files give the same archive"
+    data = load_archive(str(given))
+    assert load_archive(str(given)) == data, "the same files give the same archive"
     store = (tmp_path / "store").as_uri()
     (tmp_path / "store").mkdir()
-    unpack(store, put_archive(store, data), tmp_path / "there")
+    unpack_archive(store, put_archive(store, data), tmp_path / "there")
     found = {path.relative_to(tmp_path / "there") for path in (tmp_path / "there").rglob("*.py*")}
     assert found == {Path("tailrace/__init__.py"), Path("tailrace/watch/one.py")}
 
@@ -37,23 +42,23 @@ def test_what_is_no_version(tmp_path: Path) -> None:
         archive.writestr("other/__init__.py", "")
     (tmp_path / "broken.whl").write_bytes(b"no archive")
     for name in ("other.whl", "broken.whl", "missing.whl", "missing"):
-        with pytest.raises(VersionError):
-            archive_of(str(tmp_path / name))
+        with pytest.raises(PackageVersionError):
+            load_archive(str(tmp_path / name))
 
 
 def test_divergence_is_the_share_that_only_one_side_has() -> None:
-    verdict = Verdict("a", "b", matches=Sides(10, 9), missing=2, extra=1, opDiffers=1)
+    verdict = ShadowVerdict("a", "b", matches=SidePair(10, 9), missing=2, extra=1, opDiffers=1)
     # 10 and 9 with 7 in common: 12 in all, 5 of them on one side only.
     assert verdict.divergence == pytest.approx(5 / 12)
-    assert Verdict("a", "b").divergence == 0
-    assert "fail" in page(Verdict("a", "b", verdict="fail"))
-    assert picture({}).startswith("<svg")
+    assert ShadowVerdict("a", "b").divergence == 0
+    assert "fail" in render_page(ShadowVerdict("a", "b", verdict="fail"))
+    assert render_histogram({}).startswith("<svg")
 
 
 def test_quantiles_are_right_to_a_few_percent() -> None:
     times: dict[int, int] = {}
     for ns in range(1000, 101_000, 1000):
-        times[bucket_of(ns)] = times.get(bucket_of(ns), 0) + 1
+        times[latency_bucket(ns)] = times.get(latency_bucket(ns), 0) + 1
     assert quantile(times, 0.5) == pytest.approx(50, rel=0.06)
     assert quantile(times, 0.99) == pytest.approx(99, rel=0.06)
     assert quantile({}, 0.5) == 0

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tailrace.search.records import TOKEN_BYTES_MAX, tokenize_text
-from tailrace.spark.index.words import tokens_in
+from tailrace.spark.index.words import tokenize_column
 
 WORDS = st.text(st.sampled_from("aZ09 _-.\0\t/"), max_size=12)
 
@@ -20,7 +20,7 @@ WORDS = st.text(st.sampled_from("aZ09 _-.\0\t/"), max_size=12)
 @given(st.lists(WORDS | st.text(max_size=8), max_size=12), st.integers(0, 3))
 def test_tokens_in_is_tokens_of_each(texts: list[str], skipped: int) -> None:
     values = pa.array(["before"] * skipped + texts, pa.string()).slice(skipped)
-    tokens, counts = tokens_in(values)
+    tokens, counts = tokenize_column(values)
     assert tokens.to_pylist() == [token for text in texts for token in tokenize_text(text)]
     assert counts.tolist() == [len(tokenize_text(text)) for text in texts]
 
@@ -28,5 +28,5 @@ def test_tokens_in_is_tokens_of_each(texts: list[str], skipped: int) -> None:
 @pytest.mark.parametrize("code", range(128))
 def test_every_character_of_ascii(code: int) -> None:
     text = f"a{chr(code)}B"
-    tokens, _ = tokens_in(pa.array([text], pa.string()))
+    tokens, _ = tokenize_column(pa.array([text], pa.string()))
     assert tokens.to_pylist() == tokenize_text(text)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from tailrace.spark.jobs.leash import Orders
-    from tailrace.spark.jobs.owner import Owner
-    from tailrace.spark.jobs.run import Options, Progress
-    from tailrace.spark.jobs.status import Status
+    from tailrace.spark.jobs.leash import SupervisorSettings
+    from tailrace.spark.jobs.owner import PipelineClient
+    from tailrace.spark.jobs.run import PipelineOptions, ProgressListener
+    from tailrace.spark.jobs.status import PipelineStatus
 
 
 class ProgressBar:
@@ -62,12 +62,12 @@ class ProgressBar:
             self._tasks[job] = self._drawn.add_task(job, total=total, words="")
         self._drawn.start()
 
-    def advance(self, job: str, status: Status) -> None:
+    def advance(self, job: str, status: PipelineStatus) -> None:
         self._done[job] += 1
         words = _words(status) if job == "companions" else ""
         self._drawn.update(self._tasks[job], completed=self._done[job], words=words)
 
-    def done(self, status: Status) -> None:
+    def done(self, status: PipelineStatus) -> None:
         """What is to be seen when the bar is not: the next batch may be hours away."""
         self._drawn.stop()
         totals = status.totals
@@ -75,7 +75,7 @@ class ProgressBar:
         self._console.print(f"{totals.segments} segments: {_words(status)}{given_up}")
 
 
-def _words(status: Status) -> str:
+def _words(status: PipelineStatus) -> str:
     totals = status.totals
     return (
         f"{totals.rows:,} entries, {totals.bytes_in >> 20:,} MiB read, {totals.bytes_out >> 20:,} MiB written"
@@ -157,11 +157,11 @@ def run(
 ) -> int:
     """Run the pipeline."""
     require_spark(master if supervised is None else "sc://")  # orders name the master of a supervised one
-    from tailrace.spark.jobs.run import Options
-    from tailrace.spark.session import extra_settings
+    from tailrace.spark.jobs.run import PipelineOptions
+    from tailrace.spark.session import parse_extra_settings
 
     try:
-        options = Options(
+        options = PipelineOptions(
             master=master,
             jobs=_jobs(jobs),
             once=once,
@@ -173,7 +173,7 @@ def run(
             batch_bytes=parse_size_bytes(batch_bytes, "--batch-bytes"),
             ui=ui,
             reference=reference,
-            conf=tuple(extra_settings(conf).items()),
+            conf=tuple(parse_extra_settings(conf).items()),
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -182,11 +182,11 @@ def run(
     return _run(with_scheme(endpoint), _token_from(token, token_file), options)
 
 
-def _run_supervised(descriptor: int, options: Options) -> int:
-    from tailrace.spark.jobs.leash import Leash
-    from tailrace.spark.session import extra_settings
+def _run_supervised(descriptor: int, options: PipelineOptions) -> int:
+    from tailrace.spark.jobs.leash import ParentPipe
+    from tailrace.spark.session import parse_extra_settings
 
-    leash = Leash(descriptor)
+    leash = ParentPipe(descriptor)
     orders = leash.orders
     given: dict[str, Any] = {
         "master": orders.master,
@@ -199,7 +199,7 @@ def _run_supervised(descriptor: int, options: Options) -> int:
         "batch_bytes": orders.batch_bytes,
         "group_segments": orders.group_segments,
         "check_ms": orders.check_ms,
-        "conf": None if orders.conf is None else tuple(extra_settings(orders.conf).items()),
+        "conf": None if orders.conf is None else tuple(parse_extra_settings(orders.conf).items()),
     }
     options = options._replace(**{name: value for name, value in given.items() if value is not None})
     require_spark(options.master)
@@ -209,9 +209,9 @@ def _run_supervised(descriptor: int, options: Options) -> int:
 def _run(
     endpoint: str,
     token: Callable[[], str | None],
-    options: Options,
+    options: PipelineOptions,
     *,
-    supervised: Orders | None = None,
+    supervised: SupervisorSettings | None = None,
 ) -> int:
     from tailrace.common.logging_setup import configure_logging
     from tailrace.spark import jvm
@@ -225,18 +225,18 @@ def _run(
         *(("info", "auto") if supervised is None else (supervised.log_level, supervised.log_format))
     )
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
-    owner = owners.Owner(endpoint, token)
+    owner = owners.PipelineClient(endpoint, token)
     pipeline = Pipeline(owner, options, _progress(owner))
     # A server that stops takes no offers any more, so its pipeline has nothing to finish.
     signal.signal(signal.SIGTERM, _ending(pipeline.stop if supervised is None else jvm.exit_quietly))
-    jvm.log_output()
+    jvm.log_child_output()
     try:
         pipeline.run()
     except KeyboardInterrupt:
         return 130
-    except owners.RefusedError as error:
+    except owners.RequestRefusedError as error:
         raise RefusedError(str(error)) from None
-    except owners.UnreachableError as error:
+    except owners.ServerUnreachableError as error:
         raise UnreachableError(f"no server answers at {endpoint}: {error}") from None
     except UnfinishedError as error:
         raise RefusedError(str(error)) from None
@@ -245,7 +245,7 @@ def _run(
     return 0
 
 
-def _progress(owner: Owner) -> Progress | None:
+def _progress(owner: PipelineClient) -> ProgressListener | None:
     if not sys.stderr.isatty():
         return None
     pass

@@ -23,7 +23,7 @@ from tailrace.cli.session import (
 )
 
 if TYPE_CHECKING:
-    from tailrace.spark.live_queries.watch_client import Bound, Place
+    from tailrace.spark.live_queries.watch_client import RangeBound, WatchClient
 
 _GROUP: Final = Group("Spark", sort_key=8)
 FAILED: Final = 3
@@ -240,7 +240,7 @@ def shadow(
 @contextmanager
 def _running(
     session: Session, engine: SparkOptions, *, asks_server: bool = True
-) -> Generator[tuple[Any, Place]]:
+) -> Generator[tuple[Any, WatchClient]]:
     """A Spark session and a server; what goes wrong becomes what every command says of it."""
     from tailrace.cli.spark_requirements import require_spark
 
@@ -251,21 +251,25 @@ def _running(
 
     from tailrace.client.errors import ClientError
     from tailrace.spark.live_queries.capture import CaptureExistsError
-    from tailrace.spark.live_queries.compiled import OtherMatcherError
-    from tailrace.spark.live_queries.rescan import NoBaseError, NotHereError
-    from tailrace.spark.live_queries.versions import VersionError
-    from tailrace.spark.live_queries.views import PublicationError
-    from tailrace.spark.live_queries.watch_client import BoundError, HalfChangesError, Place
+    from tailrace.spark.live_queries.compiled import MatcherMismatchError
+    from tailrace.spark.live_queries.rescan import ExternalSourceError, MissingBaseViewError
+    from tailrace.spark.live_queries.versions import PackageVersionError
+    from tailrace.spark.live_queries.views import ViewPublicationError
+    from tailrace.spark.live_queries.watch_client import (
+        MissingBeforeImageError,
+        RangeBoundError,
+        WatchClient,
+    )
     from tailrace.spark.options import OptionError
-    from tailrace.spark.session import master_of, open_session
+    from tailrace.spark.session import normalize_master, open_session
     from tailrace.storage.object_store.interface import ObjectStoreError
 
     given = {"endpoint": session.url} | ({"token": session.token} if session.token else {})
     print("starting Spark, a few seconds ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="tailrace-watch-") as directory:
-        spark = open_session(master_of(engine.master), Path(directory))
+        spark = open_session(normalize_master(engine.master), Path(directory))
         try:
-            yield spark, Place(given)
+            yield spark, WatchClient(given)
         except PySparkException as error:
             raise RefusedError(first_line(error)) from None
         except ClientError as error:
@@ -273,15 +277,15 @@ def _running(
                 raise UnreachableError(f"no server answers at {session.url}") from None
             raise RefusedError(error.message) from None
         except (
-            BoundError,
-            HalfChangesError,
+            RangeBoundError,
+            MissingBeforeImageError,
             OptionError,
-            VersionError,
+            PackageVersionError,
             CaptureExistsError,
-            NotHereError,
+            ExternalSourceError,
         ) as error:
             raise UsageError(str(error)) from None
-        except (ObjectStoreError, OtherMatcherError, NoBaseError, PublicationError) as error:
+        except (ObjectStoreError, MatcherMismatchError, MissingBaseViewError, ViewPublicationError) as error:
             raise RefusedError(str(error)) from None
         finally:
             spark.stop()
@@ -293,10 +297,10 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _bound(text: str) -> Bound:
-    from tailrace.spark.live_queries.watch_client import Bound
+def _bound(text: str) -> RangeBound:
+    from tailrace.spark.live_queries.watch_client import RangeBound
 
-    return Bound.parse(text)
+    return RangeBound.parse(text)
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from tailrace.cli.spark_requirements import require_spark
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from tailrace.spark.sql import Shell
+    from tailrace.spark.sql import SqlSession
 
 _HELP: Final = """Ask streams questions in SQL. Every stream is a table under its name.
 
@@ -73,7 +73,7 @@ def sql(
         raise UsageError("--out needs a query")
     require_spark(master)
     from tailrace.spark.options import OptionError
-    from tailrace.spark.sql import as_of as parse_as_of
+    from tailrace.spark.sql import parse_as_of
 
     try:
         end = parse_as_of(as_of)
@@ -82,13 +82,13 @@ def sql(
     require_server(session)
     print("starting Spark, a few seconds ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="tailrace-sql-") as directory:
-        from tailrace.spark.session import is_local, master_of, open_session
-        from tailrace.spark.sql import Shell
+        from tailrace.spark.session import is_local, normalize_master, open_session
+        from tailrace.spark.sql import SqlSession
 
-        spark = open_session(master_of(master), Path(directory))
+        spark = open_session(normalize_master(master), Path(directory))
         try:
             connection = {"endpoint": session.url} | ({"token": session.token} if session.token else {})
-            shell = Shell(spark, connection, end)
+            shell = SqlSession(spark, connection, end)
             printing = "json" if session.json else "csv" if csv else "table"
             if query is None:
                 _prompt(shell, printing)
@@ -98,7 +98,7 @@ def sql(
             spark.stop()
 
 
-def _answer(shell: Shell, query: str, printing: str, out: Path | None, *, here: bool = False) -> None:
+def _answer(shell: SqlSession, query: str, printing: str, out: Path | None, *, here: bool = False) -> None:
     """`here`: files are written by this process, since executors may be on other machines."""
     from pyspark.errors import PySparkException
 
@@ -121,10 +121,10 @@ def _answer(shell: Shell, query: str, printing: str, out: Path | None, *, here: 
 
 
 def _write_here(found: DataFrame, out: Path) -> None:
-    from tailrace.spark.results import write_here
+    from tailrace.spark.results import write_local_parquet
 
     try:
-        write_here(_printable(found), out)
+        write_local_parquet(_printable(found), out)
     except FileExistsError:
         raise RefusedError(f"{out} exists already") from None
 
@@ -135,7 +135,7 @@ def _first_line(error: Any) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _prompt(shell: Shell, printing: str) -> None:
+def _prompt(shell: SqlSession, printing: str) -> None:
     if sys.stdin.isatty():
         print("end a statement with ; and leave with Ctrl-D", file=sys.stderr)
     text = ""

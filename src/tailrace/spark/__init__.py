@@ -18,13 +18,13 @@ __all__ = ["StreamLag", "lag", "read_stream_history", "register"]
 
 # Spark starts a process for every step of a read or a write, and each of them passes through here: what a
 # step does not need, it does not load.
-_HOMES = {"StreamLag": "query_lag", "lag": "query_lag", "read_stream_history": "history"}
+_LAZY_EXPORTS = {"StreamLag": "query_lag", "lag": "query_lag", "read_stream_history": "history"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _LAZY_EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found: object = getattr(import_module(f"{__name__}.{_LAZY_EXPORTS[name]}"), name)
     globals()[name] = found
     return found
 

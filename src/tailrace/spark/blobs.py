@@ -15,10 +15,10 @@ from tailrace.storage.object_store.interface import (
     open_object_store,
 )
 
-STORES_KEPT: Final = 4
+OBJECT_STORES_MAX: Final = 4
 
 
-class Blobs:
+class BlockingObjectStore:
     """One store. Made where it is needed; never pickled."""
 
     def __init__(self, url: str) -> None:
@@ -59,8 +59,8 @@ class Blobs:
         self._steps.close()
 
 
-_kept: ProcessCache[str, Blobs] = ProcessCache(Blobs, STORES_KEPT)
+_object_stores: ProcessCache[str, BlockingObjectStore] = ProcessCache(BlockingObjectStore, OBJECT_STORES_MAX)
 
 
-def blobs(url: str) -> Blobs:
-    return _kept.get(url)
+def shared_object_store(url: str) -> BlockingObjectStore:
+    return _object_stores.get(url)

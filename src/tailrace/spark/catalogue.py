@@ -18,7 +18,7 @@ from tailrace.client.wire import OCTETS_TYPE
 from tailrace.protocol import offsets
 from tailrace.protocol.stream_names import NamePattern
 from tailrace.spark.options import STREAMS_MAX, OptionError, ReadOptions
-from tailrace.spark.server_client import Server, server_of
+from tailrace.spark.server_client import ServerClient, shared_client
 from tailrace.storage.manifests.model import ManifestError
 from tailrace.storage.manifests.store import ManifestStore
 from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
@@ -26,7 +26,7 @@ from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 
 logger = logging.getLogger("tailrace.spark")
 
-SEALED_KEPT_S = 5.0  # how long a list of segments is good for entries that it does not reach
+SEGMENTS_TTL_S = 5.0  # how long a list of segments is good for entries that it does not reach
 
 
 class Position(NamedTuple):
@@ -40,10 +40,10 @@ class Position(NamedTuple):
         return offsets.encode_offset(self.epoch, self.entry)
 
 
-START = Position(0, 0)
+STREAM_START = Position(0, 0)
 
 
-def position_of(offset: str) -> Position:
+def position_from_offset(offset: str) -> Position:
     return Position(*offsets.parse_offset(offset))
 
 
@@ -67,7 +67,7 @@ class SealedSegment(NamedTuple):
     info: SegmentInfo
 
 
-class Versions(NamedTuple):
+class SchemaVersions(NamedTuple):
     """The schema versions of a stream: from which entry on which one was written."""
 
     firsts: tuple[tuple[int, int], ...] = ()
@@ -77,14 +77,14 @@ class Versions(NamedTuple):
         return len(self.firsts) > 1 and entry + 1 < self.firsts[-1][0]
 
 
-class Catalogue:
+class StreamCatalogue:
     """Asks the server and the object store, and remembers what does not change."""
 
-    def __init__(self, options: ReadOptions, server: Server | None = None) -> None:
+    def __init__(self, options: ReadOptions, server: ServerClient | None = None) -> None:
         self._options = options
-        self.server = server or server_of(options.connection)
+        self.server = server or shared_client(options.connection)
         self._pattern = None if options.pattern is None else NamePattern(options.pattern)
-        self._sealed: dict[str, _Sealed] = {}
+        self._sealed: dict[str, _SealedSegments] = {}
 
     # -- streams ---------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Catalogue:
         for name in self._options.streams:
             info = self.server.head(name)
             if info is not None:
-                yield _from_info(info)
+                yield _state_from_info(info)
 
     def _matching(self) -> Iterator[StreamState]:
         assert self._pattern is not None
@@ -110,21 +110,21 @@ class Catalogue:
                 raise OptionError(
                     f"streamPattern {self._pattern.text!r} covers more than {STREAMS_MAX} streams; narrow it"
                 )
-            yield _from_row(row)
+            yield _state_from_listing(row)
 
     def state(self, name: str) -> StreamState | None:
         info = self.server.head(name)
-        return None if info is None else _from_info(info)
+        return None if info is None else _state_from_info(info)
 
     # -- history ---------------------------------------------------------------------------------------
 
-    def versions(self, state: StreamState) -> Versions:
+    def versions(self, state: StreamState) -> SchemaVersions:
         """Which schema versions the stream's entries have."""
         document = self.server.registry(state.name) if state.json else None
         if document is None:
-            return Versions()
+            return SchemaVersions()
         registry = msgspec.json.decode(document, type=_Registry)
-        return Versions(tuple((one.offset + 1, one.version) for one in registry.boundaries), document)
+        return SchemaVersions(tuple((one.offset + 1, one.version) for one in registry.boundaries), document)
 
     def store_of(self, name: str) -> str | None:
         """The URL under which executors find the stream's objects; None if they are not to be used."""
@@ -142,31 +142,31 @@ class Catalogue:
             if info.last > after and info.first <= upto
         ]
 
-    def _look(self, name: str, upto: int = 0) -> _Sealed | None:
+    def _look(self, name: str, upto: int = 0) -> _SealedSegments | None:
         known = self._sealed.get(name)
         now_s = time.monotonic()
-        if known is not None and (known.reach >= upto or now_s - known.looked_s < SEALED_KEPT_S):
+        if known is not None and (known.reach >= upto or now_s - known.looked_s < SEGMENTS_TTL_S):
             return known if known.store else None
         found = self._find(name, now_s)
         self._sealed[name] = found
         return found if found.store else None
 
-    def _find(self, name: str, now_s: float) -> _Sealed:
+    def _find(self, name: str, now_s: float) -> _SealedSegments:
         place = self.server.place(name)
         if place is None:
-            return _Sealed("", "", (), 0, now_s)
+            return _SealedSegments("", "", (), 0, now_s)
         url, planned = place
         url = self._options.store or url
         try:
-            segments = asyncio.run(_segments_of(url, planned.stream_id))
+            segments = asyncio.run(_load_segments(url, planned.stream_id))
         except (ObjectStoreError, ManifestError, ValueError) as error:
             logger.warning("the segments of %s are read through the server: %s", name, error)
-            return _Sealed("", "", (), 0, now_s)
+            return _SealedSegments("", "", (), 0, now_s)
         reach = segments[-1].last if segments else 0
-        return _Sealed(url, stream_prefix(planned.stream_id), segments, reach, now_s)
+        return _SealedSegments(url, stream_prefix(planned.stream_id), segments, reach, now_s)
 
 
-class _Sealed(NamedTuple):
+class _SealedSegments(NamedTuple):
     store: str  # empty if the segments cannot be used
     prefix: str
     segments: tuple[SegmentInfo, ...]
@@ -183,7 +183,7 @@ class _Registry(msgspec.Struct):
     boundaries: list[_Boundary] = []
 
 
-async def _segments_of(url: str, stream_id: str) -> tuple[SegmentInfo, ...]:
+async def _load_segments(url: str, stream_id: str) -> tuple[SegmentInfo, ...]:
     """The segments that the stream's manifest names."""
     objects = open_object_store(url)
     try:
@@ -196,12 +196,12 @@ async def _segments_of(url: str, stream_id: str) -> tuple[SegmentInfo, ...]:
         await objects.close()
 
 
-def _from_info(info: StreamInfo) -> StreamState:
-    earliest = START if info.earliest_offset is None else position_of(info.earliest_offset)
-    return StreamState(info.name, info.content_type, earliest, position_of(info.next_offset))
+def _state_from_info(info: StreamInfo) -> StreamState:
+    earliest = STREAM_START if info.earliest_offset is None else position_from_offset(info.earliest_offset)
+    return StreamState(info.name, info.content_type, earliest, position_from_offset(info.next_offset))
 
 
-def _from_row(row: StreamDescriptor) -> StreamState:
+def _state_from_listing(row: StreamDescriptor) -> StreamState:
     tail = row.end_offset or offsets.START_OFFSET  # (its `next_offset` is a count)
-    earliest = START if row.earliest_offset is None else position_of(row.earliest_offset)
-    return StreamState(row.name, row.content_type or OCTETS_TYPE, earliest, position_of(tail))
+    earliest = STREAM_START if row.earliest_offset is None else position_from_offset(row.earliest_offset)
+    return StreamState(row.name, row.content_type or OCTETS_TYPE, earliest, position_from_offset(tail))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tailrace.spark.options import ReadOptions
 
 VALUE_TYPES: dict[str, DataType] = {"string": StringType(), "binary": BinaryType(), "json": VariantType()}
-FIXED: dict[str, DataType] = {
+COLUMN_TYPES: dict[str, DataType] = {
     "stream": StringType(),
     "key": BinaryType(),
     "offset": StringType(),
@@ -51,14 +51,14 @@ FIXED: dict[str, DataType] = {
     "timestamp_ns": LongType(),
     "headers": MapType(StringType(), StringType()),
 }
-DEFAULT = ("stream", "key", "value", "offset", "entry", "timestamp", "epoch")
+DEFAULT_COLUMNS = ("stream", "key", "value", "offset", "entry", "timestamp", "epoch")
 
 _THOUSAND = integer_scalar(INT64, 1000)
 _DIGITS = np.frombuffer(ALPHABET.encode(), dtype=np.uint8)
 _OFFSET_DIGITS = 26
 
 
-class About(NamedTuple):
+class StreamMetadata(NamedTuple):
     """What all rows of a partition have in common."""
 
     stream: str
@@ -68,13 +68,13 @@ class About(NamedTuple):
 
 def source_schema(options: ReadOptions, value_format: str) -> StructType:
     """The columns of a read without a schema of its own."""
-    names = (*DEFAULT, "headers") if options.with_headers else DEFAULT
+    names = (*DEFAULT_COLUMNS, "headers") if options.with_headers else DEFAULT_COLUMNS
     return StructType([_field(name, VALUE_TYPES[value_format]) for name in names])
 
 
 def _field(name: str, value: DataType) -> StructField:
     nullable = name in ("key", "value", "headers")
-    return StructField(name, value if name == "value" else FIXED[name], nullable)
+    return StructField(name, value if name == "value" else COLUMN_TYPES[name], nullable)
 
 
 def check_schema(schema: StructType) -> str | None:
@@ -86,10 +86,10 @@ def check_schema(schema: StructType) -> str | None:
             if not found:
                 raise OptionError(f"value is string, binary or variant, not {field.dataType.simpleString()}")
             value_format = found[0]
-        elif FIXED.get(field.name) is None:
-            raise OptionError(f"there is no column {field.name}; there are value, {', '.join(FIXED)}")
-        elif field.dataType != FIXED[field.name]:
-            wanted, asked = FIXED[field.name].simpleString(), field.dataType.simpleString()
+        elif COLUMN_TYPES.get(field.name) is None:
+            raise OptionError(f"there is no column {field.name}; there are value, {', '.join(COLUMN_TYPES)}")
+        elif field.dataType != COLUMN_TYPES[field.name]:
+            wanted, asked = COLUMN_TYPES[field.name].simpleString(), field.dataType.simpleString()
             raise OptionError(f"{field.name} is {wanted}, not {asked}")
     return value_format
 
@@ -97,7 +97,7 @@ def check_schema(schema: StructType) -> str | None:
 class Projection:
     """Turns rows into batches with the columns of a schema."""
 
-    def __init__(self, schema: StructType, about: About) -> None:
+    def __init__(self, schema: StructType, about: StreamMetadata) -> None:
         from pyspark.sql.pandas import types
 
         to_arrow_schema: Any = getattr(types, "to_arrow_schema")  # noqa: B009 - the library is half typed
@@ -127,11 +127,11 @@ class Projection:
             case "stream":
                 return pa.repeat(string_scalar(self._about.stream), count)
             case "key":
-                return _plain(rows.column("key"), BINARY)
+                return _decode_column(rows.column("key"), BINARY)
             case "value":
                 return self._value(rows)
             case "offset":
-                return offsets_of(rows.column("epoch"), rows.column("entry"))
+                return encode_offsets(rows.column("epoch"), rows.column("entry"))
             case "entry":
                 return rows.column("entry")
             case "timestamp":
@@ -147,10 +147,10 @@ class Projection:
     def _value(self, rows: Any) -> Any:
         payload = rows.column("payload")
         if self._value_format == "binary":
-            return _plain(payload, BINARY)
+            return _decode_column(payload, BINARY)
         if self._value_format == "string":
-            return _text(payload, rows)
-        return _variants(_text(payload, rows), self._schema.field("value").type)
+            return _to_text(payload, rows)
+        return _parse_variants(_to_text(payload, rows), self._schema.field("value").type)
 
     def _headers(self, rows: Any) -> Any:
         kind = self._schema.field("headers").type
@@ -165,15 +165,15 @@ class Projection:
         return pa.array(found, kind)
 
 
-def offsets_of(epochs: Any, entries: Any) -> Any:
+def encode_offsets(epochs: Any, entries: Any) -> Any:
     """The offsets of entries as text: `protocol.offsets.encode`, a column at a time."""
     count = len(entries)
-    numbers, generations = _unsigned(entries), _unsigned(epochs)
+    numbers, generations = _as_uint64(entries), _as_uint64(epochs)
     digits = np.empty((count, _OFFSET_DIGITS), dtype=np.uint8)
     digits[:, 20:] = 0  # the low 32 bits are always zero: six digits, and two bits of the one before
     for place in range(_OFFSET_DIGITS - 1, -1, -1):
         shift = 5 * (_OFFSET_DIGITS - 1 - place)
-        digits[:, place] = _digit(numbers, generations, shift)
+        digits[:, place] = _offset_digit(numbers, generations, shift)
     text = _DIGITS[digits]
     positions = np.arange(0, _OFFSET_DIGITS * (count + 1), _OFFSET_DIGITS, dtype=np.int32)
     return pa.Array.from_buffers(
@@ -181,12 +181,12 @@ def offsets_of(epochs: Any, entries: Any) -> Any:
     )
 
 
-def _unsigned(column: Any) -> Any:
+def _as_uint64(column: Any) -> Any:
     """The numbers of a column as they lie there. (`to_numpy` would load pandas.)"""
     return np.frombuffer(column.buffers()[1], np.uint64, len(column), 8 * column.offset)
 
 
-def _digit(numbers: Any, generations: Any, shift: int) -> Any:
+def _offset_digit(numbers: Any, generations: Any, shift: int) -> Any:
     """Five bits, from `shift` on, of `epoch << 96 | entry << 32`."""
     five = np.uint64(31)
     if shift + 5 <= 32:
@@ -201,7 +201,7 @@ def _digit(numbers: Any, generations: Any, shift: int) -> Any:
     return (generations >> np.uint64(shift - 96)) & five
 
 
-def _plain(column: Any, kind: Any) -> Any:
+def _decode_column(column: Any, kind: Any) -> Any:
     """A column as plain text or bytes, whatever Arrow read it as."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -212,7 +212,7 @@ def _plain(column: Any, kind: Any) -> Any:
     return column.cast(kind)
 
 
-def _text(payload: Any, rows: Any) -> Any:
+def _to_text(payload: Any, rows: Any) -> Any:
     if payload.type == STRING:
         return payload
     try:
@@ -227,26 +227,26 @@ def _text(payload: Any, rows: Any) -> Any:
         raise
 
 
-def _variants(texts: Any, kind: Any) -> Any:
-    return pa.array([_variant(text) for text in texts.to_pylist()], kind)
+def _parse_variants(texts: Any, kind: Any) -> Any:
+    return pa.array([_parse_variant(text) for text in texts.to_pylist()], kind)
 
 
-def _variant(text: str) -> dict[str, bytes] | None:
+def _parse_variant(text: str) -> dict[str, bytes] | None:
     """None for what Spark's own `try_parse_json` has no variant for: the two read the same entries."""
     from pyspark.sql.types import VariantVal
 
     try:
-        json.loads(text, object_pairs_hook=_keys_once)
+        json.loads(text, object_pairs_hook=_reject_duplicate_keys)
         variant = VariantVal.parseJson(text)
-    except (_TwiceError, UnicodeEncodeError):  # a key twice in an object, or half a surrogate pair
+    except (_DuplicateKeyError, UnicodeEncodeError):  # a key twice in an object, or half a surrogate pair
         return None
     return {"value": bytes(variant.value), "metadata": bytes(variant.metadata)}
 
 
-class _TwiceError(Exception):
+class _DuplicateKeyError(Exception):
     """A key is twice in an object."""
 
 
-def _keys_once(pairs: list[tuple[str, Any]]) -> None:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> None:
     if len({key for key, _ in pairs}) != len(pairs):
-        raise _TwiceError
+        raise _DuplicateKeyError

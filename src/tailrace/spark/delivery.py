@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from tailrace.client.errors import ClientError
 from tailrace.client.model import is_json
 from tailrace.client.wire import ProducerFields
-from tailrace.spark.server_client import Server
-from tailrace.spark.sink_appends import Append, json_array
+from tailrace.spark.server_client import ServerClient
+from tailrace.spark.sink_appends import SinkAppend, json_array
 from tailrace.spark.sink_options import WriteOptions
 from tailrace.spark.sink_rows import SinkError
 
 
-class Targets:
+class TargetStreams:
     """The streams that are written to, made if they are not there. Remembers their types."""
 
-    def __init__(self, server: Server, options: WriteOptions) -> None:
+    def __init__(self, server: ServerClient, options: WriteOptions) -> None:
         self._server = server
         self._options = options
         self._types: dict[str, str] = {}
@@ -43,10 +43,10 @@ class Targets:
         return info.content_type
 
 
-class Delivery:
+class AppendSender:
     """The appends of one partition in one batch. Numbers count from 0 for each target."""
 
-    def __init__(self, server: Server, targets: Targets, producer_id: str, epoch: int) -> None:
+    def __init__(self, server: ServerClient, targets: TargetStreams, producer_id: str, epoch: int) -> None:
         self._server = server
         self._targets = targets
         self._producer_id = producer_id
@@ -55,11 +55,11 @@ class Delivery:
         self.rows = 0
         self.accepted = 0  # appends that were new, or had been sent before
 
-    def send_all(self, appends: Iterable[Append]) -> None:
+    def send_all(self, appends: Iterable[SinkAppend]) -> None:
         for append in appends:
             self.send(append)
 
-    def send(self, append: Append) -> None:
+    def send(self, append: SinkAppend) -> None:
         content_type = self._targets.type_of(append.stream)
         if is_json(content_type):
             self._send(append, json_array(append.values), content_type)
@@ -69,22 +69,22 @@ class Delivery:
                 self._send(append, value, content_type)
         self.rows += len(append.values)
 
-    def _send(self, append: Append, body: bytes, content_type: str) -> None:
+    def _send(self, append: SinkAppend, body: bytes, content_type: str) -> None:
         seq = self._following[append.stream]
         producing = ProducerFields(self._producer_id, self._epoch, seq)
         try:
             self._server.append(append.stream, body, content_type, append.key, producing)
         except ClientError as error:
-            raise _explained(error, append.stream, self._producer_id) from error
+            raise _explain_error(error, append.stream, self._producer_id) from error
         self._following[append.stream] = seq + 1
         self.accepted += 1
 
 
-class RefusedError(SinkError):
+class AppendRefusedError(SinkError):
     """The server refused an append, and nothing of it was stored."""
 
 
-def _explained(error: ClientError, stream: str, producer_id: str) -> SinkError:
+def _explain_error(error: ClientError, stream: str, producer_id: str) -> SinkError:
     match error.code:
         case "stale_epoch":
             return SinkError(
@@ -94,6 +94,6 @@ def _explained(error: ClientError, stream: str, producer_id: str) -> SinkError:
         case "stream_closed":
             return SinkError(f"stream {stream} is closed: nothing more can be written to it")
         case _ if 400 <= error.status < 500 and error.status not in (408, 409, 429):
-            return RefusedError(f"stream {stream}: {error}")
+            return AppendRefusedError(f"stream {stream}: {error}")
         case _:
             return SinkError(f"stream {stream}: {error}")

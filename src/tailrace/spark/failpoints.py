@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 from typing import Final, Literal
 
-NAMES: Final = (
+FAILPOINTS: Final = (
     "after_fetch",
     "mid_build",
     "after_write",
@@ -21,14 +21,14 @@ NAMES: Final = (
     "after_publish",
     "after_checkpoint",
 )
-VARIABLE: Final = "TAILRACE_PIPELINE_FAILPOINT"
+FAILPOINT_VARIABLE: Final = "TAILRACE_PIPELINE_FAILPOINT"
 
 
-def reached(name: str, role: Literal["driver", "worker"]) -> None:
-    wanted = os.environ.get(VARIABLE)
+def hit_failpoint(name: str, role: Literal["driver", "worker"]) -> None:
+    wanted = os.environ.get(FAILPOINT_VARIABLE)
     if not wanted:
         return
-    assert name in NAMES, name
+    assert name in FAILPOINTS, name
     part, chosen, path = wanted.split(":", 2)
     if chosen != name or (part, role) == ("worker", "driver"):
         return
@@ -36,28 +36,28 @@ def reached(name: str, role: Literal["driver", "worker"]) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return
-    os.kill(_victim(part, role), signal.SIGKILL)
+    os.kill(_process_to_kill(part, role), signal.SIGKILL)
 
 
-def _victim(part: str, role: str) -> int:
+def _process_to_kill(part: str, role: str) -> int:
     """The driver has started a JVM, which has started a daemon, which has started the worker."""
     if part == role:
         return os.getpid()
     if role == "driver":
-        return _jvm_of(os.getpid())
-    jvm = _parent(os.getppid())
-    return jvm if part == "jvm" else _parent(jvm)
+        return _find_jvm(os.getpid())
+    jvm = _parent_pid(os.getppid())
+    return jvm if part == "jvm" else _parent_pid(jvm)
 
 
-def _jvm_of(pid: int) -> int:
+def _find_jvm(pid: int) -> int:
     for entry in Path("/proc").iterdir():
         try:
-            if (entry / "comm").read_text() == "java\n" and _parent(int(entry.name)) == pid:
+            if (entry / "comm").read_text() == "java\n" and _parent_pid(int(entry.name)) == pid:
                 return int(entry.name)
         except OSError:
             continue  # no process, or one that has ended meanwhile
     raise AssertionError("this driver has no JVM")
 
 
-def _parent(pid: int) -> int:
+def _parent_pid(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -46,28 +46,28 @@ class Condition(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Bounds(NamedTuple):
+class ValueBounds(NamedTuple):
     """Both ends count. Empty if they are the wrong way round."""
 
     low: int = _LOW
     high: int = _HIGH
 
-    def narrowed(self, condition: Condition) -> Bounds:
+    def narrowed(self, condition: Condition) -> ValueBounds:
         values: tuple[int, ...] = condition.values
         match condition.operator:
             case "in":
-                return Bounds(max(self.low, min(values)), min(self.high, max(values)))
+                return ValueBounds(max(self.low, min(values)), min(self.high, max(values)))
             case "<":
-                return Bounds(self.low, min(self.high, values[0] - 1))
+                return ValueBounds(self.low, min(self.high, values[0] - 1))
             case "<=":
-                return Bounds(self.low, min(self.high, values[0]))
+                return ValueBounds(self.low, min(self.high, values[0]))
             case ">":
-                return Bounds(max(self.low, values[0] + 1), self.high)
+                return ValueBounds(max(self.low, values[0] + 1), self.high)
             case _:
-                return Bounds(max(self.low, values[0]), self.high)
+                return ValueBounds(max(self.low, values[0]), self.high)
 
 
-def condition_of(given: Filter) -> Condition | None:
+def to_condition(given: Filter) -> Condition | None:
     """The filter in a form that the source can apply; None if Spark has to."""
     operator = _OPERATORS.get(type(given))
     attribute: Any = getattr(given, "attribute", None)
@@ -76,13 +76,13 @@ def condition_of(given: Filter) -> Condition | None:
     column: str = attribute[0]
     raw: Any = getattr(given, "value", None)
     many: Iterable[Any] = raw if isinstance(given, In) else (raw,)
-    values = [_value(column, value) for value in many if value is not None]
+    values = [_to_column_value(column, value) for value in many if value is not None]
     if not values or None in values:
         return None
     return Condition(column, operator, tuple(values))
 
 
-def _value(column: str, value: Any) -> Any:
+def _to_column_value(column: str, value: Any) -> Any:
     """A literal as the column holds it; None if it is of another kind."""
     match column:
         case "entry" | "epoch":
@@ -110,20 +110,20 @@ class RowFilter:
 
     # -- planning --------------------------------------------------------------------------------------
 
-    def bounds(self, column: str) -> Bounds:
+    def bounds(self, column: str) -> ValueBounds:
         """The least and the greatest value that a row may have."""
-        bounds = Bounds()
+        bounds = ValueBounds()
         for condition in self.conditions:
             if condition.column == column:
                 bounds = bounds.narrowed(condition)
         return bounds
 
     def wants_stream(self, name: str) -> bool:
-        return all(_holds(one, name.encode()) for one in _of(self.conditions, "stream"))
+        return all(_text_matches(one, name.encode()) for one in _conditions_on(self.conditions, "stream"))
 
     def single_key(self) -> str | None:
         """The one key that rows may have, if that is so and a request can name it."""
-        for condition in _of(self.conditions, "key"):
+        for condition in _conditions_on(self.conditions, "key"):
             if condition.operator == "in" and len(set(condition.values)) == 1:
                 try:
                     return condition.values[0].decode() or None
@@ -141,7 +141,7 @@ class RowFilter:
             for index in indices
             if footer.group(index).last >= bounds.low and footer.group(index).first <= bounds.high
         ]
-        for condition in _of(self.conditions, "key"):
+        for condition in _conditions_on(self.conditions, "key"):
             if condition.operator == "in":
                 holding = {index for key in condition.values for index in footer.groups_with_key(key)}
                 kept = [index for index in kept if index in holding]
@@ -155,11 +155,11 @@ class RowFilter:
         return rows
 
 
-def _of(conditions: Iterable[Condition], column: str) -> list[Condition]:
+def _conditions_on(conditions: Iterable[Condition], column: str) -> list[Condition]:
     return [condition for condition in conditions if condition.column == column]
 
 
-def _holds(condition: Condition, value: bytes) -> bool:
+def _text_matches(condition: Condition, value: bytes) -> bool:
     """Text compares by its bytes, as in Spark."""
     values = [one.encode() for one in condition.values]
     match condition.operator:

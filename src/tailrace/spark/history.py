@@ -27,11 +27,11 @@ from pyspark.sql.types import (
 
 from tailrace.common.timestamps import parse_timestamp_ns
 from tailrace.protocol import offsets
-from tailrace.spark.catalogue import Catalogue, Position, StreamState
-from tailrace.spark.columns import DEFAULT
-from tailrace.spark.options import OptionError, ReadOptions, read_options
-from tailrace.spark.partitions import Piece, Range, pieces_of
-from tailrace.spark.starts import Starts
+from tailrace.spark.catalogue import Position, StreamCatalogue, StreamState
+from tailrace.spark.columns import DEFAULT_COLUMNS
+from tailrace.spark.options import OptionError, ReadOptions, parse_read_options
+from tailrace.spark.partitions import RangeSlice, StreamRange, slice_range
+from tailrace.spark.starts import PositionResolver
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tailrace.spark")
 
-REWRITE = "TAILRACE_PIPELINE_PATH_REWRITE"  # `s3://=s3a://` for clusters that have the jars
+PATH_REWRITE_VARIABLE = "TAILRACE_PIPELINE_PATH_REWRITE"  # `s3://=s3a://` for clusters that have the jars
 # Base 32 as Spark writes it, and as offsets do.
 _SPARK_DIGITS, _OFFSET_DIGITS = "ABCDEFGHIJKLMNOPQRSTUV", offsets.ALPHABET[10:]
 
 
-class _Bounds(NamedTuple):
+class _EntryBounds(NamedTuple):
     after: int
     upto: int
 
@@ -76,27 +76,27 @@ def read_stream_history(
         given["key"] = key
     if value_format is not None:
         given["valueFormat"] = value_format
-    history = _History(spark, given)
+    history = _HistoryRead(spark, given)
     bounds = history.bounds(from_entry, to_entry, from_time, to_time)
     return history.frame(bounds, include_tail=include_tail)
 
 
-class _History:
+class _HistoryRead:
     """One snapshot of a stream."""
 
     def __init__(self, spark: SparkSession, given: dict[str, str]) -> None:
         self._spark = spark
         self._given = given
-        self._options: ReadOptions = read_options(given, streaming=False)
+        self._options: ReadOptions = parse_read_options(given, streaming=False)
         # Said once more: executors and planners may have another environment than this process.
         self._given["endpoint"] = self._options.connection.endpoint
-        self._catalogue = Catalogue(self._options)
+        self._catalogue = StreamCatalogue(self._options)
         name = self._options.streams[0]
         state = self._catalogue.state(name)
         if state is None:
             raise OptionError(f"there is no stream {name} at {self._options.connection.endpoint}")
         self._state: StreamState = state
-        self._starts = Starts(self._catalogue, self._options)
+        self._starts = PositionResolver(self._catalogue, self._options)
         self._value_format = self._options.value_format or ("string" if state.json else "binary")
 
     def bounds(
@@ -105,7 +105,7 @@ class _History:
         to_entry: int | None,
         from_time: datetime | str | int | None,
         to_time: datetime | str | int | None,
-    ) -> _Bounds:
+    ) -> _EntryBounds:
         """Entries, whatever the ends were given as: times never go back within a stream."""
         state = self._state
         after, upto = state.earliest.entry, state.tail.entry
@@ -114,36 +114,36 @@ class _History:
         if to_entry is not None:
             upto = min(upto, to_entry)
         if from_time is not None:
-            after = max(after, self._starts.at_time(state, _ns(from_time)).entry)
+            after = max(after, self._starts.at_time(state, _to_unix_ns(from_time)).entry)
         if to_time is not None:
-            upto = min(upto, self._starts.at_time(state, _ns(to_time)).entry)
-        return _Bounds(after, max(after, upto))
+            upto = min(upto, self._starts.at_time(state, _to_unix_ns(to_time)).entry)
+        return _EntryBounds(after, max(after, upto))
 
-    def frame(self, bounds: _Bounds, *, include_tail: bool) -> DataFrame:
+    def frame(self, bounds: _EntryBounds, *, include_tail: bool) -> DataFrame:
         name = self._state.name
         store = self._catalogue.store_of(name)
         segments = self._catalogue.segments(name, *bounds) if store is not None else []
         if not include_tail:
             reach = segments[-1].info.last if segments else bounds.after
-            bounds = _Bounds(bounds.after, max(bounds.after, min(bounds.upto, reach)))
+            bounds = _EntryBounds(bounds.after, max(bounds.after, min(bounds.upto, reach)))
         versions = self._catalogue.versions(self._state)
-        native: list[Piece] = []
-        served: list[_Bounds] = []
-        for piece in pieces_of(Range(self._state, *bounds), store or "", segments):
-            if piece.sealed and not versions.promotes_behind(piece.after) and _visible(piece):
+        native: list[RangeSlice] = []
+        served: list[_EntryBounds] = []
+        for piece in slice_range(StreamRange(self._state, *bounds), store or "", segments):
+            if piece.sealed and not versions.promotes_behind(piece.after) and _is_readable_by_spark(piece):
                 native.append(piece)
             elif served and served[-1].upto == piece.after:
-                served[-1] = _Bounds(served[-1].after, piece.upto)
+                served[-1] = _EntryBounds(served[-1].after, piece.upto)
             else:
-                served.append(_Bounds(piece.after, piece.upto))
+                served.append(_EntryBounds(piece.after, piece.upto))
         if segments and not native:
             logger.warning("the segments of %s are not visible to Spark; they are read by the source", name)
         frames = [*self._native(native, bounds), *map(self._from_source, served)]
         if not frames:
-            frames = [self._from_source(_Bounds(bounds.after, bounds.after))]
+            frames = [self._from_source(_EntryBounds(bounds.after, bounds.after))]
         return reduce(lambda one, other: one.unionByName(other), frames)
 
-    def _from_source(self, bounds: _Bounds) -> DataFrame:
+    def _from_source(self, bounds: _EntryBounds) -> DataFrame:
         epoch, name = self._state.tail.epoch, self._state.name
         start, end = Position(epoch, bounds.after).offset, Position(epoch, bounds.upto).offset
         return (
@@ -155,17 +155,17 @@ class _History:
             .load()
         )
 
-    def _native(self, pieces: list[Piece], bounds: _Bounds) -> Iterable[DataFrame]:
+    def _native(self, pieces: list[RangeSlice], bounds: _EntryBounds) -> Iterable[DataFrame]:
         """One scan for each epoch, so that the epoch of its rows is a constant."""
         payload = StringType() if self._state.json else BinaryType()
         for epoch in sorted({piece.epoch for piece in pieces}):
             own = [piece for piece in pieces if piece.epoch == epoch]
-            scan = self._spark.read.schema(_segment_schema(payload)).parquet(*map(_path, own))
+            scan = self._spark.read.schema(_segment_schema(payload)).parquet(*map(_spark_path, own))
             # On the raw columns, so that row groups are passed over.
             scan = scan.where((f.col("entry") > bounds.after) & (f.col("entry") <= bounds.upto))
             if self._options.key is not None:
                 scan = scan.where(f.col("key") == f.lit(self._options.key.encode()))
-            yield scan.select(*(self._column(name, epoch) for name in DEFAULT))
+            yield scan.select(*(self._column(name, epoch) for name in DEFAULT_COLUMNS))
 
     def _column(self, name: str, epoch: int) -> Column:
         match name:
@@ -209,22 +209,22 @@ def _segment_schema(payload: StringType | BinaryType) -> StructType:
     )
 
 
-def _path(piece: Piece) -> str:
+def _spark_path(piece: RangeSlice) -> str:
     """The object's name as Spark's own file systems know it."""
     path = f"{piece.store.rstrip('/')}/{piece.object}"
-    before, _, after = os.environ.get(REWRITE, "").partition("=")
+    before, _, after = os.environ.get(PATH_REWRITE_VARIABLE, "").partition("=")
     return after + path.removeprefix(before) if before and path.startswith(before) else path
 
 
-def _visible(piece: Piece) -> bool:
+def _is_readable_by_spark(piece: RangeSlice) -> bool:
     """Whether Spark can open the object by itself: a file that is there, or a store that it was taught."""
-    url = urlsplit(_path(piece))
+    url = urlsplit(_spark_path(piece))
     if url.scheme == "file":
         return Path(unquote(url.path)).is_file()
-    return bool(os.environ.get(REWRITE)) and url.scheme not in ("s3", "gs", "az", "memory")
+    return bool(os.environ.get(PATH_REWRITE_VARIABLE)) and url.scheme not in ("s3", "gs", "az", "memory")
 
 
-def _ns(time: datetime | str | int) -> int:
+def _to_unix_ns(time: datetime | str | int) -> int:
     """An instant as Unix nanoseconds: a time with its zone, RFC 3339, or Unix milliseconds."""
     if isinstance(time, int):
         return time * 1_000_000

@@ -16,11 +16,11 @@ logger = logging.getLogger("tailrace.spark")
 EXIT_S_MAX: Final = 5.0  # for the JVM to delete its temporary files
 _LINE_BYTES_MAX: Final = 8192
 # 26/11/17 22:13:32 WARN NativeCodeLoader: Unable to load native-hadoop library ...
-_LOG4J: Final = re.compile(r"\d\d/\d\d/\d\d \d\d:\d\d:\d\d ([A-Z]+) ([^:\s]+): (.*)")
-_FAILURES: Final = frozenset({"ERROR", "FATAL"})
+_LOG4J_LINE: Final = re.compile(r"\d\d/\d\d/\d\d \d\d:\d\d:\d\d ([A-Z]+) ([^:\s]+): (.*)")
+_ERROR_LEVELS: Final = frozenset({"ERROR", "FATAL"})
 
 
-def log_output() -> None:
+def log_child_output() -> None:
     """From here on, what child processes write to standard error becomes lines of our log.
 
     The JVM and the Python workers inherit descriptor 2, which is a pipe from now on. Ours are written to a
@@ -42,9 +42,9 @@ def _log_lines(pipe: BinaryIO) -> None:
         if not line:
             continue
         fields: dict[str, object] = {"line": line}
-        if (match := _LOG4J.fullmatch(line)) is not None:
+        if (match := _LOG4J_LINE.fullmatch(line)) is not None:
             level, source, text = match.groups()
-            failing = level in _FAILURES
+            failing = level in _ERROR_LEVELS
             fields = {"spark_level": level, "spark_logger": source, "line": text}
         # Spark tries a failed task again: what counts as an error, the pipeline says itself.
         logger.log(logging.WARNING if failing else logging.INFO, "Spark output", extra={"fields": fields})

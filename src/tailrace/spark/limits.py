@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tailrace.protocol import offsets
-from tailrace.spark.catalogue import Catalogue, Position, StreamState
+from tailrace.spark.catalogue import Position, StreamCatalogue, StreamState
 from tailrace.storage.segments.parquet import pa
 
 SAMPLE_ENTRIES = 256  # whose average says what entries weigh that are in no segment
 
 
-class Lag(NamedTuple):
+class StreamBacklog(NamedTuple):
     """What a stream has behind a position."""
 
     state: StreamState
@@ -23,7 +23,7 @@ class Lag(NamedTuple):
         return max(0, self.target.entry - self.start.entry)
 
 
-def share_rows(lags: list[Lag], rows_max: int) -> dict[str, int]:
+def share_rows(lags: list[StreamBacklog], rows_max: int) -> dict[str, int]:
     """So many entries in all, shared in proportion to the lags; never nothing while there is something."""
     total = sum(lag.entries for lag in lags)
     if total <= rows_max:
@@ -39,17 +39,17 @@ def share_rows(lags: list[Lag], rows_max: int) -> dict[str, int]:
     return shares
 
 
-class Limiter:
+class BatchLimiter:
     """Ends of micro-batches."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: StreamCatalogue) -> None:
         self._catalogue = catalogue
 
-    def by_rows(self, lags: list[Lag], rows_max: int) -> dict[str, Position]:
+    def by_rows(self, lags: list[StreamBacklog], rows_max: int) -> dict[str, Position]:
         shares = share_rows(lags, rows_max)
         return {lag.state.name: self.end_of(lag, shares[lag.state.name]) for lag in lags}
 
-    def by_bytes(self, lags: list[Lag], bytes_max: int) -> dict[str, Position]:
+    def by_bytes(self, lags: list[StreamBacklog], bytes_max: int) -> dict[str, Position]:
         """A soft bound: sizes are those of segments, or guessed from a few entries."""
         weights = {lag.state.name: self._entry_bytes(lag) for lag in lags if lag.entries}
         total = sum(lag.entries * weights[lag.state.name] for lag in lags if lag.entries)
@@ -63,7 +63,7 @@ class Limiter:
             for lag in lags
         }
 
-    def end_of(self, lag: Lag, entries: int) -> Position:
+    def end_of(self, lag: StreamBacklog, entries: int) -> Position:
         """The last place at which a batch of so many entries can end: between two appends if possible."""
         if entries >= lag.entries:
             return lag.target
@@ -79,15 +79,19 @@ class Limiter:
             return Position(self._entry(lag, first.entry - 1).epoch, first.entry - 1)
         return Position(before.epoch, last)  # one append is larger than the limit
 
-    def _entry(self, lag: Lag, entry: int) -> _Entry:
+    def _entry(self, lag: StreamBacklog, entry: int) -> _EntryPosition:
         offset = offsets.encode_offset(lag.state.tail.epoch, entry - 1)
-        return _first(self._catalogue.server.rows(lag.state.name, offset=offset, entries_max=1).body)
+        return _read_first_entry(
+            self._catalogue.server.rows(lag.state.name, offset=offset, entries_max=1).body
+        )
 
-    def _first_at(self, lag: Lag, time_ns: int) -> _Entry:
+    def _first_at(self, lag: StreamBacklog, time_ns: int) -> _EntryPosition:
         """The first entry that was appended at that time."""
-        return _first(self._catalogue.server.rows(lag.state.name, since_ns=time_ns, entries_max=1).body)
+        return _read_first_entry(
+            self._catalogue.server.rows(lag.state.name, since_ns=time_ns, entries_max=1).body
+        )
 
-    def _entry_bytes(self, lag: Lag) -> float:
+    def _entry_bytes(self, lag: StreamBacklog) -> float:
         segments = self._catalogue.segments(lag.state.name, lag.start.entry, lag.target.entry)
         rows = sum(info.rows for _, info in segments)
         if rows:
@@ -98,15 +102,15 @@ class Limiter:
         return max(1.0, rows_read.column("payload").nbytes / max(1, rows_read.num_rows))
 
 
-class _Entry(NamedTuple):
+class _EntryPosition(NamedTuple):
     entry: int
     epoch: int
     time_ns: int
 
 
-def _first(body: bytes) -> _Entry:
+def _read_first_entry(body: bytes) -> _EntryPosition:
     rows = pa.ipc.open_stream(body).read_next_batch()
     micros: int = rows.column("append_time")[0].value
     below: int = rows.column("append_ns")[0].as_py()
     entry, epoch = rows.column("entry")[0].as_py(), rows.column("epoch")[0].as_py()
-    return _Entry(entry, epoch, micros * 1000 + below)
+    return _EntryPosition(entry, epoch, micros * 1000 + below)

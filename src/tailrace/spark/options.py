@@ -35,7 +35,7 @@ class OptionError(ValueError):
     """An option that cannot be. The message names it and says what would do."""
 
 
-def refuse(message: str) -> NoReturn:
+def raise_option_error(message: str) -> NoReturn:
     raise OptionError(message)
 
 
@@ -77,7 +77,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     whole_streams: bool = False
 
 
-class Options:
+class OptionReader:
     """Looks options up without regard to case, which is what Spark's own sources do."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
@@ -93,7 +93,7 @@ class Options:
         if value is None:
             return default
         if value.lower() not in ("true", "false"):
-            refuse(f"{name} is true or false, not {value!r}")
+            raise_option_error(f"{name} is true or false, not {value!r}")
         return value.lower() == "true"
 
     def count(self, name: str, least: int = 1) -> int | None:
@@ -101,7 +101,7 @@ class Options:
         if value is None:
             return None
         if not value.isascii() or not value.isdigit() or int(value) < least:
-            refuse(f"{name} is a whole number from {least} on, not {value!r}")
+            raise_option_error(f"{name} is a whole number from {least} on, not {value!r}")
         return int(value)
 
     def seconds(self, name: str, default: float) -> float:
@@ -113,7 +113,7 @@ class Options:
         except ValueError:
             seconds = 0.0
         if not 0 < seconds < 86_400:
-            refuse(f"{name} is a number of seconds, not {value!r}")
+            raise_option_error(f"{name} is a number of seconds, not {value!r}")
         return seconds
 
     def one_of(self, name: str, allowed: tuple[str, ...]) -> str | None:
@@ -121,7 +121,7 @@ class Options:
         if value is None:
             return None
         if value.lower() not in allowed:
-            refuse(f"{name} is one of {', '.join(allowed)}, not {value!r}")
+            raise_option_error(f"{name} is one of {', '.join(allowed)}, not {value!r}")
         return value.lower()
 
     def check_names(self, known: tuple[str, ...]) -> None:
@@ -129,15 +129,15 @@ class Options:
         lower = {name.lower() for name in known}
         strange = sorted(name for name in self._given if name not in lower)
         if strange:
-            refuse(f"unknown option {', '.join(strange)}; there are {', '.join(sorted(known))}")
+            raise_option_error(f"unknown option {', '.join(strange)}; there are {', '.join(sorted(known))}")
 
 
-def connection_of(options: Options) -> Connection:
+def parse_connection(options: OptionReader) -> Connection:
     endpoint = options.get("endpoint") or os.environ.get("TAILRACE_ENDPOINT") or ENDPOINT_DEFAULT
     if not endpoint.startswith(("http://", "https://")):
-        refuse(f"endpoint is a URL such as {ENDPOINT_DEFAULT}, not {endpoint!r}")
+        raise_option_error(f"endpoint is a URL such as {ENDPOINT_DEFAULT}, not {endpoint!r}")
     if options.get("token") and options.get("tokenFile"):
-        refuse("token and tokenFile exclude each other")
+        raise_option_error("token and tokenFile exclude each other")
     return Connection(
         endpoint=endpoint.rstrip("/"),
         token=options.get("token"),
@@ -149,27 +149,29 @@ def connection_of(options: Options) -> Connection:
     )
 
 
-def read_options(given: Mapping[str, str], *, streaming: bool) -> ReadOptions:
-    options = Options(given)
+def parse_read_options(given: Mapping[str, str], *, streaming: bool) -> ReadOptions:
+    options = OptionReader(given)
     options.check_names(READ_OPTIONS)
-    streams, pattern = _which(options)
-    starting, starting_ns = _bound(options, "starting", ("earliest", "latest"))
-    ending, ending_ns = _bound(options, "ending", ("latest",))
+    streams, pattern = _parse_streams(options)
+    starting, starting_ns = _parse_bound(options, "starting", ("earliest", "latest"))
+    ending, ending_ns = _parse_bound(options, "ending", ("latest",))
     if streaming and (ending is not None or ending_ns is not None):
-        refuse("a streaming query has no end; endingOffsets and endingTimestamp are for batch reads")
+        raise_option_error(
+            "a streaming query has no end; endingOffsets and endingTimestamp are for batch reads"
+        )
     rows, size = options.count("maxOffsetsPerTrigger"), options.count("maxBytesPerTrigger")
     if rows is not None and size is not None:
-        refuse("maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other")
+        raise_option_error("maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other")
     if not streaming and (rows or size):
-        refuse("maxOffsetsPerTrigger and maxBytesPerTrigger are for streaming queries")
+        raise_option_error("maxOffsetsPerTrigger and maxBytesPerTrigger are for streaming queries")
     whole = options.flag("wholeStreams")
     if whole and options.count("minPartitions"):
-        refuse("wholeStreams and minPartitions exclude each other")
+        raise_option_error("wholeStreams and minPartitions exclude each other")
     for positions in (starting, ending):
         if isinstance(positions, dict) and streams and (strange := set(positions) - set(streams)):
-            refuse(f"offsets are given for {', '.join(sorted(strange))}, which is not read")
+            raise_option_error(f"offsets are given for {', '.join(sorted(strange))}, which is not read")
     return ReadOptions(
-        connection=connection_of(options),
+        connection=parse_connection(options),
         streams=streams,
         pattern=pattern,
         starting=starting,
@@ -192,45 +194,49 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> ReadOptions:
     )
 
 
-def _which(options: Options) -> tuple[tuple[str, ...], str | None]:
+def _parse_streams(options: OptionReader) -> tuple[tuple[str, ...], str | None]:
     """The streams that are read: names, or a glob."""
     names, path, pattern = options.get("stream"), options.get("path"), options.get("streamPattern")
     if names and path:
-        refuse("stream and load(...) name the streams twice; use one of them")
+        raise_option_error("stream and load(...) name the streams twice; use one of them")
     names = names or path
     if (names is None) == (pattern is None):
-        refuse("exactly one of stream and streamPattern says what to read")
+        raise_option_error("exactly one of stream and streamPattern says what to read")
     if pattern is not None:
         return (), pattern.strip()
     assert names is not None
     streams = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not streams:
-        refuse("stream names no stream")
+        raise_option_error("stream names no stream")
     if len(streams) > STREAMS_MAX:
-        refuse(f"{len(streams)} streams are more than the {STREAMS_MAX} that one read may have")
+        raise_option_error(f"{len(streams)} streams are more than the {STREAMS_MAX} that one read may have")
     return streams, None
 
 
-def _bound(options: Options, which: str, words: tuple[str, ...]) -> tuple[Positions | None, int | None]:
+def _parse_bound(
+    options: OptionReader, which: str, words: tuple[str, ...]
+) -> tuple[Positions | None, int | None]:
     """One end of what is read: offsets, or a time."""
     offsets, instant = options.get(f"{which}Offsets"), options.get(f"{which}Timestamp")
     if offsets is not None and instant is not None:
-        refuse(f"{which}Offsets and {which}Timestamp exclude each other")
+        raise_option_error(f"{which}Offsets and {which}Timestamp exclude each other")
     if instant is not None:
-        return None, _instant_ns(f"{which}Timestamp", instant.strip())
+        return None, _parse_instant_ns(f"{which}Timestamp", instant.strip())
     if offsets is None or offsets.strip().lower() in words:
         return None if offsets is None else offsets.strip().lower(), None
     try:
         positions: Any = msgspec.json.decode(offsets, type=dict[str, str])
     except msgspec.MsgspecError:
-        refuse(f'{which}Offsets is {" or ".join(words)}, or JSON such as {{"events": "<offset>"}}')
+        raise_option_error(
+            f'{which}Offsets is {" or ".join(words)}, or JSON such as {{"events": "<offset>"}}'
+        )
     return positions, None
 
 
-def _instant_ns(name: str, text: str) -> int:
+def _parse_instant_ns(name: str, text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 16:
         return int(text) * 1_000_000  # Unix milliseconds, as Spark's other sources take them
     instant_ns = parse_rfc3339_ns(text)
     if instant_ns is None:
-        refuse(f"{name} is RFC 3339 or Unix milliseconds, not {text!r}")
+        raise_option_error(f"{name} is RFC 3339 or Unix milliseconds, not {text!r}")
     return instant_ns

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from pyspark.sql.datasource import InputPartition
 
-from tailrace.spark.catalogue import Catalogue, SealedSegment, StreamState, Versions
-from tailrace.spark.columns import About
+from tailrace.spark.catalogue import SchemaVersions, SealedSegment, StreamCatalogue, StreamState
+from tailrace.spark.columns import StreamMetadata
 from tailrace.spark.segment_objects import row_group_ends
 from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
 from tailrace.storage.segments.model import CorruptSegmentError
@@ -22,7 +22,7 @@ from tailrace.storage.segments.model import CorruptSegmentError
 PARTITION_BYTES = 16 << 20  # of payload, up to which small segments share a task
 
 
-class Range(NamedTuple):
+class StreamRange(NamedTuple):
     """Entries `after + 1` to `upto` of a stream."""
 
     state: StreamState
@@ -30,7 +30,7 @@ class Range(NamedTuple):
     upto: int
 
 
-class Piece(NamedTuple):
+class RangeSlice(NamedTuple):
     """Entries `after + 1` to `upto`: of an object, or of the server if there is none."""
 
     after: int
@@ -53,7 +53,9 @@ class Piece(NamedTuple):
 class StreamPartition(InputPartition):
     """What one task reads."""
 
-    def __init__(self, about: About, pieces: Sequence[Piece], epoch: int, registry: bytes | None) -> None:
+    def __init__(
+        self, about: StreamMetadata, pieces: Sequence[RangeSlice], epoch: int, registry: bytes | None
+    ) -> None:
         self.about = about
         self.pieces = tuple(pieces)
         self.epoch = epoch
@@ -64,12 +66,12 @@ class StreamPartition(InputPartition):
         return f"StreamPartition({self.about.stream!r}, entries {first} to {last})"
 
 
-class Planner:
+class PartitionPlanner:
     """Makes partitions of ranges. `sealed_min` is how long a range has to be for a look at its segments."""
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        catalogue: StreamCatalogue,
         *,
         sealed_min: int,
         partitions_min: int,
@@ -82,7 +84,9 @@ class Planner:
         self._keyed = keyed
         self._whole_streams = whole_streams
 
-    def partitions(self, ranges: Sequence[Range], *, with_versions: bool = False) -> list[StreamPartition]:
+    def partitions(
+        self, ranges: Sequence[StreamRange], *, with_versions: bool = False
+    ) -> list[StreamPartition]:
         planned: list[StreamPartition] = []
         wanted = [one for one in ranges if one.upto > one.after]
         total = sum(one.upto - one.after for one in wanted)
@@ -92,7 +96,7 @@ class Planner:
             planned += self._of_stream(one, share, with_versions)
         return planned
 
-    def _of_stream(self, one: Range, partitions_min: int, with_versions: bool) -> list[StreamPartition]:
+    def _of_stream(self, one: StreamRange, partitions_min: int, with_versions: bool) -> list[StreamPartition]:
         state, epoch = one.state, one.state.tail.epoch
         sealed: list[SealedSegment] = []
         store = None
@@ -100,43 +104,47 @@ class Planner:
         if not self._keyed and one.upto - one.after >= max(1, self._sealed_min):
             store = self._catalogue.store_of(state.name)
             sealed = [] if store is None else self._catalogue.segments(state.name, one.after, one.upto)
-        versions = self._catalogue.versions(state) if sealed or with_versions else Versions()
-        pieces = pieces_of(one, store or "", sealed)
-        groups = [pieces] if self._whole_streams else _packed(pieces)
+        versions = self._catalogue.versions(state) if sealed or with_versions else SchemaVersions()
+        pieces = slice_range(one, store or "", sealed)
+        groups = [pieces] if self._whole_streams else _pack_slices(pieces)
         if len(groups) < partitions_min and not self._keyed:
-            groups = [[piece] for piece in _split(pieces, partitions_min)]
-        about = About(state.name, state.content_type, versions.firsts)
+            groups = [[piece] for piece in _split_slices(pieces, partitions_min)]
+        about = StreamMetadata(state.name, state.content_type, versions.firsts)
         return [
-            StreamPartition(about, group, epoch, versions.registry if _promoted(group, versions) else None)
+            StreamPartition(
+                about, group, epoch, versions.registry if _needs_promotion(group, versions) else None
+            )
             for group in groups
         ]
 
 
-def _promoted(group: Sequence[Piece], versions: Versions) -> bool:
+def _needs_promotion(group: Sequence[RangeSlice], versions: SchemaVersions) -> bool:
     return any(piece.sealed and versions.promotes_behind(piece.after) for piece in group)
 
 
-def pieces_of(one: Range, store: str, sealed: Sequence[SealedSegment]) -> list[Piece]:
+def slice_range(one: StreamRange, store: str, sealed: Sequence[SealedSegment]) -> list[RangeSlice]:
     """The range without a gap and without an overlap: segments where there are, the server in between."""
-    pieces: list[Piece] = []
+    pieces: list[RangeSlice] = []
     at, epoch = one.after, one.state.tail.epoch
     for prefix, info in sealed:
         first, last = max(at, info.first - 1), min(one.upto, info.last)
         if last <= first:
             continue
         if first > at:
-            pieces.append(Piece(at, first, epoch))
+            pieces.append(RangeSlice(at, first, epoch))
         payload_bytes = info.payload_bytes * (last - first) // max(1, info.rows)
-        pieces.append(Piece(first, last, info.epoch, store, prefix + info.key, info.bytes, payload_bytes))
+        pieces.append(
+            RangeSlice(first, last, info.epoch, store, prefix + info.key, info.bytes, payload_bytes)
+        )
         at = last
     if at < one.upto:
-        pieces.append(Piece(at, one.upto, epoch))
+        pieces.append(RangeSlice(at, one.upto, epoch))
     return pieces
 
 
-def _packed(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _pack_slices(pieces: Sequence[RangeSlice]) -> list[list[RangeSlice]]:
     """One partition for each segment, but neighbours that are small share one."""
-    groups: list[list[Piece]] = []
+    groups: list[list[RangeSlice]] = []
     size = 0
     for piece in pieces:
         together = groups and piece.sealed and groups[-1][-1].sealed
@@ -149,23 +157,23 @@ def _packed(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return groups
 
 
-def _split(pieces: Sequence[Piece], parts_min: int) -> list[Piece]:
+def _split_slices(pieces: Sequence[RangeSlice], parts_min: int) -> list[RangeSlice]:
     """At least so many pieces, where that is possible: segments are cut between row groups only."""
     total = sum(piece.entries for piece in pieces)
-    found: list[Piece] = []
+    found: list[RangeSlice] = []
     for piece in pieces:
         parts = -(-parts_min * piece.entries // total)
         if parts <= 1:
             found.append(piece)
         elif piece.sealed:
-            found += _cut(piece, _group_cuts(piece, parts))
+            found += _cut_slice(piece, _row_group_cuts(piece, parts))
         else:
             step = -(-piece.entries // parts)
-            found += _cut(piece, list(range(piece.after + step, piece.upto, step)))
+            found += _cut_slice(piece, list(range(piece.after + step, piece.upto, step)))
     return found
 
 
-def _cut(piece: Piece, cuts: Sequence[int]) -> list[Piece]:
+def _cut_slice(piece: RangeSlice, cuts: Sequence[int]) -> list[RangeSlice]:
     edges = [piece.after, *cuts, piece.upto]
     return [
         piece._replace(
@@ -175,7 +183,7 @@ def _cut(piece: Piece, cuts: Sequence[int]) -> list[Piece]:
     ]
 
 
-def _group_cuts(piece: Piece, parts: int) -> list[int]:
+def _row_group_cuts(piece: RangeSlice, parts: int) -> list[int]:
     """The last entries of row groups at which a segment falls into about so many parts."""
 
     async def fetch() -> list[int]:

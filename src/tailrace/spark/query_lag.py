@@ -9,8 +9,8 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
-from tailrace.spark.options import Options, connection_of
-from tailrace.spark.server_client import Server
+from tailrace.spark.options import OptionReader, parse_connection
+from tailrace.spark.server_client import ServerClient
 from tailrace.storage.segments.parquet import pa
 
 
@@ -29,21 +29,21 @@ def lag(progress: Any, **options: str) -> dict[str, StreamLag]:
     """
     behind: dict[str, tuple[str, int]] = {}
     for source in progress.sources:
-        ends, tails = _offsets(source.endOffset), _offsets(source.latestOffset)
+        ends, tails = _decode_offsets(source.endOffset), _decode_offsets(source.latestOffset)
         for name, tail in tails.items():
             end = ends.get(name, offsets.START_OFFSET)
             behind[name] = end, max(0, offsets.parse_offset(tail)[1] - offsets.parse_offset(end)[1])
-    server = Server(connection_of(Options(options)))
+    server = ServerClient(parse_connection(OptionReader(options)))
     try:
         return {
-            name: StreamLag(entries, _waiting_s(server, name, end) if entries else 0.0)
+            name: StreamLag(entries, _oldest_entry_age_s(server, name, end) if entries else 0.0)
             for name, (end, entries) in behind.items()
         }
     finally:
         server.close()
 
 
-def _offsets(text: str | None) -> dict[str, str]:
+def _decode_offsets(text: str | None) -> dict[str, str]:
     """The offsets of one of our sources; nothing for a source of another kind."""
     try:
         found = msgspec.json.decode(text or "{}", type=dict[str, str])
@@ -55,7 +55,7 @@ def _offsets(text: str | None) -> dict[str, str]:
     return {name: offset for name, offset in found.items() if not name.startswith("/")}
 
 
-def _waiting_s(server: Server, name: str, end: str) -> float:
+def _oldest_entry_age_s(server: ServerClient, name: str, end: str) -> float:
     page = server.rows(name, offset=end, entries_max=1)
     rows = pa.ipc.open_stream(page.body).read_next_batch()
     if not rows.num_rows:

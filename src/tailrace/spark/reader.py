@@ -9,13 +9,13 @@ import msgspec
 from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 from pyspark.sql.types import StructType
 
-from tailrace.spark.catalogue import Catalogue, StreamState
+from tailrace.spark.catalogue import StreamCatalogue, StreamState
 from tailrace.spark.columns import check_schema
-from tailrace.spark.filters import RowFilter, condition_of
+from tailrace.spark.filters import RowFilter, to_condition
 from tailrace.spark.options import OptionError, ReadOptions
-from tailrace.spark.partitions import Planner, Range, StreamPartition
+from tailrace.spark.partitions import PartitionPlanner, StreamPartition, StreamRange
 from tailrace.spark.reading import PartitionReader
-from tailrace.spark.starts import Starts
+from tailrace.spark.starts import PositionResolver
 
 TIME_US_MAX = 2**63 // 1000 - 1  # beyond, a time has no nanoseconds in 64 bits
 
@@ -31,15 +31,15 @@ class BatchReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         options = self._options
-        catalogue = Catalogue(options)
+        catalogue = StreamCatalogue(options)
         states = catalogue.states()
         missing = [name for name in options.streams if name not in states]
         if missing:
             raise OptionError(f"there is no stream {', '.join(missing)} at {options.connection.endpoint}")
         wanted = [state for state in states.values() if self._filter.wants_stream(state.name)]
-        starts = Starts(catalogue, options)
+        starts = PositionResolver(catalogue, options)
         ranges = [self._range(starts, state) for state in wanted]
-        planner = Planner(
+        planner = PartitionPlanner(
             catalogue,
             sealed_min=options.sealed_entries_min,
             partitions_min=options.partitions_min,
@@ -48,7 +48,7 @@ class BatchReader(DataSourceReader):
         )
         return planner.partitions(ranges, with_versions="headers" in self._schema.fieldNames())
 
-    def _range(self, starts: Starts, state: StreamState) -> Range:
+    def _range(self, starts: PositionResolver, state: StreamState) -> StreamRange:
         start = starts.checked(state, starts.starting(state, "earliest"))
         end = min(state.tail, starts.ending(state))
         after, upto = start.entry, end.entry
@@ -59,7 +59,7 @@ class BatchReader(DataSourceReader):
             after = max(after, starts.at_time(state, times.low * 1000).entry)
         if after < upto and 0 <= times.high < TIME_US_MAX:
             upto = min(upto, starts.at_time(state, (times.high + 1) * 1000).entry)
-        return Range(state, after, max(after, upto))
+        return StreamRange(state, after, max(after, upto))
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         if not isinstance(partition, StreamPartition):
@@ -75,7 +75,7 @@ class FilteringReader(BatchReader):
         conditions = list(self._filter.conditions)
         back: list[Filter] = []
         for given in filters:
-            condition = condition_of(given)
+            condition = to_condition(given)
             if condition is None:
                 back.append(given)
             else:

@@ -12,9 +12,9 @@ from tailrace.client.errors import ClientError
 from tailrace.protocol import offsets
 from tailrace.spark.columns import Projection
 from tailrace.spark.options import ReadOptions
-from tailrace.spark.partitions import Piece, StreamPartition
-from tailrace.spark.segment_objects import BATCH_ROWS, batches_of, segment_objects
-from tailrace.spark.server_client import Server, is_gone, server_of
+from tailrace.spark.partitions import RangeSlice, StreamPartition
+from tailrace.spark.segment_objects import BATCH_ROWS, batch_tables, shared_segment_store
+from tailrace.spark.server_client import ServerClient, is_gone, shared_client
 from tailrace.storage.object_store.interface import ObjectStoreError
 from tailrace.storage.segments.parquet import STRING, pa, pc
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tailrace.spark")
 
-QUERY_ID = "sql.streaming.queryId"
+QUERY_ID_PROPERTY = "sql.streaming.queryId"
 
 
 class DataLossError(RuntimeError):
@@ -35,11 +35,11 @@ class DataLossError(RuntimeError):
         super().__init__(f"stream {stream}: {what}; set failOnDataLoss to false to go on with what there is")
 
 
-def task_server(options: ReadOptions) -> Server:
+def task_client(options: ReadOptions) -> ServerClient:
     """The server of this process, told apart in its logs by the query that asks."""
     context = TaskContext.get()
-    query = None if context is None else context.getLocalProperty(QUERY_ID)
-    return server_of(options.connection, f"query/{query}" if query else "")
+    query = None if context is None else context.getLocalProperty(QUERY_ID_PROPERTY)
+    return shared_client(options.connection, f"query/{query}" if query else "")
 
 
 class PartitionReader:
@@ -56,8 +56,8 @@ class PartitionReader:
         self._partition = partition
         self._projection = Projection(schema, partition.about)
         self._filter = row_filter
-        self._server = task_server(options)
-        self._promoter = _promoter_of(partition.registry)
+        self._server = task_client(options)
+        self._promoter = _build_promoter(partition.registry)
 
     def batches(self) -> Iterator[Any]:
         for piece in self._partition.pieces:
@@ -68,7 +68,7 @@ class PartitionReader:
 
     # -- objects ---------------------------------------------------------------------------------------
 
-    def _sealed(self, piece: Piece) -> Iterator[Any]:
+    def _sealed(self, piece: RangeSlice) -> Iterator[Any]:
         """A piece of a segment; what the store cannot give, the server can."""
         at = piece.after
         try:
@@ -79,8 +79,8 @@ class PartitionReader:
             logger.warning("%s is read through the server: %s", piece.object, error)
             yield from self._served(at, piece.upto)
 
-    def _from_object(self, piece: Piece) -> Iterator[Any]:
-        objects = segment_objects(piece.store)
+    def _from_object(self, piece: RangeSlice) -> Iterator[Any]:
+        objects = shared_segment_store(piece.store)
         footer = objects.footer(piece.object, piece.object_bytes)
         indices = list(range(footer.find(piece.after + 1), footer.find(piece.upto) + 1))
         if self._filter is not None:
@@ -92,7 +92,7 @@ class PartitionReader:
             columns.append("payload")
         bytes_max = self._options.connection.fetch_bytes
         tables = objects.tables(piece.object, footer, indices, columns, bytes_max)
-        for rows in batches_of(tables, piece.after, piece.upto, piece.epoch, columns, bytes_max):
+        for rows in batch_tables(tables, piece.after, piece.upto, piece.epoch, columns, bytes_max):
             yield self._promoted(rows)
 
     def _promoted(self, rows: Any) -> Any:
@@ -154,7 +154,7 @@ class PartitionReader:
         return following
 
 
-def _promoter_of(registry: bytes | None) -> Any:
+def _build_promoter(registry: bytes | None) -> Any:
     if registry is None:
         return None
     from tailrace.schema.registry import Promoter, read_registry

@@ -11,11 +11,11 @@ from tailrace.storage.segments.model import FOOTER_GUESS_BYTES
 from tailrace.storage.segments.parquet import BINARY, INT64, integer_scalar, pa
 from tailrace.storage.segments.reader import Footer, find_tail, pack_tail, read_tables
 
-STORES_KEPT = 4
+SEGMENT_STORES_MAX = 4
 BATCH_ROWS = 4096
 
 
-class SegmentObjects:
+class SegmentStore:
     """The objects of one store, as blocking reads. One per process; never pickled."""
 
     def __init__(self, url: str) -> None:
@@ -27,7 +27,7 @@ class SegmentObjects:
         self._steps.close()
 
     def footer(self, key: str, size: int) -> Footer:
-        return self._steps.run(_footer(self._objects, key, size))
+        return self._steps.run(_read_footer(self._objects, key, size))
 
     def tables(
         self, key: str, footer: Footer, indices: Sequence[int], columns: Sequence[str], bytes_max: int
@@ -43,20 +43,20 @@ class SegmentObjects:
             at += len(run)
 
 
-STORES: ProcessCache[str, SegmentObjects] = ProcessCache(SegmentObjects, STORES_KEPT)
+SEGMENT_STORES: ProcessCache[str, SegmentStore] = ProcessCache(SegmentStore, SEGMENT_STORES_MAX)
 
 
-def segment_objects(url: str) -> SegmentObjects:
+def shared_segment_store(url: str) -> SegmentStore:
     """The store of this process: its threads and connections are kept from task to task."""
-    return STORES.get(url)
+    return SEGMENT_STORES.get(url)
 
 
 async def row_group_ends(objects: ObjectStore, key: str, size: int) -> list[int]:
     """The last entry of each row group of a segment."""
-    return [group.last for group in (await _footer(objects, key, size)).row_groups]
+    return [group.last for group in (await _read_footer(objects, key, size)).row_groups]
 
 
-async def _footer(objects: ObjectStore, key: str, size: int) -> Footer:
+async def _read_footer(objects: ObjectStore, key: str, size: int) -> Footer:
     start = max(0, size - FOOTER_GUESS_BYTES)
     while True:
         found = find_tail(await objects.get_range(key, start, size), size)
@@ -65,27 +65,27 @@ async def _footer(objects: ObjectStore, key: str, size: int) -> Footer:
         start = found
 
 
-def batches_of(
+def batch_tables(
     tables: Iterator[Any], after: int, upto: int, epoch: int, columns: Sequence[str], bytes_max: int
 ) -> Iterator[Any]:
     """The rows of a range as batches of some size, with the columns that all rows have."""
     kept: list[Any] = []
     rows = size = 0
     for table in tables:
-        table = _within(table, after, upto)
+        table = _slice_entries(table, after, upto)
         if not table.num_rows:
             continue
         if kept and (rows + table.num_rows > BATCH_ROWS or size + table.nbytes > bytes_max):
-            yield _batch(kept, epoch, columns)
+            yield _build_batch(kept, epoch, columns)
             kept, rows, size = [], 0, 0
         kept.append(table)
         rows += table.num_rows
         size += table.nbytes
     if kept:
-        yield _batch(kept, epoch, columns)
+        yield _build_batch(kept, epoch, columns)
 
 
-def _within(table: Any, after: int, upto: int) -> Any:
+def _slice_entries(table: Any, after: int, upto: int) -> Any:
     """Entries are consecutive within a row group, so a range of them is a slice."""
     count: int = table.num_rows
     first: int = table.column("entry")[0].as_py()
@@ -93,14 +93,14 @@ def _within(table: Any, after: int, upto: int) -> Any:
     return table.slice(begin, max(0, end - begin)) if begin or end < count else table
 
 
-def _batch(tables: Sequence[Any], epoch: int, columns: Sequence[str]) -> Any:
+def _build_batch(tables: Sequence[Any], epoch: int, columns: Sequence[str]) -> Any:
     count = sum(table.num_rows for table in tables)
-    arrays = [_joined([_chunks(table, name) for table in tables]) for name in columns]
+    arrays = [_concat_arrays([_column_array(table, name) for table in tables]) for name in columns]
     arrays.append(pa.repeat(integer_scalar(INT64, epoch), count))
     return pa.RecordBatch.from_arrays(arrays, names=[*columns, "epoch"])
 
 
-def _chunks(table: Any, name: str) -> Any:
+def _column_array(table: Any, name: str) -> Any:
     if name == "key" and "key" not in table.column_names:
         return pa.nulls(table.num_rows, BINARY)
     column = table.column(name)
@@ -109,5 +109,5 @@ def _chunks(table: Any, name: str) -> Any:
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
-def _joined(arrays: Sequence[Any]) -> Any:
+def _concat_arrays(arrays: Sequence[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)

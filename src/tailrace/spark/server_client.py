@@ -21,8 +21,8 @@ from tailrace.spark.options import Connection
 from tailrace.spark.process_cache import ProcessCache
 
 LIST_PAGE = 1000
-SERVERS_KEPT = 8
-NO_SUCH_STREAM = (404, 410)
+CLIENTS_MAX = 8
+MISSING_STREAM_STATUSES = (404, 410)
 
 
 class RowPage(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class RowPage(msgspec.Struct, frozen=True):
     up_to_date: bool
 
 
-class PlannedStream(msgspec.Struct, frozen=True):
+class StreamLocation(msgspec.Struct, frozen=True):
     """What the server says of a stream's place in the object store."""
 
     stream_id: str
@@ -55,7 +55,7 @@ class _Plan(msgspec.Struct):
 _plan_decoder = msgspec.json.Decoder(_Plan)
 
 
-class Server:
+class ServerClient:
     """Requests to one server. Safe to share between the threads of a process; never pickled."""
 
     def __init__(self, connection: Connection, about: str = "") -> None:
@@ -72,7 +72,7 @@ class Server:
         )
         settings = transport.make_settings(
             connection.endpoint,
-            token=_token_of(connection),
+            token=_token_source(connection),
             timeout_s=connection.timeout_s,
             connect_timeout_s=min(connection.timeout_s, 10.0),
             retries=self._retries,
@@ -90,7 +90,7 @@ class Server:
     def head(self, name: str) -> StreamInfo | None:
         """What is known of a stream; None if there is none of that name."""
         answer = self.send(wire.head(name))
-        if answer.status in NO_SUCH_STREAM:
+        if answer.status in MISSING_STREAM_STATUSES:
             return None
         wire.check_status(answer, 200)
         return wire.parse_info(name, answer)
@@ -116,12 +116,12 @@ class Server:
     def registry(self, name: str) -> bytes | None:
         """The stream's schemas and lenses as the server has them; None if it never had any."""
         answer = self.send(wire.HttpRequest(method="GET", path=f"{wire.stream_path(name)}/_schema"))
-        if answer.status in NO_SUCH_STREAM:
+        if answer.status in MISSING_STREAM_STATUSES:
             return None
         wire.check_status(answer, 200)
         return answer.body
 
-    def place(self, name: str) -> tuple[str, PlannedStream] | None:
+    def place(self, name: str) -> tuple[str, StreamLocation] | None:
         """The object store's URL and the stream's folder in it; None if the server does not tell us.
 
         It tells whoever may manage it. Everybody else reads the same entries from the server itself.
@@ -132,7 +132,7 @@ class Server:
             return None
         plan = _plan_decoder.decode(answer.body)
         found = next((one for one in plan.streams if one.stream == name), None)
-        return None if found is None else (plan.store, PlannedStream(found.stream_id, found.earliest))
+        return None if found is None else (plan.store, StreamLocation(found.stream_id, found.earliest))
 
     # -- entries ---------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Server:
         return msgspec.json.decode(answer.body)
 
 
-def _token_of(connection: Connection) -> Any:
+def _token_source(connection: Connection) -> Any:
     """A token, or how to get it: a file is read anew for each request, because tokens are replaced."""
     if connection.token_file is not None:
         path = Path(connection.token_file)
@@ -194,14 +194,16 @@ def _token_of(connection: Connection) -> Any:
     return connection.token
 
 
-SERVERS: ProcessCache[tuple[Connection, str], Server] = ProcessCache(lambda key: Server(*key), SERVERS_KEPT)
+CLIENTS: ProcessCache[tuple[Connection, str], ServerClient] = ProcessCache(
+    lambda key: ServerClient(*key), CLIENTS_MAX
+)
 
 
-def server_of(connection: Connection, about: str = "") -> Server:
+def shared_client(connection: Connection, about: str = "") -> ServerClient:
     """The server of this process: connections are kept from task to task."""
-    return SERVERS.get((connection, about))
+    return CLIENTS.get((connection, about))
 
 
 def is_gone(error: ClientError) -> bool:
     """Whether entries that were asked for are not there any more."""
-    return error.status in NO_SUCH_STREAM
+    return error.status in MISSING_STREAM_STATUSES

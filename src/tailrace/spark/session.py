@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-RETRIES: Final = 4  # of a task; plain local mode never tries again
+TASK_RETRIES: Final = 4  # of a task; plain local mode never tries again
 HEAP_BYTES: Final = 1 << 30
 DATA_BATCH_ROWS: Final = 4096
 
@@ -50,22 +50,22 @@ SETTINGS: Final[Mapping[str, str]] = {
     "spark.speculation": "false",
 }
 # Whoever changes these gets other results.
-FIXED: Final = frozenset({"spark.sql.session.timeZone", "spark.sql.ansi.enabled"})
+FIXED_SETTINGS: Final = frozenset({"spark.sql.session.timeZone", "spark.sql.ansi.enabled"})
 
-_LOCAL: Final = re.compile(r"local(?:\[(\*|\d+)\])?")
+_LOCAL_MASTER: Final = re.compile(r"local(?:\[(\*|\d+)\])?")
 
 
-def master_of(text: str) -> str:
+def normalize_master(text: str) -> str:
     """`local[N]` with retries; anything else as it is."""
-    match = _LOCAL.fullmatch(text)
-    return text if match is None else f"local[{match[1] or '1'},{RETRIES}]"
+    match = _LOCAL_MASTER.fullmatch(text)
+    return text if match is None else f"local[{match[1] or '1'},{TASK_RETRIES}]"
 
 
 def is_local(master: str) -> bool:
     return master.startswith("local")
 
 
-def cores_of(master: str) -> int:
+def core_count(master: str) -> int:
     """How many tasks run at once, as far as the name of the master tells."""
     match = re.match(r"local\[(\*|\d+)", master)
     if match is None:
@@ -73,7 +73,7 @@ def cores_of(master: str) -> int:
     return (os.cpu_count() or 1) if match[1] == "*" else int(match[1])
 
 
-def settings_of(
+def build_settings(
     master: str,
     directory: Path,
     *,
@@ -83,7 +83,7 @@ def settings_of(
 ) -> dict[str, str]:
     """Every setting of a session. `extra` may override all but those that results depend on."""
     settings = dict(SETTINGS)
-    settings["spark.sql.shuffle.partitions"] = str(2 * cores_of(master))
+    settings["spark.sql.shuffle.partitions"] = str(2 * core_count(master))
     settings["spark.driver.memory"] = f"{heap_bytes >> 20}m"
     settings["spark.sql.warehouse.dir"] = str(directory / "warehouse")
     if is_local(master):
@@ -93,13 +93,13 @@ def settings_of(
     if ui:
         settings["spark.ui.enabled"] = "true"
     for name, value in (extra or {}).items():
-        if name in FIXED and value != SETTINGS[name]:
+        if name in FIXED_SETTINGS and value != SETTINGS[name]:
             raise ValueError(f"{name} cannot be changed: results depend on it")
         settings[name] = value
     return settings
 
 
-def extra_settings(text: str) -> dict[str, str]:
+def parse_extra_settings(text: str) -> dict[str, str]:
     """`k=v` pairs, separated by spaces or commas."""
     found: dict[str, str] = {}
     for pair in re.split(r"[,\s]+", text.strip()):
@@ -122,7 +122,7 @@ def open_session(
     """Starts Spark, which takes seconds and a gigabyte: once in the life of a process."""
     from pyspark.sql import SparkSession
 
-    settings = settings_of(master, directory, heap_bytes=heap_bytes, ui=ui, extra=extra)
+    settings = build_settings(master, directory, heap_bytes=heap_bytes, ui=ui, extra=extra)
     if is_local(master):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     # Driver and workers run the same Python, with the same packages.

@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 
 from tailrace.spark.sink_options import WriteOptions
-from tailrace.spark.sink_rows import SinkError, SinkRows, grouped
+from tailrace.spark.sink_rows import SinkError, SinkRows, group_by_code
 from tailrace.storage.segments.parquet import STRING, pa, pc
 
-_BEYOND = 1 << 40  # the end of every value
-_text = msgspec.json.Decoder(msgspec.Raw)
-_texts = msgspec.json.Decoder(list[msgspec.Raw])
+_VALUE_END = 1 << 40  # the end of every value
+_json_decoder = msgspec.json.Decoder(msgspec.Raw)
+_json_array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-class Append(NamedTuple):
+class SinkAppend(NamedTuple):
     """Rows that are sent together: one target, one key. `values` is a column of bytes."""
 
     stream: str
@@ -25,24 +25,24 @@ class Append(NamedTuple):
     values: Any
 
 
-def appends_of(
+def split_into_appends(
     rows: Iterator[SinkRows], options: WriteOptions, is_json: Callable[[str], bool]
-) -> Iterator[Append]:
+) -> Iterator[SinkAppend]:
     """A chunk has rows of one target up to the limits; inside it, rows with the same key go together.
 
     Chunks of a target follow one another as their rows did, wherever the columns they came in were cut.
     """
-    chunks: dict[str, _Chunk] = {}
+    chunks: dict[str, _AppendBuffer] = {}
     for some in rows:
         chunk = chunks.get(some.stream)
         if chunk is None:
-            chunk = chunks[some.stream] = _Chunk(some.stream, options, is_json(some.stream))
+            chunk = chunks[some.stream] = _AppendBuffer(some.stream, options, is_json(some.stream))
         yield from chunk.add(some)
     for chunk in chunks.values():
         yield from chunk.close()
 
 
-class _Chunk:
+class _AppendBuffer:
     """Rows of one target that wait until the next one does not fit."""
 
     def __init__(self, stream: str, options: WriteOptions, json: bool) -> None:
@@ -54,7 +54,7 @@ class _Chunk:
         self._rows = 0
         self._bytes = 0  # with a comma behind each row
 
-    def add(self, some: SinkRows) -> Iterator[Append]:
+    def add(self, some: SinkRows) -> Iterator[SinkAppend]:
         """Takes rows, and gives the appends that are full."""
         ends = value_ends(some.values)
         weights = ends + np.arange(1, len(ends) + 1)  # of all rows up to each one, with their commas
@@ -74,20 +74,20 @@ class _Chunk:
             if at < len(ends):
                 yield from self.close()
 
-    def close(self) -> Iterator[Append]:
+    def close(self) -> Iterator[SinkAppend]:
         if not self._kept:
             return
-        values = _joined([some.values for some in self._kept])
-        keys = _joined_keys(self._kept)
+        values = _concat_arrays([some.values for some in self._kept])
+        keys = _concat_keys(self._kept)
         self._kept, self._rows, self._bytes = [], 0, 0
         if self._json:
             check_json(self._stream, values)
         if keys is None:
-            yield Append(self._stream, None, values)
+            yield SinkAppend(self._stream, None, values)
             return
         found = keys.dictionary_encode(null_encoding="encode")
-        for key, indices in grouped(found.dictionary.to_pylist(), found.indices):
-            yield Append(self._stream, key, values.take(indices))
+        for key, indices in group_by_code(found.dictionary.to_pylist(), found.indices):
+            yield SinkAppend(self._stream, key, values.take(indices))
 
 
 def value_ends(values: Any) -> Any:
@@ -98,7 +98,7 @@ def value_ends(values: Any) -> Any:
 
 def json_array(values: Any) -> bytes:
     """JSON texts as one array, without a look at each of them."""
-    separated = pc.binary_replace_slice(values, _BEYOND, _BEYOND, b",")
+    separated = pc.binary_replace_slice(values, _VALUE_END, _VALUE_END, b",")
     _, positions, data = separated.buffers()
     at = np.frombuffer(positions, np.int32, len(separated) + 1, 4 * separated.offset)
     return b"".join((b"[", memoryview(data)[int(at[0]) : int(at[-1]) - 1], b"]"))
@@ -111,17 +111,17 @@ def check_json(stream: str, values: Any) -> None:
     since then nothing is left that could stand between two of them but the commas.
     """
     try:
-        found = _texts.decode(json_array(values))
+        found = _json_array_decoder.decode(json_array(values))
     except (msgspec.DecodeError, RecursionError):
         found = []
     if list(map(len, found)) != np.diff(value_ends(values), prepend=0).tolist():
         for value in values.to_pylist():
-            _check_one(stream, value)
+            _check_json_value(stream, value)
 
 
-def _check_one(stream: str, value: bytes) -> None:
+def _check_json_value(stream: str, value: bytes) -> None:
     try:
-        _text.decode(value)
+        _json_decoder.decode(value)
     except msgspec.DecodeError as error:
         shown = value[:60].decode(errors="replace")
         raise SinkError(
@@ -129,12 +129,14 @@ def _check_one(stream: str, value: bytes) -> None:
         ) from None
 
 
-def _joined_keys(kept: list[SinkRows]) -> Any:
+def _concat_keys(kept: list[SinkRows]) -> Any:
     """The keys of all rows; None if no row has one."""
     if all(some.keys is None for some in kept):
         return None
-    return _joined([pa.nulls(len(some.values), STRING) if some.keys is None else some.keys for some in kept])
+    return _concat_arrays(
+        [pa.nulls(len(some.values), STRING) if some.keys is None else some.keys for some in kept]
+    )
 
 
-def _joined(arrays: list[Any]) -> Any:
+def _concat_arrays(arrays: list[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)

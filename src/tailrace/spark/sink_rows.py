@@ -66,22 +66,26 @@ def check_columns(schema: StructType, options: WriteOptions) -> None:
         raise OptionError("the option stream, or a column stream, says where rows go")
 
 
-def rows_of(batches: Iterator[Any], options: WriteOptions) -> Iterator[SinkRows]:
+def to_sink_rows(batches: Iterator[Any], options: WriteOptions) -> Iterator[SinkRows]:
     """The rows of a partition as they come, those of each target together."""
     for batch in batches:
         if not batch.num_rows:
             continue
         names = batch.schema.names
-        values = _values(batch.column("value"))
-        rows = SinkRows(options.stream or "", _keys(batch.column("key")) if "key" in names else None, values)
-        by_stream = list(_by_stream(rows, batch.column("stream") if "stream" in names else None, options))
+        values = _encode_values(batch.column("value"))
+        rows = SinkRows(
+            options.stream or "", _encode_keys(batch.column("key")) if "key" in names else None, values
+        )
+        by_stream = list(
+            _split_by_stream(rows, batch.column("stream") if "stream" in names else None, options)
+        )
         for some in by_stream:
             if some.values.null_count:
                 raise SinkError(f"a row for stream {some.stream} has no value")
         yield from by_stream
 
 
-def _by_stream(rows: SinkRows, column: Any, options: WriteOptions) -> Iterator[SinkRows]:
+def _split_by_stream(rows: SinkRows, column: Any, options: WriteOptions) -> Iterator[SinkRows]:
     named = None if column is None else column.dictionary_encode(null_encoding="encode")
     given: list[str | None] = [None] if named is None else named.dictionary.to_pylist()
     streams = [one or options.stream for one in given]
@@ -90,12 +94,12 @@ def _by_stream(rows: SinkRows, column: Any, options: WriteOptions) -> Iterator[S
     if named is None or len(set(streams)) == 1:
         yield rows._replace(stream=str(streams[0]))
         return
-    for stream, indices in grouped(streams, named.indices):
+    for stream, indices in group_by_code(streams, named.indices):
         keys = None if rows.keys is None else rows.keys.take(indices)
         yield SinkRows(str(stream), keys, rows.values.take(indices))
 
 
-def grouped(names: Sequence[str | None], codes: Any) -> Iterator[tuple[str | None, Any]]:
+def group_by_code(names: Sequence[str | None], codes: Any) -> Iterator[tuple[str | None, Any]]:
     """Where the rows of each name are, names in the order of their first rows.
 
     The code of a row is the place of its name.
@@ -110,7 +114,7 @@ def grouped(names: Sequence[str | None], codes: Any) -> Iterator[tuple[str | Non
         start += count
 
 
-def _values(column: Any) -> Any:
+def _encode_values(column: Any) -> Any:
     if pa.types.is_struct(column.type):
         kind = column.type
         texts = [None if value is None else to_json(value, kind) for value in column.to_pylist()]
@@ -118,7 +122,7 @@ def _values(column: Any) -> Any:
     return column.cast(BINARY) if column.type != BINARY else column
 
 
-def _keys(column: Any) -> Any:
+def _encode_keys(column: Any) -> Any:
     """Keys travel in a header, as text. An empty one is none; None if there are no others."""
     try:
         keys = column.cast(STRING) if column.type != STRING else column
@@ -136,22 +140,22 @@ def _keys(column: Any) -> Any:
 
 def to_json(value: dict[str, Any], kind: Any) -> bytes:
     """A struct of this Arrow type as Spark's `to_json` writes it: fields without a value are left out."""
-    return msgspec.json.encode(_plain(value, kind))
+    return msgspec.json.encode(_to_json_value(value, kind))
 
 
-def _plain(value: Any, kind: Any) -> Any:
+def _to_json_value(value: Any, kind: Any) -> Any:
     if value is None:
         return None
     if pa.types.is_struct(kind):
-        fields = {name: _plain(one, kind.field(name).type) for name, one in value.items()}
+        fields = {name: _to_json_value(one, kind.field(name).type) for name, one in value.items()}
         return {name: one for name, one in fields.items() if one is not None}
     if pa.types.is_map(kind):
-        return {str(name): _plain(one, kind.item_type) for name, one in value}
+        return {str(name): _to_json_value(one, kind.item_type) for name, one in value}
     if pa.types.is_list(kind):
-        return [_plain(one, kind.value_type) for one in value]
+        return [_to_json_value(one, kind.value_type) for one in value]
     match value:
         case datetime():
-            return _instant(value)
+            return _format_timestamp(value)
         case date():
             return value.isoformat()
         case Decimal():
@@ -164,7 +168,7 @@ def _plain(value: Any, kind: Any) -> Any:
             return value
 
 
-def _instant(value: datetime) -> str:
+def _format_timestamp(value: datetime) -> str:
     if value.tzinfo is None:
         return value.isoformat(timespec="milliseconds")
     return value.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

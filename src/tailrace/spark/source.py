@@ -15,7 +15,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from tailrace.spark.options import OptionError, ReadOptions, read_options
+from tailrace.spark.options import OptionError, ReadOptions, parse_read_options
 
 
 class TailraceSource(DataSource):
@@ -29,44 +29,44 @@ class TailraceSource(DataSource):
         from tailrace.spark.columns import source_schema
 
         # Whether the read is a batch or a stream is not known here, and makes no difference.
-        options = read_options(self._without_bounds(), streaming=False)
-        return source_schema(options, value_format_of(options))
+        options = parse_read_options(self._without_bounds(), streaming=False)
+        return source_schema(options, resolve_value_format(options))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from tailrace.spark.reader import BatchReader, FilteringReader
 
-        options = read_options(self.options, streaming=False)
+        options = parse_read_options(self.options, streaming=False)
         return FilteringReader(options, schema) if options.pushdown else BatchReader(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         from tailrace.spark.stream_reader import StreamReader
 
-        return StreamReader(read_options(self.options, streaming=True), schema)
+        return StreamReader(parse_read_options(self.options, streaming=True), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from tailrace.spark.sink import BatchSink
-        from tailrace.spark.sink_options import write_options
+        from tailrace.spark.sink_options import parse_write_options
 
-        return BatchSink(write_options(self.options, streaming=False), schema, overwrite)
+        return BatchSink(parse_write_options(self.options, streaming=False), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         from tailrace.spark.sink import StreamSink
-        from tailrace.spark.sink_options import write_options
+        from tailrace.spark.sink_options import parse_write_options
 
-        return StreamSink(write_options(self.options, streaming=True), schema, overwrite)
+        return StreamSink(parse_write_options(self.options, streaming=True), schema, overwrite)
 
     def _without_bounds(self) -> dict[str, str]:
         limits = ("maxoffsetspertrigger", "maxbytespertrigger")
         return {name: value for name, value in self.options.items() if name.lower() not in limits}
 
 
-def value_format_of(options: ReadOptions) -> str:
+def resolve_value_format(options: ReadOptions) -> str:
     """What values look like: text if all streams are JSON, else bytes, unless it is asked for."""
     if options.value_format is not None:
         return options.value_format
-    from tailrace.spark.catalogue import Catalogue
+    from tailrace.spark.catalogue import StreamCatalogue
 
-    states = Catalogue(options).states()
+    states = StreamCatalogue(options).states()
     missing = [name for name in options.streams if name not in states]
     if missing:
         raise OptionError(f"there is no stream {', '.join(missing)} at {options.connection.endpoint}")

@@ -17,21 +17,21 @@ from pyspark.sql import functions as f
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.protocol import offsets
-from tailrace.spark.catalogue import Catalogue
-from tailrace.spark.columns import DEFAULT
+from tailrace.spark.catalogue import StreamCatalogue
+from tailrace.spark.columns import DEFAULT_COLUMNS
 from tailrace.spark.history import read_stream_history
-from tailrace.spark.options import OptionError, read_options
-from tailrace.spark.sql_catalogue import CATALOGUE, catalogue_frame
+from tailrace.spark.options import OptionError, parse_read_options
+from tailrace.spark.sql_catalogue import CATALOGUE_VIEWS, catalogue_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 VIEWS_MAX = 64  # in one statement
-_TYPES = {"string": "string", "integer": "bigint", "number": "double", "boolean": "boolean"}
+_SPARK_TYPES = {"string": "string", "integer": "bigint", "number": "double", "boolean": "boolean"}
 # What is quoted or a comment is left alone; a catalogue view gets the quotes that its dot needs.
-_TOKENS = re.compile(
+_SQL_TOKENS = re.compile(
     r"('(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"|`[^`]*`|--[^\n]*|/\*.*?\*/)"
-    rf"|\btailrace\.({'|'.join(CATALOGUE)})\b",
+    rf"|\btailrace\.({'|'.join(CATALOGUE_VIEWS)})\b",
     re.DOTALL | re.IGNORECASE,
 )
 
@@ -43,7 +43,7 @@ class AsOf(NamedTuple):
     time: str | None = None
 
 
-def as_of(text: str | None) -> AsOf:
+def parse_as_of(text: str | None) -> AsOf:
     if text is None:
         return AsOf()
     if parse_rfc3339_ns(text) is not None:
@@ -55,7 +55,7 @@ def as_of(text: str | None) -> AsOf:
         raise OptionError(message) from None
 
 
-class Shell:
+class SqlSession:
     """One session of SQL."""
 
     def __init__(self, spark: SparkSession, connection: dict[str, str], end: AsOf | None = None) -> None:
@@ -69,12 +69,12 @@ class Shell:
     def query(self, text: str) -> DataFrame:
         """The result of one statement, not yet computed."""
         self._forget()
-        text = _TOKENS.sub(lambda found: found[1] or f"`tailrace.{found[2].lower()}`", text)
+        text = _SQL_TOKENS.sub(lambda found: found[1] or f"`tailrace.{found[2].lower()}`", text)
         for _ in range(VIEWS_MAX):
             try:
                 return self._spark.sql(text)
             except AnalysisException as error:
-                name = missing_name(error)
+                name = missing_view_name(error)
                 if name is None or name in self._views or not self._register(name):
                     raise
         raise OptionError(f"a statement may name {VIEWS_MAX} streams")
@@ -86,7 +86,7 @@ class Shell:
 
     def _register(self, name: str) -> bool:
         """Makes the view that a statement needs; False if there is no such stream."""
-        if name.startswith("tailrace.") and name.removeprefix("tailrace.") in CATALOGUE:
+        if name.startswith("tailrace.") and name.removeprefix("tailrace.") in CATALOGUE_VIEWS:
             frame = catalogue_frame(self._spark, self._connection, name.removeprefix("tailrace."))
         else:
             frame = self._stream(name)
@@ -99,7 +99,7 @@ class Shell:
     def _stream(self, name: str) -> DataFrame | None:
         given = {**self._connection, "stream": name}
         try:
-            catalogue = Catalogue(read_options(given, streaming=False))
+            catalogue = StreamCatalogue(parse_read_options(given, streaming=False))
         except OptionError:
             return None
         state = catalogue.state(name)
@@ -112,13 +112,13 @@ class Shell:
         )
         if not state.json:
             return frame
-        typed = _typed(catalogue.versions(state).registry)
+        typed = _schema_columns(catalogue.versions(state).registry)
         return frame.withColumn("json", f.try_parse_json(f.col("value"))).select(
-            *DEFAULT, "json", *(column.alias(field) for field, column in typed.items())
+            *DEFAULT_COLUMNS, "json", *(column.alias(field) for field, column in typed.items())
         )
 
 
-def missing_name(error: AnalysisException) -> str | None:
+def missing_view_name(error: AnalysisException) -> str | None:
     """The name that Spark did not find, without the quotes; None if that was not the matter."""
     if error.getCondition() != "TABLE_OR_VIEW_NOT_FOUND":
         return None
@@ -128,32 +128,36 @@ def missing_name(error: AnalysisException) -> str | None:
     return "/".join(part.replace("``", "`") for part in parts) or None
 
 
-def _typed(registry: bytes | None) -> dict[str, Column]:
+def _schema_columns(registry: bytes | None) -> dict[str, Column]:
     """The top-level properties of the current schema as columns, where their type is a plain one."""
     if registry is None:
         return {}
-    document = msgspec.json.decode(registry, type=_Registry)
+    document = msgspec.json.decode(registry, type=_SchemaRegistry)
     schema = document.schemas.get(str(document.currentVersion))
     if not isinstance(schema, dict):
         return {}
     try:
-        properties = msgspec.convert(schema, _Schema).properties
+        properties = msgspec.convert(schema, _JsonSchema).properties
     except msgspec.ValidationError:
         return {}
     found: dict[str, Column] = {}
-    taken = {*DEFAULT, "json"}
+    taken = {*DEFAULT_COLUMNS, "json"}
     for name, shape in properties.items():
-        kind = _TYPES.get(str(cast("dict[str, Any]", shape).get("type"))) if isinstance(shape, dict) else None
+        kind = (
+            _SPARK_TYPES.get(str(cast("dict[str, Any]", shape).get("type")))
+            if isinstance(shape, dict)
+            else None
+        )
         if kind is not None and name.lower() not in taken and "'" not in name:
             taken.add(name.lower())
             found[name] = f.try_variant_get(f.col("json"), f"$['{name}']", kind)
     return found
 
 
-class _Registry(msgspec.Struct):
+class _SchemaRegistry(msgspec.Struct):
     currentVersion: int = 0  # noqa: N815 - as the server writes it
     schemas: dict[str, Any] = {}
 
 
-class _Schema(msgspec.Struct):
+class _JsonSchema(msgspec.Struct):
     properties: dict[str, Any] = {}

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tailrace.spark.options import Options, connection_of
-from tailrace.spark.server_client import Server
+from tailrace.spark.options import OptionReader, parse_connection
+from tailrace.spark.server_client import ServerClient
 from tailrace.storage.manifests.pages import IndexFilePages, ListedIndexFiles
 from tailrace.storage.manifests.store import ManifestStore
 from tailrace.storage.object_store.interface import open_object_store
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tailrace.storage.segments.index_files import IndexFile
     from tailrace.storage.segments.model import SegmentInfo
 
-CATALOGUE = {
+CATALOGUE_VIEWS = {
     "streams": (
         "name string, content_type string, profile string, created_at string, closed boolean, epoch int, "
         "entries bigint, sealed_through bigint, bytes bigint"
@@ -35,17 +35,17 @@ CATALOGUE = {
 
 
 def catalogue_frame(spark: SparkSession, connection: dict[str, str], name: str) -> DataFrame:
-    options = Options(connection)
-    server = Server(connection_of(options))
+    options = OptionReader(connection)
+    server = ServerClient(parse_connection(options))
     try:
-        rows = list(_streams(server)) if name == "streams" else list(_objects(server, name))
+        rows = list(_stream_rows(server)) if name == "streams" else list(_object_rows(server, name))
     finally:
         server.close()
     make: Any = getattr(spark, "createDataFrame")  # noqa: B009 - the library is half typed
-    return make(rows, CATALOGUE[name])
+    return make(rows, CATALOGUE_VIEWS[name])
 
 
-def _streams(server: Server) -> Iterator[tuple[Any, ...]]:
+def _stream_rows(server: ServerClient) -> Iterator[tuple[Any, ...]]:
     for row in server.listed("", system=True):
         yield (
             row.name,
@@ -60,7 +60,7 @@ def _streams(server: Server) -> Iterator[tuple[Any, ...]]:
         )
 
 
-def _objects(server: Server, name: str) -> Iterator[tuple[Any, ...]]:
+def _object_rows(server: ServerClient, name: str) -> Iterator[tuple[Any, ...]]:
     """What the manifests list. A stream of which nothing is sealed is not looked at."""
     for row in server.listed("", system=True):
         if int(row.uploaded_through or 0) < 0:
@@ -69,7 +69,7 @@ def _objects(server: Server, name: str) -> Iterator[tuple[Any, ...]]:
         if place is None:
             continue
         store, planned = place
-        segments, companions = asyncio.run(_listed(store, planned.stream_id))
+        segments, companions = asyncio.run(_load_manifest(store, planned.stream_id))
         if name == "segments":
             for info in segments:
                 yield (
@@ -84,7 +84,7 @@ def _objects(server: Server, name: str) -> Iterator[tuple[Any, ...]]:
                 )  # fmt: skip
 
 
-async def _listed(store: str, stream_id: str) -> tuple[list[SegmentInfo], list[IndexFile]]:
+async def _load_manifest(store: str, stream_id: str) -> tuple[list[SegmentInfo], list[IndexFile]]:
     objects = open_object_store(store)
     try:
         manifests = ManifestStore(objects, 0)

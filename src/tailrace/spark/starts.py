@@ -7,7 +7,13 @@ import logging
 from tailrace.client.errors import ClientError
 from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
-from tailrace.spark.catalogue import START, Catalogue, Position, StreamState, position_of
+from tailrace.spark.catalogue import (
+    STREAM_START,
+    Position,
+    StreamCatalogue,
+    StreamState,
+    position_from_offset,
+)
 from tailrace.spark.options import OptionError, Positions, ReadOptions
 from tailrace.spark.reading import DataLossError
 from tailrace.spark.server_client import is_gone
@@ -16,10 +22,10 @@ from tailrace.storage.segments.parquet import pa
 logger = logging.getLogger("tailrace.spark")
 
 
-class Starts:
+class PositionResolver:
     """Resolves positions, and looks whether they still mean something."""
 
-    def __init__(self, catalogue: Catalogue, options: ReadOptions) -> None:
+    def __init__(self, catalogue: StreamCatalogue, options: ReadOptions) -> None:
         self._catalogue = catalogue
         self._options = options
 
@@ -50,7 +56,7 @@ class Starts:
         if text in ("-1", "now"):
             return state.earliest if text == "-1" else state.tail
         try:
-            return position_of(text)
+            return position_from_offset(text)
         except TailraceError as error:
             raise OptionError(f"{text!r} is no offset of stream {state.name}: {error}") from None
 
@@ -59,7 +65,7 @@ class Starts:
         page = self._catalogue.server.rows(state.name, since_ns=instant_ns, entries_max=1)
         rows = pa.ipc.open_stream(page.body).read_next_batch()
         if not rows.num_rows:
-            return min(state.tail, position_of(page.next_offset))
+            return min(state.tail, position_from_offset(page.next_offset))
         entry: int = rows.column("entry")[0].as_py()
         return Position(rows.column("epoch")[0].as_py(), entry - 1)
 
@@ -77,7 +83,7 @@ class Starts:
         return state.earliest
 
     def _holds(self, state: StreamState, start: Position) -> bool:
-        if start == START:
+        if start == STREAM_START:
             return state.earliest.entry == 0
         if start.epoch == state.tail.epoch:
             return state.earliest.entry <= start.entry <= state.tail.entry
@@ -91,10 +97,10 @@ class Starts:
         return True
 
 
-def encoded(positions: dict[str, Position]) -> dict[str, str]:
+def encode_positions(positions: dict[str, Position]) -> dict[str, str]:
     """Positions as Spark keeps them: flat, and sorted so that equal ones are equal texts."""
     return {name: positions[name].offset for name in sorted(positions)}
 
 
-def decoded(offsets_by_stream: dict[str, str]) -> dict[str, Position]:
+def decode_positions(offsets_by_stream: dict[str, str]) -> dict[str, Position]:
     return {name: Position(*offsets.parse_offset(text)) for name, text in offsets_by_stream.items()}

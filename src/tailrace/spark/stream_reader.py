@@ -22,22 +22,22 @@ from pyspark.sql.streaming.datasource import (
 
 from tailrace.spark.columns import check_schema
 from tailrace.spark.options import OptionError, ReadOptions
-from tailrace.spark.partitions import Planner, Range, StreamPartition
+from tailrace.spark.partitions import PartitionPlanner, StreamPartition, StreamRange
 from tailrace.spark.reading import DataLossError, PartitionReader
-from tailrace.spark.starts import Starts, decoded, encoded
+from tailrace.spark.starts import PositionResolver, decode_positions, encode_positions
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-    from tailrace.spark.catalogue import Catalogue, Position, StreamState
-    from tailrace.spark.limits import Limiter
+    from tailrace.spark.catalogue import Position, StreamCatalogue, StreamState
+    from tailrace.spark.limits import BatchLimiter
 
-BEGAN = "/began/"  # stands before a name; no name begins with a slash
+START_PREFIX = "/began/"  # stands before a name; no name begins with a slash
 IDLE_MS_FIRST = 50
 IDLE_MS_MAX = 4000
 IDLE_MANY_MS_MAX = 1000
 
-Offsets = dict[str, str]
+StreamOffsets = dict[str, str]
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -47,18 +47,18 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        self._planning: _Planning | None = None
+        self._planning: _MicroBatchPlanner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options, "_schema": self._schema, "_planning": None}
 
     @property
-    def _plan(self) -> _Planning:
+    def _plan(self) -> _MicroBatchPlanner:
         if self._planning is None:
-            self._planning = _Planning(self._options)
+            self._planning = _MicroBatchPlanner(self._options)
         return self._planning
 
-    def initialOffset(self) -> Offsets:  # noqa: N802 - Spark's name
+    def initialOffset(self) -> StreamOffsets:  # noqa: N802 - Spark's name
         return self._plan.initial()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
@@ -68,16 +68,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return ReadMaxBytes(self._options.bytes_per_trigger)
         return ReadAllAvailable()
 
-    def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:  # noqa: N802 - Spark's name
+    def latestOffset(self, start: StreamOffsets, limit: ReadLimit) -> StreamOffsets:  # noqa: N802 - Spark's name
         return self._plan.latest(start, limit)
 
-    def reportLatestOffset(self) -> Offsets | None:  # noqa: N802 - Spark's name
+    def reportLatestOffset(self) -> StreamOffsets | None:  # noqa: N802 - Spark's name
         return self._plan.tails()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         self._plan.freeze()
 
-    def partitions(self, start: Offsets, end: Offsets) -> Sequence[InputPartition]:
+    def partitions(self, start: StreamOffsets, end: StreamOffsets) -> Sequence[InputPartition]:
         return self._plan.partitions(start, end, with_versions="headers" in self._schema.fieldNames())
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
@@ -85,25 +85,25 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return PartitionReader(self._options, self._schema, partition).batches()
 
 
-class _Planning:
+class _MicroBatchPlanner:
     """What the driver knows while a query runs."""
 
     def __init__(self, options: ReadOptions) -> None:
-        from tailrace.spark.catalogue import Catalogue
-        from tailrace.spark.limits import Limiter
+        from tailrace.spark.catalogue import StreamCatalogue
+        from tailrace.spark.limits import BatchLimiter
 
         self._options = options
-        self._catalogue: Catalogue = Catalogue(options)
-        self._starts = Starts(self._catalogue, options)
-        self._limiter: Limiter = Limiter(self._catalogue)
-        self._planner = Planner(
+        self._catalogue: StreamCatalogue = StreamCatalogue(options)
+        self._starts = PositionResolver(self._catalogue, options)
+        self._limiter: BatchLimiter = BatchLimiter(self._catalogue)
+        self._planner = PartitionPlanner(
             self._catalogue,
             sealed_min=options.sealed_entries_min,
             partitions_min=options.partitions_min,
             keyed=options.key is not None,
             whole_streams=options.whole_streams,
         )
-        self._initial: Offsets | None = None
+        self._initial: StreamOffsets | None = None
         self._frozen: dict[str, StreamState] | None = None
         self._states: dict[str, StreamState] = {}
         self._idle_ms = 0
@@ -111,22 +111,24 @@ class _Planning:
 
     # -- where things stand ----------------------------------------------------------------------------
 
-    def initial(self) -> Offsets:
+    def initial(self) -> StreamOffsets:
         states = self._look()
         missing = [name for name in self._options.streams if name not in states]
         if missing:
             where = self._options.connection.endpoint
             raise OptionError(f"there is no stream {', '.join(missing)} at {where}")
-        self._initial = encoded({name: self._starts.starting(one, "latest") for name, one in states.items()})
+        self._initial = encode_positions(
+            {name: self._starts.starting(one, "latest") for name, one in states.items()}
+        )
         return self._initial
 
     def freeze(self) -> None:
         self._frozen = self._catalogue.states()
 
-    def tails(self) -> Offsets:
+    def tails(self) -> StreamOffsets:
         """Where the streams really end, for the progress report: as seen at the last look."""
         states = self._states or self._look()
-        return encoded({name: state.tail for name, state in states.items()})
+        return encode_positions({name: state.tail for name, state in states.items()})
 
     def _look(self) -> dict[str, StreamState]:
         self._states = self._catalogue.states()
@@ -134,12 +136,15 @@ class _Planning:
 
     # -- the next batch --------------------------------------------------------------------------------
 
-    def latest(self, start: Offsets, limit: ReadLimit) -> Offsets:
-        from tailrace.spark.limits import Lag
+    def latest(self, start: StreamOffsets, limit: ReadLimit) -> StreamOffsets:
+        from tailrace.spark.limits import StreamBacklog
 
-        begun = decoded({name: text for name, text in start.items() if not name.startswith("/")})
+        begun = decode_positions({name: text for name, text in start.items() if not name.startswith("/")})
         states = self._frozen if self._frozen is not None else self._look()
-        lags = [Lag(state, self._begin(state, begun.get(name)), state.tail) for name, state in states.items()]
+        lags = [
+            StreamBacklog(state, self._begin(state, begun.get(name)), state.tail)
+            for name, state in states.items()
+        ]
         self._note_missing(begun, states)
         if not any(lag.entries for lag in lags):
             if self._frozen is None:
@@ -152,9 +157,9 @@ class _Planning:
             ends = self._limiter.by_bytes(lags, limit.max_bytes)
         else:
             ends = {lag.state.name: lag.target for lag in lags}
-        found = encoded(ends)
+        found = encode_positions(ends)
         if start == self._initial:
-            found |= {BEGAN + name: offset for name, offset in start.items()}
+            found |= {START_PREFIX + name: offset for name, offset in start.items()}
         return found
 
     def _note_missing(self, begun: dict[str, Position], states: dict[str, StreamState]) -> None:
@@ -163,7 +168,7 @@ class _Planning:
         if gone and self._options.fail_on_data_loss and self._frozen is None:
             raise DataLossError(gone[0], "it was deleted")
 
-    def _wait(self, start: Offsets) -> None:
+    def _wait(self, start: StreamOffsets) -> None:
         """Nothing is new: ask more and more rarely, but hear of the first new entry at once."""
         self._idle_ms = min(IDLE_MS_MAX, max(IDLE_MS_FIRST, 2 * self._idle_ms))
         names = [name for name in start if not name.startswith("/")]
@@ -188,11 +193,19 @@ class _Planning:
 
     # -- partitions ------------------------------------------------------------------------------------
 
-    def partitions(self, start: Offsets, end: Offsets, *, with_versions: bool) -> list[StreamPartition]:
-        began = {name.removeprefix(BEGAN): text for name, text in end.items() if name.startswith(BEGAN)}
-        starts = decoded(began or {name: text for name, text in start.items() if not name.startswith("/")})
-        ends = decoded({name: text for name, text in end.items() if not name.startswith("/")})
-        ranges: list[Range] = []
+    def partitions(
+        self, start: StreamOffsets, end: StreamOffsets, *, with_versions: bool
+    ) -> list[StreamPartition]:
+        began = {
+            name.removeprefix(START_PREFIX): text
+            for name, text in end.items()
+            if name.startswith(START_PREFIX)
+        }
+        starts = decode_positions(
+            began or {name: text for name, text in start.items() if not name.startswith("/")}
+        )
+        ends = decode_positions({name: text for name, text in end.items() if not name.startswith("/")})
+        ranges: list[StreamRange] = []
         for name, target in ends.items():
             if starts.get(name) == target:
                 continue
@@ -202,5 +215,5 @@ class _Planning:
                     raise DataLossError(name, "it was deleted")
                 continue
             after = self._begin(state, starts.get(name)).entry
-            ranges.append(Range(state, after, max(after, target.entry)))
+            ranges.append(StreamRange(state, after, max(after, target.entry)))
         return self._planner.partitions(ranges, with_versions=with_versions)

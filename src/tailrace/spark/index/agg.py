@@ -43,50 +43,50 @@ from tailrace.search.index_files.format import (
 from tailrace.search.language import BoundQuery, bind_rollup_include
 from tailrace.search.records import INT64_MAX
 from tailrace.spark.index import aggregate_states
-from tailrace.spark.index.arrays import from_numpy, list_of, lists, np, to_numpy
-from tailrace.spark.index.batch import Batch
-from tailrace.spark.index.columns import distinct
-from tailrace.spark.index.decoding import Tokens
-from tailrace.spark.index.levels import Groups, Level, grouped, joined_states, level_of
-from tailrace.spark.index.matching import fields_of, matching
-from tailrace.spark.index.parquet import Built, CompanionWriter, Range, facts_of
+from tailrace.spark.index.arrays import build_list_array, from_numpy, list_type, np, to_numpy
+from tailrace.spark.index.batch import SegmentBatch
+from tailrace.spark.index.columns import distinct_values
+from tailrace.spark.index.decoding import PointerTokens
+from tailrace.spark.index.levels import MemberGroups, RollupLevel, build_level, group_members, join_states
+from tailrace.spark.index.matching import bound_query_fields, match_batch
+from tailrace.spark.index.parquet import BuiltIndexFile, IndexedRange, IndexFileWriter, build_file_facts
 from tailrace.storage.segments.parquet import INT64, STRING, pa
 
 GROUP_ROWS: Final = 16_384
 GROUPS_AT_ONCE: Final = 4096  # so many groups and more are made by themselves
 GROUP_ROWS_MIN: Final = 512  # a row group is of one rollup and interval, if there are so many rows
 
-SCHEMA: Final = pa.schema(
+AGGREGATE_SCHEMA: Final = pa.schema(
     [
         pa.field(ROLLUP, STRING, nullable=False),
         pa.field(INTERVAL_MS, INT64, nullable=False),
         pa.field(WINDOW_START, INT64, nullable=False),
-        pa.field(DIMENSIONS, list_of(STRING, nullable=True), nullable=False),
+        pa.field(DIMENSIONS, list_type(STRING, nullable=True), nullable=False),
         pa.field(MEASURE, STRING, nullable=False),
-        *aggregate_states.SCHEMA,
+        *aggregate_states.STATE_SCHEMA,
     ]
 )
 # Counts are small numbers, most of them 1. The buckets of a sketch ascend.
-REPEATED: Final = [
+DICTIONARY_COLUMNS: Final = [
     *(ROLLUP, f"{DIMENSIONS}.list.element", MEASURE, COUNT, SUM_REST, UNPLACED),
     *(f"{HISTOGRAM}.key_value.key", f"{HISTOGRAM}.key_value.value", f"{SKETCH}.key_value.value"),
 ]
-PACKED: Final = [INTERVAL_MS, WINDOW_START, f"{SKETCH}.key_value.key"]
+DELTA_COLUMNS: Final = [INTERVAL_MS, WINDOW_START, f"{SKETCH}.key_value.key"]
 
-BOUNDS: Final = [ROLLUP, INTERVAL_MS, WINDOW_START]  # what row groups are chosen by
+STATISTICS_COLUMNS: Final = [ROLLUP, INTERVAL_MS, WINDOW_START]  # what row groups are chosen by
 
 # A measure's own pointers, as members of a small record made of what lies at them.
-_PLACES: Final = ("/0", "/1", "/2", "/3", "/4", "/5")
+_PART_POINTERS: Final = ("/0", "/1", "/2", "/3", "/4", "/5")
 
 
-class _Numbers(NamedTuple):
+class _MeasureValues(NamedTuple):
     """What waits for a measure: numbers or summaries, and the member each belongs to."""
 
     members: Any
     values: Any  # numpy, or `Numbers` of all that waited
 
 
-class _RollupRows:
+class _RollupBuilder:
     """The members of one rollup so far."""
 
     def __init__(self, name: str, rollup: Rollup, config: SearchConfig) -> None:
@@ -94,20 +94,20 @@ class _RollupRows:
         self._timestamp = cast("str", rollup.timestamp_field or config.primary_timestamp_field)
         self._dimensions = rollup.dimensions
         path = f"search.rollups.{name}"
-        self._include = _bound(rollup.include, config, path)
+        self._include = _bind_optional_include(rollup.include, config, path)
         self._measures = dict(sorted(rollup.measures.items()))
         self._includes = {
-            called: _bound(measure.include, config, f"{path}.measures.{called}")
+            called: _bind_optional_include(measure.include, config, f"{path}.measures.{called}")
             for called, measure in self._measures.items()
         }
         self._intervals = sorted({cast("int", parse_interval_ms(text)) for text in rollup.intervals})
         self._makes = {
-            called: _maker(measure)
+            called: _summary_factory(measure)
             for called, measure in self._measures.items()
             if measure.kind == "summary_parts"
         }
         self._readers = {
-            called: (SummaryPartsReader(_small(measure)), parts_pointers(measure))
+            called: (SummaryPartsReader(_parts_measure(measure)), parts_pointers(measure))
             for called, measure in self._measures.items()
             if measure.kind == "summary_parts"
         }
@@ -115,19 +115,19 @@ class _RollupRows:
         self._codes: list[list[Any]] = [[] for _ in self._dimensions]
         self._texts: list[dict[str, int]] = [{} for _ in self._dimensions]
         self._counted: dict[str, list[Any]] = {name: [] for name in self._measures}
-        self._waiting: dict[str, list[_Numbers]] = {name: [] for name in self._measures}
+        self._waiting: dict[str, list[_MeasureValues]] = {name: [] for name in self._measures}
         self._members = 0
 
     def fields(self) -> set[str]:
         found = {self._timestamp, *self._dimensions}
         for query in (self._include, *self._includes.values()):
-            found |= fields_of(query) if query is not None else set()
+            found |= bound_query_fields(query) if query is not None else set()
         return found | {measure.field for measure in self._measures.values() if measure.field is not None}
 
-    def pointers(self) -> list[Tokens]:
+    def pointers(self) -> list[PointerTokens]:
         return [tokens for _, wanted in self._readers.values() for tokens in wanted if tokens]
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: SegmentBatch) -> None:
         times = batch.column(self._timestamp)
         inside = times.counts == 1
         at = np.zeros(batch.count, dtype=np.int64)
@@ -135,10 +135,10 @@ class _RollupRows:
         at[times.rows[single]] = to_numpy(times.values)[single]
         inside &= (at >= TIMESTAMP_MS_MIN) & (at <= TIMESTAMP_MS_MAX)
         if self._include is not None:
-            inside &= matching(self._include, batch)
+            inside &= match_batch(self._include, batch)
         codes: list[Any] = []
         for name, texts in zip(self._dimensions, self._texts, strict=True):
-            code, several = _dimension(batch, name, texts)
+            code, several = _dimension_codes(batch, name, texts)
             inside &= ~several
             codes.append(code)
         rows = np.flatnonzero(inside)
@@ -153,15 +153,15 @@ class _RollupRows:
         for name, measure in self._measures.items():
             self._measure(name, measure, batch, rows, member)
 
-    def _measure(self, name: str, measure: Measure, batch: Batch, rows: Any, member: Any) -> None:
+    def _measure(self, name: str, measure: Measure, batch: SegmentBatch, rows: Any, member: Any) -> None:
         if measure.kind == "count":
             include = self._includes[name]
-            counted = np.ones(len(rows), bool) if include is None else matching(include, batch)[rows]
+            counted = np.ones(len(rows), bool) if include is None else match_batch(include, batch)[rows]
             self._counted[name].append(counted)
         elif measure.kind == "summary":
             column = batch.column(cast("str", measure.field))
             of = member[column.rows]
-            self._waiting[name].append(_Numbers(of[of >= 0], to_numpy(column.values)[of >= 0]))
+            self._waiting[name].append(_MeasureValues(of[of >= 0], to_numpy(column.values)[of >= 0]))
         else:
             reader, pointers = self._readers[name]
             found = [batch.leaves(tokens) if tokens else None for tokens in pointers]
@@ -175,24 +175,24 @@ class _RollupRows:
             held = np.empty(len(parts), dtype=object)
             for place, read in enumerate(parts):
                 held[place] = read
-            self._waiting[name].append(_Numbers(np.array(of, dtype=np.int64), held))
+            self._waiting[name].append(_MeasureValues(np.array(of, dtype=np.int64), held))
 
     # -- groups ------------------------------------------------------------------------------------------
 
     @property
-    def cuts(self) -> list[Cut]:
+    def cuts(self) -> list[DimensionCut]:
         """All dimensions together; and none, and each alone, where that is something else."""
         places = tuple(range(len(self._dimensions)))
         kept = {(), *((place,) for place in places)} - {places}
         return [
-            Cut(self.name, self, places),
-            *(Cut(partial_rollup_name(self.name, one), self, one) for one in kept),
+            DimensionCut(self.name, self, places),
+            *(DimensionCut(partial_rollup_name(self.name, one), self, one) for one in kept),
         ]
 
-    def gathered(self) -> Gathered:
+    def gathered(self) -> GatheredMembers:
         """All members, ready to be grouped."""
-        ranked = [_ranked(held, texts) for held, texts in zip(self._codes, self._texts, strict=True)]
-        measured: dict[str, _Numbers] = {}
+        ranked = [_rank_texts(held, texts) for held, texts in zip(self._codes, self._texts, strict=True)]
+        measured: dict[str, _MeasureValues] = {}
         for name, waiting in self._waiting.items():
             measure = self._measures[name]
             if measure.kind == "count":
@@ -200,19 +200,21 @@ class _RollupRows:
             members, values = (np.concatenate([piece[place] for piece in waiting]) for place in (0, 1))
             if measure.kind == "summary":
                 values = build_number_array(values, histogram=measure.histogram is not None)
-            measured[name] = _Numbers(members, values)
+            measured[name] = _MeasureValues(members, values)
         counted = {name: np.concatenate(held) for name, held in self._counted.items() if held}
         times = np.concatenate(self._times)
-        windows = {span_ms: grouped(times // span_ms) for span_ms in self._intervals}
-        return Gathered(times, windows, ranked, counted, measured, [])
+        windows = {span_ms: group_members(times // span_ms) for span_ms in self._intervals}
+        return GatheredMembers(times, windows, ranked, counted, measured, [])
 
     @property
     def is_empty(self) -> bool:
         return not self._members
 
-    def tables(self, gathered: Gathered, cuts: Iterable[Cut]) -> Iterator[tuple[Section, Any]]:
+    def tables(
+        self, gathered: GatheredMembers, cuts: Iterable[DimensionCut]
+    ) -> Iterator[tuple[Section, Any]]:
         """The rows of some cuts in order, interval by interval. The cut by all dimensions comes first."""
-        held = list[tuple[Cut, Level]]()
+        held = list[tuple[DimensionCut, RollupLevel]]()
         for cut in cuts:
             if self._makes:
                 yield from self._tables_with_parts(gathered, cut)
@@ -225,20 +227,24 @@ class _RollupRows:
         if held:
             yield from self._tables(gathered, held)
 
-    def _levels(self, gathered: Gathered, cut: Cut) -> Iterator[Level]:
+    def _levels(self, gathered: GatheredMembers, cut: DimensionCut) -> Iterator[RollupLevel]:
         of, number = gathered.alike(cut.places)
         levels = gathered.levels if len(cut.places) == len(self._dimensions) else list(gathered.levels)
         states_of = partial(self._found, gathered)
         for span_ms, windows in gathered.windows.items():
-            ids = partial(_ids, windows.of, of, number)
-            levels.append(level_of(span_ms, ids, levels, states_of))
+            ids = partial(_window_group_ids, windows.of, of, number)
+            levels.append(build_level(span_ms, ids, levels, states_of))
             yield levels[-1]
 
-    def _tables(self, gathered: Gathered, held: list[tuple[Cut, Level]]) -> Iterator[tuple[Section, Any]]:
+    def _tables(
+        self, gathered: GatheredMembers, held: list[tuple[DimensionCut, RollupLevel]]
+    ) -> Iterator[tuple[Section, Any]]:
         """Small levels are made together: most of what they cost is not by their size."""
         count = len(self._measures)
         levels = [level for _, level in held]
-        whole = aggregate_states.table_of_groups(joined_states(levels), sum(level.number for level in levels))
+        whole = aggregate_states.state_table_from_groups(
+            join_states(levels), sum(level.number for level in levels)
+        )
         at = 0
         for cut, level in held:
             rows, which = np.repeat(level.members, count), np.tile(np.arange(count), level.number)
@@ -246,7 +252,7 @@ class _RollupRows:
             at += len(rows)
 
     def _table(
-        self, gathered: Gathered, cut: Cut, span_ms: int, found: tuple[Any, Any, Any]
+        self, gathered: GatheredMembers, cut: DimensionCut, span_ms: int, found: tuple[Any, Any, Any]
     ) -> tuple[Section, Any]:
         """Of each row a member, the measure and the state."""
         rows, which, states_of = found
@@ -254,29 +260,31 @@ class _RollupRows:
             pa.repeat(pa.scalar(cut.name, STRING), len(rows)),
             pa.repeat(pa.scalar(span_ms, INT64), len(rows)),
             from_numpy(gathered.times[rows] // span_ms * span_ms, INT64),
-            _dimensions([gathered.ranked[place] for place in cut.places], rows),
+            _dimension_lists([gathered.ranked[place] for place in cut.places], rows),
             pa.array(list(self._measures), STRING).take(pa.array(which)),
             *states_of.columns,
         ]
-        return (cut.name, span_ms), pa.Table.from_arrays(columns, schema=SCHEMA)
+        return (cut.name, span_ms), pa.Table.from_arrays(columns, schema=AGGREGATE_SCHEMA)
 
-    def _tables_with_parts(self, gathered: Gathered, cut: Cut) -> Iterator[tuple[Section, Any]]:
+    def _tables_with_parts(
+        self, gathered: GatheredMembers, cut: DimensionCut
+    ) -> Iterator[tuple[Section, Any]]:
         of, number = gathered.alike(cut.places)
         for span_ms, windows in gathered.windows.items():
-            groups = grouped(_ids(windows.of, of, number, slice(None)))
+            groups = group_members(_window_group_ids(windows.of, of, number, slice(None)))
             yield self._table(gathered, cut, span_ms, self._rows_with_parts(gathered, groups))
 
-    def _rows_with_parts(self, gathered: Gathered, groups: Groups) -> tuple[Any, Any, Any]:
+    def _rows_with_parts(self, gathered: GatheredMembers, groups: MemberGroups) -> tuple[Any, Any, Any]:
         """Summaries by others: a group has more than one where a count would not fit."""
         tables, of = list[Any](), list[Any]()
         for name, measure in self._measures.items():
             if measure.kind == "summary_parts":
                 numbers, table = self._parts(gathered.measured[name], groups, self._makes[name])
             else:
-                found = joined_states([Level(0, groups.members, [self._state(gathered, name, groups)])])
+                found = join_states([RollupLevel(0, groups.members, [self._state(gathered, name, groups)])])
                 numbers, table = (
                     np.arange(groups.number),
-                    aggregate_states.table_of_groups(found, groups.number),
+                    aggregate_states.state_table_from_groups(found, groups.number),
                 )
             tables.append(table)
             of.append(numbers)
@@ -286,10 +294,10 @@ class _RollupRows:
         whole = pa.concat_tables(tables).combine_chunks().take(pa.array(order))
         return groups.members[group[order]], which[order], whole.combine_chunks()
 
-    def _found(self, gathered: Gathered, groups: Groups) -> list[Any]:
+    def _found(self, gathered: GatheredMembers, groups: MemberGroups) -> list[Any]:
         return [self._state(gathered, name, groups) for name in self._measures]
 
-    def _state(self, gathered: Gathered, name: str, groups: Groups) -> Any:
+    def _state(self, gathered: GatheredMembers, name: str, groups: MemberGroups) -> Any:
         """A count or a summary for each group, the latter as tallies if it may be one."""
         if self._measures[name].kind == "count":
             return np.bincount(groups.of[gathered.counted[name]], minlength=groups.number)
@@ -298,63 +306,65 @@ class _RollupRows:
         tallies = partial_summaries_by_group(values, of, groups.number)
         return summarise_by_group(values, of, groups.number) if tallies is None else tallies
 
-    def _parts(self, waiting: _Numbers, groups: Groups, make: Callable[[], Summary]) -> tuple[Any, Any]:
+    def _parts(
+        self, waiting: _MeasureValues, groups: MemberGroups, make: Callable[[], Summary]
+    ) -> tuple[Any, Any]:
         """The group of each state, and the states."""
         found: list[list[SummaryParts]] = [[] for _ in range(groups.number)]
         of = cast("list[int]", groups.of[waiting.members].tolist())
         for group, parts in zip(of, waiting.values.tolist(), strict=True):
             found[group].append(parts)
-        summed = [(group, one) for group, parts in enumerate(found) for one in _summed(parts, make)]
+        summed = [(group, one) for group, parts in enumerate(found) for one in _sum_parts(parts, make)]
         rows = [aggregate_states.summary_row(summary) for _, summary in summed]
-        return np.array([group for group, _ in summed]), aggregate_states.table_of_rows(rows)
+        return np.array([group for group, _ in summed]), aggregate_states.state_table_from_rows(rows)
 
 
 Section = tuple[str, int]  # what a rollup is stored under, and an interval
 
 
-class Gathered(NamedTuple):
+class GatheredMembers(NamedTuple):
     """The members of a rollup, one behind the other."""
 
     times: Any
-    windows: dict[int, Groups]  # by interval
+    windows: dict[int, MemberGroups]  # by interval
     ranked: list[tuple[Any, list[str | None]]]  # of each dimension
     counted: dict[str, Any]  # by measure, which members count
-    measured: dict[str, _Numbers]
-    levels: list[Level]  # by all dimensions, of which others are made
+    measured: dict[str, _MeasureValues]
+    levels: list[RollupLevel]  # by all dimensions, of which others are made
 
     def alike(self, places: tuple[int, ...]) -> tuple[Any, int]:
         """By some dimensions, the number of each member's group, and how many numbers there are."""
         if len(places) == 1:
             codes, texts = self.ranked[places[0]]
             return codes, len(texts)
-        groups = grouped(group_ids([self.ranked[place][0] for place in places], len(self.times)))
+        groups = group_members(group_ids([self.ranked[place][0] for place in places], len(self.times)))
         return groups.of, groups.number
 
 
-class Cut(NamedTuple):
+class DimensionCut(NamedTuple):
     """A rollup by some of its dimensions, and the name under which that is stored."""
 
     name: str
-    rollup: _RollupRows
+    rollup: _RollupBuilder
     places: tuple[int, ...]
 
 
-class AggBuilder:
-    def __init__(self, covers: Range, config: SearchConfig, rollups: tuple[str, ...]) -> None:
+class AggregateBuilder:
+    def __init__(self, covers: IndexedRange, config: SearchConfig, rollups: tuple[str, ...]) -> None:
         self._covers = covers
-        self._rollups = [_RollupRows(name, config.rollups[name], config) for name in sorted(rollups)]
+        self._rollups = [_RollupBuilder(name, config.rollups[name], config) for name in sorted(rollups)]
 
     def fields(self) -> set[str]:
         return {name for rollup in self._rollups for name in rollup.fields()}
 
-    def pointers(self) -> list[Tokens]:
+    def pointers(self) -> list[PointerTokens]:
         return [tokens for rollup in self._rollups for tokens in rollup.pointers()]
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: SegmentBatch) -> None:
         for rollup in self._rollups:
             rollup.add(batch)
 
-    def finish(self) -> list[Built]:
+    def finish(self) -> list[BuiltIndexFile]:
         gathered = {rollup.name: rollup.gathered() for rollup in self._rollups if not rollup.is_empty}
         cuts = sorted((cut for rollup in self._rollups for cut in rollup.cuts), key=_name_bytes)
         found = (
@@ -363,16 +373,22 @@ class AggBuilder:
             if rollup.name in gathered
             for section in rollup.tables(gathered[rollup.name], of_it)
         )
-        data, count = write_agg(found, facts_of(AGG, self._covers))
-        return [Built(AGG, data, self._covers.rows, {"groups": count})]
+        data, count = write_aggregates(found, build_file_facts(AGG, self._covers))
+        return [BuiltIndexFile(AGG, data, self._covers.rows, {"groups": count})]
 
 
-def write_agg(
+def write_aggregates(
     found: Iterable[tuple[Section, Any]], facts: dict[str, str], sink: Any = None
 ) -> tuple[bytes, int]:
     """Rows in order, however sections are cut into tables, as a file; and how many they were."""
-    with CompanionWriter(
-        SCHEMA, facts, repeated=REPEATED, packed=PACKED, page_rows=GROUP_ROWS, bounds=BOUNDS, sink=sink
+    with IndexFileWriter(
+        AGGREGATE_SCHEMA,
+        facts,
+        repeated=DICTIONARY_COLUMNS,
+        packed=DELTA_COLUMNS,
+        page_rows=GROUP_ROWS,
+        bounds=STATISTICS_COLUMNS,
+        sink=sink,
     ) as writer:
         held: list[Any] = []
         rows, before = 0, None
@@ -395,7 +411,7 @@ def write_agg(
         return writer.finish(), writer.rows
 
 
-def sections(tables: Iterable[Any]) -> Iterator[tuple[Section, Any]]:
+def split_sections(tables: Iterable[Any]) -> Iterator[tuple[Section, Any]]:
     """Tables of one rollup and interval each, with both."""
     for table in tables:
         if not table.num_rows:
@@ -409,7 +425,7 @@ def sections(tables: Iterable[Any]) -> Iterator[tuple[Section, Any]]:
             yield section, table.slice(first, last - first)
 
 
-def _dimensions(ranked: list[tuple[Any, list[str | None]]], rows: Any) -> Any:
+def _dimension_lists(ranked: list[tuple[Any, list[str | None]]], rows: Any) -> Any:
     """Lists of the values that some members have."""
     texts: list[str | None] = []
     places: list[Any] = []
@@ -419,30 +435,30 @@ def _dimensions(ranked: list[tuple[Any, list[str | None]]], rows: Any) -> Any:
     offsets = np.arange(len(rows) + 1) * len(ranked)
     flat = np.stack(places, axis=1).reshape(-1) if places else np.zeros(0, np.int64)
     values = pa.array(texts, STRING).take(pa.array(flat, INT64))
-    return lists(SCHEMA.field(DIMENSIONS).type, offsets, values)
+    return build_list_array(AGGREGATE_SCHEMA.field(DIMENSIONS).type, offsets, values)
 
 
-def _ids(windows: Any, alike: Any, number: int, places: Any) -> Any:
+def _window_group_ids(windows: Any, alike: Any, number: int, places: Any) -> Any:
     """A number for each window and group of some members."""
     return windows[places] * number + alike[places]
 
 
-def _name_bytes(cut: Cut) -> bytes:
+def _name_bytes(cut: DimensionCut) -> bytes:
     return cut.name.encode()
 
 
-def _bound(text: str | None, config: SearchConfig, path: str) -> BoundQuery | None:
+def _bind_optional_include(text: str | None, config: SearchConfig, path: str) -> BoundQuery | None:
     return None if text is None else bind_rollup_include(text, config, f"{path}.include")
 
 
-def _dimension(batch: Batch, name: str, texts: dict[str, int]) -> tuple[Any, Any]:
+def _dimension_codes(batch: SegmentBatch, name: str, texts: dict[str, int]) -> tuple[Any, Any]:
     """For each row which text it has, -1 if none; and which rows have two different values."""
     column = batch.column(name)
     code = np.full(batch.count, -1, dtype=np.int64)
     several = np.zeros(batch.count, dtype=bool)
     if not len(column.rows):
         return code, several
-    values, which = distinct(column)
+    values, which = distinct_values(column)
     known = np.array([texts.setdefault(value_text(value), len(texts)) for value in values])
     # Backwards, so that the first value of a row stays.
     code[column.rows[::-1]] = known[which][::-1]
@@ -453,7 +469,7 @@ def _dimension(batch: Batch, name: str, texts: dict[str, int]) -> tuple[Any, Any
     return code, several
 
 
-def _ranked(held: list[Any], texts: dict[str, int]) -> tuple[Any, list[str | None]]:
+def _rank_texts(held: list[Any], texts: dict[str, int]) -> tuple[Any, list[str | None]]:
     """Codes that compare as the texts do, none first, and the texts by code."""
     ordered = sorted(texts)
     rank = np.empty(len(texts) + 1, dtype=np.int64)
@@ -463,12 +479,12 @@ def _ranked(held: list[Any], texts: dict[str, int]) -> tuple[Any, list[str | Non
     return rank[np.concatenate(held)], [None, *ordered]
 
 
-def _maker(measure: Measure) -> Callable[[], Summary]:
+def _summary_factory(measure: Measure) -> Callable[[], Summary]:
     declared = measure.histogram_json_pointer is not None
     return lambda: Summary(histogram=declared, whole=False)
 
 
-def _summed(found: list[SummaryParts], make: Callable[[], Summary]) -> list[Summary]:
+def _sum_parts(found: list[SummaryParts], make: Callable[[], Summary]) -> list[Summary]:
     """Summaries made by others, added up. Their counts may be as large as they like."""
     sums = [make()]
     for parts in found:
@@ -478,7 +494,7 @@ def _summed(found: list[SummaryParts], make: Callable[[], Summary]) -> list[Summ
     return sums
 
 
-def parts_pointers(measure: Measure) -> list[Tokens | None]:
+def parts_pointers(measure: Measure) -> list[PointerTokens | None]:
     pointers = (
         measure.count_json_pointer,
         measure.sum_json_pointer,
@@ -490,8 +506,10 @@ def parts_pointers(measure: Measure) -> list[Tokens | None]:
     return [None if pointer is None else parse_pointer(pointer) for pointer in pointers]
 
 
-def _small(measure: Measure) -> Measure:
+def _parts_measure(measure: Measure) -> Measure:
     """The measure for a record that has just its parts."""
     given = parts_pointers(measure)
-    places = [place if tokens is not None else None for place, tokens in zip(_PLACES, given, strict=True)]
+    places = [
+        place if tokens is not None else None for place, tokens in zip(_PART_POINTERS, given, strict=True)
+    ]
     return Measure("summary_parts", None, None, None, *places)

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from tailrace.search.index_files.format import DIMENSIONS, INTERVAL_MS, MEASURE, ROLLUP, WINDOW_START
-from tailrace.spark.index.arrays import byte_order, np, to_numpy
-from tailrace.spark.index.batch_runs import BatchRun
+from tailrace.spark.index.arrays import argsort_bytes, np, to_numpy
+from tailrace.spark.index.batch_runs import SortedRunReader
 from tailrace.storage.segments.parquet import pa
 
 READ_ROWS: Final = 2048  # of one run at a time: sketches are large
 
-Key = tuple[str, int, int, list[tuple[bool, str]], str]
+AggregateSortKey = tuple[str, int, int, list[tuple[bool, str]], str]
 
 
-def merged(files: Sequence[Any], read_rows: int = READ_ROWS) -> Iterator[Any]:
+def merge_aggregate_runs(files: Sequence[Any], read_rows: int = READ_ROWS) -> Iterator[Any]:
     """The rows of open runs, in order, as tables."""
-    runs = [BatchRun(file, read_rows, _key) for file in files]
+    runs = [SortedRunReader(file, read_rows, _sort_key) for file in files]
     while True:
         for run in runs:
             run.fill()
@@ -34,10 +34,10 @@ def merged(files: Sequence[Any], read_rows: int = READ_ROWS) -> Iterator[Any]:
             yield taken[0]
         elif taken:
             table = pa.concat_tables(taken).combine_chunks()
-            yield table.take(pa.array(_order(table)))
+            yield table.take(pa.array(_sort_order(table)))
 
 
-def _key(table: Any, row: int) -> Key:
+def _sort_key(table: Any, row: int) -> AggregateSortKey:
     """Where a row belongs. A dimension without a value comes first."""
     texts = table.column(DIMENSIONS)[row].as_py()
     return (
@@ -49,26 +49,26 @@ def _key(table: Any, row: int) -> Key:
     )
 
 
-def _order(table: Any) -> Any:
+def _sort_order(table: Any) -> Any:
     """The places of rows as their keys ascend; equal ones stay as they are."""
     lists = table.column(DIMENSIONS).combine_chunks()
     sizes = np.diff(to_numpy(lists.offsets))
     codes = np.full((len(lists), int(sizes.max(initial=0))), -2, dtype=np.int64)  # before all others
-    codes[np.arange(codes.shape[1]) < sizes[:, np.newaxis]] = _ranks(lists.flatten())
+    codes[np.arange(codes.shape[1]) < sizes[:, np.newaxis]] = _text_ranks(lists.flatten())
     keys = [
-        _ranks(table.column(ROLLUP).combine_chunks()),
+        _text_ranks(table.column(ROLLUP).combine_chunks()),
         to_numpy(table.column(INTERVAL_MS)),
         to_numpy(table.column(WINDOW_START)),
         *codes.T,
-        _ranks(table.column(MEASURE).combine_chunks()),
+        _text_ranks(table.column(MEASURE).combine_chunks()),
     ]
     return np.lexsort(keys[::-1])
 
 
-def _ranks(texts: Any) -> Any:
+def _text_ranks(texts: Any) -> Any:
     """Numbers that compare as texts do; -1 where there is none."""
     encoded = texts.dictionary_encode()
-    order = byte_order(encoded.dictionary)
+    order = argsort_bytes(encoded.dictionary)
     rank = np.empty(len(order) + 1, dtype=np.int64)
     rank[order] = np.arange(len(order))
     rank[-1] = -1

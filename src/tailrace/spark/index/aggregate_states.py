@@ -35,13 +35,13 @@ from tailrace.search.index_files.format import (
     UNPLACED,
     encode_sum,
 )
-from tailrace.spark.index.arrays import DOUBLE, from_numpy, np, offsets_of
+from tailrace.spark.index.arrays import DOUBLE, from_numpy, np, offsets_from_counts
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, pa
 
-Row = tuple[object, ...]
+StateRow = tuple[object, ...]
 
-BUCKETS: Final = pa.map_(INT32, pa.field("value", INT64, nullable=False))
-SCHEMA: Final = pa.schema(
+BUCKETS_TYPE: Final = pa.map_(INT32, pa.field("value", INT64, nullable=False))
+STATE_SCHEMA: Final = pa.schema(
     [
         pa.field(COUNT, INT64, nullable=False),
         pa.field(SUM, DOUBLE),
@@ -51,9 +51,9 @@ SCHEMA: Final = pa.schema(
         pa.field(MAX, DOUBLE),
         pa.field(MIN_WHOLE, INT64),
         pa.field(MAX_WHOLE, INT64),
-        pa.field(HISTOGRAM, BUCKETS),
+        pa.field(HISTOGRAM, BUCKETS_TYPE),
         pa.field(UNPLACED, INT64),
-        pa.field(SKETCH, BUCKETS),
+        pa.field(SKETCH, BUCKETS_TYPE),
     ]
 )
 
@@ -61,11 +61,11 @@ SCHEMA: Final = pa.schema(
 # -- one by one ------------------------------------------------------------------------------------------
 
 
-def count_row(count: int) -> Row:
-    return (count, *[None] * (len(SCHEMA) - 1))
+def count_row(count: int) -> StateRow:
+    return (count, *[None] * (len(STATE_SCHEMA) - 1))
 
 
-def summary_row(summary: Summary) -> Row:
+def summary_row(summary: Summary) -> StateRow:
     """Count, sum, the edges, the histogram and the sketch, in the order of the file."""
     histogram = None
     if summary.histogram is not None:
@@ -85,7 +85,7 @@ def summary_row(summary: Summary) -> Row:
     )
 
 
-def summary_of(row: Mapping[str, object]) -> Summary:
+def summary_from_row(row: Mapping[str, object]) -> Summary:
     """The state that a row was made of. `whole` is for the caller: it only matters for what is shown."""
     histogram = row[HISTOGRAM]
     summary = Summary(histogram=histogram is not None, whole=False)
@@ -117,28 +117,28 @@ def _number(double: object, whole: object) -> Number | None:
 # -- many at a time --------------------------------------------------------------------------------------
 
 
-def table_of_rows(rows: Sequence[Row]) -> Any:
-    columns = zip(*rows, strict=True) if rows else [()] * len(SCHEMA)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+def state_table_from_rows(rows: Sequence[StateRow]) -> Any:
+    columns = zip(*rows, strict=True) if rows else [()] * len(STATE_SCHEMA)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, STATE_SCHEMA, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=STATE_SCHEMA)
 
 
-def table_of_groups(measures: Sequence[Any], groups: int) -> Any:
+def state_table_from_groups(measures: Sequence[Any], groups: int) -> Any:
     """A row for each measure of each group, group by group, as `count_row` and `summary_row` make them.
 
     A measure is its counts, as an array, or its summaries.
     """
     summed = [(place, found) for place, found in enumerate(measures) if isinstance(found, SummaryArray)]
-    rows = _Rows(len(measures), groups)
+    rows = _GroupedColumns(len(measures), groups)
     counts = [found.counts if isinstance(found, SummaryArray) else found for found in measures]
     columns = [from_numpy(np.stack(counts, axis=1).astype(np.int64).reshape(-1), INT64)]
-    nearest = [(place, _nearest(found)) for place, found in summed]
+    nearest = [(place, _nearest_sums(found)) for place, found in summed]
     columns.append(rows.numbers(nearest, DOUBLE))
     columns.append(rows.numbers([(place, found.sums.rests) for place, found in summed], DOUBLE))
     columns.append(rows.exact_sums(summed))
     edges = [
         [(place, np.where(found.counts == 0, 0, found[edge]), found.counts == 0) for place, found in summed]
-        for edge in _EDGES
+        for edge in _MIN_MAX_FIELDS
     ]
     whole = {place for place, found in summed if found.whole}
     columns += [rows.numbers(edge, DOUBLE) for edge in edges]
@@ -148,13 +148,13 @@ def table_of_groups(measures: Sequence[Any], groups: int) -> Any:
     )
     columns.append(rows.numbers([(place, np.zeros(groups, np.int64)) for place, _ in summed], INT64))
     columns.append(rows.buckets([(place, found.sketch) for place, found in summed]))
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
+    return pa.Table.from_arrays(columns, schema=STATE_SCHEMA)
 
 
-_EDGES: Final = (SummaryArray._fields.index("smallest"), SummaryArray._fields.index("largest"))
+_MIN_MAX_FIELDS: Final = (SummaryArray._fields.index("smallest"), SummaryArray._fields.index("largest"))
 
 
-class _Rows:
+class _GroupedColumns:
     """Columns of rows that lie group by group, from parts that know the place of their measure."""
 
     def __init__(self, size: int, groups: int) -> None:
@@ -184,7 +184,7 @@ class _Rows:
     def buckets(self, parts: Sequence[tuple[int, BucketArray]]) -> Any:
         groups, size = self._shape
         if not parts:
-            return pa.nulls(groups * size, BUCKETS)
+            return pa.nulls(groups * size, BUCKETS_TYPE)
         sizes = np.zeros(self._shape, np.int64)
         is_null = np.ones(self._shape, bool)
         for place, spread in parts:
@@ -195,15 +195,15 @@ class _Rows:
             by_group = np.arange(groups * len(parts)).reshape(len(parts), groups).T.reshape(-1)
             spread = concat_buckets([part for _, part in parts]).take(by_group)
         return pa.MapArray.from_arrays(
-            pa.array(offsets_of(sizes.reshape(-1)).astype(np.int32), INT32),
+            pa.array(offsets_from_counts(sizes.reshape(-1)).astype(np.int32), INT32),
             from_numpy(spread.codes.astype(np.int32), INT32),
             from_numpy(spread.counts, INT64),
-            type=BUCKETS,
+            type=BUCKETS_TYPE,
             mask=pa.array(is_null.reshape(-1)),
         )
 
 
-def _nearest(found: SummaryArray) -> Any:
+def _nearest_sums(found: SummaryArray) -> Any:
     if not found.sums.beyond:
         return found.sums.nearest
     nearest = found.sums.nearest.copy()

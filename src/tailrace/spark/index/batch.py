@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 from tailrace.schema.json_values import parse_pointer
 from tailrace.search.records import RecordView, converter_for, extract_values
 from tailrace.spark.index.arrays import np, to_numpy
-from tailrace.spark.index.columns import FieldColumn, column_of, column_of_values
-from tailrace.spark.index.decoding import Decoder, Leaves, Tokens
+from tailrace.spark.index.columns import FieldColumn, build_field_column, field_column_from_values
+from tailrace.spark.index.decoding import LeafColumn, PayloadDecoder, PointerTokens
 from tailrace.storage.segments.parquet import pa, pq
 
 ENTRY, KEY, PAYLOAD = "entry", "key", "payload"
@@ -29,7 +29,7 @@ class StoredRows(NamedTuple):
     groups: Any  # numpy: how many rows each row group has
 
 
-def turns(file: Any) -> Iterator[list[int]]:
+def iter_row_group_runs(file: Any) -> Iterator[list[int]]:
     """The row groups of an open Parquet file, as many at a time as are decoded at once."""
     turn: list[int] = []
     rows = size = 0
@@ -54,12 +54,12 @@ def read_rows(file: Any, turn: list[int], *, payloads: bool) -> StoredRows:
     keys = table.column(KEY).combine_chunks()
     if not pa.types.is_dictionary(keys.type):
         keys = keys.dictionary_encode()
-    found = _pieces(table.column(PAYLOAD).combine_chunks()) if payloads else None
+    found = _payload_views(table.column(PAYLOAD).combine_chunks()) if payloads else None
     groups = np.array([file.metadata.row_group(index).num_rows for index in turn])
     return StoredRows(to_numpy(table.column(ENTRY)), keys, found, groups)
 
 
-def _pieces(stored: Any) -> list[memoryview]:
+def _payload_views(stored: Any) -> list[memoryview]:
     """The bytes of each text, as they lie there: nothing is copied."""
     _, starts, data = stored.buffers()
     edges: list[int] = np.frombuffer(starts, np.int32)[
@@ -74,10 +74,10 @@ def open_segment(raw: bytes | memoryview) -> Any:
     return pq.ParquetFile(pa.BufferReader(pa.py_buffer(raw)), read_dictionary=[KEY], pre_buffer=False)
 
 
-class Batch:
+class SegmentBatch:
     """Some rows with the values of their fields, each column made when it is first asked for."""
 
-    def __init__(self, rows: StoredRows, decoded: Decoded | None) -> None:
+    def __init__(self, rows: StoredRows, decoded: DecodedPayloads | None) -> None:
         self.rows = rows
         self._decoded = decoded
         self._columns: dict[str, FieldColumn] = {}
@@ -97,17 +97,17 @@ class Batch:
             column = self._columns[name] = self._decoded.column(name)
         return column
 
-    def leaves(self, tokens: Tokens) -> Leaves:
+    def leaves(self, tokens: PointerTokens) -> LeafColumn:
         """What lies at a pointer, by row; None where nothing does."""
         assert self._decoded is not None
         return self._decoded.leaves.get(tokens) or [None] * self.count
 
 
-class Decoded(NamedTuple):
+class DecodedPayloads(NamedTuple):
     """Leaves of some rows and how values are made of them."""
 
-    reader: Reader
-    leaves: dict[Tokens, Leaves]
+    reader: SegmentReader
+    leaves: dict[PointerTokens, LeafColumn]
     records: dict[int, object]
     rows: int
 
@@ -115,34 +115,34 @@ class Decoded(NamedTuple):
         return self.reader.column(name, self)
 
 
-class Reader:
+class SegmentReader:
     """Makes batches. `reference` has every value come from the reference function, record by record."""
 
     def __init__(
-        self, view: RecordView, fields: Iterable[str], pointers: Iterable[Tokens], *, reference: bool
+        self, view: RecordView, fields: Iterable[str], pointers: Iterable[PointerTokens], *, reference: bool
     ) -> None:
         self._view = view
         self._reference = reference
-        self._tokens: dict[str, Tokens] = {}
+        self._tokens: dict[str, PointerTokens] = {}
         for name in fields:
             pointer = view.config.fields[name].pointer_at(view.version)
             # Without a binding there are no values; the whole record is an object, and so none either.
             self._tokens[name] = (parse_pointer(pointer) or ()) if pointer else ()
         # The reference function looks for values itself.
         of_fields = () if reference else self._tokens.values()
-        self._decoder = Decoder(view, [*of_fields, *pointers], reference=reference)
+        self._decoder = PayloadDecoder(view, [*of_fields, *pointers], reference=reference)
 
-    def batch(self, rows: StoredRows) -> Batch:
+    def batch(self, rows: StoredRows) -> SegmentBatch:
         assert rows.payloads is not None
         entries: Sequence[int] = rows.entries.tolist()
         leaves, records = self._decoder.leaves(entries, rows.payloads)
-        return Batch(rows, Decoded(self, leaves, records, len(entries)))
+        return SegmentBatch(rows, DecodedPayloads(self, leaves, records, len(entries)))
 
-    def column(self, name: str, decoded: Decoded) -> FieldColumn:
+    def column(self, name: str, decoded: DecodedPayloads) -> FieldColumn:
         field = self._view.config.fields[name]
         tokens = self._tokens[name]
         if self._reference:
             convert, records = converter_for(field), decoded.records
             found = [extract_values(records[row], tokens, convert) for row in range(decoded.rows)]
-            return column_of_values(field, found)
-        return column_of(field, decoded.leaves[tokens] if tokens else [None] * decoded.rows)
+            return field_column_from_values(field, found)
+        return build_field_column(field, decoded.leaves[tokens] if tokens else [None] * decoded.rows)

@@ -9,7 +9,7 @@ from typing import Any
 from tailrace.storage.segments.parquet import pa
 
 
-class BatchRun:
+class SortedRunReader:
     """An open file, of which some rows are held. `key_of` says where a row of a table belongs."""
 
     def __init__(self, file: Any, read_rows: int, key_of: Callable[[Any, int], Any]) -> None:

@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple, cast
 
 from tailrace.schema.search_config import Field
 from tailrace.search.records import Value, converter_for, flatten_leaves
-from tailrace.spark.index.arrays import BOOL, DOUBLE, np, offsets_of, to_numpy
-from tailrace.spark.index.decoding import Leaves
+from tailrace.spark.index.arrays import BOOL, DOUBLE, np, offsets_from_counts, to_numpy
+from tailrace.spark.index.decoding import LeafColumn
 from tailrace.storage.segments.parquet import INT64, STRING, pa, pc
 
-ARROW: Final = {
+ARROW_TYPES: Final = {
     "keyword": STRING,
     "text": STRING,
     "integer": INT64,
@@ -23,15 +23,15 @@ ARROW: Final = {
     "date": INT64,
     "bool": BOOL,
 }
-_TEXTS: Final = ("keyword", "text")
-_TYPES: Final[dict[str, frozenset[type]]] = {
+_TEXT_KINDS: Final = ("keyword", "text")
+_PYTHON_TYPES: Final[dict[str, frozenset[type]]] = {
     "integer": frozenset({int}),
     "float": frozenset({int, float}),
     "bool": frozenset({bool}),
 }
-_NONE: Final = type(None)
+_NONE_TYPE: Final = type(None)
 # What nearly every program writes; no other text is given to the library, which takes more than it should.
-_USUAL_DATE: Final = (
+_COMMON_DATE_PATTERN: Final = (
     r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{3})?Z$"
 )
 
@@ -53,24 +53,24 @@ class FieldColumn(NamedTuple):
         return np.flatnonzero(self.counts)
 
 
-def column_of(field: Field, found: Leaves) -> FieldColumn:
+def build_field_column(field: Field, found: LeafColumn) -> FieldColumn:
     """The column of a field from what lies at its pointer."""
     try:
-        column = _texts(field, found) if field.kind in _TEXTS else _numbers(field, found)
+        column = _text_column(field, found) if field.kind in _TEXT_KINDS else _number_column(field, found)
     except (pa.ArrowException, UnicodeEncodeError, OverflowError):
         column = None
-    return _one_by_one(field, found) if column is None else _without_nulls(column)
+    return _convert_each(field, found) if column is None else _drop_nulls(column)
 
 
-def column_of_values(field: Field, rows: Sequence[Sequence[Value]]) -> FieldColumn:
+def field_column_from_values(field: Field, rows: Sequence[Sequence[Value]]) -> FieldColumn:
     """The same from lists of values, as the reference gives them."""
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     flat = [value for row in rows for value in row]
-    values = pa.array(flat, ARROW[field.kind])
-    return FieldColumn(values, np.repeat(np.arange(len(rows)), counts), offsets_of(counts))
+    values = pa.array(flat, ARROW_TYPES[field.kind])
+    return FieldColumn(values, np.repeat(np.arange(len(rows)), counts), offsets_from_counts(counts))
 
 
-def _texts(field: Field, found: Leaves) -> Any:
+def _text_column(field: Field, found: LeafColumn) -> Any:
     """The column at once, nulls where nothing lies; None if some leaf needs a closer look."""
     column = pa.array(found, STRING)  # refuses what is no text
     if field.normalizer == "lowercase_v1" and field.kind == "keyword":
@@ -79,25 +79,25 @@ def _texts(field: Field, found: Leaves) -> Any:
     return column
 
 
-def _numbers(field: Field, found: Leaves) -> Any:
+def _number_column(field: Field, found: LeafColumn) -> Any:
     """The same for what would take more than it should: the types of all leaves are looked at first."""
-    kind, types = field.kind, set(map(type, found)) - {_NONE}
+    kind, types = field.kind, set(map(type, found)) - {_NONE_TYPE}
     if not types:
-        return pa.nulls(len(found), ARROW[kind])
+        return pa.nulls(len(found), ARROW_TYPES[kind])
     if kind == "date":
         if types == {int}:
             return pa.array(found, INT64)
-        return _dates(pa.array(found, STRING)) if types == {str} else None
-    if not types <= _TYPES[kind]:
+        return _date_column(pa.array(found, STRING)) if types == {str} else None
+    if not types <= _PYTHON_TYPES[kind]:
         return None
-    column = pa.array(found, ARROW[kind])
+    column = pa.array(found, ARROW_TYPES[kind])
     if kind != "float":
         return column
     return pc.add(column, 0.0) if pc.all(pc.is_finite(column)).as_py() else None  # zero has no sign
 
 
-def _dates(texts: Any) -> Any:
-    if not pc.all(pc.match_substring_regex(texts, _USUAL_DATE)).as_py():
+def _date_column(texts: Any) -> Any:
+    if not pc.all(pc.match_substring_regex(texts, _COMMON_DATE_PATTERN)).as_py():
         return None
     if pc.any(pc.less_equal(texts, "0001")).as_py() or pc.any(pc.greater_equal(texts, "2262")).as_py():
         return None  # the year 0 is no year of the library, and far ones are not worth a thought
@@ -105,17 +105,17 @@ def _dates(texts: Any) -> Any:
     return stamps.view(INT64)
 
 
-def _without_nulls(column: Any) -> FieldColumn:
+def _drop_nulls(column: Any) -> FieldColumn:
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     count = len(column)
     if column.null_count == 0:
         return FieldColumn(column, np.arange(count), np.arange(count + 1))
     valid = to_numpy(column.is_valid())
-    return FieldColumn(column.drop_null(), np.flatnonzero(valid), offsets_of(valid))
+    return FieldColumn(column.drop_null(), np.flatnonzero(valid), offsets_from_counts(valid))
 
 
-def _one_by_one(field: Field, found: Leaves) -> FieldColumn:
+def _convert_each(field: Field, found: LeafColumn) -> FieldColumn:
     convert = converter_for(field)
     rows: list[list[Value]] = []
     for leaf in found:
@@ -125,10 +125,10 @@ def _one_by_one(field: Field, found: Leaves) -> FieldColumn:
         else:
             value = None if leaf is None else convert(leaf)
             rows.append([] if value is None else [value])
-    return column_of_values(field, rows)
+    return field_column_from_values(field, rows)
 
 
-def distinct(column: FieldColumn) -> tuple[list[Value], Any]:
+def distinct_values(column: FieldColumn) -> tuple[list[Value], Any]:
     """The different values of a column and, for each value of it, which of them it is."""
     encoded = column.values.dictionary_encode()
     return encoded.dictionary.to_pylist(), to_numpy(encoded.indices)

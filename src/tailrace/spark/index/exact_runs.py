@@ -10,11 +10,11 @@ from typing import Any
 
 from tailrace.search.index_files.format import ENTRIES, FIELD, VALUE
 from tailrace.spark.index.arrays import np, to_numpy
-from tailrace.spark.index.exact_tables import rows_of
+from tailrace.spark.index.exact_tables import exact_table
 from tailrace.storage.segments.parquet import pa, pc
 
 
-class _Run:
+class _ExactRun:
     """An open file, read row group by row group. Each of them has rows of one field."""
 
     def __init__(self, file: Any) -> None:
@@ -45,14 +45,14 @@ class _Run:
         return taken
 
 
-def merged(files: Sequence[Any]) -> Iterator[Any]:
+def merge_exact_runs(files: Sequence[Any]) -> Iterator[Any]:
     """The rows of open runs as tables of one field each, in order, values that are equal joined."""
-    runs = [_Run(file) for file in files]
+    runs = [_ExactRun(file) for file in files]
     for field in sorted({field for run in runs for field in run.fields}):
-        yield from _joined(field, _in_order(field, runs))
+        yield from _join_equal_values(field, _iter_sorted(field, runs))
 
 
-def _in_order(field: str, runs: Sequence[_Run]) -> Iterator[Any]:
+def _iter_sorted(field: str, runs: Sequence[_ExactRun]) -> Iterator[Any]:
     """All rows of a field by value, and by run where values are equal."""
     while True:
         for run in runs:
@@ -85,18 +85,18 @@ def _count_below(values: Any, bound: bytes) -> int:
     return pc.sum(pc.fill_null(pc.less(values, pa.scalar(bound, pa.binary())), True)).as_py() or 0
 
 
-def _joined(field: str, tables: Iterable[Any]) -> Iterator[Any]:
+def _join_equal_values(field: str, tables: Iterable[Any]) -> Iterator[Any]:
     """Rows of one value as one, as far as lists may be long."""
     held: Any = None
     for table in tables:
-        joined = _with_joined_lists(field, table if held is None else pa.concat_tables([held, table]))
+        joined = _join_lists(field, table if held is None else pa.concat_tables([held, table]))
         yield joined.slice(0, joined.num_rows - 1)
         held = joined.slice(joined.num_rows - 1)  # it may go on
     if held is not None:
         yield held
 
 
-def _with_joined_lists(field: str, table: Any) -> Any:
+def _join_lists(field: str, table: Any) -> Any:
     table = table.combine_chunks()
     values, entries = table.column(VALUE).combine_chunks(), table.column(ENTRIES).combine_chunks()
     valid = to_numpy(values.is_valid())
@@ -107,4 +107,4 @@ def _with_joined_lists(field: str, table: Any) -> Any:
     offsets = to_numpy(entries.offsets).astype(np.int64)
     offsets -= offsets[0]
     bounds = np.append(offsets[:-1][starts], offsets[-1])
-    return rows_of(field, values.take(pa.array(starts)), bounds, to_numpy(entries.flatten()))
+    return exact_table(field, values.take(pa.array(starts)), bounds, to_numpy(entries.flatten()))

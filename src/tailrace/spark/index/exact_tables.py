@@ -7,13 +7,13 @@ from itertools import pairwise
 from typing import Any, Final
 
 from tailrace.search.index_files.format import ENTRIES, FIELD, LIST_ENTRIES_MAX, VALUE
-from tailrace.spark.index.arrays import INT64_LIST, from_numpy, lists, np
-from tailrace.spark.index.parquet import CompanionWriter
+from tailrace.spark.index.arrays import INT64_LIST, build_list_array, from_numpy, np
+from tailrace.spark.index.parquet import IndexFileWriter
 from tailrace.storage.segments.parquet import BINARY, INT64, STRING, pa
 
 GROUP_ROWS: Final = 4096
 
-SCHEMA: Final = pa.schema(
+EXACT_SCHEMA: Final = pa.schema(
     [
         pa.field(FIELD, STRING, nullable=False),
         pa.field(VALUE, BINARY),
@@ -22,7 +22,7 @@ SCHEMA: Final = pa.schema(
 )
 
 
-def rows_of(name: str, values: Any, offsets: Any, entries: Any) -> Any:
+def exact_table(name: str, values: Any, offsets: Any, entries: Any) -> Any:
     """Rows of one field. Lists that are too long go on in further rows."""
     counts = np.diff(offsets)
     if len(counts) and counts.max() > LIST_ENTRIES_MAX:
@@ -33,15 +33,15 @@ def rows_of(name: str, values: Any, offsets: Any, entries: Any) -> Any:
     columns = [
         pa.array([name]).take(pa.array(np.zeros(len(values), np.int64))),
         values,
-        lists(INT64_LIST, offsets, from_numpy(entries.astype(np.int64, copy=False), INT64)),
+        build_list_array(INT64_LIST, offsets, from_numpy(entries.astype(np.int64, copy=False), INT64)),
     ]
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
+    return pa.Table.from_arrays(columns, schema=EXACT_SCHEMA)
 
 
 def write_exact(tables: Iterable[Any], facts: dict[str, str], sink: Any = None) -> bytes:
     """Sorted tables as a file. A row group has one field, so that filters and bounds tell of that field."""
-    with CompanionWriter(
-        SCHEMA,
+    with IndexFileWriter(
+        EXACT_SCHEMA,
         facts,
         repeated=[FIELD],
         packed=[f"{ENTRIES}.list.element"],
@@ -50,12 +50,12 @@ def write_exact(tables: Iterable[Any], facts: dict[str, str], sink: Any = None) 
         bloom_values=GROUP_ROWS,
         sink=sink,
     ) as writer:
-        for group in _row_groups(tables):
+        for group in _cut_by_field(tables):
             writer.write(group)
         return writer.finish()
 
 
-def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
+def _cut_by_field(tables: Iterable[Any]) -> Iterator[Any]:
     """Tables cut and joined: the same rows give the same row groups, however they arrive."""
     held: list[Any] = []
     rows = 0

@@ -12,15 +12,21 @@ import msgspec
 from tailrace.schema.search_config import Field, SearchConfig
 from tailrace.search.index_files.format import FACT_PREFIX, FTS, KEYWORD_BYTES_MAX, SPLIT_FACTS, SPLIT_TERMS
 from tailrace.search.records import truncate_token
-from tailrace.spark.index.arrays import byte_order, np, offsets_of, stable_order, to_numpy
-from tailrace.spark.index.batch import Batch
+from tailrace.spark.index.arrays import argsort_bytes, np, offsets_from_counts, stable_argsort, to_numpy
+from tailrace.spark.index.batch import SegmentBatch
 from tailrace.spark.index.columns import FieldColumn
-from tailrace.spark.index.parquet import Built, Range, facts_of
-from tailrace.spark.index.postings import TERMS_SCHEMA, Postings, every_entry, terms_table, write_terms
-from tailrace.spark.index.words import tokens_in
+from tailrace.spark.index.parquet import BuiltIndexFile, IndexedRange, build_file_facts
+from tailrace.spark.index.postings import (
+    TERMS_SCHEMA,
+    Postings,
+    all_entries_table,
+    build_terms_table,
+    write_terms,
+)
+from tailrace.spark.index.words import tokenize_column
 from tailrace.storage.segments.parquet import STRING, pa, pc
 
-_DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first one a zip can have
+_ZIP_DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first one a zip can have
 
 
 class TextStats(msgspec.Struct):
@@ -39,7 +45,7 @@ class SplitFacts(msgspec.Struct):
     keyword: list[str]
 
 
-class _Tokens:
+class _FieldTokens:
     """The tokens of one field in the order of the records, as flat columns."""
 
     def __init__(self) -> None:
@@ -53,30 +59,36 @@ class _Tokens:
         self.counts.append(counts.astype(np.int32))
 
 
-class FtsBuilder:
-    def __init__(self, covers: Range, config: SearchConfig, fields: Sequence[str]) -> None:
+class FullTextBuilder:
+    def __init__(self, covers: IndexedRange, config: SearchConfig, fields: Sequence[str]) -> None:
         self._covers = covers
         found = {name: config.fields[name] for name in sorted(fields)}
         self._positions = {name: field.positions for name, field in found.items() if field.kind == "text"}
         # What is exact or a column answers prefixes from there: ids that never repeat would fill the index.
         self._keywords = [
-            name for name, field in found.items() if field.kind != "text" and not is_elsewhere(field)
+            name for name, field in found.items() if field.kind != "text" and not is_indexed_elsewhere(field)
         ]
-        self._held = {name: _Tokens() for name in sorted([*self._positions, *self._keywords])}
+        self._held = {name: _FieldTokens() for name in sorted([*self._positions, *self._keywords])}
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: SegmentBatch) -> None:
         for name, held in self._held.items():
             column = batch.column(name)
             if len(column.rows):
-                found = tokens_in(column.values) if name in self._positions else _whole_values(column.values)
+                found = (
+                    tokenize_column(column.values)
+                    if name in self._positions
+                    else _keyword_tokens(column.values)
+                )
                 held.add(column, batch.entries, *found)
 
-    def finish(self) -> list[Built]:
-        facts = facts_of(FTS, self._covers)
+    def finish(self) -> list[BuiltIndexFile]:
+        facts = build_file_facts(FTS, self._covers)
         stats: list[TextStats] = []
         terms = write_terms((self._table(name, stats) for name in self._held), facts)
         data = zip_split(terms, SplitFacts(stats, self._keywords), facts)
-        return [Built(FTS, data, self._covers.rows, {"tokens": sum(field.tokens for field in stats)})]
+        return [
+            BuiltIndexFile(FTS, data, self._covers.rows, {"tokens": sum(field.tokens for field in stats)})
+        ]
 
     def _table(self, name: str, stats: list[TextStats]) -> Any:
         """The terms of a field in order, before them the row of all entries with a value."""
@@ -91,55 +103,57 @@ class FtsBuilder:
         lengths = np.add.reduceat(counts, firsts)
         if positions is not None:
             stats.append(TextStats(name, int((lengths > 0).sum()), int(lengths.sum()), positions))
-        every = every_entry(name, entries[firsts], lengths)
-        terms, ranks = _ranked(held.tokens)
+        every = all_entries_table(name, entries[firsts], lengths)
+        terms, ranks = _rank_terms(held.tokens)
         if not len(terms):
             return every
-        where = _positions(counts, firsts) if positions else None
-        return pa.concat_tables([every, _grouped(name, terms, ranks, np.repeat(entries, counts), where)])
+        where = _token_positions(counts, firsts) if positions else None
+        return pa.concat_tables(
+            [every, _group_by_term(name, terms, ranks, np.repeat(entries, counts), where)]
+        )
 
 
-def _whole_values(values: Any) -> tuple[Any, Any]:
+def _keyword_tokens(values: Any) -> tuple[Any, Any]:
     """Keywords are one token each, of which as much is kept as of any other."""
     if len(values) and pc.max(pc.binary_length(values)).as_py() > KEYWORD_BYTES_MAX:
         values = pa.array([truncate_token(value) for value in values.to_pylist()], STRING)
     return values, np.ones(len(values), np.int64)
 
 
-def _ranked(tokens: Sequence[Any]) -> tuple[Any, Any]:
+def _rank_terms(tokens: Sequence[Any]) -> tuple[Any, Any]:
     """The different terms in order, and for each token which of them it is."""
     unified = pa.chunked_array(tokens).unify_dictionaries()
     dictionary = unified.chunk(0).dictionary
-    order = byte_order(dictionary)
+    order = argsort_bytes(dictionary)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     codes = np.concatenate([to_numpy(chunk.indices) for chunk in unified.chunks])
     return dictionary.take(pa.array(order)), rank[codes]
 
 
-def _positions(counts: Any, firsts: Any) -> Any:
+def _token_positions(counts: Any, firsts: Any) -> Any:
     """The place of each token in its record. One place between two values stays empty: no phrase spans it."""
-    begins = offsets_of(counts + 1)[:-1]
+    begins = offsets_from_counts(counts + 1)[:-1]
     of_record = np.zeros_like(begins)
     of_record[firsts] = begins[firsts]
     inside = begins - np.maximum.accumulate(of_record)
-    return np.arange(counts.sum()) - np.repeat(offsets_of(counts)[:-1] - inside, counts)
+    return np.arange(counts.sum()) - np.repeat(offsets_from_counts(counts)[:-1] - inside, counts)
 
 
-def _grouped(name: str, terms: Any, ranks: Any, entries: Any, positions: Any) -> Any:
+def _group_by_term(name: str, terms: Any, ranks: Any, entries: Any, positions: Any) -> Any:
     """Entries by term; how often each has it is how often it comes."""
-    by_term = stable_order(ranks, len(terms))
+    by_term = stable_argsort(ranks, len(terms))
     ranks, entries = ranks[by_term], entries[by_term]
     fresh = np.ones(len(ranks), dtype=bool)
     fresh[1:] = (np.diff(ranks) != 0) | (np.diff(entries) != 0)
     starts = np.flatnonzero(fresh)
     frequencies = np.diff(np.append(starts, len(ranks)))
-    offsets = offsets_of(np.bincount(ranks[starts], minlength=len(terms)))
+    offsets = offsets_from_counts(np.bincount(ranks[starts], minlength=len(terms)))
     where = None if positions is None else positions[by_term]
-    return terms_table(name, terms, offsets, Postings(entries[starts], frequencies, where))
+    return build_terms_table(name, terms, offsets, Postings(entries[starts], frequencies, where))
 
 
-def is_elsewhere(field: Field) -> bool:
+def is_indexed_elsewhere(field: Field) -> bool:
     """Whether another family has the values of a keyword in order."""
     return field.exact or field.column or field.sortable or field.aggregatable
 
@@ -150,6 +164,6 @@ def zip_split(terms: bytes, split: SplitFacts, facts: dict[str, str]) -> bytes:
     shown |= msgspec.to_builtins(split)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(zipfile.ZipInfo(SPLIT_FACTS, _DATE), msgspec.json.encode(shown))
-        archive.writestr(zipfile.ZipInfo(SPLIT_TERMS, _DATE), terms)
+        archive.writestr(zipfile.ZipInfo(SPLIT_FACTS, _ZIP_DATE), msgspec.json.encode(shown))
+        archive.writestr(zipfile.ZipInfo(SPLIT_TERMS, _ZIP_DATE), terms)
     return out.getvalue()

@@ -17,14 +17,14 @@ from tailrace.search.index_files.format import (
     SPAN_FIRSTS,
     SPAN_LASTS,
 )
-from tailrace.spark.index.arrays import INT64_LIST, from_numpy, lists, np, to_numpy
+from tailrace.spark.index.arrays import INT64_LIST, build_list_array, from_numpy, np, to_numpy
 from tailrace.storage.segments.parquet import INT64, pa, pc
 
-_ADDED_UP = {FIRST_ENTRY: np.minimum, LAST_ENTRY: np.maximum, ENTRY_COUNT: np.add}
-_SPANS = (SPAN_FIRSTS, SPAN_LASTS)
+_REDUCERS = {FIRST_ENTRY: np.minimum, LAST_ENTRY: np.maximum, ENTRY_COUNT: np.add}
+_SPAN_COLUMNS = (SPAN_FIRSTS, SPAN_LASTS)
 
 
-class _Run:
+class _KeyRun:
     """An open file, read row group by row group."""
 
     def __init__(self, file: Any, lead: str) -> None:
@@ -58,10 +58,10 @@ class _Run:
         return taken
 
 
-def merged(files: Sequence[Any], schema: Any) -> Iterator[Any]:
+def merge_key_runs(files: Sequence[Any], schema: Any) -> Iterator[Any]:
     """The rows of open runs of an index or of a lexicon, in order, as tables."""
     by = [name for name in (KEY_HASH, KEY) if name in schema.names]
-    runs = [_Run(file, by[0]) for file in files]
+    runs = [_KeyRun(file, by[0]) for file in files]
     while True:
         for run in runs:
             if run.held is None and run.has_more:
@@ -74,7 +74,7 @@ def merged(files: Sequence[Any], schema: Any) -> Iterator[Any]:
         taken = pa.concat_tables([run.take(bound) for run in holding]).combine_chunks()
         if taken.num_rows:
             order = pc.sort_indices(taken, sort_keys=[(name, "ascending") for name in by])  # equal ones stay
-            yield _joined(taken.take(order).combine_chunks(), schema)
+            yield _join_equal_keys(taken.take(order).combine_chunks(), schema)
         else:
             # One value fills all that was read of it.
             for run in open_ended:
@@ -82,7 +82,7 @@ def merged(files: Sequence[Any], schema: Any) -> Iterator[Any]:
                     run.read()
 
 
-def _joined(table: Any, schema: Any) -> Any:
+def _join_equal_keys(table: Any, schema: Any) -> Any:
     """Rows of one key as one."""
     keys = table.column(KEY).combine_chunks()
     fresh = np.ones(len(keys), dtype=bool)
@@ -93,12 +93,12 @@ def _joined(table: Any, schema: Any) -> Any:
     columns: list[Any] = []
     for name in schema.names:
         column = table.column(name).combine_chunks()
-        if name in _ADDED_UP:
-            columns.append(from_numpy(_ADDED_UP[name].reduceat(to_numpy(column), starts), INT64))
-        elif name in _SPANS:
+        if name in _REDUCERS:
+            columns.append(from_numpy(_REDUCERS[name].reduceat(to_numpy(column), starts), INT64))
+        elif name in _SPAN_COLUMNS:
             offsets = to_numpy(column.offsets)
             bounds = np.append(offsets[starts], offsets[-1]) - offsets[0]
-            columns.append(lists(INT64_LIST, bounds, column.flatten()))
+            columns.append(build_list_array(INT64_LIST, bounds, column.flatten()))
         else:
             columns.append(column.take(pa.array(starts)))
     return pa.Table.from_arrays(columns, schema=schema)

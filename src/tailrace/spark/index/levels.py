@@ -18,10 +18,10 @@ from tailrace.search.aggregates.summary_arrays import (
 )
 from tailrace.spark.index.arrays import np
 
-_DENSE: Final = 8  # so many marks for each member are quicker than sorting
+_DENSE_FACTOR: Final = 8  # so many marks for each member are quicker than sorting
 
 
-class Groups(NamedTuple):
+class MemberGroups(NamedTuple):
     """Members by group; groups are numbered as what they were made of ascends."""
 
     of: Any
@@ -29,11 +29,11 @@ class Groups(NamedTuple):
     members: Any  # one of each group
 
 
-def grouped(ids: Any) -> Groups:
+def group_members(ids: Any) -> MemberGroups:
     """Members with one number are one group; there are some."""
     low = int(ids.min())
     width = int(ids.max()) - low + 1
-    if width <= _DENSE * len(ids):
+    if width <= _DENSE_FACTOR * len(ids):
         marks = np.zeros(width, bool)
         marks[ids - low] = True
         of = (np.cumsum(marks) - 1)[ids - low]
@@ -41,10 +41,10 @@ def grouped(ids: Any) -> Groups:
         of = np.unique(ids, return_inverse=True)[1]
     members = np.empty(int(of.max()) + 1, np.int64)
     members[of] = np.arange(len(ids))
-    return Groups(of, len(members), members)
+    return MemberGroups(of, len(members), members)
 
 
-class Level(NamedTuple):
+class RollupLevel(NamedTuple):
     """The groups by one interval and some dimensions."""
 
     span_ms: int
@@ -61,34 +61,39 @@ class Level(NamedTuple):
         return additive and span_ms % self.span_ms == 0
 
 
-def level_of(
-    span_ms: int, ids: Callable[[Any], Any], smaller: Sequence[Level], states: Callable[[Groups], list[Any]]
-) -> Level:
+def build_level(
+    span_ms: int,
+    ids: Callable[[Any], Any],
+    smaller: Sequence[RollupLevel],
+    states: Callable[[MemberGroups], list[Any]],
+) -> RollupLevel:
     """The groups of members with one id, which is asked for at some places.
 
     The last of the smaller levels that will do is put together.
     """
     for level in reversed(smaller):
         if level.is_part_of(span_ms):
-            groups = grouped(ids(level.members))
-            found = [_put_together(one, groups) for one in level.found]
-            return Level(span_ms, level.members[groups.members], found)
-    groups = grouped(ids(slice(None)))
-    return Level(span_ms, groups.members, states(groups))
+            groups = group_members(ids(level.members))
+            found = [_combine_states(one, groups) for one in level.found]
+            return RollupLevel(span_ms, level.members[groups.members], found)
+    groups = group_members(ids(slice(None)))
+    return RollupLevel(span_ms, groups.members, states(groups))
 
 
-def _put_together(found: Any, groups: Groups) -> Any:
+def _combine_states(found: Any, groups: MemberGroups) -> Any:
     if isinstance(found, PartialSummaries):
         return found.by(groups.of, groups.number)
     return sum_counts(found, groups.of, groups.number)
 
 
-def joined_states(levels: Sequence[Level]) -> list[Any]:
+def join_states(levels: Sequence[RollupLevel]) -> list[Any]:
     """Counts and summaries by measure, as they are stored, one level behind the other."""
-    return [_ended(_joined(parts)) for parts in zip(*(level.found for level in levels), strict=True)]
+    return [
+        _to_summaries(_join_parts(parts)) for parts in zip(*(level.found for level in levels), strict=True)
+    ]
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _join_parts(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], PartialSummaries):
@@ -96,5 +101,5 @@ def _joined(parts: Sequence[Any]) -> Any:
     return concat_summaries(parts) if isinstance(parts[0], SummaryArray) else np.concatenate(parts)
 
 
-def _ended(found: Any) -> Any:
+def _to_summaries(found: Any) -> Any:
     return found.summaries() if isinstance(found, PartialSummaries) else found

@@ -25,19 +25,19 @@ from tailrace.search.index_files.format import (
 )
 from tailrace.search.records import flatten_leaves, to_integer, to_string
 from tailrace.spark.index.aggregate_states import as_double, as_whole
-from tailrace.spark.index.arrays import DOUBLE, from_numpy, list_of
-from tailrace.spark.index.batch import Batch
-from tailrace.spark.index.decoding import Tokens
-from tailrace.spark.index.parquet import Built, CompanionWriter, Range, facts_of
+from tailrace.spark.index.arrays import DOUBLE, from_numpy, list_type
+from tailrace.spark.index.batch import SegmentBatch
+from tailrace.spark.index.decoding import PointerTokens
+from tailrace.spark.index.parquet import BuiltIndexFile, IndexedRange, IndexFileWriter, build_file_facts
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
 
 GROUP_ROWS: Final = 8192
 
-SCHEMA: Final = pa.schema(
+METRIC_BLOCK_SCHEMA: Final = pa.schema(
     [
         pa.field(ENTRY, INT64, nullable=False),
         *(pa.field(name, STRING) for name in MBLK_TEXTS),
-        pa.field(MBLK_DIMENSION_PAIRS, list_of(STRING), nullable=False),
+        pa.field(MBLK_DIMENSION_PAIRS, list_type(STRING), nullable=False),
         *(pa.field(name, INT64) for name in MBLK_TIMES),
         pa.field(COUNT, INT64),
         pa.field(SUM, DOUBLE),
@@ -50,19 +50,19 @@ SCHEMA: Final = pa.schema(
         pa.field(SKETCH, BINARY),
     ]
 )
-_MEMBERS: Final = tuple(pointer[1:] for pointer in MBLK_POINTERS)
-POINTERS: Final[list[Tokens]] = [
-    (name,) for name in (*MBLK_TEXTS, MBLK_DIMENSION_PAIRS, *MBLK_TIMES, *_MEMBERS)
+_METRIC_BLOCK_PARTS: Final = tuple(pointer[1:] for pointer in MBLK_POINTERS)
+METRIC_BLOCK_POINTERS: Final[list[PointerTokens]] = [
+    (name,) for name in (*MBLK_TEXTS, MBLK_DIMENSION_PAIRS, *MBLK_TIMES, *_METRIC_BLOCK_PARTS)
 ]
 
 
-class MblkBuilder:
-    def __init__(self, covers: Range) -> None:
+class MetricBlockBuilder:
+    def __init__(self, covers: IndexedRange) -> None:
         self._covers = covers
         self._reader = SummaryPartsReader(Measure("summary_parts", None, None, None, *MBLK_POINTERS))
         self._tables: list[Any] = []
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: SegmentBatch) -> None:
         columns = [from_numpy(batch.entries, INT64)]
         columns += [pa.array(list(map(to_string, batch.leaves((name,)))), STRING) for name in MBLK_TEXTS]
         pairs = [
@@ -71,16 +71,16 @@ class MblkBuilder:
             else [text for leaf in flatten_leaves(found) if (text := to_string(leaf)) is not None]
             for found in batch.leaves((MBLK_DIMENSION_PAIRS,))
         ]
-        columns.append(pa.array(pairs, SCHEMA.field(MBLK_DIMENSION_PAIRS).type))
+        columns.append(pa.array(pairs, METRIC_BLOCK_SCHEMA.field(MBLK_DIMENSION_PAIRS).type))
         columns += [pa.array(list(map(to_integer, batch.leaves((name,)))), INT64) for name in MBLK_TIMES]
         columns += self._parts(batch)
-        self._tables.append(pa.Table.from_arrays(columns, schema=SCHEMA))
+        self._tables.append(pa.Table.from_arrays(columns, schema=METRIC_BLOCK_SCHEMA))
 
-    def _parts(self, batch: Batch) -> list[Any]:
-        found = [batch.leaves((name,)) for name in _MEMBERS]
+    def _parts(self, batch: SegmentBatch) -> list[Any]:
+        found = [batch.leaves((name,)) for name in _METRIC_BLOCK_PARTS]
         rows: list[tuple[object, ...]] = []
         for values in zip(*found, strict=True):
-            parts = self._reader.read(dict(zip(_MEMBERS, values, strict=True)))
+            parts = self._reader.read(dict(zip(_METRIC_BLOCK_PARTS, values, strict=True)))
             if parts is None:
                 rows.append((None,) * 9)
                 continue
@@ -89,18 +89,20 @@ class MblkBuilder:
             shown = [shape(number) for number in numbers for shape in (as_double, as_whole)]
             sketch = None if parts.sketch is None else parts.sketch.to_bytes()
             rows.append((parts.size, *shown, histogram, sketch))
-        fields = list(SCHEMA)[-9:]
+        fields = list(METRIC_BLOCK_SCHEMA)[-9:]
         return [
             pa.array(column, field.type)
             for column, field in zip(zip(*rows, strict=True), fields, strict=True)
         ]
 
-    def finish(self) -> list[Built]:
+    def finish(self) -> list[BuiltIndexFile]:
         table = pa.concat_tables(self._tables).combine_chunks()
         table = table.sort_by([("metric", "ascending"), ("windowStart", "ascending"), (ENTRY, "ascending")])
         texts = [*MBLK_TEXTS, f"{MBLK_DIMENSION_PAIRS}.list.element"]
         packed = [ENTRY, *MBLK_TIMES, COUNT]
-        with CompanionWriter(SCHEMA, facts_of(MBLK, self._covers), repeated=texts, packed=packed) as writer:
+        with IndexFileWriter(
+            METRIC_BLOCK_SCHEMA, build_file_facts(MBLK, self._covers), repeated=texts, packed=packed
+        ) as writer:
             for at in range(0, table.num_rows, GROUP_ROWS):
                 writer.write(table.slice(at, GROUP_ROWS).combine_chunks())
-            return [Built(MBLK, writer.finish(), self._covers.rows, {})]
+            return [BuiltIndexFile(MBLK, writer.finish(), self._covers.rows, {})]

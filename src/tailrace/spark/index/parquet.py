@@ -40,10 +40,10 @@ BLOOM_VALUES_MIN: Final = 64
 
 _ZSTD_LEVEL: Final = 1
 # A file is written in hundreds of small pieces: they are put together before Python sees them.
-_PIECE_BYTES: Final = 1 << 18
+_WRITE_BUFFER_BYTES: Final = 1 << 18
 
 
-class Range(NamedTuple):
+class IndexedRange(NamedTuple):
     """What a companion speaks for."""
 
     stream_id: str
@@ -53,7 +53,7 @@ class Range(NamedTuple):
     plan_hash: str
 
 
-class Built(NamedTuple):
+class BuiltIndexFile(NamedTuple):
     """One finished file of a family."""
 
     family: str
@@ -62,7 +62,7 @@ class Built(NamedTuple):
     stats: dict[str, int]
 
 
-def facts_of(family: str, covers: Range) -> dict[str, str]:
+def build_file_facts(family: str, covers: IndexedRange) -> dict[str, str]:
     return {
         FACT_FORMAT: str(FORMATS[family]),
         FACT_FAMILY: family,
@@ -75,7 +75,7 @@ def facts_of(family: str, covers: Range) -> dict[str, str]:
     }
 
 
-class _CheckedSink:
+class _ChecksummedSink:
     """Passes a file on as it is written, and has the checksum of every block of it.
 
     The tail is held back until all of it is there: it has a checksum of itself.
@@ -146,7 +146,7 @@ class _CheckedSink:
         self.closed = True
 
 
-class CompanionWriter:
+class IndexFileWriter:
     """One Parquet file, in memory if there is no `sink`. Every table that is written is a row group.
 
     `repeated` columns get a dictionary, `packed` ones (paths of integers) are stored as small differences,
@@ -173,8 +173,8 @@ class CompanionWriter:
         self.rows = 0
         self._facts = facts
         self._target = pa.BufferOutputStream() if sink is None else sink
-        self._sink = _CheckedSink(self._target)
-        self._pieces = pa.BufferedOutputStream(pa.PythonFile(self._sink, "w"), _PIECE_BYTES)
+        self._sink = _ChecksummedSink(self._target)
+        self._pieces = pa.BufferedOutputStream(pa.PythonFile(self._sink, "w"), _WRITE_BUFFER_BYTES)
         filters = None
         if bloom is not None:
             filters = {bloom: {"ndv": max(bloom_values, BLOOM_VALUES_MIN), "fpp": BLOOM_FALSE_POSITIVES}}

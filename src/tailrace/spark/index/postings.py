@@ -15,13 +15,20 @@ from tailrace.search.index_files.format import (
     POSITIONS,
     TERM,
 )
-from tailrace.spark.index.arrays import INT64_LIST, from_numpy, list_of, lists, np, offsets_of
-from tailrace.spark.index.parquet import CompanionWriter
+from tailrace.spark.index.arrays import (
+    INT64_LIST,
+    build_list_array,
+    from_numpy,
+    list_type,
+    np,
+    offsets_from_counts,
+)
+from tailrace.spark.index.parquet import IndexFileWriter
 from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa
 
 GROUP_ROWS: Final = 4096
 
-_INT32_LIST: Final = list_of(INT32)
+_INT32_LIST: Final = list_type(INT32)
 TERMS_SCHEMA: Final = pa.schema(
     [
         pa.field(FIELD, STRING, nullable=False),
@@ -42,7 +49,7 @@ class Postings(NamedTuple):
     positions: Any = None
 
 
-def terms_table(name: str, terms: Any, offsets: Any, postings: Postings) -> Any:
+def build_terms_table(name: str, terms: Any, offsets: Any, postings: Postings) -> Any:
     """Rows of one field. Lists that are too long go on in further rows."""
     counts = np.diff(offsets)
     documents = counts
@@ -57,21 +64,23 @@ def terms_table(name: str, terms: Any, offsets: Any, postings: Postings) -> Any:
     if positions is None:
         positions = np.zeros(0, np.int32)
     else:
-        places = offsets_of(frequencies)[offsets]
+        places = offsets_from_counts(frequencies)[offsets]
     columns = [
         pa.array([name]).take(pa.array(np.zeros(len(terms), np.int64))),
         terms,
         from_numpy(documents.astype(np.int64), INT64),
-        lists(INT64_LIST, offsets, from_numpy(entries.astype(np.int64), INT64)),
-        lists(_INT32_LIST, offsets, from_numpy(frequencies.astype(np.int32), INT32)),
-        lists(_INT32_LIST, places, from_numpy(positions.astype(np.int32), INT32)),
+        build_list_array(INT64_LIST, offsets, from_numpy(entries.astype(np.int64), INT64)),
+        build_list_array(_INT32_LIST, offsets, from_numpy(frequencies.astype(np.int32), INT32)),
+        build_list_array(_INT32_LIST, places, from_numpy(positions.astype(np.int32), INT32)),
     ]
     return pa.Table.from_arrays(columns, schema=TERMS_SCHEMA)
 
 
-def every_entry(name: str, entries: Any, lengths: Any) -> Any:
+def all_entries_table(name: str, entries: Any, lengths: Any) -> Any:
     """The row without a term: all entries with a value of the field, and how many tokens each has."""
-    return terms_table(name, pa.nulls(1, STRING), np.array([0, len(entries)]), Postings(entries, lengths))
+    return build_terms_table(
+        name, pa.nulls(1, STRING), np.array([0, len(entries)]), Postings(entries, lengths)
+    )
 
 
 def write_terms(tables: Iterable[Any], facts: dict[str, str]) -> bytes:
@@ -79,7 +88,7 @@ def write_terms(tables: Iterable[Any], facts: dict[str, str]) -> bytes:
     packed = [DOCUMENTS, f"{ENTRIES}.list.element", f"{FREQUENCIES}.list.element"]
     # Most tokens stand in one of a few places.
     repeated = [FIELD, f"{POSITIONS}.list.element"]
-    with CompanionWriter(TERMS_SCHEMA, facts, repeated=repeated, packed=packed) as writer:
+    with IndexFileWriter(TERMS_SCHEMA, facts, repeated=repeated, packed=packed) as writer:
         for table in tables:
             for at in range(0, table.num_rows, GROUP_ROWS):
                 writer.write(table.slice(at, GROUP_ROWS).combine_chunks())

@@ -8,7 +8,7 @@ from typing import Any
 from tailrace.storage.segments.parquet import pa
 
 
-def row_groups(tables: Iterable[Any], size: int) -> Iterator[Any]:
+def cut_row_groups(tables: Iterable[Any], size: int) -> Iterator[Any]:
     """The same rows give the same row groups, however they arrive."""
     held: list[Any] = []
     rows = 0

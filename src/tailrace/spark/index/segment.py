@@ -25,29 +25,35 @@ from tailrace.search.index_files.format import (
 from tailrace.search.index_files.index_plan import BuildPlan
 from tailrace.search.records import RecordView
 from tailrace.spark.index import mblk
-from tailrace.spark.index.agg import AggBuilder
-from tailrace.spark.index.batch import Batch, Reader, open_segment, read_rows, turns
-from tailrace.spark.index.col import ColBuilder
+from tailrace.spark.index.agg import AggregateBuilder
+from tailrace.spark.index.batch import (
+    SegmentBatch,
+    SegmentReader,
+    iter_row_group_runs,
+    open_segment,
+    read_rows,
+)
+from tailrace.spark.index.col import ColumnBuilder
 from tailrace.spark.index.exact import ExactBuilder
-from tailrace.spark.index.fts import FtsBuilder
-from tailrace.spark.index.keys import KeysBuilder
-from tailrace.spark.index.mblk import MblkBuilder
-from tailrace.spark.index.parquet import Built, Range
+from tailrace.spark.index.fts import FullTextBuilder
+from tailrace.spark.index.keys import RoutingKeyBuilder
+from tailrace.spark.index.mblk import MetricBlockBuilder
+from tailrace.spark.index.parquet import BuiltIndexFile, IndexedRange
 from tailrace.storage.segments.model import CorruptSegmentError
 from tailrace.storage.segments.parquet import pa, pq
 
-MEMORY_BYTES: Final = 400 << 20
+TASK_MEMORY_BYTES: Final = 400 << 20
 
-_KEYS: Final = frozenset({ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON})
-_EXACT_SHARE: Final = 4  # of the budget
+_KEY_FAMILIES: Final = frozenset({ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON})
+_EXACT_MEMORY_DIVISOR: Final = 4  # of the budget
 
 
-class Builder(Protocol):
+class IndexFileBuilder(Protocol):
     """One family, or two that are made of the same."""
 
-    def add(self, batch: Batch) -> None: ...
+    def add(self, batch: SegmentBatch) -> None: ...
 
-    def finish(self) -> list[Built]: ...
+    def finish(self) -> list[BuiltIndexFile]: ...
 
 
 class BuildRequest(NamedTuple):
@@ -61,7 +67,7 @@ class BuildRequest(NamedTuple):
     families: frozenset[str]
     plan: BuildPlan
     directory: Path  # for runs and indexes in the making
-    memory_bytes: int = MEMORY_BYTES
+    memory_bytes: int = TASK_MEMORY_BYTES
     reference: bool = False  # every value by the reference function
 
 
@@ -69,22 +75,24 @@ class UnusablePlanError(Exception):
     """The plan asks for something that cannot be: an include that is no query any more. Quotes no data."""
 
 
-Step = Callable[[str], None]
+StepCallback = Callable[[str], None]
 
 
-def build_segment(raw: bytes, request: BuildRequest, step: Step = lambda _name: None) -> list[Built]:
+def build_segment(
+    raw: bytes, request: BuildRequest, step: StepCallback = lambda _name: None
+) -> list[BuiltIndexFile]:
     """The files of a segment. CorruptSegmentError if it is not what was recorded, or cannot be read;
     UnusablePlanError if nothing can be built by the plan.
     """
     if hashlib.sha256(raw).hexdigest() != request.sha256:
         raise CorruptSegmentError("the segment does not have its SHA-256")
     try:
-        builders, reader = prepare(request)
+        builders, reader = create_builders(request)
     except TailraceError as refusal:
         raise UnusablePlanError(refusal.message) from refusal
-    with no_cycles():
+    with gc_disabled():
         rows = 0
-        for batch in read_segment(raw, reader):
+        for batch in read_batches(raw, reader):
             for builder in builders:
                 builder.add(batch)
             if not rows:
@@ -96,7 +104,7 @@ def build_segment(raw: bytes, request: BuildRequest, step: Step = lambda _name: 
 
 
 @contextmanager
-def no_cycles() -> Generator[None]:
+def gc_disabled() -> Generator[None]:
     """Records never refer to themselves: looking for that over and over, with thousands held, costs much."""
     paused = gc.isenabled()
     gc.disable()
@@ -107,11 +115,11 @@ def no_cycles() -> Generator[None]:
             gc.enable()
 
 
-def read_segment(raw: bytes, reader: Reader | None) -> Iterator[Batch]:
+def read_batches(raw: bytes, reader: SegmentReader | None) -> Iterator[SegmentBatch]:
     """A few row groups at a time; without a reader only entries and keys."""
     try:
         file = open_segment(raw)
-        waiting = list(turns(file))
+        waiting = list(iter_row_group_runs(file))
     except (pa.ArrowException, OSError) as error:
         raise CorruptSegmentError(f"the segment cannot be opened: {error}") from error
     for turn in waiting:
@@ -119,41 +127,43 @@ def read_segment(raw: bytes, reader: Reader | None) -> Iterator[Batch]:
             rows = read_rows(file, turn, payloads=reader is not None)
         except (pa.ArrowException, OSError) as error:
             raise CorruptSegmentError(f"the segment cannot be decoded: {error}") from error
-        yield Batch(rows, None) if reader is None else reader.batch(rows)
+        yield SegmentBatch(rows, None) if reader is None else reader.batch(rows)
 
 
-def prepare(request: BuildRequest) -> tuple[list[Builder], Reader | None]:
+def create_builders(request: BuildRequest) -> tuple[list[IndexFileBuilder], SegmentReader | None]:
     """Whoever builds something, and what reads the segment for them."""
-    covers = Range(request.stream_id, request.first, request.last, request.rows, request.plan.plan.hash)
+    covers = IndexedRange(
+        request.stream_id, request.first, request.last, request.rows, request.plan.plan.hash
+    )
     wanted, members = request.families, request.plan.members
-    builders: list[Builder] = []
-    if wanted & _KEYS:
-        builders.append(KeysBuilder(covers, wanted))
-    if not wanted - _KEYS:
+    builders: list[IndexFileBuilder] = []
+    if wanted & _KEY_FAMILIES:
+        builders.append(RoutingKeyBuilder(covers, wanted))
+    if not wanted - _KEY_FAMILIES:
         return builders, None
-    view = _view(request.plan)
+    view = _search_view(request.plan)
     config, fields, pointers = view.config, set[str](), list[tuple[str, ...]]()
     if EXACT in wanted:
         names = members[EXACT]
-        share = request.memory_bytes // _EXACT_SHARE
+        share = request.memory_bytes // _EXACT_MEMORY_DIVISOR
         builders.append(ExactBuilder(covers, config, names, share, request.directory))
         fields.update(names)
     if COL in wanted:
         names = column_fields(members[COL], view.primary)
-        builders.append(ColBuilder(covers, config, names, view.primary))
+        builders.append(ColumnBuilder(covers, config, names, view.primary))
         fields.update(names)
     if FTS in wanted:
-        builders.append(FtsBuilder(covers, config, members[FTS]))
+        builders.append(FullTextBuilder(covers, config, members[FTS]))
         fields.update(members[FTS])
     if AGG in wanted:
-        agg = AggBuilder(covers, config, members[AGG])
+        agg = AggregateBuilder(covers, config, members[AGG])
         builders.append(agg)
         fields |= agg.fields()
         pointers += agg.pointers()
     if MBLK in wanted:
-        builders.append(MblkBuilder(covers))
-        pointers += mblk.POINTERS
-    return builders, Reader(view, sorted(fields), pointers, reference=request.reference)
+        builders.append(MetricBlockBuilder(covers))
+        pointers += mblk.METRIC_BLOCK_POINTERS
+    return builders, SegmentReader(view, sorted(fields), pointers, reference=request.reference)
 
 
 def column_fields(names: Iterable[str], primary: str | None) -> list[str]:
@@ -161,20 +171,20 @@ def column_fields(names: Iterable[str], primary: str | None) -> list[str]:
     return sorted({*names, *([] if primary is None else [primary])})
 
 
-def _view(plan: BuildPlan) -> RecordView:
+def _search_view(plan: BuildPlan) -> RecordView:
     """Records without a search configuration have no fields, but may still be metrics."""
     if plan.view is not None:
         return plan.view
     return RecordView(msgspec.structs.replace(plan.registry, search=SearchConfig(fields={})))
 
 
-def check_built(built: Built) -> None:
+def verify_built_file(built: BuiltIndexFile) -> None:
     """Opens a Parquet file that was just made: its footer and rows are as they should be."""
     if built.family != FTS:
-        check_file(built.family, built.data, built.rows)
+        verify_index_file(built.family, built.data, built.rows)
 
 
-def check_file(family: str, data: bytes | memoryview, rows: int) -> None:
+def verify_index_file(family: str, data: bytes | memoryview, rows: int) -> None:
     """The same of a file that may not be in memory as a whole."""
     file: Any = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)))
     facts = file.metadata.metadata

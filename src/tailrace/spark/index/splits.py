@@ -20,24 +20,24 @@ from tailrace.search.index_files.format import (
     SPLIT_TERMS,
     TERM,
 )
-from tailrace.spark.index.arrays import np, offsets_of, spans, stable_order, to_numpy
+from tailrace.spark.index.arrays import expand_spans, np, offsets_from_counts, stable_argsort, to_numpy
 from tailrace.spark.index.fts import SplitFacts, zip_split
-from tailrace.spark.index.parquet import Built, Range, facts_of
+from tailrace.spark.index.parquet import BuiltIndexFile, IndexedRange, build_file_facts
 from tailrace.spark.index.postings import (
     GROUP_ROWS,
     TERMS_SCHEMA,
     Postings,
-    every_entry,
-    terms_table,
+    all_entries_table,
+    build_terms_table,
     write_terms,
 )
-from tailrace.spark.index.row_groups import row_groups
+from tailrace.spark.index.row_groups import cut_row_groups
 from tailrace.storage.segments.parquet import pa, pc, pq
 
-PIECE_POSTINGS: Final = 1 << 18  # that are put in order at once
+MERGE_POSTINGS: Final = 1 << 18  # that are put in order at once
 
 
-class _Split:
+class _TermsFile:
     """The table of terms of one split. Each of its row groups has rows of one field."""
 
     def __init__(self, terms: bytes) -> None:
@@ -51,33 +51,33 @@ class _Split:
         return self._file.read_row_groups(places, use_threads=False).cast(TERMS_SCHEMA)
 
 
-def merge_splits(splits: Sequence[bytes], covers: Range) -> Built:
+def merge_splits(splits: Sequence[bytes], covers: IndexedRange) -> BuiltIndexFile:
     """Splits of one plan, in the order of their entries. One field at a time is in memory."""
     facts: list[SplitFacts] = []
-    opened: list[_Split] = []
+    opened: list[_TermsFile] = []
     for data in splits:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             facts.append(msgspec.json.decode(archive.read(SPLIT_FACTS), type=SplitFacts))
-            opened.append(_Split(archive.read(SPLIT_TERMS)))
-    split = _joined_facts(facts)
-    stored = facts_of(FTS, covers)
+            opened.append(_TermsFile(archive.read(SPLIT_TERMS)))
+    split = _merge_facts(facts)
+    stored = build_file_facts(FTS, covers)
     kept = {field.field: field.positions for field in split.text} | dict.fromkeys(split.keyword, False)
     groups = (
         group
         for name in sorted(kept)
-        for group in row_groups(_merged_terms(name, opened, positions=kept[name]), GROUP_ROWS)
+        for group in cut_row_groups(_merge_field_terms(name, opened, positions=kept[name]), GROUP_ROWS)
     )
     data = zip_split(write_terms(groups, stored), split, stored)
-    return Built(FTS, data, covers.rows, {"tokens": sum(field.tokens for field in split.text)})
+    return BuiltIndexFile(FTS, data, covers.rows, {"tokens": sum(field.tokens for field in split.text)})
 
 
-def rows_in(split: bytes) -> int:
+def split_row_count(split: bytes) -> int:
     """How many entries a split speaks for."""
     with zipfile.ZipFile(io.BytesIO(split)) as archive:
         return int(msgspec.json.decode(archive.read(SPLIT_FACTS))["rows"])
 
 
-def _joined_facts(facts: Sequence[SplitFacts]) -> SplitFacts:
+def _merge_facts(facts: Sequence[SplitFacts]) -> SplitFacts:
     first = facts[0]
     text = [
         msgspec.structs.replace(
@@ -90,34 +90,34 @@ def _joined_facts(facts: Sequence[SplitFacts]) -> SplitFacts:
     return SplitFacts(text, first.keyword)
 
 
-def _merged_terms(name: str, splits: Sequence[_Split], *, positions: bool) -> Iterator[Any]:
+def _merge_field_terms(name: str, splits: Sequence[_TermsFile], *, positions: bool) -> Iterator[Any]:
     """The postings of one field, terms in order, entries of each term one after the other."""
     table = pa.concat_tables([split.rows_of(name) for split in splits]).combine_chunks()
     if not table.num_rows:
         return
     absent = table.column(TERM).is_null()
     every = table.filter(absent)
-    yield every_entry(name, _flat(every, ENTRIES), _flat(every, FREQUENCIES))
-    for rows in _pieces(table):
-        yield _terms(name, table.take(pa.array(rows)), positions)
+    yield all_entries_table(name, _flatten_lists(every, ENTRIES), _flatten_lists(every, FREQUENCIES))
+    for rows in _iter_term_rows(table):
+        yield _merge_terms(name, table.take(pa.array(rows)), positions)
 
 
-def _pieces(table: Any) -> Iterator[Any]:
+def _iter_term_rows(table: Any) -> Iterator[Any]:
     """The places of rows with a term, whole terms at a time, as many as make a piece."""
-    ranks, count = _ranks(table.column(TERM))
-    rows = stable_order(ranks + 1, count + 1)  # those without a term come first, and are left out
+    ranks, count = _term_ranks(table.column(TERM))
+    rows = stable_argsort(ranks + 1, count + 1)  # those without a term come first, and are left out
     rows = rows[int((ranks < 0).sum()) :]
     if not len(rows):
         return
     sizes = to_numpy(pc.list_value_length(table.column(ENTRIES))).astype(np.int64)[rows]
     firsts = np.flatnonzero(np.diff(ranks[rows], prepend=-1))
-    piece = offsets_of(sizes)[firsts] // PIECE_POSTINGS
+    piece = offsets_from_counts(sizes)[firsts] // MERGE_POSTINGS
     cuts = firsts[np.flatnonzero(np.diff(piece)) + 1].tolist()
     for first, last in pairwise([0, *cuts, len(rows)]):
         yield np.sort(rows[first:last])  # splits stay in their order
 
 
-def _ranks(terms: Any) -> tuple[Any, int]:
+def _term_ranks(terms: Any) -> tuple[Any, int]:
     """Of each row the place of its term among all of them, -1 if it has none; and how many there are."""
     encoded = terms.combine_chunks().dictionary_encode()
     order = to_numpy(pc.sort_indices(encoded.dictionary)).astype(np.int64)
@@ -126,24 +126,26 @@ def _ranks(terms: Any) -> tuple[Any, int]:
     return rank[to_numpy(encoded.indices.fill_null(-1))], len(order)
 
 
-def _terms(name: str, table: Any, positions: bool) -> Any:
+def _merge_terms(name: str, table: Any, positions: bool) -> Any:
     encoded = table.column(TERM).combine_chunks().dictionary_encode()
     order = to_numpy(pc.sort_indices(encoded.dictionary)).astype(np.int64)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     counts = to_numpy(pc.list_value_length(table.column(ENTRIES))).astype(np.int64)
     ranks = np.repeat(rank[to_numpy(encoded.indices)], counts)
-    moved = stable_order(ranks, len(order))
-    frequencies = _flat(table, FREQUENCIES)
+    moved = stable_argsort(ranks, len(order))
+    frequencies = _flatten_lists(table, FREQUENCIES)
     where = None
     if positions:
-        places = spans(offsets_of(frequencies)[:-1][moved], frequencies[moved].astype(np.int64))
-        where = _flat(table, POSITIONS)[places]
-    postings = Postings(_flat(table, ENTRIES)[moved], frequencies[moved], where)
-    offsets = offsets_of(np.bincount(ranks, minlength=len(order)))
-    return terms_table(name, encoded.dictionary.take(pa.array(order)), offsets, postings)
+        places = expand_spans(
+            offsets_from_counts(frequencies)[:-1][moved], frequencies[moved].astype(np.int64)
+        )
+        where = _flatten_lists(table, POSITIONS)[places]
+    postings = Postings(_flatten_lists(table, ENTRIES)[moved], frequencies[moved], where)
+    offsets = offsets_from_counts(np.bincount(ranks, minlength=len(order)))
+    return build_terms_table(name, encoded.dictionary.take(pa.array(order)), offsets, postings)
 
 
-def _flat(table: Any, name: str) -> Any:
+def _flatten_lists(table: Any, name: str) -> Any:
     """What is in all lists of a column."""
     return to_numpy(table.column(name).combine_chunks().flatten())

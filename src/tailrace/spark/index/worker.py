@@ -21,9 +21,9 @@ import msgspec
 
 from tailrace.search.index_files.format import index_file_key
 from tailrace.search.index_files.index_plan import BuildPlan, load_plan
-from tailrace.spark.failpoints import reached
-from tailrace.spark.index.parquet import WRITER, Built
-from tailrace.spark.index.segment import BuildRequest, UnusablePlanError, build_segment, check_built
+from tailrace.spark.failpoints import hit_failpoint
+from tailrace.spark.index.parquet import WRITER, BuiltIndexFile
+from tailrace.spark.index.segment import BuildRequest, UnusablePlanError, build_segment, verify_built_file
 from tailrace.storage.object_store.interface import (
     BlockingRunner,
     ObjectExistsError,
@@ -35,10 +35,10 @@ from tailrace.storage.object_store.interface import (
 from tailrace.storage.segments.model import CorruptSegmentError, stream_prefix
 from tailrace.storage.segments.parquet import pa
 
-PLANS_KEPT: Final = 16
+PLANS_MAX: Final = 16
 ERROR_CHARACTERS_MAX: Final = 300
 
-RESULT: Final = pa.schema(
+RESULT_SCHEMA: Final = pa.schema(
     [
         pa.field("object", pa.string(), nullable=False),
         pa.field("family", pa.string(), nullable=False),
@@ -56,7 +56,7 @@ RESULT_DDL: Final = (
     "object string, family string, companion string, rows bigint, bytes bigint, sha256 string, stats string, "
     "seconds double, status string, error string"
 )
-DESCRIPTOR: Final = pa.schema(
+DESCRIPTOR_SCHEMA: Final = pa.schema(
     [
         pa.field("object", pa.string()),
         pa.field("store", pa.string()),
@@ -79,12 +79,12 @@ MISSING: Final = "missing"  # the object is not there
 UNAVAILABLE: Final = "unavailable"  # the store could not be used
 UNDECODABLE: Final = "undecodable"  # it is not what was recorded
 FAILED: Final = "failed"
-OTHER_VERSION: Final = "other_version"
+VERSION_MISMATCH: Final = "other_version"
 
-Row = dict[str, Any]
+TaskRow = dict[str, Any]
 
 
-class Stores:
+class WorkerStores:
     """Object stores and plans of this process; a worker serves many tasks."""
 
     def __init__(self) -> None:
@@ -118,28 +118,28 @@ class Stores:
         plan = self._plans.get(f"{url} {key}")
         if plan is None:
             plan = self._plans[f"{url} {key}"] = load_plan(self.get(url, key))
-            if len(self._plans) > PLANS_KEPT:
+            if len(self._plans) > PLANS_MAX:
                 self._plans.popitem(last=False)
         return plan
 
 
-_stores: Stores | None = None
+_worker_stores: WorkerStores | None = None
 
 
-def stores() -> Stores:
+def worker_stores() -> WorkerStores:
     """Made in the worker itself: a loop does not survive a fork."""
-    global _stores
-    if _stores is None:
-        _stores = Stores()
-    return _stores
+    global _worker_stores
+    if _worker_stores is None:
+        _worker_stores = WorkerStores()
+    return _worker_stores
 
 
-class StoredFile(io.RawIOBase):
+class ObjectFile(io.RawIOBase):
     """An object as a file of which only those bytes are fetched that somebody reads."""
 
     def __init__(self, url: str, key: str) -> None:
         self._url, self._key = url, key
-        self._size = stores().size(url, key)
+        self._size = worker_stores().size(url, key)
         self._at = 0
 
     def readable(self) -> bool:
@@ -160,22 +160,22 @@ class StoredFile(io.RawIOBase):
         stop = self._size if size < 0 else min(self._at + size, self._size)
         if stop <= self._at:
             return b""
-        found = stores().range(self._url, self._key, self._at, stop)
+        found = worker_stores().range(self._url, self._key, self._at, stop)
         self._at = stop
         return found
 
 
-def build_companions(batches: Iterator[Any]) -> Iterator[Any]:
+def build_index_files(batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: each row describes a segment, whatever happens to it comes out as rows."""
     try:
         for batch in batches:
             for row in batch.to_pylist():
-                yield pa.RecordBatch.from_pylist(build_one(row), schema=RESULT)
+                yield pa.RecordBatch.from_pylist(build_described_segment(row), schema=RESULT_SCHEMA)
     finally:
-        shed()
+        release_memory()
 
 
-def shed() -> None:
+def release_memory() -> None:
     """Give memory back to the system: a worker serves many tasks, and should not grow with them."""
     pa.default_memory_pool().release_unused()
     try:
@@ -184,30 +184,30 @@ def shed() -> None:
         pass  # another C library, which has its own ways
 
 
-def build_one(row: Row) -> list[Row]:
+def build_described_segment(row: TaskRow) -> list[TaskRow]:
     """Builds and puts the companions of one segment. An error is a row, so that it stays with its segment."""
     started = time.monotonic()
     if row["writer"] != WRITER:
         message = f"the driver is {row['writer']}, a worker is {WRITER}"
-        return [_ended(row, OTHER_VERSION, message, started)]
+        return [_status_row(row, VERSION_MISMATCH, message, started)]
     try:
-        return _built(row, started)
+        return _build_and_store(row, started)
     except CorruptSegmentError as error:
-        return [_failure(row, UNDECODABLE, error, started)]
+        return [_error_row(row, UNDECODABLE, error, started)]
     except ObjectMissingError as error:
-        return [_failure(row, MISSING, error, started)]
+        return [_error_row(row, MISSING, error, started)]
     except ObjectStoreError as error:
-        return [_failure(row, UNAVAILABLE, error, started)]
+        return [_error_row(row, UNAVAILABLE, error, started)]
     except Exception as error:  # noqa: BLE001 - one segment must not take the others along
-        return [_failure(row, FAILED, error, started)]
+        return [_error_row(row, FAILED, error, started)]
 
 
-def _built(row: Row, started: float) -> list[Row]:
-    found = stores()
+def _build_and_store(row: TaskRow, started: float) -> list[TaskRow]:
+    found = worker_stores()
     url, prefix = row["store"], stream_prefix(row["stream_id"])
     plan = found.plan(url, row["plan_object"])
     raw = found.get(url, row["object"])
-    reached("after_fetch", "worker")
+    hit_failpoint("after_fetch", "worker")
     directory = Path(tempfile.mkdtemp(prefix="tailrace-build-"))
     try:
         request = BuildRequest(
@@ -222,22 +222,22 @@ def _built(row: Row, started: float) -> list[Row]:
             row["memory_bytes"],
             row["reference"],
         )
-        built = build_segment(raw, request, lambda name: reached(name, "worker"))
+        built = build_segment(raw, request, lambda name: hit_failpoint(name, "worker"))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    reached("after_write", "worker")
-    rows: list[Row] = []
+    hit_failpoint("after_write", "worker")
+    rows: list[TaskRow] = []
     for one in built:
-        check_built(one)
+        verify_built_file(one)
         sha256 = hashlib.sha256(one.data).hexdigest()
         name = index_file_key(plan.plan.hash, one.family, request.first, request.last, sha256)
         found.put(url, prefix + name, one.data)
-        rows.append(_row(row, one, prefix + name, sha256, started))
-    reached("after_put", "worker")
+        rows.append(_built_row(row, one, prefix + name, sha256, started))
+    hit_failpoint("after_put", "worker")
     return rows
 
 
-def _row(row: Row, built: Built, key: str, sha256: str, started: float) -> Row:
+def _built_row(row: TaskRow, built: BuiltIndexFile, key: str, sha256: str, started: float) -> TaskRow:
     return {
         "object": row["object"],
         "family": built.family,
@@ -252,13 +252,13 @@ def _row(row: Row, built: Built, key: str, sha256: str, started: float) -> Row:
     }
 
 
-def _failure(row: Row, status: str, error: Exception, started: float) -> Row:
+def _error_row(row: TaskRow, status: str, error: Exception, started: float) -> TaskRow:
     # A message may quote data; only our own errors are known not to.
     ours = isinstance(error, CorruptSegmentError | ObjectStoreError | UnusablePlanError)
-    return _ended(row, status, str(error) if ours else type(error).__name__, started)
+    return _status_row(row, status, str(error) if ours else type(error).__name__, started)
 
 
-def _ended(row: Row, status: str, message: str, started: float) -> Row:
+def _status_row(row: TaskRow, status: str, message: str, started: float) -> TaskRow:
     return {
         "object": row["object"],
         "family": "",

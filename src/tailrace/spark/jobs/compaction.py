@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from tailrace.spark.failpoints import reached
+from tailrace.spark.failpoints import hit_failpoint
 from tailrace.spark.index.parquet import WRITER
-from tailrace.spark.index.worker import BUILT, UNDECODABLE, stores
-from tailrace.spark.jobs.compact import compact
-from tailrace.spark.jobs.messages import CompactWork, StreamPlan
+from tailrace.spark.index.worker import BUILT, UNDECODABLE, worker_stores
+from tailrace.spark.jobs.compact import compact_segments
+from tailrace.spark.jobs.messages import CompactionWork, StreamPlan
 from tailrace.storage.segments.index_files import (
     SEGMENT_FAMILY,
     PublishedObject,
@@ -30,10 +30,10 @@ from tailrace.storage.segments.reader import file_footer, read_all_rows
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-ROW_DDL: Final = (
+COMPACTED_DDL: Final = (
     "object string, rows bigint, bytes bigint, sha256 string, stats string, status string, error string"
 )
-ROW: Final = pa.schema(
+COMPACTED_SCHEMA: Final = pa.schema(
     [
         pa.field("object", pa.string()),
         pa.field("rows", pa.int64()),
@@ -46,41 +46,41 @@ ROW: Final = pa.schema(
 )
 
 
-class CompactOrder(NamedTuple):
+class CompactionTask(NamedTuple):
     store: str
     stream_id: str
     inputs: tuple[tuple[str, str], ...]  # object and SHA-256, oldest first
 
 
-class Compact(NamedTuple):
+class CompactionKernel(NamedTuple):
     """For `mapInArrow` over one row: joins segments and puts the result, one row about it out."""
 
-    order: CompactOrder
+    order: CompactionTask
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
-            yield pa.RecordBatch.from_pylist([self._row()], schema=ROW)
+            yield pa.RecordBatch.from_pylist([self._row()], schema=COMPACTED_SCHEMA)
 
     def _row(self) -> dict[str, object]:
         """A segment that is not what was recorded is told apart: it is given up, the others are not."""
         try:
-            raws = [_fetched(self.order.store, *one) for one in self.order.inputs]
-            reached("after_fetch", "worker")
+            raws = [_fetch_segment(self.order.store, *one) for one in self.order.inputs]
+            hit_failpoint("after_fetch", "worker")
             return self._joined(raws)
         except _BadInputError as error:
-            return _given_up(error.key, error)
+            return _quarantine_row(error.key, error)
         except CorruptSegmentError as error:
             # Each is sound, and they do not belong together: without the first one others may.
-            return _given_up(self.order.inputs[0][0], error)
+            return _quarantine_row(self.order.inputs[0][0], error)
 
     def _joined(self, raws: list[bytes]) -> dict[str, object]:
         with tempfile.TemporaryDirectory(prefix="tailrace-compact-") as directory:
             path = Path(directory) / "segment.parquet"
-            info = compact(raws, path, secrets.token_hex(8))
-            reached("after_write", "worker")
+            info = compact_segments(raws, path, secrets.token_hex(8))
+            hit_failpoint("after_write", "worker")
             key = stream_prefix(self.order.stream_id) + info.key
-            stores().put(self.order.store, key, path.read_bytes())
-        reached("after_put", "worker")
+            worker_stores().put(self.order.store, key, path.read_bytes())
+        hit_failpoint("after_put", "worker")
         stats = {
             "epoch": info.epoch,
             "raw_bytes": info.payload_bytes,
@@ -104,8 +104,8 @@ class _BadInputError(Exception):
         self.key = key
 
 
-def _fetched(store: str, key: str, sha256: str) -> bytes:
-    raw = stores().get(store, key)
+def _fetch_segment(store: str, key: str, sha256: str) -> bytes:
+    raw = worker_stores().get(store, key)
     if hashlib.sha256(raw).hexdigest() != sha256:
         raise _BadInputError(key, "the segment does not have its SHA-256")
     try:
@@ -116,7 +116,7 @@ def _fetched(store: str, key: str, sha256: str) -> bytes:
     return raw
 
 
-def _given_up(key: str, error: Exception) -> dict[str, object]:
+def _quarantine_row(key: str, error: Exception) -> dict[str, object]:
     return {
         "object": key,
         "rows": 0,
@@ -128,21 +128,21 @@ def _given_up(key: str, error: Exception) -> dict[str, object]:
     }
 
 
-class CompactJob:
+class CompactionJob:
     def __init__(self, spark: SparkSession, store: str) -> None:
         self._spark: Any = spark
         self._store = store
 
-    def run(self, stream: StreamPlan, work: CompactWork) -> PublishRequest:
+    def run(self, stream: StreamPlan, work: CompactionWork) -> PublishRequest:
         """Joins the segments; the result is in the store, and not yet listed."""
         inputs = tuple((one.object, one.sha256) for one in work.segments)
-        order = CompactOrder(self._store, stream.stream_id, inputs)
+        order = CompactionTask(self._store, stream.stream_id, inputs)
         frame = self._spark.createDataFrame([(0,)], "n int").coalesce(1)
-        (row,) = frame.mapInArrow(Compact(order), ROW_DDL).collect()
-        return publication_of(stream, work, row)
+        (row,) = frame.mapInArrow(CompactionKernel(order), COMPACTED_DDL).collect()
+        return compaction_publish_request(stream, work, row)
 
 
-def publication_of(stream: StreamPlan, work: CompactWork, row: Any) -> PublishRequest:
+def compaction_publish_request(stream: StreamPlan, work: CompactionWork, row: Any) -> PublishRequest:
     """The joined segment in the place of the others; or which of them cannot be joined."""
     added: list[PublishedObject] = []
     given_up: list[UnbuildableInput] = []

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 
-class Orders(msgspec.Struct, frozen=True):
+class SupervisorSettings(msgspec.Struct, frozen=True):
     """What the server tells its pipeline. What it leaves out has the default of the command."""
 
     endpoint: str
@@ -34,17 +34,17 @@ class Orders(msgspec.Struct, frozen=True):
     log_format: str = "auto"
 
 
-class _Renewed(msgspec.Struct):
+class _TokenRenewal(msgspec.Struct):
     token: str | None = None
 
 
-class Leash:
+class ParentPipe:
     """Holds the reading end. `orders` are there when it is made."""
 
     def __init__(self, descriptor: int) -> None:
         self._pipe: BinaryIO = os.fdopen(descriptor, "rb")
         os.set_inheritable(descriptor, False)  # else the JVM would hold the pipe open
-        self.orders = msgspec.json.decode(self._pipe.readline(), type=Orders)
+        self.orders = msgspec.json.decode(self._pipe.readline(), type=SupervisorSettings)
         self._token = self.orders.token
         threading.Thread(target=self._follow, name="leash", daemon=True).start()
 
@@ -53,7 +53,7 @@ class Leash:
 
     def _follow(self) -> None:
         for line in self._pipe:
-            renewed = msgspec.json.decode(line, type=_Renewed)
+            renewed = msgspec.json.decode(line, type=_TokenRenewal)
             if renewed.token is not None:
                 self._token = renewed.token
         os._exit(0)

@@ -8,44 +8,44 @@ import msgspec
 
 from tailrace.search.index_files.format import AGG, EXACT, FTS, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
 from tailrace.spark.index.parquet import WRITER
-from tailrace.spark.jobs.merge_worker import FILE_DDL, MergeOrder, MergeRuns, MergeSplits
-from tailrace.spark.jobs.messages import MergeWork, StreamPlan
+from tailrace.spark.jobs.merge_worker import MERGED_DDL, MergeSortedRuns, MergeTask, MergeTextSplits
+from tailrace.spark.jobs.messages import IndexMergeWork, StreamPlan
 from tailrace.storage.segments.index_files import PublishedObject, PublishInput, PublishRequest
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 # What is sorted already is read side by side by one task, and never enters the JVM.
-_KERNELS: Final = {
-    ROUTING_KEY_INDEX: MergeRuns,
-    ROUTING_KEY_LEXICON: MergeRuns,
-    EXACT: MergeRuns,
-    AGG: MergeRuns,
-    FTS: MergeSplits,
+_MERGE_KERNELS: Final = {
+    ROUTING_KEY_INDEX: MergeSortedRuns,
+    ROUTING_KEY_LEXICON: MergeSortedRuns,
+    EXACT: MergeSortedRuns,
+    AGG: MergeSortedRuns,
+    FTS: MergeTextSplits,
 }
 
 
-class MergeJob:
+class IndexMergeJob:
     def __init__(self, spark: SparkSession, store: str) -> None:
         self._spark: Any = spark
         self._store = store
 
-    def run(self, stream: StreamPlan, work: MergeWork) -> PublishRequest:
+    def run(self, stream: StreamPlan, work: IndexMergeWork) -> PublishRequest:
         """Builds the merged companion; it is in the store, and not yet listed."""
-        if work.family not in _KERNELS:
+        if work.family not in _MERGE_KERNELS:
             raise ValueError(f"companions of {work.family} are never merged")
-        order = MergeOrder(
+        order = MergeTask(
             work.family, self._store, stream.stream_id, work.first, work.last, stream.plan.hash, work.inputs
         )
         (row,) = self._merged(order).collect()
-        return publication_of(stream, work, row)
+        return merge_publish_request(stream, work, row)
 
-    def _merged(self, order: MergeOrder) -> DataFrame:
+    def _merged(self, order: MergeTask) -> DataFrame:
         one: Any = self._spark.createDataFrame([(0,)], "n int").coalesce(1)
-        return one.mapInArrow(_KERNELS[order.family](order), FILE_DDL)
+        return one.mapInArrow(_MERGE_KERNELS[order.family](order), MERGED_DDL)
 
 
-def publication_of(stream: StreamPlan, work: MergeWork, row: Any) -> PublishRequest:
+def merge_publish_request(stream: StreamPlan, work: IndexMergeWork, row: Any) -> PublishRequest:
     stats = msgspec.json.decode(row["stats"], type=dict[str, int])
     added = PublishedObject(
         work.family, work.first, work.last, row["rows"], row["object"], row["bytes"], row["sha256"], stats

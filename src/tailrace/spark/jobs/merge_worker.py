@@ -18,18 +18,18 @@ from tailrace.search.index_files.format import (
     ROUTING_KEY_LEXICON,
     index_file_key,
 )
-from tailrace.spark.failpoints import reached
+from tailrace.spark.failpoints import hit_failpoint
 from tailrace.spark.index import agg, agg_runs, agg_sums, exact_runs, key_runs, keys, splits
 from tailrace.spark.index.exact_tables import write_exact
-from tailrace.spark.index.parquet import CompanionWriter, Range, facts_of
-from tailrace.spark.index.row_groups import row_groups
-from tailrace.spark.index.segment import check_file
-from tailrace.spark.index.worker import StoredFile, shed, stores
+from tailrace.spark.index.parquet import IndexedRange, IndexFileWriter, build_file_facts
+from tailrace.spark.index.row_groups import cut_row_groups
+from tailrace.spark.index.segment import verify_index_file
+from tailrace.spark.index.worker import ObjectFile, release_memory, worker_stores
 from tailrace.storage.segments.model import stream_prefix
 from tailrace.storage.segments.parquet import pa, pq
 
-FILE_DDL: Final = "object string, rows bigint, bytes bigint, sha256 string, stats string"
-FILE: Final = pa.schema(
+MERGED_DDL: Final = "object string, rows bigint, bytes bigint, sha256 string, stats string"
+MERGED_SCHEMA: Final = pa.schema(
     [
         pa.field("object", pa.string()),
         pa.field("rows", pa.int64()),
@@ -40,7 +40,7 @@ FILE: Final = pa.schema(
 )
 
 
-class MergeOrder(NamedTuple):
+class MergeTask(NamedTuple):
     """One merge: which companions become one."""
 
     family: str
@@ -52,82 +52,84 @@ class MergeOrder(NamedTuple):
     inputs: tuple[str, ...]
 
 
-class MergeRuns(NamedTuple):
+class MergeSortedRuns(NamedTuple):
     """For `mapInArrow` over one row: rows are sorted already, and files are read side by side.
 
     Of each a few rows are in memory, and of what is written one row group: it grows on disk.
     """
 
-    order: MergeOrder
+    order: MergeTask
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
-            files = [pq.ParquetFile(StoredFile(self.order.store, key)) for key in self.order.inputs]
-            covers = _covers(self.order, sum(map(_rows_said, files)))
-            facts = facts_of(self.order.family, covers)
+            files = [pq.ParquetFile(ObjectFile(self.order.store, key)) for key in self.order.inputs]
+            covers = _merged_range(self.order, sum(map(_recorded_rows, files)))
+            facts = build_file_facts(self.order.family, covers)
             with tempfile.TemporaryFile(prefix="tailrace-merge-") as sink:
                 stats = _WRITERS[self.order.family](self.order.family, files, facts, sink)
                 sink.flush()
                 data = memoryview(mmap.mmap(sink.fileno(), 0, access=mmap.ACCESS_READ))
-                check_file(self.order.family, data, covers.rows)
-                row = _put(self.order, data, covers.rows, stats)
+                verify_index_file(self.order.family, data, covers.rows)
+                row = _put_file(self.order, data, covers.rows, stats)
             del files, data
-            shed()
+            release_memory()
             yield row
 
 
-class MergeSplits(NamedTuple):
+class MergeTextSplits(NamedTuple):
     """For `mapInArrow` over one row: the postings of all splits, one field after the other."""
 
-    order: MergeOrder
+    order: MergeTask
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
-            data = [stores().get(self.order.store, key) for key in self.order.inputs]
-            covers = _covers(self.order, sum(map(splits.rows_in, data)))
+            data = [worker_stores().get(self.order.store, key) for key in self.order.inputs]
+            covers = _merged_range(self.order, sum(map(splits.split_row_count, data)))
             built = splits.merge_splits(data, covers)
-            row = _put(self.order, built.data, built.rows, built.stats)
+            row = _put_file(self.order, built.data, built.rows, built.stats)
             del data, built
-            shed()
+            release_memory()
             yield row
 
 
-def _agg(_: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -> dict[str, int]:
-    states = agg_sums.merge_states(agg_runs.merged(files))
-    groups = agg.write_agg(agg.sections(states), facts, sink)[1]
+def _write_merged_aggregates(
+    _: str, files: Sequence[Any], facts: dict[str, str], sink: Any
+) -> dict[str, int]:
+    states = agg_sums.merge_states(agg_runs.merge_aggregate_runs(files))
+    groups = agg.write_aggregates(agg.split_sections(states), facts, sink)[1]
     return {"groups": groups}
 
 
-def _exact(_: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -> dict[str, int]:
-    write_exact(exact_runs.merged(files), facts, sink)
+def _write_merged_exact(_: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -> dict[str, int]:
+    write_exact(exact_runs.merge_exact_runs(files), facts, sink)
     return {}
 
 
-def _keys(family: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -> dict[str, int]:
-    schema, form = _SHAPES[family]
+def _write_merged_keys(family: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -> dict[str, int]:
+    schema, form = _KEY_FILE_SCHEMAS[family]
     size = keys.GROUP_ROWS
-    with CompanionWriter(schema, facts, bloom_values=size, sink=sink, **form) as writer:
-        for table in row_groups(key_runs.merged(files, schema), size):
+    with IndexFileWriter(schema, facts, bloom_values=size, sink=sink, **form) as writer:
+        for table in cut_row_groups(key_runs.merge_key_runs(files, schema), size):
             writer.write(table)
         writer.finish()
     return {"keys": writer.rows}
 
 
-def _covers(order: MergeOrder, rows: int) -> Range:
-    return Range(order.stream_id, order.first, order.last, rows, order.plan_hash)
+def _merged_range(order: MergeTask, rows: int) -> IndexedRange:
+    return IndexedRange(order.stream_id, order.first, order.last, rows, order.plan_hash)
 
 
-def _rows_said(file: Any) -> int:
+def _recorded_rows(file: Any) -> int:
     return int(file.metadata.metadata[FACT_ROWS.encode()])
 
 
-def _put(order: MergeOrder, data: bytes | memoryview, rows: int, stats: dict[str, int]) -> Any:
+def _put_file(order: MergeTask, data: bytes | memoryview, rows: int, stats: dict[str, int]) -> Any:
     sha256 = hashlib.sha256(data).hexdigest()
     name = index_file_key(order.plan_hash, order.family, order.first, order.last, sha256)
     key = stream_prefix(order.stream_id) + name
-    reached("after_write", "worker")
-    stores().put(order.store, key, data)
-    reached("after_put", "worker")
+    hit_failpoint("after_write", "worker")
+    worker_stores().put(order.store, key, data)
+    hit_failpoint("after_put", "worker")
     row: dict[str, object] = {
         "object": key,
         "rows": rows,
@@ -135,18 +137,18 @@ def _put(order: MergeOrder, data: bytes | memoryview, rows: int, stats: dict[str
         "sha256": sha256,
         "stats": msgspec.json.encode(stats).decode(),
     }
-    return pa.RecordBatch.from_pylist([row], schema=FILE)
+    return pa.RecordBatch.from_pylist([row], schema=MERGED_SCHEMA)
 
 
 # Schema, and how its columns are written.
-_SHAPES: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
-    ROUTING_KEY_INDEX: (keys.INDEX_SCHEMA, keys.INDEX_FORM),
-    ROUTING_KEY_LEXICON: (keys.LEXICON_SCHEMA, keys.LEXICON_FORM),
+_KEY_FILE_SCHEMAS: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
+    ROUTING_KEY_INDEX: (keys.INDEX_SCHEMA, keys.INDEX_ENCODING),
+    ROUTING_KEY_LEXICON: (keys.LEXICON_SCHEMA, keys.LEXICON_ENCODING),
 }
 # What they answer are the statistics of the companion.
 _WRITERS: Final[dict[str, Callable[[str, Sequence[Any], dict[str, str], Any], dict[str, int]]]] = {
-    ROUTING_KEY_INDEX: _keys,
-    ROUTING_KEY_LEXICON: _keys,
-    EXACT: _exact,
-    AGG: _agg,
+    ROUTING_KEY_INDEX: _write_merged_keys,
+    ROUTING_KEY_LEXICON: _write_merged_keys,
+    EXACT: _write_merged_exact,
+    AGG: _write_merged_aggregates,
 }

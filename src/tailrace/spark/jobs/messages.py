@@ -16,7 +16,7 @@ class PlanRef(msgspec.Struct, frozen=True):
     families: tuple[str, ...]
 
 
-class Segment(msgspec.Struct, frozen=True):
+class PlannedSegment(msgspec.Struct, frozen=True):
     object: str
     first: int
     last: int
@@ -28,13 +28,13 @@ class Segment(msgspec.Struct, frozen=True):
     families: tuple[str, ...] | None = None  # those it lacks; None: all of the plan
 
 
-class CompanionsWork(msgspec.Struct, frozen=True, tag_field="job", tag="companions"):
-    segments: tuple[Segment, ...]
+class IndexBuildWork(msgspec.Struct, frozen=True, tag_field="job", tag="companions"):
+    segments: tuple[PlannedSegment, ...]
     priority: int = 0
     replace: tuple[str, ...] = ()  # objects whose place is taken by all that is built, at once
 
 
-class MergeWork(msgspec.Struct, frozen=True, tag_field="job", tag="merge"):
+class IndexMergeWork(msgspec.Struct, frozen=True, tag_field="job", tag="merge"):
     family: str
     level: int
     first: int
@@ -43,13 +43,13 @@ class MergeWork(msgspec.Struct, frozen=True, tag_field="job", tag="merge"):
     input_sha256: tuple[str, ...] = ()
 
 
-class CompactWork(msgspec.Struct, frozen=True, tag_field="job", tag="compact"):
+class CompactionWork(msgspec.Struct, frozen=True, tag_field="job", tag="compact"):
     first: int
     last: int
-    segments: tuple[Segment, ...]
+    segments: tuple[PlannedSegment, ...]
 
 
-Work = CompanionsWork | MergeWork | CompactWork
+Work = IndexBuildWork | IndexMergeWork | CompactionWork
 
 
 class StreamPlan(msgspec.Struct, frozen=True):
@@ -70,14 +70,14 @@ class PlanAnswer(msgspec.Struct, frozen=True):
     next_after: str | None = None
 
 
-class Running(msgspec.Struct, frozen=True):
+class RunningJob(msgspec.Struct, frozen=True):
     job: str
     stream: str
     segments: int
     since: str
 
 
-class Totals(msgspec.Struct):
+class PipelineTotals(msgspec.Struct):
     segments: int = 0
     rows: int = 0
     bytes_in: int = 0
@@ -96,7 +96,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started_at: str
     last_error: str | None
-    running: list[Running]
+    running: list[RunningJob]
     totals: dict[str, int | str]
     seconds: dict[str, list[float]]  # by family, how long each of the segments since the last time took
     rss_bytes: str

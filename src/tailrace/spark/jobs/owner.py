@@ -25,11 +25,11 @@ T = TypeVar("T")
 TIMEOUT_S: Final = 30.0
 PAUSE_S_FIRST: Final = 0.2
 PAUSE_S_MAX: Final = 5.0
-GIVE_UP_S: Final = 120.0
+REQUEST_GIVE_UP_S: Final = 120.0
 BODY_BYTES_MAX: Final = 1 << 20
 
-_AGAIN: Final = frozenset({408, 429, 502, 503, 504})
-_NETWORK: Final = (
+_RETRY_STATUSES: Final = frozenset({408, 429, 502, 503, 504})
+_NETWORK_ERRORS: Final = (
     httpx2.TimeoutException,
     httpx2.NetworkError,
     httpx2.RemoteProtocolError,
@@ -37,7 +37,7 @@ _NETWORK: Final = (
 )
 
 
-class RefusedError(Exception):
+class RequestRefusedError(Exception):
     """The server has answered, and will not answer otherwise."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -47,11 +47,11 @@ class RefusedError(Exception):
         self.message = message
 
 
-class UnreachableError(Exception):
+class ServerUnreachableError(Exception):
     """No answer, however often it was asked."""
 
 
-class Owner:
+class PipelineClient:
     """One server. `token` is asked for at each request: it may be renewed while the pipeline runs."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Owner:
         endpoint: str,
         token: Callable[[], str | None] = lambda: None,
         *,
-        give_up_s: float = GIVE_UP_S,
+        give_up_s: float = REQUEST_GIVE_UP_S,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._token = token
@@ -106,7 +106,7 @@ class Owner:
                 answer = self._http.request(
                     method, path, params=parameters, content=content, headers=self._headers(content)
                 )
-            except _NETWORK as error:
+            except _NETWORK_ERRORS as error:
                 failure = f"{type(error).__name__}: {error}"
                 if pause_s == PAUSE_S_FIRST:
                     where = self._http.base_url
@@ -114,11 +114,11 @@ class Owner:
             else:
                 if answer.status_code == 200:
                     return msgspec.json.decode(answer.content, type=shape)
-                if answer.status_code not in _AGAIN:
-                    raise refusal(answer.status_code, answer.content)
+                if answer.status_code not in _RETRY_STATUSES:
+                    raise parse_refusal(answer.status_code, answer.content)
                 failure = f"the server answers {answer.status_code}"
             if time.monotonic() + pause_s > until:
-                raise UnreachableError(failure)
+                raise ServerUnreachableError(failure)
             # Never all at once: several pipelines may be waiting for the same server.
             self._sleep(pause_s * (0.5 + random.random()))  # noqa: S311 - no secret
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
@@ -156,13 +156,13 @@ class _Error(msgspec.Struct):
     message: str = ""
 
 
-class _Refusal(msgspec.Struct):
+class _ErrorBody(msgspec.Struct):
     error: _Error
 
 
-def refusal(status: int, content: bytes) -> RefusedError:
+def parse_refusal(status: int, content: bytes) -> RequestRefusedError:
     try:
-        error = msgspec.json.decode(content, type=_Refusal).error
+        error = msgspec.json.decode(content, type=_ErrorBody).error
     except msgspec.MsgspecError:
         error = _Error(message=f"the server answers {status}")
-    return RefusedError(status, error.code, error.message)
+    return RequestRefusedError(status, error.code, error.message)

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from tailrace.spark.failpoints import reached
+from tailrace.spark.failpoints import hit_failpoint
 from tailrace.spark.index.parquet import WRITER
 from tailrace.spark.index.worker import BUILT, FAILED, UNDECODABLE
-from tailrace.spark.jobs.index_build import Outcome
-from tailrace.spark.jobs.owner import Owner, RefusedError
-from tailrace.spark.jobs.status import Status
+from tailrace.spark.jobs.index_build import SegmentBuildResult
+from tailrace.spark.jobs.owner import PipelineClient, RequestRefusedError
+from tailrace.spark.jobs.status import PipelineStatus
 from tailrace.storage.segments.index_files import (
     PublishedObject,
     PublishInput,
@@ -22,27 +22,27 @@ from tailrace.storage.segments.index_files import (
 logger = logging.getLogger("tailrace.pipeline")
 
 # What the pipeline did was right when it began: the plan, the inputs or the stream are others by now.
-OUTDATED: Final = frozenset(
+OUTDATED_CODES: Final = frozenset(
     {"plan_superseded", "inputs_changed", "range_conflict", "object_missing", "not_found", "stream_gone"}
 )
-_HOPELESS: Final = frozenset({UNDECODABLE, FAILED})
-_Group = tuple[str, str, tuple[str, ...]]  # stream, plan, and what is replaced
+_QUARANTINE_STATUSES: Final = frozenset({UNDECODABLE, FAILED})
+_GroupKey = tuple[str, str, tuple[str, ...]]  # stream, plan, and what is replaced
 
 
-class Publisher:
+class IndexPublisher:
     """Groups outcomes by stream. All families of a segment are published together, or none."""
 
-    def __init__(self, owner: Owner, status: Status, group_segments: int) -> None:
+    def __init__(self, owner: PipelineClient, status: PipelineStatus, group_segments: int) -> None:
         self._owner = owner
         self._status = status
         self._group_segments = group_segments
-        self._waiting: dict[_Group, list[Outcome]] = {}
-        self.put_off: list[Outcome] = []  # segments that could not be had this time
+        self._waiting: dict[_GroupKey, list[SegmentBuildResult]] = {}
+        self.put_off: list[SegmentBuildResult] = []  # segments that could not be had this time
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: SegmentBuildResult) -> None:
         work = outcome.work
         # Of segments that are published together, one that fails leaves everything as it is.
-        good = outcome.status == BUILT or (outcome.status in _HOPELESS and not work.together)
+        good = outcome.status == BUILT or (outcome.status in _QUARANTINE_STATUSES and not work.together)
         if not good:
             self.put_off.append(outcome)
             self._status.failed(f"{outcome.status}: {outcome.error}")
@@ -59,29 +59,31 @@ class Publisher:
             if not key[2]:
                 self._publish(outcomes)
 
-    def _publish(self, outcomes: Sequence[Outcome]) -> None:
-        send(self._owner, self._status, publication_of(outcomes))
+    def _publish(self, outcomes: Sequence[SegmentBuildResult]) -> None:
+        send_publish_request(self._owner, self._status, index_publish_request(outcomes))
         for outcome in outcomes:
             self._status.built(outcome)
 
 
-def send(owner: Owner, status: Status, publication: PublishRequest) -> str | None:
+def send_publish_request(
+    owner: PipelineClient, status: PipelineStatus, publication: PublishRequest
+) -> str | None:
     """The result; None if what was built is not wanted any more."""
-    reached("before_publish", "driver")
+    hit_failpoint("before_publish", "driver")
     try:
         result = owner.publish(publication)
-    except RefusedError as refusal:
-        if refusal.code not in OUTDATED:
+    except RequestRefusedError as refusal:
+        if refusal.code not in OUTDATED_CODES:
             raise
         logger.info("a publication of %s was dropped: %s", publication.job, refusal.code)
         status.dropped(publication.job, refusal.code)
         return None
-    reached("after_publish", "driver")
+    hit_failpoint("after_publish", "driver")
     status.published(publication.job, result)
     return result
 
 
-def publication_of(outcomes: Sequence[Outcome]) -> PublishRequest:
+def index_publish_request(outcomes: Sequence[SegmentBuildResult]) -> PublishRequest:
     """Segments of one stream and plan. The same outcomes give the same bytes."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.work.segment.first)
     work = ordered[0].work
@@ -91,7 +93,7 @@ def publication_of(outcomes: Sequence[Outcome]) -> PublishRequest:
         plan_hash=work.plan.hash,
         writer=WRITER,
         inputs=[PublishInput(one.work.segment.object, one.work.segment.sha256) for one in ordered],
-        add=[added for outcome in ordered for added in _added(outcome)],
+        add=[added for outcome in ordered for added in _added_objects(outcome)],
         replace=list(work.replace),
         quarantine=[
             UnbuildableInput(one.work.segment.object, one.status, one.error)
@@ -101,7 +103,7 @@ def publication_of(outcomes: Sequence[Outcome]) -> PublishRequest:
     )
 
 
-def _added(outcome: Outcome) -> list[PublishedObject]:
+def _added_objects(outcome: SegmentBuildResult) -> list[PublishedObject]:
     segment = outcome.work.segment
     return [
         PublishedObject(

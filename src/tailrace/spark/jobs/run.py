@@ -15,15 +15,20 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from tailrace.spark.index.segment import MEMORY_BYTES
-from tailrace.spark.jobs.compaction import CompactJob
-from tailrace.spark.jobs.index_build import CompanionJob, SegmentWork, is_alive, segment_works
-from tailrace.spark.jobs.merge import MergeJob
-from tailrace.spark.jobs.messages import CompactWork, MergeWork, PlanAnswer, Running, StreamPlan
-from tailrace.spark.jobs.owner import Owner
-from tailrace.spark.jobs.publisher import Publisher, send
-from tailrace.spark.jobs.status import Heartbeats, Status, now
-from tailrace.spark.session import HEAP_BYTES, cores_of, master_of, open_session
+from tailrace.spark.index.segment import TASK_MEMORY_BYTES
+from tailrace.spark.jobs.compaction import CompactionJob
+from tailrace.spark.jobs.index_build import (
+    IndexBuildJob,
+    SegmentBuild,
+    is_session_alive,
+    list_segment_builds,
+)
+from tailrace.spark.jobs.merge import IndexMergeJob
+from tailrace.spark.jobs.messages import CompactionWork, IndexMergeWork, PlanAnswer, RunningJob, StreamPlan
+from tailrace.spark.jobs.owner import PipelineClient
+from tailrace.spark.jobs.publisher import IndexPublisher, send_publish_request
+from tailrace.spark.jobs.status import HeartbeatThread, PipelineStatus, utc_timestamp
+from tailrace.spark.session import HEAP_BYTES, core_count, normalize_master, open_session
 from tailrace.storage.segments.index_files import PublishRequest
 
 if TYPE_CHECKING:
@@ -35,14 +40,14 @@ JOBS: Final = ("companions", "merge", "compact")
 PAUSE_S_FIRST: Final = 0.5
 PAUSE_S_MAX: Final = 300.0
 PAUSE_S_DONE: Final = 1.0  # until the server has surely noticed what was published
-TRIES_MAX: Final = 4  # of one piece of work by `--once`
+ATTEMPTS_MAX: Final = 4  # of one piece of work by `--once`
 MERGES_MAX: Final = 16  # between two looks at the plan: segments come first
 
 
-Merging = MergeWork | CompactWork
+MergeOrCompaction = IndexMergeWork | CompactionWork
 
 
-class Options(NamedTuple):
+class PipelineOptions(NamedTuple):
     """How a pipeline runs. Results depend on none of these."""
 
     master: str = "local[*]"
@@ -51,7 +56,7 @@ class Options(NamedTuple):
     store: str | None = None  # where executors find the objects, if not where the server does
     directory: Path = Path("tailrace-data/pipeline")
     heap_bytes: int = HEAP_BYTES
-    task_memory_bytes: int = MEMORY_BYTES
+    task_memory_bytes: int = TASK_MEMORY_BYTES
     batch_segments: int = 64
     batch_bytes: int = 1 << 30
     group_segments: int = 4
@@ -61,21 +66,21 @@ class Options(NamedTuple):
     conf: tuple[tuple[str, str], ...] = ()  # more settings of Spark
 
 
-class Progress(Protocol):
+class ProgressListener(Protocol):
     """Told to whoever watches."""
 
     def starting(self, master: str) -> None: ...
 
     def batch(self, job: str, count: int) -> None: ...
 
-    def advance(self, job: str, status: Status) -> None:
+    def advance(self, job: str, status: PipelineStatus) -> None:
         """One of the batch is through, whatever became of it."""
         ...
 
-    def done(self, status: Status) -> None: ...
+    def done(self, status: PipelineStatus) -> None: ...
 
 
-class Quiet:
+class LoggingProgress:
     """Nobody watches."""
 
     def starting(self, master: str) -> None:
@@ -84,10 +89,10 @@ class Quiet:
     def batch(self, job: str, count: int) -> None:
         logger.info("%s: %d", job, count)
 
-    def advance(self, job: str, status: Status) -> None:
+    def advance(self, job: str, status: PipelineStatus) -> None:
         """Each publication is logged."""
 
-    def done(self, status: Status) -> None:
+    def done(self, status: PipelineStatus) -> None:
         """The heartbeat tells enough."""
 
 
@@ -98,16 +103,18 @@ class UnfinishedError(Exception):
 class Pipeline:
     """One process, one session, one server."""
 
-    def __init__(self, owner: Owner, options: Options, progress: Progress | None = None) -> None:
+    def __init__(
+        self, owner: PipelineClient, options: PipelineOptions, progress: ProgressListener | None = None
+    ) -> None:
         self._owner = owner
         self._options = options
-        self._progress = progress or Quiet()
-        self._master = master_of(options.master)
-        self._cores = cores_of(self._master)
-        self.status = Status(self._master)
+        self._progress = progress or LoggingProgress()
+        self._master = normalize_master(options.master)
+        self._cores = core_count(self._master)
+        self.status = PipelineStatus(self._master)
         self._stopping = threading.Event()
         self._spark: SparkSession | None = None
-        self._tries = Tries()
+        self._tries = RetryTracker()
 
     def stop(self) -> None:
         """Finish what is running, publish it, take nothing new."""
@@ -115,7 +122,7 @@ class Pipeline:
 
     def run(self) -> None:
         """Until it is stopped; with `once`, until there is nothing left to do."""
-        heartbeats = Heartbeats(self._owner, self.status, self.stop)
+        heartbeats = HeartbeatThread(self._owner, self.status, self.stop)
         heartbeats.start()
         try:
             self._loop()
@@ -141,27 +148,27 @@ class Pipeline:
         """Whether a run that does everything once is over."""
         if not answer.streams:
             return True
-        if self._tries.worst >= TRIES_MAX:
-            raise UnfinishedError(f"some work could not be done in {TRIES_MAX} tries")
+        if self._tries.worst >= ATTEMPTS_MAX:
+            raise UnfinishedError(f"some work could not be done in {ATTEMPTS_MAX} tries")
         return False
 
     def _pause_s(self, answer: PlanAnswer) -> float:
         """The plan has waited already if there was nothing; else for what was put off."""
         return self._options.check_ms / 1000 if answer.streams else 0.0
 
-    def _batch(self, answer: PlanAnswer) -> Batch:
+    def _batch(self, answer: PlanAnswer) -> WorkBatch:
         """As much as one job takes, streams in turn as the server lists them."""
-        batch = Batch([], [])
+        batch = WorkBatch([], [])
         taken: set[str] = set()
         raw_bytes = 0
         for stream in answer.streams:
             for work in stream.work:
-                if isinstance(work, Merging):
-                    name = _named(stream, work)
+                if isinstance(work, MergeOrCompaction):
+                    name = _work_name(stream, work)
                     if len(batch.merges) < MERGES_MAX and self._tries.may(name, stream.plan.hash):
                         batch.merges.append((stream, work))
                     continue
-                for group in _inseparable(segment_works(stream, work)):
+                for group in _publication_groups(list_segment_builds(stream, work)):
                     if batch.segments and (
                         len(batch.segments) + len(group) > self._options.batch_segments
                         or raw_bytes >= self._options.batch_bytes
@@ -174,7 +181,7 @@ class Pipeline:
                         raw_bytes += sum(one.segment.raw_bytes for one in group)
         return batch
 
-    def _work(self, store: str, batch: Batch) -> None:
+    def _work(self, store: str, batch: WorkBatch) -> None:
         spark = self._session()
         store = self._options.store or store
         if batch.segments:
@@ -183,17 +190,17 @@ class Pipeline:
             self._merge(spark, store, batch.merges)
         self._progress.done(self.status)
 
-    def _companions(self, spark: SparkSession, store: str, works: list[SegmentWork]) -> None:
-        self.status.to("running", _running("companions", works))
+    def _companions(self, spark: SparkSession, store: str, works: list[SegmentBuild]) -> None:
+        self.status.to("running", _running_builds("companions", works))
         self._progress.batch("companions", len(works))
-        job = CompanionJob(
+        job = IndexBuildJob(
             spark,
             store,
             cores=self._cores,
             memory_bytes=self._options.task_memory_bytes,
             reference=self._options.reference,
         )
-        publisher = Publisher(self._owner, self.status, self._options.group_segments)
+        publisher = IndexPublisher(self._owner, self.status, self._options.group_segments)
         for work in works:
             self._tries.tried(work.segment.object, work.plan.hash)
         for outcome in job.run(works):
@@ -205,41 +212,47 @@ class Pipeline:
             if work.segment.object not in put_off:
                 self._tries.done(work.segment.object, work.plan.hash)
 
-    def _merge(self, spark: SparkSession, store: str, merges: list[tuple[StreamPlan, Merging]]) -> None:
+    def _merge(
+        self, spark: SparkSession, store: str, merges: list[tuple[StreamPlan, MergeOrCompaction]]
+    ) -> None:
         """As many at once as there are cores: most of a merge is one task."""
         self._progress.batch("merge", len(merges))
-        self.status.to("running", [_merging(*one) for one in merges])
-        merge, compact = MergeJob(spark, store), CompactJob(spark, store)
+        self.status.to("running", [_running_merge(*one) for one in merges])
+        merge, compact = IndexMergeJob(spark, store), CompactionJob(spark, store)
 
-        def build(stream: StreamPlan, work: Merging) -> PublishRequest | None:
+        def build(stream: StreamPlan, work: MergeOrCompaction) -> PublishRequest | None:
             if self._stopping.is_set():
                 return None
-            return merge.run(stream, work) if isinstance(work, MergeWork) else compact.run(stream, work)
+            return merge.run(stream, work) if isinstance(work, IndexMergeWork) else compact.run(stream, work)
 
         with ThreadPoolExecutor(min(self._cores, len(merges)), "merge") as pool:
-            futures: dict[Future[PublishRequest | None], tuple[StreamPlan, Merging]] = {}
+            futures: dict[Future[PublishRequest | None], tuple[StreamPlan, MergeOrCompaction]] = {}
             for stream, work in merges:
-                self._tries.tried(_named(stream, work), stream.plan.hash)
+                self._tries.tried(_work_name(stream, work), stream.plan.hash)
                 futures[pool.submit(build, stream, work)] = stream, work
             for future in as_completed(futures):
                 self._publish_merge(spark, *futures[future], future)
                 self._progress.advance("merge", self.status)
 
     def _publish_merge(
-        self, spark: SparkSession, stream: StreamPlan, work: Merging, future: Future[PublishRequest | None]
+        self,
+        spark: SparkSession,
+        stream: StreamPlan,
+        work: MergeOrCompaction,
+        future: Future[PublishRequest | None],
     ) -> None:
-        name = _named(stream, work)
+        name = _work_name(stream, work)
         try:
             offer = future.result()
         except Exception as error:
             # Inputs that are gone, or a worker that died: the plan says whether it is still wanted.
-            if not is_alive(spark):
+            if not is_session_alive(spark):
                 raise
             logger.warning("%s was not built: %s", name, type(error).__name__)
             self.status.failed(f"{name}: {type(error).__name__}")
             return
         if offer is not None:
-            send(self._owner, self.status, offer)
+            send_publish_request(self._owner, self.status, offer)
             self._tries.done(name, stream.plan.hash)
 
     def _session(self) -> SparkSession:
@@ -259,32 +272,37 @@ class Pipeline:
         return self._spark
 
 
-class Batch(NamedTuple):
-    segments: list[SegmentWork]
-    merges: list[tuple[StreamPlan, Merging]]
+class WorkBatch(NamedTuple):
+    segments: list[SegmentBuild]
+    merges: list[tuple[StreamPlan, MergeOrCompaction]]
 
     @property
     def empty(self) -> bool:
         return not self.segments and not self.merges
 
 
-def _inseparable(works: list[SegmentWork]) -> list[list[SegmentWork]]:
+def _publication_groups(works: list[SegmentBuild]) -> list[list[SegmentBuild]]:
     """Segments by themselves; those that take the place of something together stay together."""
     return [works] if works and works[0].together else [[one] for one in works]
 
 
-def _merging(stream: StreamPlan, work: Merging) -> Running:
-    inputs = work.inputs if isinstance(work, MergeWork) else work.segments
-    return Running("merge" if isinstance(work, MergeWork) else "compact", stream.stream, len(inputs), now())
+def _running_merge(stream: StreamPlan, work: MergeOrCompaction) -> RunningJob:
+    inputs = work.inputs if isinstance(work, IndexMergeWork) else work.segments
+    return RunningJob(
+        "merge" if isinstance(work, IndexMergeWork) else "compact",
+        stream.stream,
+        len(inputs),
+        utc_timestamp(),
+    )
 
 
-def _named(stream: StreamPlan, work: Merging) -> str:
-    if isinstance(work, CompactWork):
+def _work_name(stream: StreamPlan, work: MergeOrCompaction) -> str:
+    if isinstance(work, CompactionWork):
         return f"compact {stream.stream_id} {work.first} {work.last}"
     return f"merge {stream.stream_id} {work.family} {work.level} {work.first} {work.last}"
 
 
-class Tries:
+class RetryTracker:
     """How often a piece of work was begun lately. One that comes back is left alone for a while.
 
     It comes back because the server has not looked again yet, or because it could not be done this time.
@@ -320,8 +338,8 @@ class Tries:
             self._known = {key: found for key, found in self._known.items() if found[1] >= before}
 
 
-def _running(job: str, works: list[SegmentWork]) -> list[Running]:
+def _running_builds(job: str, works: list[SegmentBuild]) -> list[RunningJob]:
     counts: dict[str, int] = {}
     for work in works:
         counts[work.stream] = counts.get(work.stream, 0) + 1
-    return [Running(job, stream, count, now()) for stream, count in counts.items()]
+    return [RunningJob(job, stream, count, utc_timestamp()) for stream, count in counts.items()]

@@ -13,41 +13,41 @@ from typing import Final, Literal
 import msgspec
 
 from tailrace.spark.index.worker import BUILT
-from tailrace.spark.jobs.index_build import Outcome
-from tailrace.spark.jobs.messages import Heartbeat, Running, Totals
-from tailrace.spark.jobs.owner import Owner, RefusedError, UnreachableError
+from tailrace.spark.jobs.index_build import SegmentBuildResult
+from tailrace.spark.jobs.messages import Heartbeat, PipelineTotals, RunningJob
+from tailrace.spark.jobs.owner import PipelineClient, RequestRefusedError, ServerUnreachableError
 
 logger = logging.getLogger("tailrace.pipeline")
 
-INTERVAL_S: Final = 10.0
-GIVE_UP_S: Final = 5.0  # of one heartbeat; the next one follows soon
-SECONDS_KEPT: Final = 1000
+HEARTBEAT_INTERVAL_S: Final = 10.0
+HEARTBEAT_GIVE_UP_S: Final = 5.0  # of one heartbeat; the next one follows soon
+BUILD_SECONDS_MAX: Final = 1000
 
-State = Literal["starting", "running", "idle", "stopping"]
+PipelinePhase = Literal["starting", "running", "idle", "stopping"]
 
 
-def now() -> str:
+def utc_timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-class Status:
+class PipelineStatus:
     """Counted by the thread that works, read by the one that tells."""
 
     def __init__(self, master: str, mode: str = "local") -> None:
         self._lock = threading.Lock()
         self._master = master
         self._mode = mode
-        self._started_at = now()
-        self._state: State = "starting"
-        self._running: list[Running] = []
+        self._started_at = utc_timestamp()
+        self._state: PipelinePhase = "starting"
+        self._running: list[RunningJob] = []
         self._last_error: str | None = None
         self._last_publish_at: str | None = None
         self._seconds: dict[str, list[float]] = {}
-        self.totals = Totals()
+        self.totals = PipelineTotals()
         self.spark_version = ""
         self.on_change: Callable[[], None] = lambda: None
 
-    def to(self, state: State, running: list[Running] | None = None) -> None:
+    def to(self, state: PipelinePhase, running: list[RunningJob] | None = None) -> None:
         with self._lock:
             changed = state != self._state
             self._state = state
@@ -55,7 +55,7 @@ class Status:
         if changed:
             self.on_change()
 
-    def built(self, outcome: Outcome) -> None:
+    def built(self, outcome: SegmentBuildResult) -> None:
         """A segment that was published, or given up."""
         with self._lock:
             self.totals.segments += 1
@@ -67,14 +67,14 @@ class Status:
                 self._last_error = f"{outcome.status}: {outcome.error}"
             for file in outcome.files:
                 kept = self._seconds.setdefault(file.family, [])
-                if len(kept) < SECONDS_KEPT:
+                if len(kept) < BUILD_SECONDS_MAX:
                     kept.append(file.seconds)
 
     def published(self, job: str, result: str) -> None:
         logger.info("%s: %s", job, result)
         with self._lock:
             self.totals.published += 1
-            self._last_publish_at = now()
+            self._last_publish_at = utc_timestamp()
 
     def dropped(self, job: str, code: str) -> None:
         self.failed(f"{job}: {code}")
@@ -101,15 +101,15 @@ class Status:
                     for name, value in totals.items()
                 },
                 seconds=seconds,
-                rss_bytes=str(rss_bytes()),
+                rss_bytes=str(process_tree_rss_bytes()),
                 last_publish_at=self._last_publish_at,
             )
 
 
-class Heartbeats:
+class HeartbeatThread:
     """Tells the server on a thread of its own; the answer may ask the pipeline to end."""
 
-    def __init__(self, owner: Owner, status: Status, on_drain: Callable[[], None]) -> None:
+    def __init__(self, owner: PipelineClient, status: PipelineStatus, on_drain: Callable[[], None]) -> None:
         self._owner = owner
         self._status = status
         self._on_drain = on_drain
@@ -125,39 +125,39 @@ class Heartbeats:
         """Tells once more how things are."""
         self._ending = True
         self._wake.set()
-        self._thread.join(GIVE_UP_S * 2)
+        self._thread.join(HEARTBEAT_GIVE_UP_S * 2)
 
     def _run(self) -> None:
         while True:
             ending = self._ending
             try:
                 answer = self._owner.heartbeat(self._status.heartbeat())
-            except (RefusedError, UnreachableError) as error:
+            except (RequestRefusedError, ServerUnreachableError) as error:
                 logger.debug("no heartbeat: %s", error)
             else:
                 if answer.drain:
                     self._on_drain()
             if ending:
                 return
-            self._wake.wait(INTERVAL_S)
+            self._wake.wait(HEARTBEAT_INTERVAL_S)
             self._wake.clear()
 
 
-def rss_bytes() -> int:
+def process_tree_rss_bytes() -> int:
     """Of this process, its JVM and its workers, where the system tells."""
     try:
-        children = _children()
+        children = _child_pids()
     except OSError:
         return 0
     waiting, seen = [os.getpid()], 0
     while waiting:
         pid = waiting.pop()
-        seen += _rss_of(pid)
+        seen += _process_rss_bytes(pid)
         waiting += children.get(pid, [])
     return seen
 
 
-def _children() -> dict[int, list[int]]:
+def _child_pids() -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -169,7 +169,7 @@ def _children() -> dict[int, list[int]]:
     return found
 
 
-def _rss_of(pid: int) -> int:
+def _process_rss_bytes(pid: int) -> int:
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except OSError:

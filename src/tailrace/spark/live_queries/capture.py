@@ -15,21 +15,21 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import xxhash
 
-from tailrace.spark.blobs import blobs
-from tailrace.spark.live_queries.compiled import SubscriptionSet, decode_set
-from tailrace.spark.live_queries.kernels import entries_of
+from tailrace.spark.blobs import shared_object_store
+from tailrace.spark.live_queries.compiled import SubscriptionSet, decode_subscription_set
+from tailrace.spark.live_queries.kernels import decode_entries
 from tailrace.spark.live_queries.mask import Masker
-from tailrace.spark.live_queries.subscription_sets import read_set
-from tailrace.spark.live_queries.watch_client import Bound, ChangeRange, Place
+from tailrace.spark.live_queries.subscription_sets import read_subscription_set
+from tailrace.spark.live_queries.watch_client import ChangeRange, RangeBound, WatchClient
 from tailrace.spark.sink_options import store_url
 from tailrace.storage.object_store.interface import ObjectMissingError
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa, pq
 from tailrace.watch.document import encode_change
 
-HEAD: Final = "capture.json"
-SUBSCRIPTIONS: Final = "subscriptions.json"
+CAPTURE_FILE: Final = "capture.json"
+SUBSCRIPTIONS_FILE: Final = "subscriptions.json"
 OBJECT_BYTES: Final = 8 << 20
-CAPTURED: Final = pa.schema(
+CAPTURED_SCHEMA: Final = pa.schema(
     [
         ("stream", STRING),
         ("partition", INT32),
@@ -39,8 +39,10 @@ CAPTURED: Final = pa.schema(
         ("value", BINARY),
     ]
 )
-WRITTEN: Final = pa.schema([("object", STRING), ("rows", INT64), ("bytes", INT64), ("sha256", STRING)])
-WRITTEN_DDL: Final = "object string, rows bigint, bytes bigint, sha256 string"
+CAPTURE_PART_SCHEMA: Final = pa.schema(
+    [("object", STRING), ("rows", INT64), ("bytes", INT64), ("sha256", STRING)]
+)
+CAPTURE_PART_DDL: Final = "object string, rows bigint, bytes bigint, sha256 string"
 
 
 class CaptureExistsError(ValueError):
@@ -51,13 +53,13 @@ class CaptureOptions(NamedTuple):
     database: str
     collection: str
     out: str
-    start: Bound = Bound("earliest")
-    end: Bound = Bound("latest")
+    start: RangeBound = RangeBound("earliest")
+    end: RangeBound = RangeBound("latest")
     sample: float = 1.0
     mask: tuple[str, ...] = ()
 
 
-class Part(msgspec.Struct, frozen=True):
+class CapturePart(msgspec.Struct, frozen=True):
     object: str
     rows: int
     bytes: int
@@ -75,7 +77,7 @@ class Capture(msgspec.Struct, frozen=True):
     changes: int
     subscriptions: int
     leftOut: int  # noqa: N815 - subscriptions that could not be masked
-    parts: list[Part]
+    parts: list[CapturePart]
     v: int = 1
 
 
@@ -87,10 +89,10 @@ class CaptureTask(msgspec.Struct, frozen=True):
     secret: bytes
 
 
-def run_capture(spark: Any, place: Place, options: CaptureOptions) -> Capture:
+def run_capture(spark: Any, place: WatchClient, options: CaptureOptions) -> Capture:
     out = store_url(options.out)
     try:
-        blobs(out).get(HEAD)
+        shared_object_store(out).get(CAPTURE_FILE)
     except ObjectMissingError:
         pass
     else:
@@ -98,7 +100,7 @@ def run_capture(spark: Any, place: Place, options: CaptureOptions) -> Capture:
     place.check_matchable(options.database, options.collection)
     announced = place.announce(options.database)
     try:
-        found = read_set(
+        found = read_subscription_set(
             place.server, announced.stream, announced.offset, options.database, [options.collection]
         )
     finally:
@@ -106,10 +108,10 @@ def run_capture(spark: Any, place: Place, options: CaptureOptions) -> Capture:
     ranges = place.ranges(options.database, options.collection, options.start, options.end)
     # Made for this capture and kept nowhere: nobody can try values out later.
     secret = secrets.token_bytes(32)
-    subscriptions = masked_set(found, Masker(options.mask, secret))
+    subscriptions = mask_subscriptions(found, Masker(options.mask, secret))
     task = CaptureTask(out, {one.stream: one for one in ranges}, options.sample, list(options.mask), secret)
-    parts = _written(spark, place, ranges, task) if ranges else []
-    blobs(out).create(SUBSCRIPTIONS, subscriptions.encode())
+    parts = _write_parts(spark, place, ranges, task) if ranges else []
+    shared_object_store(out).create(SUBSCRIPTIONS_FILE, subscriptions.encode())
     capture = Capture(
         options.database,
         options.collection,
@@ -121,19 +123,21 @@ def run_capture(spark: Any, place: Place, options: CaptureOptions) -> Capture:
         len(found.subs) - len(subscriptions.subs),
         parts,
     )
-    if not blobs(out).create(HEAD, msgspec.json.encode(capture)):
+    if not shared_object_store(out).create(CAPTURE_FILE, msgspec.json.encode(capture)):
         raise CaptureExistsError(f"somebody else has just written a capture to {options.out}")
     return capture
 
 
-def masked_set(found: SubscriptionSet, masker: Masker) -> SubscriptionSet:
+def mask_subscriptions(found: SubscriptionSet, masker: Masker) -> SubscriptionSet:
     masked = {key: masker.summary(one) for key, one in found.subs.items()}
     return SubscriptionSet({key: one for key, one in masked.items() if one is not None})
 
 
-def _written(spark: Any, place: Place, ranges: Sequence[ChangeRange], task: CaptureTask) -> list[Part]:
-    rows = place.frame(spark, ranges).mapInArrow(partial(capture_changes, task), WRITTEN_DDL).collect()
-    parts = [Part(row["object"], row["rows"], row["bytes"], row["sha256"]) for row in rows]
+def _write_parts(
+    spark: Any, place: WatchClient, ranges: Sequence[ChangeRange], task: CaptureTask
+) -> list[CapturePart]:
+    rows = place.frame(spark, ranges).mapInArrow(partial(capture_changes, task), CAPTURE_PART_DDL).collect()
+    parts = [CapturePart(row["object"], row["rows"], row["bytes"], row["sha256"]) for row in rows]
     return sorted(parts, key=lambda part: part.object)
 
 
@@ -144,13 +148,13 @@ def capture_changes(task: CaptureTask, batches: Iterator[Any]) -> Iterator[Any]:
     size = 0
     for batch in batches:
         times: list[int] = batch.column("timestamp_ns").to_pylist()
-        for entry, time_ns in zip(entries_of(batch, task.ranges), times, strict=True):
+        for entry, time_ns in zip(decode_entries(batch, task.ranges), times, strict=True):
             change = entry.change
             if change is None or not is_sampled(change.entry.documentKey, task.sample):
                 continue
             value = encode_change(masker.change(change.entry))
             if rows and (size >= OBJECT_BYTES or rows[-1]["stream"] != entry.range.stream):
-                yield _put(task.out, rows)
+                yield _put_capture_part(task.out, rows)
                 rows, size = [], 0
             rows.append(
                 {
@@ -164,42 +168,42 @@ def capture_changes(task: CaptureTask, batches: Iterator[Any]) -> Iterator[Any]:
             )
             size += len(value)
     if rows:
-        yield _put(task.out, rows)
+        yield _put_capture_part(task.out, rows)
 
 
 def is_sampled(document_key: str, share: float) -> bool:
     return xxhash.xxh3_64_intdigest(document_key.encode("utf-8", "surrogatepass"), seed=1) < share * 2**64
 
 
-def _put(out: str, rows: list[dict[str, Any]]) -> Any:
+def _put_capture_part(out: str, rows: list[dict[str, Any]]) -> Any:
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows, schema=CAPTURED), sink, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, schema=CAPTURED_SCHEMA), sink, compression="zstd")
     data: bytes = sink.getvalue().to_pybytes()
     name = f"changes/{rows[0]['partition']:05}-{rows[0]['entry']:020}-{rows[-1]['entry']:020}.parquet"
-    blobs(out).create(name, data)
+    shared_object_store(out).create(name, data)
     told = {
         "object": name,
         "rows": len(rows),
         "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
     }
-    return pa.RecordBatch.from_pylist([told], schema=WRITTEN)
+    return pa.RecordBatch.from_pylist([told], schema=CAPTURE_PART_SCHEMA)
 
 
 # -- reading one back --------------------------------------------------------------------------------------
 
 
 def load_capture(url: str) -> tuple[Capture, SubscriptionSet]:
-    store = blobs(store_url(url))
+    store = shared_object_store(store_url(url))
     return (
-        msgspec.json.decode(store.get(HEAD), type=Capture),
-        decode_set(store.get(SUBSCRIPTIONS)),
+        msgspec.json.decode(store.get(CAPTURE_FILE), type=Capture),
+        decode_subscription_set(store.get(SUBSCRIPTIONS_FILE)),
     )
 
 
-def read_captured(url: str, batches: Iterator[Any]) -> Iterator[Any]:
+def read_capture_parts(url: str, batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: names of parts in, their changes out."""
-    store = blobs(store_url(url))
+    store = shared_object_store(store_url(url))
     for batch in batches:
         for name, sha256 in zip(
             batch.column("object").to_pylist(), batch.column("sha256").to_pylist(), strict=True
@@ -221,4 +225,4 @@ def captured_frame(spark: Any, url: str, capture: Capture) -> Any:
         schema=pa.schema([("object", STRING), ("sha256", STRING)]),
     )
     named = spark.createDataFrame(table).repartition(max(1, len(capture.parts)))
-    return named.mapInArrow(partial(read_captured, url), CAPTURED_DDL)
+    return named.mapInArrow(partial(read_capture_parts, url), CAPTURED_DDL)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from pyspark.sql import Column
 
 SIZE_MAX: Final = 400  # alternatives that one expression is made of: each level may double them
-LISTS: Final = frozenset({"list", "map"})
-_TYPES: Final = {"bool": "boolean", "int": "bigint", "double": "double", "string": "string"}
+CONTAINER_KINDS: Final = frozenset({"list", "map"})
+_SPARK_TYPES: Final = {"bool": "boolean", "int": "bigint", "double": "double", "string": "string"}
 _KINDS: Final[dict[type[Any], str]] = {
     type(None): "null",
     bool: "bool",
@@ -22,17 +22,17 @@ _KINDS: Final[dict[type[Any], str]] = {
 }
 
 
-class Form(NamedTuple):
+class TypedColumn(NamedTuple):
     """One kind that a value may be of."""
 
     when: Column  # it is
     value: Column  # then
 
 
-class Cell(NamedTuple):
+class TypedValue(NamedTuple):
     """A value by its kinds. Where none of them holds there is an error."""
 
-    forms: dict[str, Form]
+    forms: dict[str, TypedColumn]
     size: int = 1  # how large the expression is
 
     @property
@@ -48,7 +48,7 @@ def any_of(conditions: Sequence[Column]) -> Column:
     return found
 
 
-def first_of(cases: Sequence[tuple[Column, Column]]) -> Column:
+def first_case(cases: Sequence[tuple[Column, Column]]) -> Column:
     """The value of the first case that holds, NULL if none does."""
     from pyspark.sql import functions as f
 
@@ -58,27 +58,27 @@ def first_of(cases: Sequence[tuple[Column, Column]]) -> Column:
     return found
 
 
-def truth_cell(truth: Column) -> Cell:
-    return Cell({"bool": Form(truth.isNotNull(), truth)})
+def boolean_value(truth: Column) -> TypedValue:
+    return TypedValue({"bool": TypedColumn(truth.isNotNull(), truth)})
 
 
-def either(condition: Column, then: Cell, otherwise: Cell) -> Cell:
+def conditional_value(condition: Column, then: TypedValue, otherwise: TypedValue) -> TypedValue:
     """One or the other; an error where the condition is one."""
-    forms: dict[str, Form] = {}
+    forms: dict[str, TypedColumn] = {}
     for kind in then.forms.keys() | otherwise.forms.keys():
         chosen = ((condition, then.forms.get(kind)), (~condition, otherwise.forms.get(kind)))
         cases = [(wanted & form.when, form.value) for wanted, form in chosen if form is not None]
-        forms[kind] = Form(any_of([when for when, _ in cases]), first_of(cases))
-    return _bounded(forms, then.size + otherwise.size)
+        forms[kind] = TypedColumn(any_of([when for when, _ in cases]), first_case(cases))
+    return _limit_size(forms, then.size + otherwise.size)
 
 
-def _bounded(forms: dict[str, Form], size: int) -> Cell:
+def _limit_size(forms: dict[str, TypedColumn], size: int) -> TypedValue:
     if size > SIZE_MAX:
         raise NotCompilableError
-    return Cell(forms, size)
+    return TypedValue(forms, size)
 
 
-class Cells:
+class ValueOperations:
     """Operations on cells, under CEL's rules."""
 
     def __init__(self) -> None:
@@ -86,70 +86,72 @@ class Cells:
 
         self._f = functions
 
-    def constant(self, value: Any) -> Cell:
+    def constant(self, value: Any) -> TypedValue:
         kind = _KINDS.get(value.__class__)
         if kind is None:
             raise NotCompilableError
-        lit = self._f.lit(value).cast(_TYPES[kind]) if kind in _TYPES else self._f.lit(None)
-        return Cell({kind: Form(self._f.lit(True), lit)})
+        lit = self._f.lit(value).cast(_SPARK_TYPES[kind]) if kind in _SPARK_TYPES else self._f.lit(None)
+        return TypedValue({kind: TypedColumn(self._f.lit(True), lit)})
 
-    def variant(self, held: Column) -> Cell:
+    def variant(self, held: Column) -> TypedValue:
         """A value of a document."""
         f = self._f
         kind = f.schema_of_variant(held)
         fractional = kind.startswith("DECIMAL") | (kind == "DOUBLE")
-        return Cell(
+        return TypedValue(
             {
-                "null": Form(kind == "VOID", f.lit(None)),
-                "bool": Form(kind == "BOOLEAN", held.try_cast("boolean")),
-                "int": Form(kind == "BIGINT", held.try_cast("bigint")),
-                "double": Form(fractional, held.try_cast("double")),
-                "string": Form(kind == "STRING", held.try_cast("string")),
-                "list": Form(kind.startswith("ARRAY"), held),
-                "map": Form(kind.startswith("OBJECT"), held),
+                "null": TypedColumn(kind == "VOID", f.lit(None)),
+                "bool": TypedColumn(kind == "BOOLEAN", held.try_cast("boolean")),
+                "int": TypedColumn(kind == "BIGINT", held.try_cast("bigint")),
+                "double": TypedColumn(fractional, held.try_cast("double")),
+                "string": TypedColumn(kind == "STRING", held.try_cast("string")),
+                "list": TypedColumn(kind.startswith("ARRAY"), held),
+                "map": TypedColumn(kind.startswith("OBJECT"), held),
             }
         )
 
-    def string(self, held: Column) -> Cell:
-        return Cell({"string": Form(held.isNotNull(), held)})
+    def string(self, held: Column) -> TypedValue:
+        return TypedValue({"string": TypedColumn(held.isNotNull(), held)})
 
-    def as_truth(self, cell: Cell) -> Column:
+    def as_truth(self, cell: TypedValue) -> Column:
         form = cell.forms.get("bool")
         return self._f.lit(None).cast("boolean") if form is None else self._f.when(form.when, form.value)
 
     # -- parts of documents ----------------------------------------------------------------------------
 
-    def selected(self, cell: Cell, name: str) -> Cell:
+    def selected(self, cell: TypedValue, name: str) -> TypedValue:
         form = cell.forms.get("map")
         if form is None:
             raise NotCompilableError
-        return self.variant(self.inner(form, path_to(name)))
+        return self.variant(self.inner(form, variant_path(name)))
 
-    def item(self, cell: Cell, index: int) -> Cell:
+    def item(self, cell: TypedValue, index: int) -> TypedValue:
         form = cell.forms.get("list")
         if form is None:
             raise NotCompilableError
         return self.variant(self.inner(form, f"$[{index}]"))
 
-    def inner(self, form: Form, path: str) -> Column:
+    def inner(self, form: TypedColumn, path: str) -> Column:
         return self._f.when(form.when, self._f.try_variant_get(form.value, path, "variant"))
 
-    def has(self, cell: Cell, name: str) -> Column:
+    def has(self, cell: TypedValue, name: str) -> Column:
         form = cell.forms.get("map")
         if form is None:
             raise NotCompilableError
-        found = self._f.try_variant_get(form.value, path_to(name), "variant")
+        found = self._f.try_variant_get(form.value, variant_path(name), "variant")
         return self._f.when(form.when, found.isNotNull())
 
-    def _items(self, form: Form) -> Column:
+    def _items(self, form: TypedColumn) -> Column:
         f = self._f
         nothing = f.parse_json(f.lit("null"))
         return f.transform(form.value.try_cast("array<variant>"), lambda item: f.coalesce(item, nothing))
 
-    def _keys(self, form: Form) -> Column:
+    def _keys(self, form: TypedColumn) -> Column:
         return self._f.map_keys(form.value.try_cast("map<string,variant>"))
 
-    def each(self, cell: Cell, over: Callable[[Column, Callable[[Column], Cell]], Column]) -> Column:
+    def each(
+        self, cell: TypedValue, over: Callable[[Column, Callable[[Column], TypedValue]], Column]
+    ) -> Column:
         """Over the values of a list, or the keys of a map."""
         many, keyed = cell.forms.get("list"), cell.forms.get("map")
         if many is None or keyed is None:
@@ -157,7 +159,7 @@ class Cells:
         found = self._f.when(many.when, over(self._items(many), self.variant))
         return found.when(keyed.when, over(self._keys(keyed), self.string))
 
-    def length(self, cell: Cell) -> Column:
+    def length(self, cell: TypedValue) -> Column:
         """How many values a list or a map has."""
         many, keyed = cell.forms.get("list"), cell.forms.get("map")
         if many is None or keyed is None:
@@ -167,9 +169,9 @@ class Cells:
 
     # -- comparing -------------------------------------------------------------------------------------
 
-    def equal(self, one: Cell, other: Cell) -> Column:
+    def equal(self, one: TypedValue, other: TypedValue) -> Column:
         f = self._f
-        if one.forms.keys() & other.forms.keys() & LISTS:
+        if one.forms.keys() & other.forms.keys() & CONTAINER_KINDS:
             raise NotCompilableError  # element by element, numbers by value
         cases: list[tuple[Column, Column]] = []
         for kind, left in one.forms.items():
@@ -178,7 +180,7 @@ class Cells:
                 if same is not None:
                     cases.append((left.when & right.when, same))
         cases.append((one.exists & other.exists, f.lit(False)))
-        return first_of(cases)
+        return first_case(cases)
 
     def _same(self, kind: str, kind_other: str, left: Column, right: Column) -> Column | None:
         if kind == kind_other == "null":
@@ -200,7 +202,7 @@ class Cells:
             return left.cast("double"), right.cast("double")
         return (left, right) if kind == kind_other and kind in ("int", "double") else None
 
-    def ordered(self, one: Cell, other: Cell, holds: Callable[[Any, Any], Any]) -> Column:
+    def ordered(self, one: TypedValue, other: TypedValue, holds: Callable[[Any, Any], Any]) -> Column:
         f = self._f
         cases: list[tuple[Column, Column]] = []
         for kind, left in one.forms.items():
@@ -214,9 +216,9 @@ class Cells:
                 if "double" in (kind, kind_other):
                     said = ~f.isnan(pair[0]) & ~f.isnan(pair[1]) & said
                 cases.append((left.when & right.when, said))
-        return first_of(cases) if cases else f.lit(None).cast("boolean")
+        return first_case(cases) if cases else f.lit(None).cast("boolean")
 
-    def contained(self, wanted: Cell, within: Cell) -> Column:
+    def contained(self, wanted: TypedValue, within: TypedValue) -> Column:
         f, many, keyed = self._f, within.forms.get("list"), within.forms.get("map")
         if many is None or keyed is None:
             raise NotCompilableError
@@ -234,7 +236,7 @@ class Cells:
                 found = found.when(keyed.when & form.when, f.lit(False))
         return found
 
-    def text(self, one: Cell, other: Cell, method: str) -> Column:
+    def text(self, one: TypedValue, other: TypedValue, method: str) -> Column:
         f, left, right = self._f, one.forms.get("string"), other.forms.get("string")
         if left is None or right is None:
             return f.lit(None).cast("boolean")
@@ -242,7 +244,7 @@ class Cells:
 
     # -- computing -------------------------------------------------------------------------------------
 
-    def size(self, cell: Cell) -> Cell:
+    def size(self, cell: TypedValue) -> TypedValue:
         f = self._f
         cases: list[tuple[Column, Column]] = []
         if (text := cell.forms.get("string")) is not None:
@@ -253,33 +255,33 @@ class Cells:
             cases.append((keyed.when, f.size(self._keys(keyed))))
         if not cases:
             raise NotCompilableError
-        value = first_of(cases).cast("bigint")
-        return _bounded({"int": Form(value.isNotNull(), value)}, 2 * cell.size)
+        value = first_case(cases).cast("bigint")
+        return _limit_size({"int": TypedColumn(value.isNotNull(), value)}, 2 * cell.size)
 
-    def negated(self, cell: Cell) -> Cell:
-        forms: dict[str, Form] = {}
+    def negated(self, cell: TypedValue) -> TypedValue:
+        forms: dict[str, TypedColumn] = {}
         if (whole := cell.forms.get("int")) is not None:
             least = self._f.lit(INT_MIN)
             value = self._f.when(whole.value != least, -whole.value)
-            forms["int"] = Form(whole.when & value.isNotNull(), value)
+            forms["int"] = TypedColumn(whole.when & value.isNotNull(), value)
         if (fraction := cell.forms.get("double")) is not None:
-            forms["double"] = Form(fraction.when, -fraction.value)
+            forms["double"] = TypedColumn(fraction.when, -fraction.value)
         if not forms:
             raise NotCompilableError
-        return _bounded(forms, 2 * cell.size)
+        return _limit_size(forms, 2 * cell.size)
 
-    def computed(self, function: str, one: Cell, other: Cell) -> Cell:
-        forms: dict[str, Form] = {}
+    def computed(self, function: str, one: TypedValue, other: TypedValue) -> TypedValue:
+        forms: dict[str, TypedColumn] = {}
         for kind in ("int", "double", "string", "list"):
             left, right = one.forms.get(kind), other.forms.get(kind)
             if left is None or right is None:
                 continue
             value = self._computed(function, kind, left.value, right.value)
             if value is not None:
-                forms[kind] = Form(left.when & right.when & value.isNotNull(), value)
+                forms[kind] = TypedColumn(left.when & right.when & value.isNotNull(), value)
         if not forms:
             raise NotCompilableError
-        return _bounded(forms, 2 * (one.size + other.size))
+        return _limit_size(forms, 2 * (one.size + other.size))
 
     def _computed(self, function: str, kind: str, left: Column, right: Column) -> Column | None:
         """NULL where there is no value; None where the kind has no such operation."""
@@ -302,7 +304,7 @@ class Cells:
         return f.when(fits, f.call_function("div", left, right))
 
 
-def path_to(*names: str) -> str:
+def variant_path(*names: str) -> str:
     """Names as a path into a variant; the quotes around one cannot be in it."""
     steps: list[str] = []
     for name in names:

@@ -11,7 +11,13 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tailrace.spark.live_queries.cells import Cell, Cells, any_of, either, truth_cell
+from tailrace.spark.live_queries.cells import (
+    TypedValue,
+    ValueOperations,
+    any_of,
+    boolean_value,
+    conditional_value,
+)
 from tailrace.watch.cel import DOC, Call, Const, Ident, ListLiteral, Node, Quantified, Select, children
 from tailrace.watch.evaluation_cost import STEPS_MAX
 from tailrace.watch.evaluator import NotCompilableError
@@ -19,45 +25,45 @@ from tailrace.watch.evaluator import NotCompilableError
 if TYPE_CHECKING:
     from pyspark.sql import Column
 
-Field = Callable[[str], "Column"]  # a field of the document, as a variant; NULL if there is none
+FieldAccessor = Callable[[str], "Column"]  # a field of the document, as a variant; NULL if there is none
 
-_ORDER: Final[dict[str, Callable[[Any, Any], Any]]] = {
+_COMPARISONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "_<_": operator.lt,
     "_<=_": operator.le,
     "_>_": operator.gt,
     "_>=_": operator.ge,
 }
-_TEXT: Final = {"contains": "contains", "startsWith": "startswith", "endsWith": "endswith"}
+_TEXT_METHODS: Final = {"contains": "contains", "startsWith": "startswith", "endsWith": "endswith"}
 _ARITHMETIC: Final = frozenset(("_+_", "_-_", "_*_", "_/_", "_%_"))
 
 
-class Lowered(NamedTuple):
+class LoweredPredicate(NamedTuple):
     """Whether a document matches; and whether that takes too many steps to say, and was not decided."""
 
     holds: Column
     undecided: Column
 
 
-def lowered(node: Node, field: Field) -> Lowered:
+def lower_predicate(node: Node, field: FieldAccessor) -> LoweredPredicate:
     """A predicate over the document whose fields are given."""
     from pyspark.sql import functions as f
 
-    lowering = _Lowering(field)
+    lowering = _PredicateCompiler(field)
     holds = f.coalesce(lowering.truth(node), f.lit(False))
     costly = [f.coalesce(one, f.lit(False)) for one in lowering.costly]
-    return Lowered(holds, any_of(costly) if costly else f.lit(False))
+    return LoweredPredicate(holds, any_of(costly) if costly else f.lit(False))
 
 
-class _Lowering:
+class _PredicateCompiler:
     """One predicate."""
 
-    def __init__(self, field: Field) -> None:
+    def __init__(self, field: FieldAccessor) -> None:
         from pyspark.sql import functions
 
         self._f = functions
-        self._cells = Cells()
+        self._cells = ValueOperations()
         self._field = field
-        self._variable: tuple[str, Cell] | None = None  # what a quantifier looks at
+        self._variable: tuple[str, TypedValue] | None = None  # what a quantifier looks at
         self.costly: list[Column] = []
 
     # -- what is true, false, or an error --------------------------------------------------------------
@@ -91,12 +97,12 @@ class _Lowering:
             return self._cells.equal(self.cell(args[0]), self.cell(args[1]))
         if function == "_!=_":
             return ~self._cells.equal(self.cell(args[0]), self.cell(args[1]))
-        if function in _ORDER:
-            return self._cells.ordered(self.cell(args[0]), self.cell(args[1]), _ORDER[function])
+        if function in _COMPARISONS:
+            return self._cells.ordered(self.cell(args[0]), self.cell(args[1]), _COMPARISONS[function])
         if function == "@in":
             return self._contained(args[0], args[1])
-        if function in _TEXT and len(args) == 2:
-            return self._cells.text(self.cell(args[0]), self.cell(args[1]), _TEXT[function])
+        if function in _TEXT_METHODS and len(args) == 2:
+            return self._cells.text(self.cell(args[0]), self.cell(args[1]), _TEXT_METHODS[function])
         return None
 
     def _has(self, node: Select) -> Column:
@@ -106,7 +112,7 @@ class _Lowering:
 
     # -- values ----------------------------------------------------------------------------------------
 
-    def cell(self, node: Node) -> Cell:
+    def cell(self, node: Node) -> TypedValue:
         cells = self._cells
         if isinstance(node, Const):
             if node.kind != "json":
@@ -121,15 +127,15 @@ class _Lowering:
         if isinstance(node, Call):
             return self._call(node)
         if isinstance(node, Quantified | Select):
-            return truth_cell(self.truth(node))
+            return boolean_value(self.truth(node))
         raise NotCompilableError
 
-    def _selected(self, operand: Node, name: str) -> Cell:
+    def _selected(self, operand: Node, name: str) -> TypedValue:
         if isinstance(operand, Ident) and operand.name == DOC:
             return self._cells.variant(self._field(name))
         return self._cells.selected(self.cell(operand), name)
 
-    def _call(self, node: Call) -> Cell:
+    def _call(self, node: Call) -> TypedValue:
         cells, function, args = self._cells, node.function, node.args
         if function == "_[_]":
             return self._indexed(args[0], args[1])
@@ -142,13 +148,13 @@ class _Lowering:
         if function == "size":
             return cells.size(self.cell(args[0]))
         if function == "_?_:_":
-            return either(self.truth(args[0]), self.cell(args[1]), self.cell(args[2]))
+            return conditional_value(self.truth(args[0]), self.cell(args[1]), self.cell(args[2]))
         found = self._call_truth(node)
         if found is None:
             raise NotCompilableError
-        return truth_cell(found)
+        return boolean_value(found)
 
-    def _indexed(self, operand: Node, index: Node) -> Cell:
+    def _indexed(self, operand: Node, index: Node) -> TypedValue:
         key = index.value if isinstance(index, Const) and index.kind == "json" else None
         if type(key) is str:
             return self._selected(operand, key)
@@ -174,9 +180,9 @@ class _Lowering:
 
     def _quantified(self, node: Quantified) -> Column:
         f, cells, within = self._f, self._cells, self.cell(node.range)
-        self._bound(cells.length(within), STEPS_MAX // _count(node.condition))
+        self._bound(cells.length(within), STEPS_MAX // _node_count(node.condition))
 
-        def over(items: Column, as_cell: Callable[[Column], Cell]) -> Column:
+        def over(items: Column, as_cell: Callable[[Column], TypedValue]) -> Column:
             def condition(item: Column) -> Column:
                 self._variable = (node.variable, as_cell(item))
                 try:
@@ -203,5 +209,5 @@ class _Lowering:
         self.costly.append(length > most)
 
 
-def _count(node: Node) -> int:
-    return 1 + sum(_count(child) for child in children(node))
+def _node_count(node: Node) -> int:
+    return 1 + sum(_node_count(child) for child in children(node))

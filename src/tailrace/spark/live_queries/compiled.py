@@ -13,7 +13,7 @@ from tailrace.watch.matcher import Matcher
 SCAN_MAX: Final = 1 << 30  # the gateway has refused what is too much for it
 
 
-class OtherMatcherError(RuntimeError):
+class MatcherMismatchError(RuntimeError):
     """The subscriptions mean something else here than on the server: the versions differ."""
 
 
@@ -31,11 +31,11 @@ class SubscriptionSet(msgspec.Struct, frozen=True):
         return msgspec.json.encode(SubscriptionSet(settled))
 
 
-def decode_set(data: bytes) -> SubscriptionSet:
+def decode_subscription_set(data: bytes) -> SubscriptionSet:
     return msgspec.json.decode(data, type=SubscriptionSet)
 
 
-class Compiled:
+class CompiledSubscriptions:
     """A set as matchers, one for each collection."""
 
     def __init__(self, subscriptions: SubscriptionSet, *, strict: bool = True) -> None:
@@ -44,7 +44,7 @@ class Compiled:
         for key, summary in subscriptions.subs.items():
             interest = interest_from_summary(summary)
             if strict and interest.whole.hash.hex() != summary.predicateHash:
-                raise OtherMatcherError(
+                raise MatcherMismatchError(
                     "a subscription means something else here than on the server; "
                     "driver, executors and server need the same version of this package"
                 )
@@ -57,7 +57,7 @@ class Compiled:
         """Nothing to let go of."""
 
 
-def told_of(matcher: Matcher[str] | None, change: Change) -> list[DeliveredMatch]:
+def match_change(matcher: Matcher[str] | None, change: Change) -> list[DeliveredMatch]:
     """What a change is to whom, in the order of their keys."""
     if matcher is None:
         return []

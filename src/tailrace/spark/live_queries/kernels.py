@@ -8,19 +8,19 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import orjson
 
-from tailrace.spark.failpoints import reached
-from tailrace.spark.live_queries.compiled import told_of
-from tailrace.spark.live_queries.subscription_sets import compiled_set
+from tailrace.spark.failpoints import hit_failpoint
+from tailrace.spark.live_queries.compiled import match_change
+from tailrace.spark.live_queries.subscription_sets import shared_compiled_set
 from tailrace.spark.live_queries.watch_client import ChangeRange
 from tailrace.storage.segments.parquet import BINARY, STRING, pa
 from tailrace.watch import external_matching
 from tailrace.watch.document import Change, decode_change
 from tailrace.watch.external_matching import DeliveredChange, DeliveredMatch, DeliveryBatch
 
-BATCH_BYTES: Final = 1 << 20  # of items in one delivery
-BATCH_SEQS: Final = 1000  # examined by one delivery, at numbers that are multiples of it
-DELIVERED: Final = pa.schema([("stream", STRING), ("value", BINARY)])
-DELIVERED_DDL: Final = "stream string, value binary"
+DELIVERY_BYTES: Final = 1 << 20  # of items in one delivery
+DELIVERY_SEQS: Final = 1000  # examined by one delivery, at numbers that are multiples of it
+DELIVERY_SCHEMA: Final = pa.schema([("stream", STRING), ("value", BINARY)])
+DELIVERY_DDL: Final = "stream string, value binary"
 
 
 class MatchTask(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class MatchTask(msgspec.Struct, frozen=True):
     as_of: int = 0  # entry of the summaries up to which the subscriptions were read
 
 
-class Entry(NamedTuple):
+class ChangeStreamEntry(NamedTuple):
     """An entry of a change stream; without a change it is one that readers pass over."""
 
     range: ChangeRange
@@ -43,33 +43,37 @@ class Entry(NamedTuple):
     change: Change | None
 
 
-def entries_of(batch: Any, ranges: dict[str, ChangeRange]) -> Iterator[Entry]:
+def decode_entries(batch: Any, ranges: dict[str, ChangeRange]) -> Iterator[ChangeStreamEntry]:
     columns = (
         batch.column(name).to_pylist() for name in ("stream", "offset", "entry", "timestamp_ns", "value")
     )
     for stream, offset, seq, time_ns, value in zip(*columns, strict=True):
         one = ranges[stream]
-        yield Entry(one, seq, offset, decode_change(value, one.partition, seq, time_ns))
+        yield ChangeStreamEntry(one, seq, offset, decode_change(value, one.partition, seq, time_ns))
 
 
 def match_changes(task: MatchTask, batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: entries in, deliveries out. Every entry is in the range of exactly one delivery."""
-    matchers = compiled_set(task.store, task.index).matchers
-    writer: _Deliveries | None = None
+    matchers = shared_compiled_set(task.store, task.index).matchers
+    writer: _DeliveryWriter | None = None
     for batch in batches:
-        reached("mid_build", "worker")
+        hit_failpoint("mid_build", "worker")
         made: list[bytes] = []
-        for entry in entries_of(batch, task.ranges):
+        for entry in decode_entries(batch, task.ranges):
             if writer is None or writer.range is not entry.range:
-                writer = _Deliveries(task, entry.range)
-            told = [] if entry.change is None else told_of(matchers.get(entry.range.collection), entry.change)
+                writer = _DeliveryWriter(task, entry.range)
+            told = (
+                []
+                if entry.change is None
+                else match_change(matchers.get(entry.range.collection), entry.change)
+            )
             made += writer.add(entry, told)
         yield pa.RecordBatch.from_arrays(
-            [pa.array([task.target] * len(made), STRING), pa.array(made, BINARY)], schema=DELIVERED
+            [pa.array([task.target] * len(made), STRING), pa.array(made, BINARY)], schema=DELIVERY_SCHEMA
         )
 
 
-class _Deliveries:
+class _DeliveryWriter:
     """The deliveries of one partition, one behind the other.
 
     Where they are cut depends on the entries alone, so that a job that is run again sends the same ones.
@@ -83,13 +87,13 @@ class _Deliveries:
         self._items: list[DeliveredChange] = []
         self._bytes = 0
 
-    def add(self, entry: Entry, told: list[DeliveredMatch]) -> list[bytes]:
+    def add(self, entry: ChangeStreamEntry, told: list[DeliveredMatch]) -> list[bytes]:
         self._reached = entry.seq
         if entry.change is not None and told:
-            item = item_of(entry.change, entry.change.lsn or entry.offset, told)
+            item = build_delivery_item(entry.change, entry.change.lsn or entry.offset, told)
             self._items.append(item)
             self._bytes += len(bytes(entry.change.entry.after)) + sum(len(one.key) + 40 for one in told)
-        full = self._bytes >= BATCH_BYTES or entry.seq % BATCH_SEQS == 0 or entry.seq == self.range.upto
+        full = self._bytes >= DELIVERY_BYTES or entry.seq % DELIVERY_SEQS == 0 or entry.seq == self.range.upto
         return self._flushed() if full else []
 
     def _flushed(self) -> list[bytes]:
@@ -110,7 +114,7 @@ class _Deliveries:
         return [external_matching.encode_delivery(batch)]
 
 
-def item_of(change: Change, lsn: str, told: list[DeliveredMatch]) -> DeliveredChange:
+def build_delivery_item(change: Change, lsn: str, told: list[DeliveredMatch]) -> DeliveredChange:
     """A delete carries the document's name and version, and never its content."""
     entry = change.entry
     doc: dict[str, Any] = {"id": entry.documentKey, "version": entry.version}

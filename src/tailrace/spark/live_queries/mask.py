@@ -26,7 +26,7 @@ from tailrace.watch.predicate import canonical_predicate
 
 COPIED_CHARACTERS_MIN: Final = 3  # a shorter text is found everywhere
 
-Path = tuple[str, ...]
+FieldPath = tuple[str, ...]
 
 
 class UnmaskableError(Exception):
@@ -37,7 +37,7 @@ class Masker:
     """Knows the fields, and a secret that is thrown away with it."""
 
     def __init__(self, fields: Sequence[str], secret: bytes) -> None:
-        self._paths: list[Path] = [tuple(field.split(".")) for field in fields]
+        self._paths: list[FieldPath] = [tuple(field.split(".")) for field in fields]
         self._secret = secret
         self._id = ("id",) in self._paths
 
@@ -67,7 +67,7 @@ class Masker:
             data = self._at(data, path, copied)
         return data
 
-    def _at(self, data: Any, path: Path, copied: set[str]) -> Any:
+    def _at(self, data: Any, path: FieldPath, copied: set[str]) -> Any:
         if isinstance(data, list):
             return [self._at(item, path, copied) for item in cast("list[Any]", data)]
         if not isinstance(data, dict) or path[0] not in data:
@@ -77,7 +77,7 @@ class Masker:
         if len(path) > 1:
             found[name] = self._at(found[name], path[1:], copied)
         else:
-            _gather(found[name], copied)
+            _collect_texts(found[name], copied)
             found[name] = self.value(found[name])
         return found
 
@@ -162,7 +162,7 @@ class Masker:
             return False
         return any(self._mentions(argument) for argument in node.args)
 
-    def _is_below(self, path: Path) -> bool:
+    def _is_below(self, path: FieldPath) -> bool:
         return any(path[: len(masked)] == masked for masked in self._paths)
 
     def _mentions(self, node: Node) -> bool:
@@ -172,14 +172,14 @@ class Masker:
         return any(self._mentions(child) for child in children(node))
 
 
-def _gather(value: Any, copied: set[str]) -> None:
+def _collect_texts(value: Any, copied: set[str]) -> None:
     if isinstance(value, str):
         if len(value) >= COPIED_CHARACTERS_MIN:
             copied.add(value)
     elif isinstance(value, list):
         for item in cast("list[Any]", value):
-            _gather(item, copied)
+            _collect_texts(item, copied)
     elif isinstance(value, dict):
         for name, item in cast("dict[str, Any]", value).items():
-            _gather(name, copied)
-            _gather(item, copied)
+            _collect_texts(name, copied)
+            _collect_texts(item, copied)

@@ -13,27 +13,27 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from tailrace.protocol import offsets
-from tailrace.spark.blobs import blobs
-from tailrace.spark.failpoints import reached
-from tailrace.spark.live_queries.kernels import DELIVERED_DDL, MatchTask, match_changes
-from tailrace.spark.live_queries.subscription_sets import put_set, read_set
-from tailrace.spark.live_queries.watch_client import Bound, ChangeRange, Place
+from tailrace.spark.blobs import shared_object_store
+from tailrace.spark.failpoints import hit_failpoint
+from tailrace.spark.live_queries.kernels import DELIVERY_DDL, MatchTask, match_changes
+from tailrace.spark.live_queries.subscription_sets import read_subscription_set, store_subscription_set
+from tailrace.spark.live_queries.watch_client import ChangeRange, RangeBound, WatchClient
 from tailrace.spark.sink_options import store_url
 from tailrace.storage.object_store.interface import ObjectMissingError
 
-CHOICE: Final = "match.json"
+MATCH_PLAN_FILE: Final = "match.json"
 
 
 class MatchOptions(NamedTuple):
     database: str
     collections: str = "**"
-    start: Bound = Bound("earliest")
-    end: Bound = Bound("latest")
+    start: RangeBound = RangeBound("earliest")
+    end: RangeBound = RangeBound("latest")
     store: str | None = None
     checkpoint: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class MatchPlan(msgspec.Struct, frozen=True):
     """What a run is about, whoever runs it."""
 
     index: str
@@ -64,16 +64,16 @@ class MatchReport(msgspec.Struct, frozen=True):
     ranges: list[ChangeRange]
 
 
-def run_match(spark: Any, place: Place, options: MatchOptions) -> MatchReport:
+def run_match(spark: Any, place: WatchClient, options: MatchOptions) -> MatchReport:
     """Matches the range and writes deliveries."""
     announced = place.announce(options.database)
     try:
         store = options.store or place.store()
-        choice = _chosen(place, options, store, announced)
-        reached("after_checkpoint", "driver")
+        choice = _load_or_create_plan(place, options, store, announced)
+        hit_failpoint("after_checkpoint", "driver")
         if choice.ranges:
-            _write(spark, place, options, store, choice, announced.token)
-        reached("after_publish", "driver")
+            _write_deliveries(spark, place, options, store, choice, announced.token)
+        hit_failpoint("after_publish", "driver")
     finally:
         place.announce(options.database, 0)
     return MatchReport(
@@ -89,34 +89,36 @@ def run_match(spark: Any, place: Place, options: MatchOptions) -> MatchReport:
     )
 
 
-def _chosen(place: Place, options: MatchOptions, store: str, announced: Any) -> Choice:
-    kept = None if options.checkpoint is None else blobs(store_url(options.checkpoint))
+def _load_or_create_plan(place: WatchClient, options: MatchOptions, store: str, announced: Any) -> MatchPlan:
+    kept = None if options.checkpoint is None else shared_object_store(store_url(options.checkpoint))
     if kept is not None:
         try:
-            return msgspec.json.decode(kept.get(CHOICE), type=Choice)
+            return msgspec.json.decode(kept.get(MATCH_PLAN_FILE), type=MatchPlan)
         except ObjectMissingError:
             pass
     names = place.matchable(options.database, options.collections)
     ranges = [
         one for name in names for one in place.ranges(options.database, name, options.start, options.end)
     ]
-    subscriptions = read_set(place.server, announced.stream, announced.offset, options.database, names)
-    index = put_set(store, subscriptions)
+    subscriptions = read_subscription_set(
+        place.server, announced.stream, announced.offset, options.database, names
+    )
+    index = store_subscription_set(store, subscriptions)
     as_of = offsets.parse_offset(announced.offset)[1]
     count = len(subscriptions.subs)
-    choice = Choice(index, count, announced.gateway, announced.deliveries, ranges, as_of)
-    if kept is not None and not kept.create(CHOICE, msgspec.json.encode(choice)):
-        return msgspec.json.decode(kept.get(CHOICE), type=Choice)  # somebody was faster
+    choice = MatchPlan(index, count, announced.gateway, announced.deliveries, ranges, as_of)
+    if kept is not None and not kept.create(MATCH_PLAN_FILE, msgspec.json.encode(choice)):
+        return msgspec.json.decode(kept.get(MATCH_PLAN_FILE), type=MatchPlan)  # somebody was faster
     return choice
 
 
-def _write(
-    spark: Any, place: Place, options: MatchOptions, store: str, choice: Choice, token: str | None
+def _write_deliveries(
+    spark: Any, place: WatchClient, options: MatchOptions, store: str, choice: MatchPlan, token: str | None
 ) -> None:
     ranges = {one.stream: one for one in choice.ranges}
     task = MatchTask(store, choice.index, choice.target, choice.owner, ranges, choice.as_of)
-    found = place.frame(spark, choice.ranges).mapInArrow(partial(match_changes, task), DELIVERED_DDL)
-    given = {name: value for name, value in place.given.items() if name in CONNECTING}
+    found = place.frame(spark, choice.ranges).mapInArrow(partial(match_changes, task), DELIVERY_DDL)
+    given = {name: value for name, value in place.given.items() if name in CONNECTION_OPTION_NAMES}
     if token is not None:
         given["token"] = token
         given.pop("tokenFile", None)
@@ -135,6 +137,6 @@ def _write(
     writing.save()
 
 
-CONNECTING: Final = frozenset(
+CONNECTION_OPTION_NAMES: Final = frozenset(
     ("endpoint", "token", "tokenFile", "tls.caFile", "requestTimeout", "fetchBytes", "retries")
 )

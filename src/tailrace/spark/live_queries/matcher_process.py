@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 import tailrace
-from tailrace.spark.live_queries.compiled import Compiled, decode_set, told_of
+from tailrace.spark.live_queries.compiled import CompiledSubscriptions, decode_subscription_set, match_change
 from tailrace.watch.document import decode_change
 from tailrace.watch.matcher import Matcher
 from tailrace.watch.predicate import SEMANTICS
@@ -45,20 +45,20 @@ def main() -> None:
     if first is None:
         return
     # Another version may have had other hashes: what they decide is what counts here.
-    matchers = Compiled(decode_set(first), strict=False).matchers
+    matchers = CompiledSubscriptions(decode_subscription_set(first), strict=False).matchers
     about = {"version": tailrace.__version__, "semantics": SEMANTICS, "path": str(tailrace.__file__)}
     write_frame(answers, msgspec.json.encode(about))
     while (frame := read_frame(given)) is not None:
         rows: list[tuple[int, int, int, bytes]] = msgspec.msgpack.decode(frame)
-        write_frame(answers, msgspec.msgpack.encode([_matched(matchers, *row) for row in rows]))
+        write_frame(answers, msgspec.msgpack.encode([_match_timed(matchers, *row) for row in rows]))
 
 
-def _matched(
+def _match_timed(
     matchers: dict[str, Matcher[str]], partition: int, seq: int, time_ns: int, value: bytes
 ) -> tuple[int, list[Any]]:
     began = time.perf_counter_ns()
     change = decode_change(value, partition, seq, time_ns)
-    told = [] if change is None else told_of(matchers.get(change.entry.collection), change)
+    told = [] if change is None else match_change(matchers.get(change.entry.collection), change)
     return time.perf_counter_ns() - began, [(one.key, one.op, one.reason) for one in told]
 
 

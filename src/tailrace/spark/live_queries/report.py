@@ -8,37 +8,37 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from tailrace.spark.live_queries.sides import us_of
+from tailrace.spark.live_queries.sides import bucket_midpoint_us
 
-REPORT, PAGE, PICTURE = "report.json", "report.md", "latency.svg"
+REPORT_FILE, PAGE_FILE, PICTURE_FILE = "report.json", "report.md", "latency.svg"
 EXAMPLES_SHOWN: Final = 20
 _WIDTH, _HEIGHT, _MARGIN = 640, 260, 40
 _COLOURS: Final = {"baseline": "#8a8f98", "candidate": "#2f6feb"}
 
-Times = dict[int, int]  # changes by bucket of time
+LatencyHistogram = dict[int, int]  # changes by bucket of time
 
 
-class Sides(msgspec.Struct, frozen=True):
+class SidePair(msgspec.Struct, frozen=True):
     baseline: float = 0
     candidate: float = 0
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ShadowVerdict(msgspec.Struct, frozen=True):
     """Times are microseconds for one change. `times` is for the picture only."""
 
     baseline: str
     candidate: str
     changes: int = 0
     subscriptions: int = 0
-    matches: Sides = Sides()
+    matches: SidePair = SidePair()
     missing: int = 0
     extra: int = 0
     opDiffers: int = 0  # noqa: N815 - the name on the wire
-    p50: Sides = Sides()
-    p99: Sides = Sides()
+    p50: SidePair = SidePair()
+    p99: SidePair = SidePair()
     examples: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
     verdict: Literal["pass", "fail"] = "pass"
-    times: dict[str, Times] = msgspec.field(default_factory=dict[str, Times])
+    times: dict[str, LatencyHistogram] = msgspec.field(default_factory=dict[str, LatencyHistogram])
 
     @property
     def divergence(self) -> float:
@@ -58,16 +58,16 @@ class Verdict(msgspec.Struct, frozen=True):
         return found | {"divergence": self.divergence, "latencyRatio": round(self.latencyRatio, 3)}
 
 
-def write_report(verdict: Verdict, directory: Path) -> None:
+def write_report(verdict: ShadowVerdict, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / REPORT).write_bytes(
+    (directory / REPORT_FILE).write_bytes(
         msgspec.json.format(msgspec.json.encode(verdict.report()), indent=2) + b"\n"
     )
-    (directory / PAGE).write_text(page(verdict), encoding="utf-8")
-    (directory / PICTURE).write_text(picture(verdict.times), encoding="utf-8")
+    (directory / PAGE_FILE).write_text(render_page(verdict), encoding="utf-8")
+    (directory / PICTURE_FILE).write_text(render_histogram(verdict.times), encoding="utf-8")
 
 
-def page(verdict: Verdict) -> str:
+def render_page(verdict: ShadowVerdict) -> str:
     matches, p50, p99 = verdict.matches, verdict.p50, verdict.p99
     counted = f"{verdict.changes} changes, {verdict.subscriptions} subscriptions"
     lines = [
@@ -83,13 +83,13 @@ def page(verdict: Verdict) -> str:
         f"| p50 for a change | {p50.baseline} µs | {p50.candidate} µs |",
         f"| p99 for a change | {p99.baseline} µs | {p99.candidate} µs |",
         "",
-        f"![How long changes took]({PICTURE})",
+        f"![How long changes took]({PICTURE_FILE})",
     ]
     if verdict.examples:
         shown = verdict.examples[:EXAMPLES_SHOWN]
         lines += [
             "",
-            f"The first {len(shown)} differences; up to 100 are in `{REPORT}`:",
+            f"The first {len(shown)} differences; up to 100 are in `{REPORT_FILE}`:",
             "",
             "| partition | seq | subscription | baseline | candidate |",
             "|---|---|---|---|---|",
@@ -102,7 +102,7 @@ def page(verdict: Verdict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(times: dict[str, Times]) -> str:
+def render_histogram(times: dict[str, LatencyHistogram]) -> str:
     """A histogram of both sides, the time from left to right in steps of five percent."""
     buckets = [bucket for found in times.values() for bucket in found]
     low, high = (min(buckets), max(buckets)) if buckets else (0, 1)
@@ -131,7 +131,7 @@ def picture(times: dict[str, Times]) -> str:
         bucket = low + round((high - low) * share)
         x = _MARGIN + inner_width * share
         parts.append(
-            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{us_of(bucket):.1f} µs</text>'
+            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{bucket_midpoint_us(bucket):.1f} µs</text>'
         )
     parts.append(f'<text x="{_MARGIN - 6}" y="{_MARGIN}" text-anchor="end">{most}</text>')
     return "\n".join([*parts, "</svg>", ""])

@@ -15,22 +15,22 @@ import msgspec
 import orjson
 import xxhash
 
-from tailrace.spark.blobs import blobs
-from tailrace.spark.live_queries.kernels import entries_of
-from tailrace.spark.live_queries.views import find_head, publish_view
-from tailrace.spark.live_queries.watch_client import Bound, ChangeRange, Place
+from tailrace.spark.blobs import shared_object_store
+from tailrace.spark.live_queries.kernels import decode_entries
+from tailrace.spark.live_queries.views import find_view_head, publish_view
+from tailrace.spark.live_queries.watch_client import ChangeRange, RangeBound, WatchClient
 from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa
 from tailrace.watch import document_view
 from tailrace.watch.document import Change
 from tailrace.watch.document_view import PublishedViewHead, PurgedTombstones
 
 EXAMPLES_MAX: Final = 100
-MENDED: Final = "rescan-"  # what corrections are named with
+CORRECTION_PREFIX: Final = "rescan-"  # what corrections are named with
 CORRECTIONS_MAX: Final = 200
 CORRECTIONS_BYTES: Final = 2 << 20
-UNKNOWN: Final = ""  # instead of the digest of a document that an entry leaves out
+UNKNOWN_DIGEST: Final = ""  # instead of the digest of a document that an entry leaves out
 
-STATE: Final = pa.schema(
+STATE_SCHEMA: Final = pa.schema(
     [
         ("id", STRING),
         ("partition", INT32),
@@ -49,16 +49,16 @@ STATE_DDL: Final = (
     "id string, partition int, seq bigint, version bigint, created_ms bigint, updated_ms bigint, "
     "deleted boolean, digest string, before string, mended boolean, data binary"
 )
-SHOWN: Final = pa.schema(
+VIEW_SCHEMA: Final = pa.schema(
     [("id", STRING), ("seq", INT64), ("version", INT64), ("deleted", pa.bool_()), ("digest", STRING)]
 )
 
 
-class NoBaseError(RuntimeError):
+class MissingBaseViewError(RuntimeError):
     """The log does not reach back far enough, and no published view makes up for it."""
 
 
-class NotHereError(ValueError):
+class ExternalSourceError(ValueError):
     """What only the connector of an outside source can do."""
 
 
@@ -118,7 +118,7 @@ class _ViewPage(msgspec.Struct):
     next: str | None
 
 
-class Shown(NamedTuple):
+class FetchedView(NamedTuple):
     """The view as it was read, page by page, between two moments."""
 
     rows: Any
@@ -129,12 +129,12 @@ class Shown(NamedTuple):
     purged: list[PurgedTombstones]
 
 
-def digest_of(raw: bytes) -> str:
+def document_digest(raw: bytes) -> str:
     """Equal for equal documents, however they were written down."""
     return xxhash.xxh3_128_hexdigest(orjson.dumps(orjson.loads(raw), option=orjson.OPT_SORT_KEYS))
 
 
-def read_view(place: Place, database: str, collection: str) -> Shown:
+def read_view(place: WatchClient, database: str, collection: str) -> FetchedView:
     rows: list[dict[str, Any]] = []
     after, begun = "", list[int]()
     while True:
@@ -147,12 +147,12 @@ def read_view(place: Place, database: str, collection: str) -> Shown:
                 "seq": row.seq,
                 "version": row.version,
                 "deleted": row.deleted,
-                "digest": digest_of(bytes(row.data)),
+                "digest": document_digest(bytes(row.data)),
             }
             for row in page.rows
         ]
         if page.next is None:
-            return Shown(rows, begun, page.positions, page.generation, page.folder, page.purged)
+            return FetchedView(rows, begun, page.positions, page.generation, page.folder, page.purged)
         after = page.next
 
 
@@ -161,11 +161,11 @@ class StateTask(msgspec.Struct, frozen=True):
     with_data: bool
 
 
-def states_of(task: StateTask, batches: Iterator[Any]) -> Iterator[Any]:
+def compute_states(task: StateTask, batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: what each change makes of its document."""
     for batch in batches:
         rows: list[dict[str, Any]] = []
-        for found in entries_of(batch, task.ranges):
+        for found in decode_entries(batch, task.ranges):
             change = found.change
             if change is None:
                 continue
@@ -180,42 +180,44 @@ def states_of(task: StateTask, batches: Iterator[Any]) -> Iterator[Any]:
                     "created_ms": entry.createdAt,
                     "updated_ms": change.updated_ms,
                     "deleted": deleted,
-                    "digest": digest_of(content),
-                    "before": _before(change),
-                    "mended": (entry.writeId or "").startswith(MENDED),
+                    "digest": document_digest(content),
+                    "before": _before_digest(change),
+                    "mended": (entry.writeId or "").startswith(CORRECTION_PREFIX),
                     "data": content if task.with_data else None,
                 }
             )
-        yield pa.RecordBatch.from_pylist(rows, schema=STATE)
+        yield pa.RecordBatch.from_pylist(rows, schema=STATE_SCHEMA)
 
 
-def _before(change: Change) -> str | None:
+def _before_digest(change: Change) -> str | None:
     entry = change.entry
     if entry.prev is None:
         return None
-    return UNKNOWN if change.is_half else digest_of(bytes(entry.before))
+    return UNKNOWN_DIGEST if change.is_half else document_digest(bytes(entry.before))
 
 
-def run_rescan(spark: Any, place: Place, options: RescanOptions) -> RescanReport:
+def run_rescan(spark: Any, place: WatchClient, options: RescanOptions) -> RescanReport:
     from pyspark.sql import functions as f
 
     native = place.collection(options.database, options.collection).source == "native"
     if not native and (options.from_source or options.apply):
-        raise NotHereError("a collection with a source outside is put right by its connector")
+        raise ExternalSourceError("a collection with a source outside is put right by its connector")
     shown = read_view(place, options.database, options.collection)
-    end = Bound(seqs=tuple(shown.ended))
-    ranges = place.ranges(options.database, options.collection, Bound("earliest"), end)
+    end = RangeBound(seqs=tuple(shown.ended))
+    ranges = place.ranges(options.database, options.collection, RangeBound("earliest"), end)
     store = options.store or place.store()
-    base = _base(store, shown, place.earliest(options.database, options.collection, len(shown.ended)))
-    states = _states(spark, place, ranges, with_data=options.publish_view or options.apply).persist()
+    base = _find_base_view(
+        store, shown, place.earliest(options.database, options.collection, len(shown.ended))
+    )
+    states = _states_frame(spark, place, ranges, with_data=options.publish_view or options.apply).persist()
     try:
-        broken = _broken(states)
-        whole = states if base is None else states.unionByName(_based(spark, store, shown.folder, base))
-        latest = _latest(whole)
-        compared = _compared(spark, latest, shown).persist()
+        broken = _count_broken_changes(states)
+        whole = states if base is None else states.unionByName(_base_frame(spark, store, shown.folder, base))
+        latest = _latest_states(whole)
+        compared = _compare_states(spark, latest, shown).persist()
         counts = {row["kind"]: row["count"] for row in compared.groupBy("kind").count().collect()}
         wrong = compared.where(f.col("kind").isin("missing", "extra", "differs"))
-        examples = [_difference(row) for row in wrong.orderBy("id").limit(EXAMPLES_MAX).collect()]
+        examples = [_parse_difference(row) for row in wrong.orderBy("id").limit(EXAMPLES_MAX).collect()]
         applied = refused = 0
         if options.apply:
             applied, refused = Corrector(place, options, shown).run(wrong.orderBy("id").toLocalIterator())
@@ -246,45 +248,45 @@ def run_rescan(spark: Any, place: Place, options: RescanOptions) -> RescanReport
     )
 
 
-def _states(spark: Any, place: Place, ranges: Sequence[ChangeRange], *, with_data: bool) -> Any:
+def _states_frame(spark: Any, place: WatchClient, ranges: Sequence[ChangeRange], *, with_data: bool) -> Any:
     if not ranges:
         return spark.createDataFrame([], STATE_DDL)
     task = StateTask({one.stream: one for one in ranges}, with_data)
-    return place.frame(spark, ranges).mapInArrow(partial(states_of, task), STATE_DDL)
+    return place.frame(spark, ranges).mapInArrow(partial(compute_states, task), STATE_DDL)
 
 
-def _base(store: str, shown: Shown, earliest: list[int]) -> PublishedViewHead | None:
+def _find_base_view(store: str, shown: FetchedView, earliest: list[int]) -> PublishedViewHead | None:
     """The published view to begin from, where the log has been trimmed."""
     if not any(earliest):
         return None
-    found = find_head(store, shown.folder)
+    found = find_view_head(store, shown.folder)
     if found is None or any(map(int.__lt__, found[0].positions, earliest)):
-        raise NoBaseError("the log was trimmed, and no published view holds what is gone")
+        raise MissingBaseViewError("the log was trimmed, and no published view holds what is gone")
     return found[0]
 
 
-def base_rows(store: str, batches: Iterator[Any]) -> Iterator[Any]:
+def read_base_rows(store: str, batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: names of parts of a published view in, their rows out."""
     for batch in batches:
         for name in batch.column("object").to_pylist():
-            rows = document_view.decode_part(blobs(store).get(name))
+            rows = document_view.decode_part(shared_object_store(store).get(name))
             yield pa.RecordBatch.from_pylist(
                 [
-                    {**row._asdict(), "deleted": bool(row.deleted), "digest": digest_of(row.data)}
+                    {**row._asdict(), "deleted": bool(row.deleted), "digest": document_digest(row.data)}
                     for row in rows
                 ],
-                schema=STATE,
+                schema=STATE_SCHEMA,
             )
 
 
-def _based(spark: Any, store: str, folder: str, base: PublishedViewHead) -> Any:
+def _base_frame(spark: Any, store: str, folder: str, base: PublishedViewHead) -> Any:
     names = [{"object": folder + name} for name in base.parts]
     table = pa.Table.from_pylist(names, schema=pa.schema([("object", STRING)]))
     frame = spark.createDataFrame(table).repartition(max(1, len(names)))
-    return frame.mapInArrow(partial(base_rows, store), STATE_DDL)
+    return frame.mapInArrow(partial(read_base_rows, store), STATE_DDL)
 
 
-def _latest(states: Any) -> Any:
+def _latest_states(states: Any) -> Any:
     """The last change of each document."""
     from pyspark.sql import functions as f
 
@@ -295,7 +297,7 @@ def _latest(states: Any) -> Any:
     )
 
 
-def _broken(states: Any) -> int:
+def _count_broken_changes(states: Any) -> int:
     """Changes whose image of before is not what the change before has left, or whose version has not grown.
 
     Corrections are meant to break with what was there.
@@ -315,15 +317,15 @@ def _broken(states: Any) -> int:
     expected = f.when(f.col("deleted_before"), f.lit(None)).otherwise(f.col("digest_before"))
     return follows.where(
         (f.col("version") <= f.col("version_before"))
-        | ~(f.col("before").eqNullSafe(expected) | f.col("before").eqNullSafe(f.lit(UNKNOWN)))
+        | ~(f.col("before").eqNullSafe(expected) | f.col("before").eqNullSafe(f.lit(UNKNOWN_DIGEST)))
     ).count()
 
 
-def _compared(spark: Any, latest: Any, shown: Shown) -> Any:
+def _compare_states(spark: Any, latest: Any, shown: FetchedView) -> Any:
     from pyspark.sql import functions as f
 
-    view = spark.createDataFrame(pa.Table.from_pylist(shown.rows, schema=SHOWN)).select(
-        "id", *(f.col(name).alias(f"view_{name}") for name in SHOWN.names[1:])
+    view = spark.createDataFrame(pa.Table.from_pylist(shown.rows, schema=VIEW_SCHEMA)).select(
+        "id", *(f.col(name).alias(f"view_{name}") for name in VIEW_SCHEMA.names[1:])
     )
     begun = f.array(*(f.lit(seq).cast("bigint") for seq in shown.begun))
     purged = f.array(*(f.lit(one.seq).cast("bigint") for one in shown.purged))
@@ -353,7 +355,7 @@ def _compared(spark: Any, latest: Any, shown: Shown) -> Any:
     return both.select(*known, "view_seq", "view_version", kind.alias("kind"))
 
 
-def _difference(row: Any) -> Difference:
+def _parse_difference(row: Any) -> Difference:
     return Difference(
         row["id"],
         row["kind"],
@@ -368,11 +370,11 @@ def _difference(row: Any) -> Difference:
 class Corrector:
     """Has the server write down how documents are. What was written meanwhile it leaves alone."""
 
-    def __init__(self, place: Place, options: RescanOptions, shown: Shown) -> None:
+    def __init__(self, place: WatchClient, options: RescanOptions, shown: FetchedView) -> None:
         self._place = place
         self._options = options
         about = [options.database, options.collection, shown.generation, shown.ended]
-        self._name = f"{MENDED}{hashlib.sha256(msgspec.json.encode(about)).hexdigest()[:24]}"
+        self._name = f"{CORRECTION_PREFIX}{hashlib.sha256(msgspec.json.encode(about)).hexdigest()[:24]}"
         self._sent = 0
 
     def run(self, wrong: Iterator[Any]) -> tuple[int, int]:
@@ -381,7 +383,7 @@ class Corrector:
         page: list[dict[str, Any]] = []
         for row in wrong:
             data = b"{}" if row["seq"] is None else bytes(row["data"])
-            page.append(_correction(row, data))
+            page.append(_build_correction(row, data))
             size += len(data)
             if len(page) >= CORRECTIONS_MAX or size >= CORRECTIONS_BYTES:
                 done = self._send(page)
@@ -401,7 +403,7 @@ class Corrector:
         return applied, len(answer["results"]) - applied
 
 
-def _correction(row: Any, data: bytes) -> dict[str, Any]:
+def _build_correction(row: Any, data: bytes) -> dict[str, Any]:
     """What the log has never heard of goes."""
     unknown = row["seq"] is None
     return {

@@ -15,15 +15,15 @@ from typing import Any, BinaryIO, Final, cast
 import msgspec
 
 from tailrace.spark.live_queries.matcher_process import read_frame, write_frame
-from tailrace.spark.live_queries.versions import unpack
+from tailrace.spark.live_queries.versions import unpack_archive
 from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa
 
-ROWS_MAX: Final = 200  # sent at once, so that neither side waits for a full pipe
-GROWTH: Final = 1.05  # from one bucket of times to the next
+MATCH_ROWS_MAX: Final = 200  # sent at once, so that neither side waits for a full pipe
+BUCKET_GROWTH: Final = 1.05  # from one bucket of times to the next
 SIDES: Final = ("baseline", "candidate")
-ENDED_S_MAX: Final = 10
+EXIT_S_MAX: Final = 10
 
-COMPARED: Final = pa.schema(
+COMPARISON_SCHEMA: Final = pa.schema(
     [
         ("kind", STRING),  # changes, matches, latency, differs
         ("side", STRING),
@@ -36,16 +36,16 @@ COMPARED: Final = pa.schema(
         ("candidate", STRING),
     ]
 )
-COMPARED_DDL: Final = (
+COMPARISON_DDL: Final = (
     "kind string, side string, bucket int, count bigint, partition int, seq bigint, subscription string, "
     "baseline string, candidate string"
 )
 
-Row = dict[str, Any]
-Matched = dict[str, str]  # by subscription: what it is told
+ComparisonRow = dict[str, Any]
+MatchesByKey = dict[str, str]  # by subscription: what it is told
 
 
-class SideError(RuntimeError):
+class MatcherProcessError(RuntimeError):
     """A matcher that cannot be run, or has ended."""
 
 
@@ -55,7 +55,7 @@ class ShadowTask(msgspec.Struct, frozen=True):
     subscriptions: bytes
 
 
-class Side:
+class MatcherProcess:
     """One version's matcher process."""
 
     def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
@@ -67,9 +67,9 @@ class Side:
     def begin(self, subscriptions: bytes, directory: Path) -> None:
         about = msgspec.json.decode(self._ask(subscriptions))
         if not Path(about["path"]).is_relative_to(directory):
-            raise SideError(f"the {self._name} runs another package than its own: {about['path']}")
+            raise MatcherProcessError(f"the {self._name} runs another package than its own: {about['path']}")
 
-    def match(self, rows: list[tuple[int, int, int, bytes]]) -> list[tuple[int, Matched]]:
+    def match(self, rows: list[tuple[int, int, int, bytes]]) -> list[tuple[int, MatchesByKey]]:
         answer: list[Any] = msgspec.msgpack.decode(self._ask(msgspec.msgpack.encode(rows)))
         return [(ns, {key: f"{op} {reason}" for key, op, reason in told}) for ns, told in answer]
 
@@ -80,19 +80,19 @@ class Side:
         except BrokenPipeError:
             answer = None
         if answer is None:
-            code = self._process.wait(ENDED_S_MAX)
-            raise SideError(f"the matcher of the {self._name} has ended with {code}")
+            code = self._process.wait(EXIT_S_MAX)
+            raise MatcherProcessError(f"the matcher of the {self._name} has ended with {code}")
         return answer
 
 
 @contextmanager
-def running(task: ShadowTask) -> Generator[list[Side]]:
+def run_matchers(task: ShadowTask) -> Generator[list[MatcherProcess]]:
     """Both matchers, for as long as they are needed."""
     with ExitStack() as stack:
-        sides: list[Side] = []
+        sides: list[MatcherProcess] = []
         for name, archive in zip(SIDES, task.archives, strict=True):
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-shadow-")))
-            unpack(task.store, archive, directory)
+            unpack_archive(task.store, archive, directory)
             environment = {**os.environ, "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
             process = stack.enter_context(
                 subprocess.Popen(
@@ -104,7 +104,7 @@ def running(task: ShadowTask) -> Generator[list[Side]]:
                 )
             )
             stack.callback(process.kill)
-            side = Side(process, name)
+            side = MatcherProcess(process, name)
             side.begin(task.subscriptions, directory)
             sides.append(side)
         yield sides
@@ -112,8 +112,8 @@ def running(task: ShadowTask) -> Generator[list[Side]]:
 
 def compare_changes(task: ShadowTask, batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: changes in; out come counts, times, and whatever the two do not agree on."""
-    tally = _Tally()
-    with running(task) as sides:
+    tally = _ComparisonTally()
+    with run_matchers(task) as sides:
         for batch in batches:
             names = ("stream", "entry", "timestamp_ns", "value")
             columns: list[list[Any]] = [batch.column(name).to_pylist() for name in names]
@@ -121,22 +121,24 @@ def compare_changes(task: ShadowTask, batches: Iterator[Any]) -> Iterator[Any]:
                 (int(stream.rpartition("/")[2]), entry, time_ns, value)
                 for stream, entry, time_ns, value in zip(*columns, strict=True)
             ]
-            differing: list[Row] = []
-            for start in range(0, len(rows), ROWS_MAX):
-                differing += _compared(sides, rows[start : start + ROWS_MAX], tally)
+            differing: list[ComparisonRow] = []
+            for start in range(0, len(rows), MATCH_ROWS_MAX):
+                differing += _compare_batch(sides, rows[start : start + MATCH_ROWS_MAX], tally)
             if differing:
-                yield pa.RecordBatch.from_pylist(differing, schema=COMPARED)
-    yield pa.RecordBatch.from_pylist(tally.rows(), schema=COMPARED)
+                yield pa.RecordBatch.from_pylist(differing, schema=COMPARISON_SCHEMA)
+    yield pa.RecordBatch.from_pylist(tally.rows(), schema=COMPARISON_SCHEMA)
 
 
-def _compared(sides: list[Side], rows: list[tuple[int, int, int, bytes]], tally: _Tally) -> list[Row]:
+def _compare_batch(
+    sides: list[MatcherProcess], rows: list[tuple[int, int, int, bytes]], tally: _ComparisonTally
+) -> list[ComparisonRow]:
     # Whoever comes second finds warm caches: they take turns.
-    turn = tally.changes // ROWS_MAX % 2
+    turn = tally.changes // MATCH_ROWS_MAX % 2
     second = sides[1 - turn]
     first_found = sides[turn].match(rows)
     second_found = second.match(rows)
     baseline, candidate = (first_found, second_found) if turn == 0 else (second_found, first_found)
-    differing: list[Row] = []
+    differing: list[ComparisonRow] = []
     for row, (one_ns, one), (other_ns, other) in zip(rows, baseline, candidate, strict=True):
         tally.add(0, one_ns, len(one))
         tally.add(1, other_ns, len(other))
@@ -158,7 +160,7 @@ def _compared(sides: list[Side], rows: list[tuple[int, int, int, bytes]], tally:
     return differing
 
 
-class _Tally:
+class _ComparisonTally:
     """What a task has counted."""
 
     def __init__(self) -> None:
@@ -168,11 +170,11 @@ class _Tally:
 
     def add(self, side: int, ns: int, matches: int) -> None:
         self._matches[side] += matches
-        bucket = bucket_of(ns)
+        bucket = latency_bucket(ns)
         self._times[side][bucket] = self._times[side].get(bucket, 0) + 1
 
-    def rows(self) -> list[Row]:
-        found: list[Row] = [{"kind": "changes", "count": self.changes}]
+    def rows(self) -> list[ComparisonRow]:
+        found: list[ComparisonRow] = [{"kind": "changes", "count": self.changes}]
         for place, side in enumerate(SIDES):
             found.append({"kind": "matches", "side": side, "count": self._matches[place]})
             found += [
@@ -182,10 +184,10 @@ class _Tally:
         return found
 
 
-def bucket_of(ns: int) -> int:
-    return int(math.log(max(ns, 1)) / math.log(GROWTH))
+def latency_bucket(ns: int) -> int:
+    return int(math.log(max(ns, 1)) / math.log(BUCKET_GROWTH))
 
 
-def us_of(bucket: int) -> float:
+def bucket_midpoint_us(bucket: int) -> float:
     """The middle of a bucket, in microseconds."""
-    return GROWTH ** (bucket + 0.5) / 1000
+    return BUCKET_GROWTH ** (bucket + 0.5) / 1000

@@ -15,11 +15,15 @@ import msgspec
 import orjson
 import xxhash
 
-from tailrace.spark.blobs import blobs
-from tailrace.spark.live_queries.compiled import SubscriptionSet, told_of
-from tailrace.spark.live_queries.kernels import entries_of
-from tailrace.spark.live_queries.subscription_sets import compiled_set, put_set, read_set
-from tailrace.spark.live_queries.watch_client import Bound, ChangeRange, Place
+from tailrace.spark.blobs import shared_object_store
+from tailrace.spark.live_queries.compiled import SubscriptionSet, match_change
+from tailrace.spark.live_queries.kernels import decode_entries
+from tailrace.spark.live_queries.subscription_sets import (
+    read_subscription_set,
+    shared_compiled_set,
+    store_subscription_set,
+)
+from tailrace.spark.live_queries.watch_client import ChangeRange, RangeBound, WatchClient
 from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa
 from tailrace.watch.document import RESERVED_FIELDS
 from tailrace.watch.evaluator import MISSING, field_getter
@@ -32,14 +36,14 @@ from tailrace.watch.external_matching import (
 )
 from tailrace.watch.predicate import Condition, equality_class
 
-FOLDER: Final = "watch/stats/"
+STATS_FOLDER: Final = "watch/stats/"
 DEPTH_MAX: Final = 4
 FIELDS_MAX: Final = 1000
 PREDICATES_MAX: Final = 1000
 
-VALUES: Final = pa.schema([("field", STRING), ("kind", STRING), ("hash", INT64)])
+VALUES_SCHEMA: Final = pa.schema([("field", STRING), ("kind", STRING), ("hash", INT64)])
 VALUES_DDL: Final = "field string, kind string, hash bigint"
-COUNTS: Final = pa.schema([("what", STRING), ("name", STRING), ("partition", INT32), ("count", INT64)])
+COUNTS_SCHEMA: Final = pa.schema([("what", STRING), ("name", STRING), ("partition", INT32), ("count", INT64)])
 COUNTS_DDL: Final = "what string, name string, partition int, count bigint"
 _KINDS: Final[dict[type[Any], str]] = {
     type(None): "null",
@@ -54,8 +58,8 @@ _KINDS: Final[dict[type[Any], str]] = {
 class StatsOptions(NamedTuple):
     database: str
     collection: str | None = None
-    start: Bound = Bound("earliest")
-    end: Bound = Bound("latest")
+    start: RangeBound = RangeBound("earliest")
+    end: RangeBound = RangeBound("latest")
     store: str | None = None
 
 
@@ -65,46 +69,46 @@ class StatsTask(msgspec.Struct, frozen=True):
     ranges: dict[str, ChangeRange]
 
 
-def run_stats(spark: Any, place: Place, options: StatsOptions) -> list[dict[str, Any]]:
+def run_stats(spark: Any, place: WatchClient, options: StatsOptions) -> list[dict[str, Any]]:
     """One document for each collection; each is published under its hash."""
     store = options.store or place.store()
     database = options.database
     names = place.collections(database, options.collection or "**")
     announced = place.announce(database)
     try:
-        found = read_set(place.server, announced.stream, announced.offset, database, names)
+        found = read_subscription_set(place.server, announced.stream, announced.offset, database, names)
     finally:
         place.announce(database, 0)
     made: list[dict[str, Any]] = []
     for name in names:
         own = SubscriptionSet({key: one for key, one in found.subs.items() if one.collection == name})
         ranges = place.ranges(database, name, options.start, options.end)
-        stats, probed = _collection(spark, place, store, own, ranges)
+        stats, probed = _collect_statistics(spark, place, store, own, ranges)
         about = {"v": 1, "database": database, "collection": name, "ranges": msgspec.to_builtins(ranges)}
         body = {**about, **stats}
-        body["object"] = f"{FOLDER}{hashlib.sha256(orjson.dumps(body)).hexdigest()}.json"
-        blobs(store).create(body["object"], orjson.dumps(body))
+        body["object"] = f"{STATS_FOLDER}{hashlib.sha256(orjson.dumps(body)).hexdigest()}.json"
+        shared_object_store(store).create(body["object"], orjson.dumps(body))
         place.note_statistics(database, name, probed)
         made.append(body)
     return made
 
 
-def _collection(
-    spark: Any, place: Place, store: str, subscriptions: SubscriptionSet, ranges: Sequence[ChangeRange]
+def _collect_statistics(
+    spark: Any, place: WatchClient, store: str, subscriptions: SubscriptionSet, ranges: Sequence[ChangeRange]
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """What is published, and what the filter said to values that nobody looks for."""
     keys = bloom_keys(subscriptions)
-    data = msgspec.msgpack.encode([BITS_PER_KEY, HASHES, bloom_of(keys).segments])
-    filter_name = f"{FOLDER}{hashlib.sha256(data).hexdigest()}.bloom"
-    blobs(store).create(filter_name, data)
-    task = StatsTask(store, put_set(store, subscriptions), {one.stream: one for one in ranges})
+    data = msgspec.msgpack.encode([BITS_PER_KEY, HASHES, build_bloom(keys).segments])
+    filter_name = f"{STATS_FOLDER}{hashlib.sha256(data).hexdigest()}.bloom"
+    shared_object_store(store).create(filter_name, data)
+    task = StatsTask(store, store_subscription_set(store, subscriptions), {one.stream: one for one in ranges})
     counts: dict[str, dict[str, int]] = {}
     fields: list[dict[str, Any]] = []
     if ranges:
         entries = place.frame(spark, ranges).persist()
         try:
-            counts = _counts(entries.mapInArrow(partial(count_changes, task), COUNTS_DDL))
-            fields = _fields(entries.mapInArrow(partial(field_values, task.ranges), VALUES_DDL))
+            counts = _sum_counts(entries.mapInArrow(partial(count_changes, task), COUNTS_DDL))
+            fields = _field_statistics(entries.mapInArrow(partial(field_values, task.ranges), VALUES_DDL))
         finally:
             entries.unpersist()
     changes = sum(counts.get("changes", {}).values())
@@ -113,10 +117,10 @@ def _collection(
     stats = {
         "changes": changes,
         "subscriptions": len(subscriptions.subs),
-        "partitions": _skew(counts.get("changes", {})),
+        "partitions": _partition_skew(counts.get("changes", {})),
         "fields": fields,
         "candidatesPerChange": _share(counts.get("candidates", {}).get("", 0), changes),
-        "predicates": _predicates(counts.get("hits", {}), changes),
+        "predicates": _predicate_shares(counts.get("hits", {}), changes),
         "bloom": {
             "object": filter_name,
             "keys": len(keys),
@@ -134,11 +138,11 @@ def bloom_keys(subscriptions: SubscriptionSet) -> set[bytes]:
     for summary in subscriptions.subs.values():
         for conditions in interest_from_summary(summary).whole.branches:
             for condition in conditions:
-                found |= {bloom_key(condition.path, value) for value in _looked_for(condition)}
+                found |= {bloom_key(condition.path, value) for value in _searched_values(condition)}
     return found
 
 
-def bloom_of(keys: set[bytes]) -> BloomFilter:
+def build_bloom(keys: set[bytes]) -> BloomFilter:
     """The same filter for the same keys."""
     made = BloomFilter(0.0)
     for key in sorted(keys):
@@ -146,7 +150,7 @@ def bloom_of(keys: set[bytes]) -> BloomFilter:
     return made
 
 
-def _looked_for(condition: Condition) -> list[Any]:
+def _searched_values(condition: Condition) -> list[Any]:
     if condition.kind == "equal":
         return [condition.value]
     return list(condition.value) if condition.kind == "among" else []
@@ -157,10 +161,10 @@ def _looked_for(condition: Condition) -> list[Any]:
 
 def count_changes(task: StatsTask, batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: changes by partition, hits by predicate, candidates, and what the filter says."""
-    compiled = compiled_set(task.store, task.index)
+    compiled = shared_compiled_set(task.store, task.index)
     subscriptions = compiled.subscriptions
     keys = bloom_keys(subscriptions)
-    known = bloom_of(keys)
+    known = build_bloom(keys)
     paths = {tuple(orjson.loads(key)[0]) for key in keys}
     gets = [(path, field_getter(path)) for path in sorted(paths)]
     tally: dict[tuple[str, str, int], int] = {}
@@ -170,11 +174,11 @@ def count_changes(task: StatsTask, batches: Iterator[Any]) -> Iterator[Any]:
 
     before = sum(matcher.candidates for matcher in compiled.matchers.values())
     for batch in batches:
-        for entry in entries_of(batch, task.ranges):
+        for entry in decode_entries(batch, task.ranges):
             if entry.change is None:
                 continue
             add("changes", str(entry.range.partition), entry.range.partition)
-            told = told_of(compiled.matchers.get(entry.range.collection), entry.change)
+            told = match_change(compiled.matchers.get(entry.range.collection), entry.change)
             for predicate in {subscriptions.subs[one.key].predicateHash for one in told}:
                 add("hits", predicate)
             image = entry.change.after or entry.change.before or {}
@@ -190,25 +194,27 @@ def count_changes(task: StatsTask, batches: Iterator[Any]) -> Iterator[Any]:
         {"what": what, "name": name, "partition": partition, "count": count}
         for (what, name, partition), count in tally.items()
     ]
-    yield pa.RecordBatch.from_pylist(rows, schema=COUNTS)
+    yield pa.RecordBatch.from_pylist(rows, schema=COUNTS_SCHEMA)
 
 
 def field_values(ranges: dict[str, ChangeRange], batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: each field of each change, its value as a hash."""
     for batch in batches:
         rows: list[dict[str, Any]] = []
-        for entry in entries_of(batch, ranges):
+        for entry in decode_entries(batch, ranges):
             if entry.change is not None:
                 image = entry.change.after or entry.change.before or {}
-                rows += _leaves({k: v for k, v in image.items() if k not in RESERVED_FIELDS}, "", DEPTH_MAX)
-        yield pa.RecordBatch.from_pylist(rows, schema=VALUES)
+                rows += _iter_fields(
+                    {k: v for k, v in image.items() if k not in RESERVED_FIELDS}, "", DEPTH_MAX
+                )
+        yield pa.RecordBatch.from_pylist(rows, schema=VALUES_SCHEMA)
 
 
-def _leaves(image: dict[str, Any], prefix: str, depth: int) -> Iterator[dict[str, Any]]:
+def _iter_fields(image: dict[str, Any], prefix: str, depth: int) -> Iterator[dict[str, Any]]:
     for name, held in image.items():
         field, value = f"{prefix}{name}", cast("object", held)
         if isinstance(value, dict) and depth > 1:
-            yield from _leaves(cast("dict[str, Any]", value), f"{field}.", depth - 1)
+            yield from _iter_fields(cast("dict[str, Any]", value), f"{field}.", depth - 1)
             continue
         kind = _KINDS.get(cast("type[Any]", type(held)), "map")
         digest = xxhash.xxh3_64_intdigest(orjson.dumps(held, option=orjson.OPT_SORT_KEYS))
@@ -218,14 +224,14 @@ def _leaves(image: dict[str, Any], prefix: str, depth: int) -> Iterator[dict[str
 # -- native SQL --------------------------------------------------------------------------------------------
 
 
-def _counts(frame: Any) -> dict[str, dict[str, int]]:
+def _sum_counts(frame: Any) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for row in frame.groupBy("what", "name").sum("count").collect():
         found.setdefault(row["what"], {})[row["name"]] = row["sum(count)"]
     return found
 
 
-def _fields(values: Any) -> list[dict[str, Any]]:
+def _field_statistics(values: Any) -> list[dict[str, Any]]:
     from pyspark.sql import functions as f
 
     each = values.groupBy("field", "kind", "hash").count()
@@ -253,12 +259,12 @@ def _fields(values: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _predicates(hits: dict[str, int], changes: int) -> list[dict[str, Any]]:
+def _predicate_shares(hits: dict[str, int], changes: int) -> list[dict[str, Any]]:
     ordered = sorted(hits.items(), key=lambda one: (-one[1], one[0]))[:PREDICATES_MAX]
     return [{"predicateHash": name, "share": _share(count, changes)} for name, count in ordered]
 
 
-def _skew(changes: dict[str, int]) -> dict[str, Any]:
+def _partition_skew(changes: dict[str, int]) -> dict[str, Any]:
     """How much fuller the fullest partition is than the mean of those that have any changes."""
     counts = {int(name): count for name, count in changes.items()}
     mean = sum(counts.values()) / len(counts) if counts else 0.0

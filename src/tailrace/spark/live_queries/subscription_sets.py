@@ -9,37 +9,45 @@ from typing import Any, Final
 import msgspec
 
 from tailrace.protocol import offsets
-from tailrace.spark.blobs import blobs
-from tailrace.spark.live_queries.compiled import Compiled, SubscriptionSet, decode_set
+from tailrace.spark.blobs import shared_object_store
+from tailrace.spark.live_queries.compiled import (
+    CompiledSubscriptions,
+    SubscriptionSet,
+    decode_subscription_set,
+)
 from tailrace.spark.process_cache import ProcessCache
-from tailrace.spark.server_client import Server
+from tailrace.spark.server_client import ServerClient
 from tailrace.storage.segments.parquet import pa
 from tailrace.watch.external_matching import SubscriptionSummary
 
-FOLDER: Final = "watch/index/"
-SETS_KEPT: Final = 2
+SUBSCRIPTION_SETS_FOLDER: Final = "watch/index/"
+COMPILED_SETS_MAX: Final = 2
 PAGE_BYTES: Final = 4 << 20
 
 
-def put_set(store: str, subscriptions: SubscriptionSet) -> str:
+def store_subscription_set(store: str, subscriptions: SubscriptionSet) -> str:
     """Puts the set under its hash, which is all that tasks are told."""
     data = subscriptions.encode()
     name = hashlib.sha256(data).hexdigest()
-    blobs(store).create(FOLDER + name, data)
+    shared_object_store(store).create(SUBSCRIPTION_SETS_FOLDER + name, data)
     return name
 
 
-def _load(key: tuple[str, str]) -> Compiled:
+def _load_compiled(key: tuple[str, str]) -> CompiledSubscriptions:
     store, name = key
-    return Compiled(decode_set(blobs(store).get(FOLDER + name)))
+    return CompiledSubscriptions(
+        decode_subscription_set(shared_object_store(store).get(SUBSCRIPTION_SETS_FOLDER + name))
+    )
 
 
-_sets: ProcessCache[tuple[str, str], Compiled] = ProcessCache(_load, SETS_KEPT)
+_compiled_sets: ProcessCache[tuple[str, str], CompiledSubscriptions] = ProcessCache(
+    _load_compiled, COMPILED_SETS_MAX
+)
 
 
-def compiled_set(store: str, name: str) -> Compiled:
+def shared_compiled_set(store: str, name: str) -> CompiledSubscriptions:
     """The set of this process: compiled once, kept from task to task."""
-    return _sets.get((store, name))
+    return _compiled_sets.get((store, name))
 
 
 class _Headers(msgspec.Struct):
@@ -54,7 +62,7 @@ class _Message(msgspec.Struct):
     value: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def fold(messages: Iterable[bytes]) -> dict[str, SubscriptionSummary]:
+def fold_summaries(messages: Iterable[bytes]) -> dict[str, SubscriptionSummary]:
     """What is there after all messages."""
     found: dict[str, SubscriptionSummary] = {}
     for raw in messages:
@@ -69,18 +77,18 @@ def fold(messages: Iterable[bytes]) -> dict[str, SubscriptionSummary]:
     return found
 
 
-def read_set(
-    server: Server, stream: str, upto: str, database: str, collections: Iterable[str]
+def read_subscription_set(
+    server: ServerClient, stream: str, upto: str, database: str, collections: Iterable[str]
 ) -> SubscriptionSet:
     """The subscriptions of some collections as of a position of the gateway's stream."""
     wanted = set(collections)
-    found = fold(_payloads(server, stream, offsets.parse_offset(upto)[1]))
+    found = fold_summaries(_read_payloads(server, stream, offsets.parse_offset(upto)[1]))
     return SubscriptionSet(
         {key: one for key, one in found.items() if one.database == database and one.collection in wanted}
     )
 
 
-def _payloads(server: Server, stream: str, upto: int) -> Iterator[bytes]:
+def _read_payloads(server: ServerClient, stream: str, upto: int) -> Iterator[bytes]:
     offset: str | None = None
     reached = 0
     while reached < upto:

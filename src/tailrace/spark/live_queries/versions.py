@@ -12,74 +12,76 @@ from pathlib import Path
 from typing import Final
 
 import tailrace
-from tailrace.spark.blobs import blobs
+from tailrace.spark.blobs import shared_object_store
 
-FOLDER: Final = "watch/matchers/"
+ARCHIVES_FOLDER: Final = "watch/matchers/"
 PACKAGE: Final = "tailrace"
 ARCHIVE_BYTES_MAX: Final = 64 << 20
 DOWNLOAD_S_MAX: Final = 300
-_EPOCH: Final = (1980, 1, 1, 0, 0, 0)  # the first date that a zip file knows
+_ZIP_DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first date that a zip file knows
 
 
-class VersionError(ValueError):
+class PackageVersionError(ValueError):
     """A version that cannot be had."""
 
 
-def archive_of(given: str) -> bytes:
+def load_archive(given: str) -> bytes:
     """A version as an archive: a wheel, a directory that holds the package, or a version number."""
     path = Path(given)
     if path.suffix in (".whl", ".zip"):
         if not path.is_file():
-            raise VersionError(f"there is no file {given}")
-        return _checked(path.read_bytes(), given)
+            raise PackageVersionError(f"there is no file {given}")
+        return _verify_archive(path.read_bytes(), given)
     if (path / PACKAGE / "__init__.py").is_file():
-        return _zipped(path / PACKAGE)
+        return _zip_package(path / PACKAGE)
     if given in ("installed", tailrace.__version__):
-        return _zipped(Path(tailrace.__file__).parent)
+        return _zip_package(Path(tailrace.__file__).parent)
     if "/" in given or path.exists():
-        raise VersionError(f"{given} is neither a wheel nor a directory with the package {PACKAGE}")
-    return _downloaded(given)
+        raise PackageVersionError(f"{given} is neither a wheel nor a directory with the package {PACKAGE}")
+    return _download_wheel(given)
 
 
 def put_archive(store: str, data: bytes) -> str:
     name = hashlib.sha256(data).hexdigest()
-    blobs(store).create(f"{FOLDER}{name}.zip", data)
+    shared_object_store(store).create(f"{ARCHIVES_FOLDER}{name}.zip", data)
     return name
 
 
-def unpack(store: str, name: str, directory: Path) -> None:
+def unpack_archive(store: str, name: str, directory: Path) -> None:
     """Puts the package of an archive into a directory, which then comes first for a Python."""
-    data = blobs(store).get(f"{FOLDER}{name}.zip")
+    data = shared_object_store(store).get(f"{ARCHIVES_FOLDER}{name}.zip")
     if hashlib.sha256(data).hexdigest() != name:
-        raise VersionError(f"the archive {name} is not what was put there")
+        raise PackageVersionError(f"the archive {name} is not what was put there")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         archive.extractall(directory, [one for one in archive.namelist() if one.startswith(f"{PACKAGE}/")])
 
 
-def _checked(data: bytes, given: str) -> bytes:
+def _verify_archive(data: bytes, given: str) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if f"{PACKAGE}/__init__.py" not in archive.namelist():
-                raise VersionError(f"{given} does not hold the package {PACKAGE}")
+                raise PackageVersionError(f"{given} does not hold the package {PACKAGE}")
             if sum(one.file_size for one in archive.infolist()) > ARCHIVE_BYTES_MAX:
-                raise VersionError(f"{given} is larger than {ARCHIVE_BYTES_MAX} bytes")
+                raise PackageVersionError(f"{given} is larger than {ARCHIVE_BYTES_MAX} bytes")
     except zipfile.BadZipFile:
-        raise VersionError(f"{given} is no wheel") from None
+        raise PackageVersionError(f"{given} is no wheel") from None
     return data
 
 
-def _zipped(package: Path) -> bytes:
+def _zip_package(package: Path) -> bytes:
     """The same bytes for the same files."""
     sink = io.BytesIO()
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for path in sorted(package.rglob("*")):
             name = path.relative_to(package)
             if path.is_file() and "__pycache__" not in name.parts:
-                archive.writestr(zipfile.ZipInfo(f"{PACKAGE}/{name.as_posix()}", _EPOCH), path.read_bytes())
+                archive.writestr(
+                    zipfile.ZipInfo(f"{PACKAGE}/{name.as_posix()}", _ZIP_DATE), path.read_bytes()
+                )
     return sink.getvalue()
 
 
-def _downloaded(version: str) -> bytes:
+def _download_wheel(version: str) -> bytes:
     """From where pip gets packages on this machine."""
     with tempfile.TemporaryDirectory(prefix="tailrace-version-") as directory:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q"]
@@ -91,8 +93,10 @@ def _downloaded(version: str) -> bytes:
                 check=True,
             )
         except subprocess.SubprocessError:
-            raise VersionError(f"version {version} cannot be downloaded; name a wheel instead") from None
+            raise PackageVersionError(
+                f"version {version} cannot be downloaded; name a wheel instead"
+            ) from None
         wheels = list(Path(directory).glob("*.whl"))
         if not wheels:
-            raise VersionError(f"version {version} is no wheel")
-        return _checked(wheels[0].read_bytes(), version)
+            raise PackageVersionError(f"version {version} is no wheel")
+        return _verify_archive(wheels[0].read_bytes(), version)

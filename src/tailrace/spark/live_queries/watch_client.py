@@ -11,25 +11,25 @@ import msgspec
 from tailrace.client import wire
 from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.protocol.stream_names import NamePattern
-from tailrace.spark.catalogue import Catalogue, Position, StreamState
-from tailrace.spark.options import Options, ReadOptions, connection_of
-from tailrace.spark.server_client import Server, server_of
-from tailrace.spark.starts import Starts
+from tailrace.spark.catalogue import Position, StreamCatalogue, StreamState
+from tailrace.spark.options import OptionReader, ReadOptions, parse_connection
+from tailrace.spark.server_client import ServerClient, shared_client
+from tailrace.spark.starts import PositionResolver
 from tailrace.watch.names import CHANGES_PREFIX, change_stream_name
 
 LEASE_S: Final = 3600
-COLUMNS: Final = "stream string, offset string, entry bigint, timestamp_ns bigint, value binary"
+CHANGE_COLUMNS: Final = "stream string, offset string, entry bigint, timestamp_ns bigint, value binary"
 
 
-class BoundError(ValueError):
+class RangeBoundError(ValueError):
     """One end of a range that cannot be understood."""
 
 
-class HalfChangesError(ValueError):
+class MissingBeforeImageError(ValueError):
     """Changes that do not say what was there before: only the server that has the view can match them."""
 
 
-class Announced(msgspec.Struct, frozen=True):
+class SummariesAnswer(msgspec.Struct, frozen=True):
     """What the server says to a job that needs its subscriptions."""
 
     gateway: str
@@ -66,7 +66,7 @@ class ChangeRange(msgspec.Struct, frozen=True):
         return change_stream_name(self.database, self.collection, self.partition)
 
 
-class Bound(NamedTuple):
+class RangeBound(NamedTuple):
     """One end of a range: a word, an instant, or the number of the last entry before it, by partition."""
 
     word: str = ""
@@ -74,7 +74,7 @@ class Bound(NamedTuple):
     seqs: tuple[int, ...] | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Bound:
+    def parse(cls, text: str) -> RangeBound:
         text = text.strip()
         if text in ("earliest", "latest"):
             return cls(text)
@@ -85,28 +85,28 @@ class Bound(NamedTuple):
                 pass
         elif (instant_ns := parse_rfc3339_ns(text)) is not None:
             return cls(instant_ns=instant_ns)
-        raise BoundError(
+        raise RangeBoundError(
             f"{text!r} is no end of a range: write earliest, latest, an instant as in RFC 3339, "
             "or positions as in [118,0,97]"
         )
 
 
-class Place:
+class WatchClient:
     """One server, as a driver sees it. `given` are options of `format("tailrace")`."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.given = dict(given)
-        self._connection = connection_of(Options(given))
+        self._connection = parse_connection(OptionReader(given))
         # Said once more: executors may have another environment than this process.
         self.given["endpoint"] = self._connection.endpoint
-        self.server: Server = server_of(self._connection)
+        self.server: ServerClient = shared_client(self._connection)
 
     # -- asking ----------------------------------------------------------------------------------------
 
-    def announce(self, database: str, seconds: int = LEASE_S) -> Announced:
+    def announce(self, database: str, seconds: int = LEASE_S) -> SummariesAnswer:
         """Has the gateway write down its subscriptions for so long; with 0, no longer."""
         body = self.post(f"/v1/databases/{database}/summaries", {"seconds": seconds})
-        return msgspec.convert(body, Announced)
+        return msgspec.convert(body, SummariesAnswer)
 
     def note_statistics(self, database: str, collection: str, bloom: dict[str, int]) -> None:
         """Has the server report how good the collection's Bloom filter is."""
@@ -144,7 +144,7 @@ class Place:
 
     def check_matchable(self, database: str, name: str) -> None:
         if not self.collection(database, name).storeBefore:
-            raise HalfChangesError(
+            raise MissingBeforeImageError(
                 f"changes of {name} do not say what was there before (storeBefore is false),"
                 " so that nobody but the server can tell who left a result"
             )
@@ -166,22 +166,22 @@ class Place:
 
     # -- ranges ----------------------------------------------------------------------------------------
 
-    def ranges(self, database: str, name: str, start: Bound, end: Bound) -> list[ChangeRange]:
+    def ranges(self, database: str, name: str, start: RangeBound, end: RangeBound) -> list[ChangeRange]:
         """The range of each partition, without those that have nothing in it."""
         info = self.collection(database, name)
         for bound in (start, end):
             if bound.seqs is not None and len(bound.seqs) != info.partitions:
-                raise BoundError(f"{name} has {info.partitions} partitions, not {len(bound.seqs)}")
+                raise RangeBoundError(f"{name} has {info.partitions} partitions, not {len(bound.seqs)}")
         options = ReadOptions(connection=self._connection)
-        catalogue = Catalogue(options, self.server)
-        starts = Starts(catalogue, options)
+        catalogue = StreamCatalogue(options, self.server)
+        starts = PositionResolver(catalogue, options)
         found: list[ChangeRange] = []
         for partition in range(info.partitions):
             state = catalogue.state(change_stream_name(database, name, partition))
             if state is None:
                 continue
-            after = max(state.earliest.entry, _entry(starts, state, start, partition))
-            upto = min(state.tail.entry, _entry(starts, state, end, partition))
+            after = max(state.earliest.entry, _resolve_bound(starts, state, start, partition))
+            upto = min(state.tail.entry, _resolve_bound(starts, state, end, partition))
             if after < upto:
                 found.append(
                     ChangeRange(database, name, partition, info.generation, state.tail.epoch, after, upto)
@@ -190,7 +190,7 @@ class Place:
 
     def earliest(self, database: str, name: str, partitions: int) -> list[int]:
         """What the log does not have any more, by partition."""
-        catalogue = Catalogue(ReadOptions(connection=self._connection), self.server)
+        catalogue = StreamCatalogue(ReadOptions(connection=self._connection), self.server)
         states = [
             catalogue.state(change_stream_name(database, name, partition)) for partition in range(partitions)
         ]
@@ -202,7 +202,7 @@ class Place:
         end = {one.stream: Position(one.epoch, one.upto).offset for one in ranges}
         return (
             spark.read.format("tailrace")
-            .schema(COLUMNS)
+            .schema(CHANGE_COLUMNS)
             .options(**self.given)
             .option("stream", ",".join(begin))
             .option("startingOffsets", msgspec.json.encode(begin).decode())
@@ -212,7 +212,7 @@ class Place:
         )
 
 
-def _entry(starts: Starts, state: StreamState, bound: Bound, partition: int) -> int:
+def _resolve_bound(starts: PositionResolver, state: StreamState, bound: RangeBound, partition: int) -> int:
     if bound.seqs is not None:
         return bound.seqs[partition]
     if bound.instant_ns is not None:
