@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from bench import watch_matching
 from support.server import ServerProcess  # pyright: ignore[reportMissingImports]
 from support.watch_client import Live  # pyright: ignore[reportMissingImports]
-from tailrace.spark.live_queries.match import MatchOptions, run_match
+from tailrace.spark.live_queries.match_job import MatchOptions, run_match
 from tailrace.spark.live_queries.watch_client import WatchClient
 from tailrace.spark.session import open_session
 

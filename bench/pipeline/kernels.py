@@ -24,8 +24,8 @@ from tailrace.schema.profiles.evlog import Evlog, EvlogConfig
 from tailrace.schema.profiles.profile import GENERIC, EvlogProfile, install_profile
 from tailrace.schema.registry import Registry
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
-from tailrace.spark.index.batch import SegmentBatch
-from tailrace.spark.index.segment import (
+from tailrace.spark.index.segment_batches import SegmentBatch
+from tailrace.spark.index.segment_build import (
     BuildRequest,
     build_segment,
     create_builders,

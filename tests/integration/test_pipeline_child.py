@@ -16,7 +16,7 @@ from support.offers import FakePipeline, configured, fill, plan, seal, sealed, u
 from support.sealing import wait_until
 from support.server import ServerProcess
 from tailrace.server.java import parse_java_version
-from tailrace.spark.jobs.owner import PipelineClient
+from tailrace.spark.jobs.pipeline_client import PipelineClient
 
 PATIENCE_S = 300.0  # a JVM, on a machine that does other things as well
 StartServer = Callable[..., ServerProcess]

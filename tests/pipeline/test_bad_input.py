@@ -14,8 +14,8 @@ from support.offers import SEARCH
 from support.pipeline import run_once
 from support.pipeline_process import Station
 from support.server import ServerProcess
-from tailrace.spark.jobs.owner import PipelineClient
-from tailrace.spark.jobs.run import Pipeline
+from tailrace.spark.jobs.pipeline import Pipeline
+from tailrace.spark.jobs.pipeline_client import PipelineClient
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

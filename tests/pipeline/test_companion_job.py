@@ -16,10 +16,8 @@ from support.pipeline import PREFIX, FakeOwner, Shelf, run_once
 from support.queries import payload_of
 from tailrace.spark.jobs import index_build
 from tailrace.spark.jobs.index_build import IndexBuildJob, SegmentBuildResult, VersionMismatchError
-from tailrace.spark.jobs.owner import PipelineClient
-from tailrace.spark.jobs.publisher import IndexPublisher
-from tailrace.spark.jobs.run import UnfinishedError
-from tailrace.spark.jobs.status import PipelineStatus
+from tailrace.spark.jobs.pipeline import UnfinishedError
+from tailrace.spark.jobs.pipeline_client import IndexPublisher, PipelineClient, PipelineStatus
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -153,7 +151,7 @@ def test_p5_a_pipeline_that_has_lost_everything_finds_what_is_left(
 def test_what_is_outdated_is_dropped(
     spark: SparkSession, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tailrace.spark.jobs.owner import RequestRefusedError
+    from tailrace.spark.jobs.pipeline_client import RequestRefusedError
 
     shelf.seal(_rows(1, 7))
     owner = FakeOwner(shelf)
@@ -169,7 +167,7 @@ def test_what_cannot_be_done_ends_a_run(
     gone = shelf.seal(_rows(1, 7))
     shelf.seal(_rows(8, 7))
     (shelf.directory / gone.object).unlink()
-    monkeypatch.setattr("tailrace.spark.jobs.run.PAUSE_S_FIRST", 0.001)
+    monkeypatch.setattr("tailrace.spark.jobs.pipeline.PAUSE_S_FIRST", 0.001)
     owner = FakeOwner(shelf)
     with pytest.raises(UnfinishedError):
         run_once(owner, spark, monkeypatch, directory=tmp_path)

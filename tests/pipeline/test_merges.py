@@ -17,14 +17,14 @@ from support.companions import STREAM_ID, Split, Stored, build, plan_of, rows_in
 from support.pipeline import Shelf
 from support.queries import payload_of
 from tailrace.search.index_files.format import key_hash
-from tailrace.spark.index import key_runs
-from tailrace.spark.index.agg import AGGREGATE_SCHEMA
-from tailrace.spark.index.agg_sums import merge_states
-from tailrace.spark.index.keys import INDEX_SCHEMA, LEXICON_SCHEMA
-from tailrace.spark.index.parquet import WRITER, IndexedRange
-from tailrace.spark.index.splits import MERGE_POSTINGS, merge_splits
-from tailrace.spark.index.worker import build_described_segment
-from tailrace.spark.jobs.merge import IndexMergeJob
+from tailrace.spark.index import routing_keys
+from tailrace.spark.index.aggregate_merge import merge_states
+from tailrace.spark.index.aggregates import AGGREGATE_SCHEMA
+from tailrace.spark.index.file_writer import WRITER, IndexedRange
+from tailrace.spark.index.full_text import MERGE_POSTINGS, merge_splits
+from tailrace.spark.index.routing_keys import INDEX_SCHEMA, LEXICON_SCHEMA
+from tailrace.spark.index.segment_build import build_described_segment
+from tailrace.spark.jobs.index_merge import IndexMergeJob
 from tailrace.spark.jobs.messages import IndexMergeWork, StreamPlan
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def test_merged_is_what_all_at_once_would_be(spark: SparkSession, shelf: Shelf) 
 @pytest.mark.parametrize("piece_postings", [1, 7, MERGE_POSTINGS])
 def test_many_splits_become_one(shelf: Shelf, piece_postings: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many postings are put in order at once."""
-    monkeypatch.setattr("tailrace.spark.index.splits.MERGE_POSTINGS", piece_postings)
+    monkeypatch.setattr("tailrace.spark.index.full_text.MERGE_POSTINGS", piece_postings)
     data = [build(_rows(1 + 7 * number, 7), shelf.plan, families=["fts"])["fts"].data for number in range(10)]
     built = merge_splits(data, IndexedRange(STREAM_ID, 1, 70, 70, shelf.ref.hash))
     assert built.data == build(_rows(1, 70), shelf.plan, families=["fts"])["fts"].data
@@ -149,10 +149,14 @@ def test_key_runs_against_an_oracle(runs: list[dict[bytes, list[int]]], group_ro
         rows.sort(key=lambda row: row["key"])
         lexicon_files.append(_file_of(rows, LEXICON_SCHEMA, group_rows))
     whole = [_key_row(key, spans, same) for key, spans in expected.items()]
-    index = [row for table in key_runs.merge_key_runs(index_files, INDEX_SCHEMA) for row in table.to_pylist()]
+    index = [
+        row for table in routing_keys.merge_key_runs(index_files, INDEX_SCHEMA) for row in table.to_pylist()
+    ]
     assert index == sorted(whole, key=lambda row: (row["key_hash"], row["key"]))
     lexicon = [
-        row for table in key_runs.merge_key_runs(lexicon_files, LEXICON_SCHEMA) for row in table.to_pylist()
+        row
+        for table in routing_keys.merge_key_runs(lexicon_files, LEXICON_SCHEMA)
+        for row in table.to_pylist()
     ]
     kept = [{name: row[name] for name in LEXICON_SCHEMA.names} for row in whole]
     assert lexicon == sorted(kept, key=lambda row: row["key"])

@@ -12,7 +12,7 @@ from support.companions import STREAM_ID, Stored, plan_of
 from support.pipeline import Shelf
 from support.queries import payload_of
 from tailrace.spark.jobs.index_build import IndexBuildJob
-from tailrace.spark.jobs.merge import IndexMergeJob
+from tailrace.spark.jobs.index_merge import IndexMergeJob
 from tailrace.spark.jobs.messages import IndexMergeWork, StreamPlan
 
 if TYPE_CHECKING:

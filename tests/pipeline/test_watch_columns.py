@@ -14,9 +14,13 @@ from pyspark.sql import functions as f
 
 from support.watch_language import Maker
 from tailrace.common.errors import TailraceError
-from tailrace.spark.live_queries.cells import variant_path
-from tailrace.spark.live_queries.columns import LoweredPredicate, lower_predicate
-from tailrace.spark.live_queries.native import document_image, matching
+from tailrace.spark.live_queries.column_predicates import (
+    LoweredPredicate,
+    document_image,
+    lower_predicate,
+    matching,
+    variant_path,
+)
 from tailrace.watch.cel import CelProgram, Node, compile_cel
 from tailrace.watch.collection import encode_control_entry
 from tailrace.watch.document import ChangeEntry, ChangeImages, PreviousVersion, decode_change, encode_change

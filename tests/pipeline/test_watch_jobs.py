@@ -28,7 +28,7 @@ from support.watch_jobs import (
     watch,
 )
 from tailrace.auth import create_token
-from tailrace.spark.live_queries.capture import (
+from tailrace.spark.live_queries.capture_job import (
     CAPTURE_FILE,
     SUBSCRIPTIONS_FILE,
     Capture,
@@ -36,10 +36,16 @@ from tailrace.spark.live_queries.capture import (
     CaptureOptions,
     run_capture,
 )
-from tailrace.spark.live_queries.match import MatchOptions, MatchReport, run_match
-from tailrace.spark.live_queries.report import PAGE_FILE, PICTURE_FILE, REPORT_FILE, write_report
-from tailrace.spark.live_queries.rescan import RescanOptions, run_rescan
-from tailrace.spark.live_queries.shadow import ShadowOptions, run_shadow
+from tailrace.spark.live_queries.match_job import MatchOptions, MatchReport, run_match
+from tailrace.spark.live_queries.rescan_job import RescanOptions, run_rescan
+from tailrace.spark.live_queries.shadow_job import (
+    PAGE_FILE,
+    PICTURE_FILE,
+    REPORT_FILE,
+    ShadowOptions,
+    run_shadow,
+    write_report,
+)
 from tailrace.spark.live_queries.stats_job import StatsOptions, run_stats
 from tailrace.spark.live_queries.watch_client import WatchClient
 from tailrace.spark.server_client import CLIENTS

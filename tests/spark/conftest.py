@@ -9,7 +9,7 @@ import pytest
 from support.s3 import S3Server
 from support.server import ServerProcess
 from support.spark_rows import Filled, seamed_server
-from tailrace.spark.segment_objects import SEGMENT_STORES
+from tailrace.spark.object_stores import SEGMENT_STORES
 from tailrace.spark.server_client import CLIENTS
 
 StartServer = Callable[..., ServerProcess]

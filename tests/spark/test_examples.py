@@ -23,7 +23,7 @@ from support.pipeline import run_once
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.client import Client
-from tailrace.spark.jobs.owner import PipelineClient
+from tailrace.spark.jobs.pipeline_client import PipelineClient
 from tailrace.spark.sql import SqlSession
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from support.spark_rows import reader_of, rows_of
 from tailrace.auth import create_token
 from tailrace.client import ClientError
 from tailrace.http.tls import self_signed_certificate
+from tailrace.spark.options import parse_write_options
 from tailrace.spark.sink import PartitionWriter
-from tailrace.spark.sink_options import parse_write_options
 
 SECRET = "a-secret-of-thirty-two-characters"
 VALUES = pa.record_batch({"value": ['{"n":1}', '{"n":2}']})

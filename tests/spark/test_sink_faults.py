@@ -18,8 +18,8 @@ from support.server import ServerProcess
 from support.spark_batches import Drivers
 from support.wire import fresh
 from tailrace.client import Client, ClientError
+from tailrace.spark.options import WriteOptions, parse_write_options
 from tailrace.spark.sink import BatchCommitter, PartitionWriter
-from tailrace.spark.sink_options import WriteOptions, parse_write_options
 from tailrace.spark.sink_rows import SinkError
 
 METHODS = (b"GET ", b"HEAD ", b"PUT ", b"POST ")

@@ -14,11 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
-from tailrace.spark.options import OptionError
-from tailrace.spark.sink_appends import SinkAppend, json_array, split_into_appends
-from tailrace.spark.sink_options import WriteOptions, parse_write_options, store_url
-from tailrace.spark.sink_rows import SinkError, check_columns, to_json, to_sink_rows
-from tailrace.spark.staging import decode_part, encode_parts
+from tailrace.spark.options import OptionError, WriteOptions, parse_write_options, store_url
+from tailrace.spark.sink import decode_part, encode_parts
+from tailrace.spark.sink_rows import (
+    SinkAppend,
+    SinkError,
+    check_columns,
+    json_array,
+    split_into_appends,
+    to_json,
+    to_sink_rows,
+)
 
 Row = tuple[str, str | None, bytes]
 

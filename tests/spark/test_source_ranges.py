@@ -21,8 +21,8 @@ from pyspark.sql.datasource import (
 
 from support.spark_rows import Filled, by_partition, reader_of, rows_of, served
 from tailrace.protocol import offsets
+from tailrace.spark.batch_reader import FilteringReader
 from tailrace.spark.partitions import StreamPartition
-from tailrace.spark.reader import FilteringReader
 
 SLIM = "entry offset value key timestamp epoch"
 

@@ -15,8 +15,7 @@ from support.server import ServerProcess
 from support.spark_rows import Filled, served
 from support.wire import Wire, fresh
 from tailrace.spark.options import OptionError
-from tailrace.spark.results import write_local_parquet
-from tailrace.spark.sql import SqlSession, parse_as_of
+from tailrace.spark.sql import SqlSession, parse_as_of, write_local_parquet
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -16,10 +16,9 @@ from support.spark_rows import Filled, columns, served
 from support.wire import Wire, fresh
 from tailrace.protocol import offsets
 from tailrace.spark.catalogue import Position, StreamState
-from tailrace.spark.limits import StreamBacklog, share_rows
 from tailrace.spark.options import parse_read_options
-from tailrace.spark.reading import DataLossError
-from tailrace.spark.stream_reader import StreamReader
+from tailrace.spark.partitions import DataLossError
+from tailrace.spark.stream_reader import StreamBacklog, StreamReader, share_rows
 
 JSON = "application/json"
 EVERYTHING = ReadAllAvailable()

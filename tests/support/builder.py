@@ -11,8 +11,8 @@ from typing import Any
 from support.offers import FakePipeline, plan, uncovered
 from tailrace.search.index_files.format import index_file_key
 from tailrace.search.index_files.index_plan import load_plan
-from tailrace.spark.index.parquet import BuiltIndexFile
-from tailrace.spark.index.segment import BuildRequest, build_segment
+from tailrace.spark.index.file_writer import BuiltIndexFile
+from tailrace.spark.index.segment_build import BuildRequest, build_segment
 
 
 class Builder(FakePipeline):

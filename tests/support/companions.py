@@ -25,8 +25,8 @@ from tailrace.search.index_files.index_plan import BuildPlan, index_plan
 from tailrace.search.language import SEARCH_DIALECT, bind_query
 from tailrace.search.matching import evaluate_record
 from tailrace.search.records import RecordView, field_values, tokenize_text, truncate_token
-from tailrace.spark.index.parquet import BuiltIndexFile
-from tailrace.spark.index.segment import BuildRequest, build_segment, verify_built_file
+from tailrace.spark.index.file_writer import BuiltIndexFile
+from tailrace.spark.index.segment_build import BuildRequest, build_segment, verify_built_file
 
 STREAM_ID = "ab" * 16
 
@@ -83,7 +83,7 @@ def build(
         )
         with pytest.MonkeyPatch.context() as patch:
             # Several batches, and several row groups in each.
-            patch.setattr("tailrace.spark.index.batch.BATCH_ROWS_MAX", 2 * group_rows)
+            patch.setattr("tailrace.spark.index.segment_batches.BATCH_ROWS_MAX", 2 * group_rows)
             built = build_segment(raw, request)
         assert not list(Path(directory).iterdir()), "nothing is left behind"
     for one in built:

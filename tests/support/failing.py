@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tailrace.spark.failpoints import FAILPOINT_VARIABLE
-from tailrace.spark.index import worker
+from tailrace.spark.index import segment_build
 
 VALUE = ""
 
@@ -16,7 +16,7 @@ VALUE = ""
 def build_companions(batches: Iterator[Any]) -> Iterator[Any]:
     os.environ[FAILPOINT_VARIABLE] = VALUE
     try:
-        yield from worker.build_index_files(batches)
+        yield from segment_build.build_index_files(batches)
     finally:
         del os.environ[FAILPOINT_VARIABLE]
 
@@ -26,4 +26,4 @@ def die_at_entry_11(batches: Iterator[Any]) -> Iterator[Any]:
         for row in batch.to_pylist():
             if row["first"] == 11:
                 os.kill(os.getpid(), signal.SIGKILL)
-        yield from worker.build_index_files(iter([batch]))
+        yield from segment_build.build_index_files(iter([batch]))

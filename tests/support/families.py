@@ -18,9 +18,9 @@ from tailrace.search.index_files.catalogue import IndexCatalogue
 from tailrace.search.index_files.file_cache import IndexFileCache
 from tailrace.search.index_files.format import FTS, index_file_key
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
-from tailrace.spark.index.parquet import IndexedRange
-from tailrace.spark.index.segment import BuildRequest, build_segment
-from tailrace.spark.index.splits import merge_splits
+from tailrace.spark.index.file_writer import IndexedRange
+from tailrace.spark.index.full_text import merge_splits
+from tailrace.spark.index.segment_build import BuildRequest, build_segment
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.segments.index_files import IndexFile, PlanHistory, PlanRecord
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix

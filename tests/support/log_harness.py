@@ -29,7 +29,7 @@ from tailrace.log.segment_catalogue import CompactionIntent
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
-from tailrace.spark.jobs.compact import compact_segments
+from tailrace.spark.jobs.compaction import compact_segments
 from tailrace.storage.bootstrap import bootstrap
 from tailrace.storage.checkpointer import checkpoint_file
 from tailrace.storage.data_directory import DataDirectory

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.calls import Caller, Reply, eventually
-from tailrace.spark.jobs.compact import compact_segments
+from tailrace.spark.jobs.compaction import compact_segments
 from tailrace.storage.segments.index_files import index_file_name
 
 SEARCH: dict[str, Any] = {

@@ -23,8 +23,8 @@ from tailrace.spark.jobs.messages import (
     PlanRef,
     StreamPlan,
 )
-from tailrace.spark.jobs.owner import PipelineClient, RequestRefusedError
-from tailrace.spark.jobs.run import Pipeline, PipelineOptions
+from tailrace.spark.jobs.pipeline import Pipeline, PipelineOptions
+from tailrace.spark.jobs.pipeline_client import PipelineClient, RequestRefusedError
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.index_files import PublishRequest, plan_name
 from tailrace.storage.segments.model import segment_name, stream_prefix
@@ -126,7 +126,9 @@ def run_once(
     owner: FakeOwner | PipelineClient, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> Pipeline:
     """Everything there is to do, in this process and its session."""
-    monkeypatch.setattr("tailrace.spark.jobs.run.open_session", lambda *_args, **_named: Unstoppable(spark))
+    monkeypatch.setattr(
+        "tailrace.spark.jobs.pipeline.open_session", lambda *_args, **_named: Unstoppable(spark)
+    )
     pipeline = Pipeline(
         cast("PipelineClient", owner), PipelineOptions("local[2]", once=True, check_ms=1, **options)
     )

@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pyarrow as pa
 
 from support.spark_rows import columns
-from tailrace.spark.options import parse_read_options
+from tailrace.spark.options import parse_read_options, parse_write_options
 from tailrace.spark.sink import BatchCommitter, PartitionWriter
-from tailrace.spark.sink_options import parse_write_options
 from tailrace.spark.stream_reader import StreamReader
 
 QUERY = "copied"

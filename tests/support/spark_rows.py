@@ -14,9 +14,9 @@ from support.sealing import SEALING_ENV, wait_sealed
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.client import Client
+from tailrace.spark.batch_reader import BatchReader, FilteringReader
 from tailrace.spark.columns import COLUMN_TYPES, VALUE_TYPES
 from tailrace.spark.options import parse_read_options
-from tailrace.spark.reader import BatchReader, FilteringReader
 from tailrace.spark.source import TailraceSource
 
 JSON, BYTES = "application/json", "application/octet-stream"

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
-from tailrace.spark.index.segment import TASK_MEMORY_BYTES
+from tailrace.spark.index.segment_build import TASK_MEMORY_BYTES
 
 SHAPES: dict[str, Callable[[], list[Stored]]] = {
     "one large payload": lambda: [Stored(1, payload_of({"at": 1, "message": "word " * (2 << 20)}), b"k")],

@@ -15,7 +15,11 @@ from support.server import ServerProcess
 from support.sources import changes
 from support.watch_client import Live
 from tailrace.protocol import offsets
-from tailrace.spark.live_queries.compiled import CompiledSubscriptions, SubscriptionSet, match_change
+from tailrace.spark.live_queries.subscription_matcher import (
+    CompiledSubscriptions,
+    SubscriptionSet,
+    match_change,
+)
 from tailrace.spark.live_queries.subscription_sets import fold_summaries
 from tailrace.spark.live_queries.watch_client import WatchClient
 from tailrace.watch.document import Change, decode_change

@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.spark.index.agg import AGGREGATE_SCHEMA
-from tailrace.spark.index.agg_runs import merge_aggregate_runs
-from tailrace.spark.index.agg_sums import merge_states
+from tailrace.spark.index.aggregate_merge import merge_aggregate_runs, merge_states
+from tailrace.spark.index.aggregates import AGGREGATE_SCHEMA
 
 Key = tuple[str, int, int, tuple[str | None, ...], str]
 

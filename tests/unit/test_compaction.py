@@ -11,10 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.segments import STREAM_ID, Entry, read_all, run_of, write
-from tailrace.spark.index.worker import worker_stores
-from tailrace.spark.jobs import compact as compaction
-from tailrace.spark.jobs.compact import compact_segments, compute_checksum
-from tailrace.spark.jobs.compaction import CompactionKernel, CompactionTask, compaction_publish_request
+from tailrace.spark.index.segment_build import worker_stores
+from tailrace.spark.jobs import compaction
+from tailrace.spark.jobs.compaction import (
+    CompactionKernel,
+    CompactionTask,
+    compact_segments,
+    compaction_publish_request,
+    compute_checksum,
+)
 from tailrace.spark.jobs.messages import CompactionWork, PlannedSegment, PlanRef, StreamPlan
 from tailrace.storage.segments import reader
 from tailrace.storage.segments.model import CorruptSegmentError, stream_prefix

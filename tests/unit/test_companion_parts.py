@@ -39,7 +39,7 @@ from tailrace.search.index_files.file_cache import (
 from tailrace.search.index_files.format import FTS
 from tailrace.search.index_files.full_text import FullTextFile
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.spark.index.parquet import IndexFileWriter
+from tailrace.spark.index.file_writer import IndexFileWriter
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix

@@ -25,7 +25,7 @@ from tailrace.search.index_files.file_cache import (
 )
 from tailrace.search.index_files.lookup_files import FILTERED_ROWS_MIN, ExactFile
 from tailrace.search.index_files.parquet_file import ParquetFile
-from tailrace.spark.index.exact_tables import EXACT_SCHEMA, write_exact
+from tailrace.spark.index.exact import EXACT_SCHEMA, write_exact
 from tailrace.storage.object_store.cache import LoopTasks, ObjectCache
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.segments.model import stream_prefix

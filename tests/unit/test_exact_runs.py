@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.spark.index.exact_runs import merge_exact_runs
-from tailrace.spark.index.exact_tables import EXACT_SCHEMA
-from tailrace.spark.index.parquet import IndexFileWriter
+from tailrace.spark.index.exact import EXACT_SCHEMA, merge_exact_runs
+from tailrace.spark.index.file_writer import IndexFileWriter
 
 LIST_MAX = 3
 Key = tuple[str, bytes | None]
@@ -59,7 +58,7 @@ def test_runs_side_by_side_are_all_rows_in_order(sizes: list[dict[Key, int]], gr
             every.setdefault(key, []).extend(lists[key])
         files.append(_file(lists, group_rows))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tailrace.spark.index.exact_tables.LIST_ENTRIES_MAX", LIST_MAX)
+        patch.setattr("tailrace.spark.index.exact.LIST_ENTRIES_MAX", LIST_MAX)
         tables = list(merge_exact_runs(files))
     assert [row for table in tables for row in table.to_pylist()] == _rows(every)
     assert all(len(set(table.column("field").to_pylist())) <= 1 for table in tables)

@@ -29,9 +29,9 @@ from tailrace.schema.search_config import parse_search_config
 from tailrace.search.index_files.format import key_hash
 from tailrace.search.records import RecordView, tokenize_text
 from tailrace.spark.index.aggregate_states import summary_from_row
-from tailrace.spark.index.fts import is_indexed_elsewhere
-from tailrace.spark.index.parquet import BuiltIndexFile
-from tailrace.spark.index.segment import column_fields
+from tailrace.spark.index.file_writer import BuiltIndexFile
+from tailrace.spark.index.full_text import is_indexed_elsewhere
+from tailrace.spark.index.segment_build import column_fields
 
 
 def rollup_view(evolved_at: int | None = None) -> RecordView:

@@ -7,7 +7,7 @@ import re
 
 from tailrace.cli.pipeline_run import ProgressBar
 from tailrace.spark.jobs.messages import PipelineTotals
-from tailrace.spark.jobs.status import PipelineStatus
+from tailrace.spark.jobs.pipeline_client import PipelineStatus
 
 
 def test_a_backlog_of_several_batches_is_one_bar() -> None:

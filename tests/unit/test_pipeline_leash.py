@@ -10,7 +10,7 @@ import msgspec
 
 CHILD = """
 import sys, threading, time
-from tailrace.spark.jobs.leash import Leash
+from tailrace.spark.jobs.pipeline import Leash
 
 leash = Leash(int(sys.argv[1]))
 print(leash.orders.endpoint, leash.orders.master, leash.token(), flush=True)

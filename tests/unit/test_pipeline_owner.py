@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from tailrace.spark.jobs.owner import PipelineClient, RequestRefusedError, ServerUnreachableError
-from tailrace.spark.jobs.run import PAUSE_S_DONE, RetryTracker
+from tailrace.spark.jobs.pipeline import PAUSE_S_DONE, RetryTracker
+from tailrace.spark.jobs.pipeline_client import PipelineClient, RequestRefusedError, ServerUnreachableError
 from tailrace.storage.segments.index_files import PublishRequest
 
 PUBLICATION = PublishRequest(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.spark.live_queries.compiled import (
+from tailrace.spark.live_queries.capture_job import Masker
+from tailrace.spark.live_queries.subscription_matcher import (
     CompiledSubscriptions,
     MatcherMismatchError,
     SubscriptionSet,
     decode_subscription_set,
 )
-from tailrace.spark.live_queries.mask import Masker
 from tailrace.spark.live_queries.subscription_sets import fold_summaries
 from tailrace.watch.access_rules import AccessRule
 from tailrace.watch.document import RAW_NULL, ChangeEntry, ChangeImages, TransactionRef

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.spark.live_queries.report import ShadowVerdict, SidePair, render_histogram, render_page
-from tailrace.spark.live_queries.shadow import quantile
-from tailrace.spark.live_queries.sides import latency_bucket
-from tailrace.spark.live_queries.versions import (
+from tailrace.spark.live_queries.shadow_job import (
     PackageVersionError,
+    ShadowVerdict,
+    SidePair,
+    latency_bucket,
     load_archive,
     put_archive,
+    quantile,
+    render_histogram,
+    render_page,
     unpack_archive,
 )
 

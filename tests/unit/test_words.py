@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tailrace.search.records import TOKEN_BYTES_MAX, tokenize_text
-from tailrace.spark.index.words import tokenize_column
+from tailrace.spark.index.full_text import tokenize_column
 
 WORDS = st.text(st.sampled_from("aZ09 _-.\0\t/"), max_size=12)
 

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from tailrace.spark.jobs.leash import SupervisorSettings
-    from tailrace.spark.jobs.owner import PipelineClient
-    from tailrace.spark.jobs.run import PipelineOptions, ProgressListener
-    from tailrace.spark.jobs.status import PipelineStatus
+    from tailrace.spark.jobs.pipeline import PipelineOptions, ProgressListener, SupervisorSettings
+    from tailrace.spark.jobs.pipeline_client import PipelineClient, PipelineStatus
 
 
 class ProgressBar:
@@ -157,7 +155,7 @@ def run(
 ) -> int:
     """Run the pipeline."""
     require_spark(master if supervised is None else "sc://")  # orders name the master of a supervised one
-    from tailrace.spark.jobs.run import PipelineOptions
+    from tailrace.spark.jobs.pipeline import PipelineOptions
     from tailrace.spark.session import parse_extra_settings
 
     try:
@@ -183,7 +181,7 @@ def run(
 
 
 def _run_supervised(descriptor: int, options: PipelineOptions) -> int:
-    from tailrace.spark.jobs.leash import ParentPipe
+    from tailrace.spark.jobs.pipeline import ParentPipe
     from tailrace.spark.session import parse_extra_settings
 
     leash = ParentPipe(descriptor)
@@ -214,9 +212,9 @@ def _run(
     supervised: SupervisorSettings | None = None,
 ) -> int:
     from tailrace.common.logging_setup import configure_logging
-    from tailrace.spark import jvm
-    from tailrace.spark.jobs import owner as owners
-    from tailrace.spark.jobs.run import Pipeline, UnfinishedError
+    from tailrace.spark import session
+    from tailrace.spark.jobs import pipeline_client as owners
+    from tailrace.spark.jobs.pipeline import Pipeline, UnfinishedError
 
     if options.once:
         require_server(Session(url=endpoint))  # one that goes on may be there before its server is
@@ -228,8 +226,8 @@ def _run(
     owner = owners.PipelineClient(endpoint, token)
     pipeline = Pipeline(owner, options, _progress(owner))
     # A server that stops takes no offers any more, so its pipeline has nothing to finish.
-    signal.signal(signal.SIGTERM, _ending(pipeline.stop if supervised is None else jvm.exit_quietly))
-    jvm.log_child_output()
+    signal.signal(signal.SIGTERM, _ending(pipeline.stop if supervised is None else session.exit_quietly))
+    session.log_child_output()
     try:
         pipeline.run()
     except KeyboardInterrupt:

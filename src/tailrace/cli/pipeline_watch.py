@@ -116,7 +116,7 @@ def match(
     session: Session = DEFAULT_SESSION,
 ) -> None:
     with _running(session, engine) as (spark, place):
-        from tailrace.spark.live_queries.match import MatchOptions, run_match
+        from tailrace.spark.live_queries.match_job import MatchOptions, run_match
 
         options = MatchOptions(database, collections, _bound(start), _bound(end), engine.store, checkpoint)
         _show(run_match(spark, place, options), session)
@@ -141,7 +141,7 @@ def rescan(
     session: Session = DEFAULT_SESSION,
 ) -> int:
     with _running(session, engine) as (spark, place):
-        from tailrace.spark.live_queries.rescan import RescanOptions, run_rescan
+        from tailrace.spark.live_queries.rescan_job import RescanOptions, run_rescan
 
         options = RescanOptions(database, collection, source == "source", publish_view, apply, engine.store)
         report = run_rescan(spark, place, options)
@@ -185,7 +185,7 @@ def capture(
     database, collection = _split(changes)
     fields = tuple(field.strip() for field in mask.split(",") if field.strip())
     with _running(session, engine) as (spark, place):
-        from tailrace.spark.live_queries.capture import CaptureOptions, run_capture
+        from tailrace.spark.live_queries.capture_job import CaptureOptions, run_capture
 
         options = CaptureOptions(database, collection, out, _bound(start), _bound(end), sample, fields)
         _show(run_capture(spark, place, options), session)
@@ -211,8 +211,7 @@ def shadow(
             raise UsageError("what is compared is --capture or --changes")
         database, collection = ("", "") if changes is None else _split(changes)
         with _running(session, engine, asks_server=capture is None) as (spark, place):
-            from tailrace.spark.live_queries.report import write_report
-            from tailrace.spark.live_queries.shadow import ShadowOptions, run_shadow
+            from tailrace.spark.live_queries.shadow_job import ShadowOptions, run_shadow, write_report
 
             options = ShadowOptions(
                 baseline,
@@ -250,11 +249,14 @@ def _running(
     from pyspark.errors import PySparkException
 
     from tailrace.client.errors import ClientError
-    from tailrace.spark.live_queries.capture import CaptureExistsError
-    from tailrace.spark.live_queries.compiled import MatcherMismatchError
-    from tailrace.spark.live_queries.rescan import ExternalSourceError, MissingBaseViewError
-    from tailrace.spark.live_queries.versions import PackageVersionError
-    from tailrace.spark.live_queries.views import ViewPublicationError
+    from tailrace.spark.live_queries.capture_job import CaptureExistsError
+    from tailrace.spark.live_queries.rescan_job import (
+        ExternalSourceError,
+        MissingBaseViewError,
+        ViewPublicationError,
+    )
+    from tailrace.spark.live_queries.shadow_job import PackageVersionError
+    from tailrace.spark.live_queries.subscription_matcher import MatcherMismatchError
     from tailrace.spark.live_queries.watch_client import (
         MissingBeforeImageError,
         RangeBoundError,

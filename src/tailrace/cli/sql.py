@@ -121,7 +121,7 @@ def _answer(shell: SqlSession, query: str, printing: str, out: Path | None, *, h
 
 
 def _write_here(found: DataFrame, out: Path) -> None:
-    from tailrace.spark.results import write_local_parquet
+    from tailrace.spark.sql import write_local_parquet
 
     try:
         write_local_parquet(_printable(found), out)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from tailrace.spark.history import read_stream_history
-    from tailrace.spark.query_lag import StreamLag, lag
+    from tailrace.spark.stream_reader import StreamLag, lag
 
 __all__ = ["StreamLag", "lag", "read_stream_history", "register"]
 

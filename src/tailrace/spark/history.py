@@ -30,8 +30,7 @@ from tailrace.protocol import offsets
 from tailrace.spark.catalogue import Position, StreamCatalogue, StreamState
 from tailrace.spark.columns import DEFAULT_COLUMNS
 from tailrace.spark.options import OptionError, ReadOptions, parse_read_options
-from tailrace.spark.partitions import RangeSlice, StreamRange, slice_range
-from tailrace.spark.starts import PositionResolver
+from tailrace.spark.partitions import PositionResolver, RangeSlice, StreamRange, slice_range
 
 if TYPE_CHECKING:
     from datetime import datetime

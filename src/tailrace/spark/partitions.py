@@ -1,23 +1,51 @@
-"""Cuts ranges of entries into partitions: each segment by itself, what is in none from the server.
+"""Partitions of a read: positions resolved and ranges cut on the driver, rows read on an executor.
+
+Cuts ranges of entries into partitions: each segment by itself, what is in none from the server.
 
 A partition is a run of pieces of one stream, in the order of their entries. A piece says exactly which
 entries it stands for, so that they can be had from the server, too, if the object is not there any more.
+
+Reads one partition, on an executor. Stateless: the same partition gives the same rows again.
+
+Where a read begins and ends: words, offsets and times as positions of each stream.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pyspark import TaskContext
 from pyspark.sql.datasource import InputPartition
 
-from tailrace.spark.catalogue import SchemaVersions, SealedSegment, StreamCatalogue, StreamState
-from tailrace.spark.columns import StreamMetadata
-from tailrace.spark.segment_objects import row_group_ends
+from tailrace.client.errors import ClientError
+from tailrace.common.errors import TailraceError
+from tailrace.protocol import offsets
+from tailrace.spark.catalogue import (
+    STREAM_START,
+    Position,
+    SchemaVersions,
+    SealedSegment,
+    StreamCatalogue,
+    StreamState,
+    position_from_offset,
+)
+from tailrace.spark.columns import Projection, StreamMetadata
+from tailrace.spark.object_stores import BATCH_ROWS, batch_tables, row_group_ends, shared_segment_store
+from tailrace.spark.options import OptionError, Positions, ReadOptions
+from tailrace.spark.server_client import ServerClient, is_gone, shared_client
 from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
 from tailrace.storage.segments.model import CorruptSegmentError
+from tailrace.storage.segments.parquet import STRING, pa, pc
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+    from tailrace.spark.batch_reader import RowFilter
+
 
 PARTITION_BYTES = 16 << 20  # of payload, up to which small segments share a task
 
@@ -199,3 +227,226 @@ def _row_group_cuts(piece: RangeSlice, parts: int) -> list[int]:
         return []  # whoever reads it will find out, and has the server to ask
     step = max(1, -(-(len(ends) + 1) // parts))
     return ends[step - 1 :: step]
+
+
+logger = logging.getLogger("tailrace.spark")
+
+QUERY_ID_PROPERTY = "sql.streaming.queryId"
+
+
+class DataLossError(RuntimeError):
+    """Entries that were to be read are not there any more."""
+
+    def __init__(self, stream: str, what: str) -> None:
+        super().__init__(f"stream {stream}: {what}; set failOnDataLoss to false to go on with what there is")
+
+
+def task_client(options: ReadOptions) -> ServerClient:
+    """The server of this process, told apart in its logs by the query that asks."""
+    context = TaskContext.get()
+    query = None if context is None else context.getLocalProperty(QUERY_ID_PROPERTY)
+    return shared_client(options.connection, f"query/{query}" if query else "")
+
+
+class PartitionReader:
+    """Everything that one task needs. `row_filter` drops rows that Spark would drop anyway."""
+
+    def __init__(
+        self,
+        options: ReadOptions,
+        schema: StructType,
+        partition: StreamPartition,
+        row_filter: RowFilter | None = None,
+    ) -> None:
+        self._options = options
+        self._partition = partition
+        self._projection = Projection(schema, partition.about)
+        self._filter = row_filter
+        self._server = task_client(options)
+        self._promoter = _build_promoter(partition.registry)
+
+    def batches(self) -> Iterator[Any]:
+        for piece in self._partition.pieces:
+            for rows in self._sealed(piece) if piece.sealed else self._served(piece.after, piece.upto):
+                kept = rows if self._filter is None else self._filter.keep(rows)
+                if kept.num_rows:
+                    yield self._projection.batch(kept)
+
+    # -- objects ---------------------------------------------------------------------------------------
+
+    def _sealed(self, piece: RangeSlice) -> Iterator[Any]:
+        """A piece of a segment; what the store cannot give, the server can."""
+        at = piece.after
+        try:
+            for rows in self._from_object(piece):
+                yield rows
+                at = rows.column("entry")[-1].as_py()
+        except (ObjectStoreError, OSError) as error:
+            logger.warning("%s is read through the server: %s", piece.object, error)
+            yield from self._served(at, piece.upto)
+
+    def _from_object(self, piece: RangeSlice) -> Iterator[Any]:
+        objects = shared_segment_store(piece.store)
+        footer = objects.footer(piece.object, piece.object_bytes)
+        indices = list(range(footer.find(piece.after + 1), footer.find(piece.upto) + 1))
+        if self._filter is not None:
+            indices = self._filter.groups(footer, indices)
+        columns = ["entry", "append_time", "append_ns"]
+        if self._projection.needs_key or self._filter is not None:
+            columns.append("key")
+        if self._projection.needs_payload:
+            columns.append("payload")
+        bytes_max = self._options.connection.fetch_bytes
+        tables = objects.tables(piece.object, footer, indices, columns, bytes_max)
+        for rows in batch_tables(tables, piece.after, piece.upto, piece.epoch, columns, bytes_max):
+            yield self._promoted(rows)
+
+    def _promoted(self, rows: Any) -> Any:
+        """Rows as readers get them: a record of an older schema version becomes one of the current."""
+        if self._promoter is None or not self._projection.needs_payload:
+            return rows
+        entries: list[int] = rows.column("entry").to_pylist()
+        if not self._promoter.needed(entries[0] - 1):
+            return rows
+        payloads: list[str] = rows.column("payload").to_pylist()
+        promoted = [
+            bytes(self._promoter.promote_payload(payload.encode(), entry - 1))
+            for entry, payload in zip(entries, payloads, strict=True)
+        ]
+        column = pa.array([payload.decode() for payload in promoted], STRING)
+        return rows.set_column(rows.schema.get_field_index("payload"), "payload", column)
+
+    # -- server ----------------------------------------------------------------------------------------
+
+    def _served(self, after: int, upto: int) -> Iterator[Any]:
+        """Rows from the server, page by page."""
+        options, stream, epoch = self._options, self._partition.about.stream, self._partition.epoch
+        while after < upto:
+            try:
+                page = self._server.rows(
+                    stream,
+                    offset=offsets.encode_offset(epoch, after),
+                    key=options.key,
+                    entries_max=min(BATCH_ROWS, upto - after),
+                    bytes_max=options.connection.fetch_bytes,
+                )
+            except ClientError as error:
+                after = self._over_loss(error, after, upto)
+                continue
+            rows = pa.ipc.open_stream(page.body).read_next_batch()
+            reached = offsets.parse_offset(page.next_offset)[1]
+            if reached <= after:
+                raise DataLossError(stream, f"it ends at entry {after}, and {upto} was expected")
+            if reached > upto:  # by key a page reaches as far as there is nothing to show
+                rows = rows.filter(pc.less_equal(rows.column("entry"), upto))
+            after = reached
+            if rows.num_rows:
+                yield rows
+
+    def _over_loss(self, error: ClientError, after: int, upto: int) -> int:
+        """Where to go on when entries are gone."""
+        stream = self._partition.about.stream
+        if not is_gone(error):
+            raise error
+        if self._options.fail_on_data_loss:
+            raise DataLossError(stream, f"entries from {after + 1} on are gone ({error.message})") from error
+        earliest = error.extra.get("earliest_offset")
+        following = upto
+        if isinstance(earliest, str):
+            following = min(upto, max(after, offsets.parse_offset(earliest)[1]))
+        if following == after:
+            raise error
+        logger.warning("stream %s: entries %d to %d are gone", stream, after + 1, following)
+        return following
+
+
+def _build_promoter(registry: bytes | None) -> Any:
+    if registry is None:
+        return None
+    from tailrace.schema.registry import Promoter, read_registry
+
+    return Promoter(read_registry(registry))
+
+
+class PositionResolver:
+    """Resolves positions, and looks whether they still mean something."""
+
+    def __init__(self, catalogue: StreamCatalogue, options: ReadOptions) -> None:
+        self._catalogue = catalogue
+        self._options = options
+
+    def starting(self, state: StreamState, default: str) -> Position:
+        """Where a new read of the stream begins."""
+        options = self._options
+        if options.starting_ns is not None:
+            return self.at_time(state, options.starting_ns)
+        return self._positioned(state, options.starting or default, default)
+
+    def ending(self, state: StreamState) -> Position:
+        """Where a batch read of the stream ends."""
+        options = self._options
+        if options.ending_ns is not None:
+            # As with a start, the first entry at that time is the first one behind it.
+            return self.at_time(state, options.ending_ns)
+        return self._positioned(state, options.ending or "latest", "latest")
+
+    def _positioned(self, state: StreamState, positions: Positions, default: str) -> Position:
+        if isinstance(positions, dict):
+            given = positions.get(state.name, default)
+            if given not in ("earliest", "latest"):
+                return self._explicit(state, given)
+            positions = given
+        return state.earliest if positions == "earliest" else state.tail
+
+    def _explicit(self, state: StreamState, text: str) -> Position:
+        if text in ("-1", "now"):
+            return state.earliest if text == "-1" else state.tail
+        try:
+            return position_from_offset(text)
+        except TailraceError as error:
+            raise OptionError(f"{text!r} is no offset of stream {state.name}: {error}") from None
+
+    def at_time(self, state: StreamState, instant_ns: int) -> Position:
+        """Before the first entry that was appended at that time or later; the tail if there is none."""
+        page = self._catalogue.server.rows(state.name, since_ns=instant_ns, entries_max=1)
+        rows = pa.ipc.open_stream(page.body).read_next_batch()
+        if not rows.num_rows:
+            return min(state.tail, position_from_offset(page.next_offset))
+        entry: int = rows.column("entry")[0].as_py()
+        return Position(rows.column("epoch")[0].as_py(), entry - 1)
+
+    def checked(self, state: StreamState, start: Position) -> Position:
+        """The position if the stream still has everything behind it; else the earliest, or an error."""
+        if self._holds(state, start):
+            return start
+        if self._options.fail_on_data_loss:
+            raise DataLossError(
+                state.name,
+                f"entries behind offset {start.offset} are gone; what there is begins behind "
+                f"{state.earliest.offset}",
+            )
+        logger.warning("stream %s: entries behind offset %s are gone", state.name, start.offset)
+        return state.earliest
+
+    def _holds(self, state: StreamState, start: Position) -> bool:
+        if start == STREAM_START:
+            return state.earliest.entry == 0
+        if start.epoch == state.tail.epoch:
+            return state.earliest.entry <= start.entry <= state.tail.entry
+        # Of an older epoch some entries may never have made it into this one: the server knows.
+        try:
+            self._catalogue.server.rows(state.name, offset=start.offset, entries_max=1)
+        except ClientError as error:
+            if is_gone(error) or error.code == "offset_beyond_tail":
+                return False
+            raise
+        return True
+
+
+def encode_positions(positions: dict[str, Position]) -> dict[str, str]:
+    """Positions as Spark keeps them: flat, and sorted so that equal ones are equal texts."""
+    return {name: positions[name].offset for name in sorted(positions)}
+
+
+def decode_positions(offsets_by_stream: dict[str, str]) -> dict[str, Position]:
+    return {name: Position(*offsets.parse_offset(text)) for name, text in offsets_by_stream.items()}

@@ -17,8 +17,8 @@ from tailrace.client.client import SyncTransport
 from tailrace.client.errors import ClientError
 from tailrace.client.model import StreamDescriptor, StreamInfo
 from tailrace.client.transport import Backoff, Retries, exchange
+from tailrace.spark.object_stores import ProcessCache
 from tailrace.spark.options import Connection
-from tailrace.spark.process_cache import ProcessCache
 
 LIST_PAGE = 1000
 CLIENTS_MAX = 8

@@ -1,4 +1,14 @@
-"""Writing: `df.write` and `df.writeStream` with `format("tailrace")`, each row exactly once.
+"""Exactly-once writes, `df.write` and `df.writeStream` with `format("tailrace")`: staging, delivery, commit.
+
+Where rows of a batch wait until it commits, and the one document that says which of them count.
+
+A task writes its rows to files, in the order in which they will be sent. The commit creates `COMMIT.json`,
+which lists them, and only then sends. A batch that is run again finds the document and sends what **it**
+lists, whatever the rows of the new run are: so each batch has one content, however often it is run.
+
+Sends appends, each with its number, so that sending it again changes nothing.
+
+Writing: `df.write` and `df.writeStream` with `format("tailrace")`, each row exactly once.
 
 Producers are named after the query and the partition, their epoch is the number of the batch, and appends
 are numbered within both. The server drops what it has seen. That is enough if a repeated batch is cut into
@@ -7,33 +17,286 @@ the same appends: `staged` sees to that for every query, `direct` relies on the 
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from itertools import groupby, pairwise
+from threading import Lock
 from typing import Any
 
+import msgspec
+import numpy as np
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from tailrace.spark.delivery import AppendRefusedError, AppendSender, TargetStreams
-from tailrace.spark.options import OptionError
-from tailrace.spark.server_client import shared_client
-from tailrace.spark.sink_appends import split_into_appends
-from tailrace.spark.sink_options import WriteOptions
-from tailrace.spark.sink_rows import SinkError, check_columns, to_sink_rows
-from tailrace.spark.staging import (
-    INLINE_BYTES_MAX,
-    BatchCommit,
-    StagedPart,
-    StagingArea,
-    build_part,
-    decode_part,
-    encode_parts,
+from tailrace.client.errors import ClientError
+from tailrace.client.model import is_json
+from tailrace.client.wire import ProducerFields
+from tailrace.spark.options import OptionError, WriteOptions
+from tailrace.spark.server_client import ServerClient, shared_client
+from tailrace.spark.sink_rows import (
+    SinkAppend,
+    SinkError,
+    check_columns,
+    json_array,
+    split_into_appends,
+    to_sink_rows,
+    value_ends,
 )
-from tailrace.storage.object_store.interface import ObjectStoreError
+from tailrace.storage.object_store.interface import (
+    BlockingRunner,
+    ObjectExistsError,
+    ObjectStore,
+    ObjectStoreError,
+    open_object_store,
+)
+from tailrace.storage.segments.parquet import BINARY, INT32, STRING, integer_array, pa, pq
+
+FILE_BYTES_MAX = 32 << 20  # of rows in one file of a partition
+INLINE_BYTES_MAX = 256 << 10  # of rows that a task hands over without a file
+COMMIT_BYTES_MAX = 4 << 20  # of rows that the document itself holds
+BATCHES_KEPT = 2
+_PART_SCHEMA = pa.schema([("append", INT32), ("stream", STRING), ("key", STRING), ("value", BINARY)])
+
+
+class StagedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Some rows of one partition: in a file, or right here."""
+
+    partition: int
+    rows: int
+    sha256: str
+    file: str | None = None
+    inline: bytes | None = None
+
+
+class BatchCommit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch consists of."""
+
+    version: int = 1
+    query: str
+    batch: int
+    parts: list[StagedPart]
+
+
+def encode_parts(appends: Iterable[SinkAppend]) -> Iterator[tuple[int, bytes]]:
+    """Appends as Parquet, a few MiB at a time, with the number of their rows."""
+    kept: list[SinkAppend] = []
+    size = 0
+    for append in appends:
+        kept.append(append)
+        size += int(value_ends(append.values)[-1])
+        if size >= FILE_BYTES_MAX:
+            yield _encode_part(kept)
+            kept, size = [], 0
+    if kept:
+        yield _encode_part(kept)
+
+
+def _encode_part(appends: list[SinkAppend]) -> tuple[int, bytes]:
+    counts = [len(append.values) for append in appends]
+    numbers = np.repeat(np.arange(len(appends), dtype=np.int32), counts)
+    places = integer_array(INT32, numbers, len(numbers))
+    columns = [
+        places,
+        pa.array([append.stream for append in appends], STRING).take(places),
+        pa.array([append.key for append in appends], STRING).take(places),
+        pa.chunked_array([append.values for append in appends], BINARY),
+    ]
+    sink = pa.BufferOutputStream()
+    table = pa.table(columns, schema=_PART_SCHEMA)
+    # Written once, read once, then gone: that is no occasion for a denser format.
+    pq.write_table(table, sink, compression="lz4", use_dictionary=["stream", "key"], write_statistics=False)
+    data: bytes = sink.getvalue().to_pybytes()
+    return len(numbers), data
+
+
+def decode_part(data: bytes) -> Iterator[SinkAppend]:
+    """The appends of a part, as they were cut."""
+    table = pq.read_table(pa.BufferReader(data), use_threads=False).combine_chunks()
+    numbers = table.column("append").to_numpy()
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    first = table.select(["stream", "key"]).take(starts)
+    streams: list[str] = first.column("stream").to_pylist()
+    keys: list[str | None] = first.column("key").to_pylist()
+    values = table.column("value").chunk(0)
+    edges = [*starts.tolist(), len(numbers)]
+    for stream, key, (start, stop) in zip(streams, keys, pairwise(edges), strict=True):
+        yield SinkAppend(stream, key, values.slice(start, stop - start))
+
+
+def build_part(partition: int, rows: int, data: bytes) -> StagedPart:
+    return StagedPart(partition=partition, rows=rows, sha256=hashlib.sha256(data).hexdigest(), inline=data)
+
+
+class StagingArea:
+    """One staging location, as blocking calls. Made where it is needed; never pickled."""
+
+    def __init__(self, url: str) -> None:
+        self._steps = BlockingRunner()
+        self._objects: ObjectStore = open_object_store(url)
+        self._lock = Lock()
+
+    def close(self) -> None:
+        self._steps.run(self._objects.close())
+        self._steps.close()
+
+    def put(self, query: str, batch: int, part: StagedPart) -> StagedPart:
+        """Writes the rows of a part to a file of its own."""
+        assert part.inline is not None
+        name = f"{part.partition:06}-{secrets.token_hex(8)}.parquet"
+        self._steps.run(self._objects.create(_batch_folder(query, batch) + name, part.inline))
+        return msgspec.structs.replace(part, file=name, inline=None)
+
+    def rows(self, commit: BatchCommit, part: StagedPart) -> bytes:
+        if part.inline is not None:
+            return part.inline
+        key = _batch_folder(commit.query, commit.batch) + str(part.file)
+        with self._lock:  # several partitions are sent at once
+            data, _ = self._steps.run(self._objects.get(key))
+        if hashlib.sha256(data).hexdigest() != part.sha256:
+            raise SinkError(f"{key} is not what was staged; nothing of it was sent")
+        return data
+
+    def settle(self, commit: BatchCommit) -> tuple[BatchCommit, bool]:
+        """The content of the batch: what is given, unless it has one already; and whether it is new.
+
+        A driver that was thought dead may commit when others are batches ahead and what the batch consisted
+        of has been swept. Its rows are there already, perhaps from other partitions, so that no number of an
+        append would give it away: it is refused. Later batches are looked for after the document is created:
+        whoever swept the one before had created a later one by then.
+        """
+        settled = commit
+        if sum(len(part.inline or b"") for part in commit.parts) > COMMIT_BYTES_MAX:
+            parts = [
+                part if part.inline is None else self.put(commit.query, commit.batch, part)
+                for part in commit.parts
+            ]
+            settled = msgspec.structs.replace(commit, parts=parts)
+        key = _commit_key(commit.query, commit.batch)
+        try:
+            self._steps.run(self._objects.create(key, msgspec.json.encode(settled)))
+        except ObjectExistsError:
+            data, _ = self._steps.run(self._objects.get(key))
+            return msgspec.json.decode(data, type=BatchCommit), False
+        if self._steps.run(self._objects.list_after(f"{commit.query}/", key, 1)):
+            self.forget(commit.query, commit.batch)
+            raise SinkError(
+                f"batch {commit.batch} was committed by another run of the same query, which is ahead; "
+                "nothing of it was sent. Stop one of them"
+            )
+        return settled, True
+
+    def forget(self, query: str, batch: int) -> None:
+        """Takes a commit back of which nothing was accepted."""
+        self._steps.run(self._objects.delete([_commit_key(query, batch)]))
+
+    def discard(self, query: str, batch: int, names: Sequence[str]) -> None:
+        self._steps.run(self._objects.delete([_batch_folder(query, batch) + name for name in names]))
+
+    def sweep(self, query: str, batch: int) -> None:
+        """Removes all batches before the last one: nobody will run them again."""
+        listed = self._steps.run(self._objects.list_after(f"{query}/"))
+        kept = _batch_folder(query, max(0, batch - BATCHES_KEPT + 1))
+        self._steps.run(self._objects.delete([info.key for info in listed if info.key < kept]))
+
+
+def _batch_folder(query: str, batch: int) -> str:
+    return f"{query}/{batch:020}/"
+
+
+def _commit_key(query: str, batch: int) -> str:
+    return _batch_folder(query, batch) + "COMMIT.json"
+
+
+class TargetStreams:
+    """The streams that are written to, made if they are not there. Remembers their types."""
+
+    def __init__(self, server: ServerClient, options: WriteOptions) -> None:
+        self._server = server
+        self._options = options
+        self._types: dict[str, str] = {}
+
+    def type_of(self, stream: str) -> str:
+        found = self._types.get(stream)
+        if found is None:
+            found = self._types[stream] = self._find(stream)
+        return found
+
+    def is_json(self, stream: str) -> bool:
+        return is_json(self.type_of(stream))
+
+    def _find(self, stream: str) -> str:
+        info = self._server.head(stream)
+        if info is None and self._options.create:
+            self._server.create(stream, self._options.content_type)
+            info = self._server.head(stream)
+        if info is None:
+            raise SinkError(f"there is no stream {stream}, and createStream is false")
+        if info.closed:
+            raise SinkError(f"stream {stream} is closed: nothing more can be written to it")
+        return info.content_type
+
+
+class AppendSender:
+    """The appends of one partition in one batch. Numbers count from 0 for each target."""
+
+    def __init__(self, server: ServerClient, targets: TargetStreams, producer_id: str, epoch: int) -> None:
+        self._server = server
+        self._targets = targets
+        self._producer_id = producer_id
+        self._epoch = epoch
+        self._following: Counter[str] = Counter()
+        self.rows = 0
+        self.accepted = 0  # appends that were new, or had been sent before
+
+    def send_all(self, appends: Iterable[SinkAppend]) -> None:
+        for append in appends:
+            self.send(append)
+
+    def send(self, append: SinkAppend) -> None:
+        content_type = self._targets.type_of(append.stream)
+        if is_json(content_type):
+            self._send(append, json_array(append.values), content_type)
+        else:
+            # A body is one entry, so each row needs a request of its own.
+            for value in append.values.to_pylist():
+                self._send(append, value, content_type)
+        self.rows += len(append.values)
+
+    def _send(self, append: SinkAppend, body: bytes, content_type: str) -> None:
+        seq = self._following[append.stream]
+        producing = ProducerFields(self._producer_id, self._epoch, seq)
+        try:
+            self._server.append(append.stream, body, content_type, append.key, producing)
+        except ClientError as error:
+            raise _explain_error(error, append.stream, self._producer_id) from error
+        self._following[append.stream] = seq + 1
+        self.accepted += 1
+
+
+class AppendRefusedError(SinkError):
+    """The server refused an append, and nothing of it was stored."""
+
+
+def _explain_error(error: ClientError, stream: str, producer_id: str) -> SinkError:
+    match error.code:
+        case "stale_epoch":
+            return SinkError(
+                f"stream {stream}: another run of the same query ({producer_id}) is alive and ahead; "
+                "stop one of them"
+            )
+        case "stream_closed":
+            return SinkError(f"stream {stream} is closed: nothing more can be written to it")
+        case _ if 400 <= error.status < 500 and error.status not in (408, 409, 429):
+            return AppendRefusedError(f"stream {stream}: {error}")
+        case _:
+            return SinkError(f"stream {stream}: {error}")
+
 
 logger = logging.getLogger("tailrace.spark")
 

@@ -33,7 +33,7 @@ class TailraceSource(DataSource):
         return source_schema(options, resolve_value_format(options))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from tailrace.spark.reader import BatchReader, FilteringReader
+        from tailrace.spark.batch_reader import BatchReader, FilteringReader
 
         options = parse_read_options(self.options, streaming=False)
         return FilteringReader(options, schema) if options.pushdown else BatchReader(options, schema)
@@ -44,14 +44,14 @@ class TailraceSource(DataSource):
         return StreamReader(parse_read_options(self.options, streaming=True), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from tailrace.spark.options import parse_write_options
         from tailrace.spark.sink import BatchSink
-        from tailrace.spark.sink_options import parse_write_options
 
         return BatchSink(parse_write_options(self.options, streaming=False), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
+        from tailrace.spark.options import parse_write_options
         from tailrace.spark.sink import StreamSink
-        from tailrace.spark.sink_options import parse_write_options
 
         return StreamSink(parse_write_options(self.options, streaming=True), schema, overwrite)
 

@@ -1,4 +1,13 @@
-"""SQL over streams: a session in which every stream is a view under its name, registered when first named.
+"""SQL over streams: streams and catalogue as temporary views, results written to a local file.
+
+What there is, as views: `tailrace.streams`, `tailrace.segments`, `tailrace.companions`.
+
+The rows of a query as a file on this machine, wherever Spark runs.
+
+What Spark itself writes ends up where its executors are. So they send their rows as batches of Arrow, and the
+driver writes these as they come.
+
+SQL over streams: a session in which every stream is a view under its name, registered when first named.
 
 Views are made anew for each statement, and each has a fixed end: within a statement a stream has one content,
 and the next statement sees what came meanwhile.
@@ -6,8 +15,11 @@ and the next statement sees what came meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -20,11 +32,130 @@ from tailrace.protocol import offsets
 from tailrace.spark.catalogue import StreamCatalogue
 from tailrace.spark.columns import DEFAULT_COLUMNS
 from tailrace.spark.history import read_stream_history
-from tailrace.spark.options import OptionError, parse_read_options
-from tailrace.spark.sql_catalogue import CATALOGUE_VIEWS, catalogue_frame
+from tailrace.spark.options import OptionError, OptionReader, parse_connection, parse_read_options
+from tailrace.spark.server_client import ServerClient
+from tailrace.storage.manifests.pages import IndexFilePages, ListedIndexFiles
+from tailrace.storage.manifests.store import ManifestStore
+from tailrace.storage.object_store.interface import open_object_store
+from tailrace.storage.segments.parquet import BINARY, pa, pq
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
+
+    from tailrace.storage.segments.index_files import IndexFile
+    from tailrace.storage.segments.model import SegmentInfo
+
+
+CATALOGUE_VIEWS = {
+    "streams": (
+        "name string, content_type string, profile string, created_at string, closed boolean, epoch int, "
+        "entries bigint, sealed_through bigint, bytes bigint"
+    ),
+    "segments": (
+        "stream string, epoch int, first bigint, last bigint, rows bigint, bytes bigint, "
+        "payload_bytes bigint, object string, sha256 string"
+    ),
+    "companions": (
+        "stream string, family string, first bigint, last bigint, rows bigint, bytes bigint, level int, "
+        "plan_hash string, object string"
+    ),
+}
+
+
+def catalogue_frame(spark: SparkSession, connection: dict[str, str], name: str) -> DataFrame:
+    options = OptionReader(connection)
+    server = ServerClient(parse_connection(options))
+    try:
+        rows = list(_stream_rows(server)) if name == "streams" else list(_object_rows(server, name))
+    finally:
+        server.close()
+    make: Any = getattr(spark, "createDataFrame")  # noqa: B009 - the library is half typed
+    return make(rows, CATALOGUE_VIEWS[name])
+
+
+def _stream_rows(server: ServerClient) -> Iterator[tuple[Any, ...]]:
+    for row in server.listed("", system=True):
+        yield (
+            row.name,
+            row.content_type,
+            row.profile,
+            row.created_at,
+            row.closed,
+            row.epoch,
+            int(row.next_offset or 0),
+            int(row.sealed_through or 0),
+            int(row.total_size_bytes or 0),
+        )
+
+
+def _object_rows(server: ServerClient, name: str) -> Iterator[tuple[Any, ...]]:
+    """What the manifests list. A stream of which nothing is sealed is not looked at."""
+    for row in server.listed("", system=True):
+        if int(row.uploaded_through or 0) < 0:
+            continue
+        place = server.place(row.name)
+        if place is None:
+            continue
+        store, planned = place
+        segments, companions = asyncio.run(_load_manifest(store, planned.stream_id))
+        if name == "segments":
+            for info in segments:
+                yield (
+                    row.name, info.epoch, info.first, info.last, info.rows, info.bytes, info.payload_bytes,
+                    info.key, info.sha256,
+                )  # fmt: skip
+        else:
+            for one in companions:
+                yield (
+                    row.name, one.family, one.first, one.last, one.rows, one.bytes, one.level, one.plan_hash,
+                    one.object,
+                )  # fmt: skip
+
+
+async def _load_manifest(store: str, stream_id: str) -> tuple[list[SegmentInfo], list[IndexFile]]:
+    objects = open_object_store(store)
+    try:
+        manifests = ManifestStore(objects, 0)
+        stored = await manifests.load(stream_id)
+        if stored is None or stored.head.deleted is not None:
+            return [], []
+        head = stored.head
+        pages = IndexFilePages(objects, stream_id)
+        listed = ListedIndexFiles(head.companion_pages, head.companions)
+        return (
+            [info async for info in manifests.segments(head)],
+            [companion async for companion in pages.walk(listed)],
+        )
+    finally:
+        await objects.close()
+
+
+RESULT_FILE = "part-00000.parquet"
+_BATCH_COLUMN = "batch"
+
+
+def write_local_parquet(found: DataFrame, directory: Path) -> None:
+    """One Parquet file in a new directory. Of each partition one batch is in memory at a time."""
+    directory.mkdir(parents=True)
+    frame: Any = found  # the library is half typed
+    schema = frame.limit(0).toArrow().schema
+    packed = frame.mapInArrow(serialize_batches, f"{_BATCH_COLUMN} binary")
+    with pq.ParquetWriter(directory / RESULT_FILE, schema, compression="zstd") as writer:
+        for row in packed.toLocalIterator():
+            with pa.ipc.open_stream(row[0]) as batches:
+                for batch in batches:
+                    writer.write_batch(batch.cast(schema))
+
+
+def serialize_batches(batches: Iterator[Any]) -> Iterator[Any]:
+    """On executors: each batch as the bytes of a stream of its own."""
+    for batch in batches:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+        packed = pa.array([sink.getvalue().to_pybytes()], BINARY)
+        yield pa.RecordBatch.from_arrays([packed], names=[_BATCH_COLUMN])
+
 
 VIEWS_MAX = 64  # in one statement
 _SPARK_TYPES = {"string": "string", "integer": "bigint", "number": "double", "boolean": "boolean"}

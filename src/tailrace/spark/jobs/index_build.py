@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
 
-from tailrace.spark.index.parquet import WRITER
-from tailrace.spark.index.segment import TASK_MEMORY_BYTES
-from tailrace.spark.index.worker import (
+from tailrace.spark.index.file_writer import WRITER
+from tailrace.spark.index.segment_build import (
     BUILT,
     DESCRIPTOR_SCHEMA,
     FAILED,
     RESULT_DDL,
+    TASK_MEMORY_BYTES,
     VERSION_MISMATCH,
     build_index_files,
 )

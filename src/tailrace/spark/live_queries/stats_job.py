@@ -15,15 +15,15 @@ import msgspec
 import orjson
 import xxhash
 
-from tailrace.spark.blobs import shared_object_store
-from tailrace.spark.live_queries.compiled import SubscriptionSet, match_change
-from tailrace.spark.live_queries.kernels import decode_entries
+from tailrace.spark.live_queries.match_job import decode_entries
+from tailrace.spark.live_queries.subscription_matcher import SubscriptionSet, match_change
 from tailrace.spark.live_queries.subscription_sets import (
     read_subscription_set,
     shared_compiled_set,
     store_subscription_set,
 )
 from tailrace.spark.live_queries.watch_client import ChangeRange, RangeBound, WatchClient
+from tailrace.spark.object_stores import shared_object_store
 from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa
 from tailrace.watch.document import RESERVED_FIELDS
 from tailrace.watch.evaluator import MISSING, field_getter

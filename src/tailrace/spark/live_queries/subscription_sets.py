@@ -9,13 +9,12 @@ from typing import Any, Final
 import msgspec
 
 from tailrace.protocol import offsets
-from tailrace.spark.blobs import shared_object_store
-from tailrace.spark.live_queries.compiled import (
+from tailrace.spark.live_queries.subscription_matcher import (
     CompiledSubscriptions,
     SubscriptionSet,
     decode_subscription_set,
 )
-from tailrace.spark.process_cache import ProcessCache
+from tailrace.spark.object_stores import ProcessCache, shared_object_store
 from tailrace.spark.server_client import ServerClient
 from tailrace.storage.segments.parquet import pa
 from tailrace.watch.external_matching import SubscriptionSummary

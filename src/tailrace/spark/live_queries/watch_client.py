@@ -13,8 +13,8 @@ from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.protocol.stream_names import NamePattern
 from tailrace.spark.catalogue import Position, StreamCatalogue, StreamState
 from tailrace.spark.options import OptionReader, ReadOptions, parse_connection
+from tailrace.spark.partitions import PositionResolver
 from tailrace.spark.server_client import ServerClient, shared_client
-from tailrace.spark.starts import PositionResolver
 from tailrace.watch.names import CHANGES_PREFIX, change_stream_name
 
 LEASE_S: Final = 3600

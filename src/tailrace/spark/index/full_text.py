@@ -1,0 +1,446 @@
+"""`fts` index files, the full-text index: tokens, postings, splits, and merges of splits.
+
+Texts into tokens, many at once. What a token is, only `query.analyze` decides.
+
+The table of terms in a text split: which entries have a token, how often, and where.
+
+`fts`: a split of the text index. A table of terms and some facts, in one zip.
+
+Several text splits become one: the same postings in one table, a piece of it at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from tailrace.schema.search_config import Field, SearchConfig
+from tailrace.search.index_files.format import (
+    DOCUMENTS,
+    ENTRIES,
+    FACT_PREFIX,
+    FIELD,
+    FREQUENCIES,
+    FTS,
+    KEYWORD_BYTES_MAX,
+    LIST_ENTRIES_MAX,
+    POSITIONS,
+    SPLIT_FACTS,
+    SPLIT_TERMS,
+    TERM,
+)
+from tailrace.search.records import TOKEN_BYTES_MAX, tokenize_text, truncate_token
+from tailrace.spark.index.arrays import (
+    INT64_LIST,
+    argsort_bytes,
+    build_list_array,
+    expand_spans,
+    from_numpy,
+    list_type,
+    np,
+    offsets_from_counts,
+    stable_argsort,
+    to_numpy,
+)
+from tailrace.spark.index.file_writer import (
+    BuiltIndexFile,
+    IndexedRange,
+    IndexFileWriter,
+    build_file_facts,
+    cut_row_groups,
+)
+from tailrace.spark.index.segment_batches import FieldColumn, SegmentBatch
+from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa, pc, pq
+
+# Each byte of ASCII as it is in a token; 0 where there is none.
+_ASCII_TOKEN_BYTES: Final = np.array(
+    [ord(chr(at).lower()) if chr(at).isalnum() else 0 for at in range(128)], np.uint8
+)
+
+
+def tokenize_column(values: Any) -> tuple[Any, Any]:
+    """The tokens of texts, one behind the other, and how many each text has."""
+    is_ascii = pc.string_is_ascii(values)
+    if not pc.any(is_ascii, min_count=0).as_py():
+        return _tokenize_distinct(values)
+    tokens, counts = _tokenize_ascii(values.filter(is_ascii))
+    if len(tokens) and pc.max(pc.binary_length(tokens)).as_py() > TOKEN_BYTES_MAX:
+        return _tokenize_distinct(values)
+    marks = to_numpy(is_ascii)
+    if marks.all():
+        return tokens, counts
+    return _interleave_tokens(marks, (tokens, counts), _tokenize_distinct(values.filter(pc.invert(is_ascii))))
+
+
+def _interleave_tokens(marks: Any, marked: tuple[Any, Any], others: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Tokens of marked texts and of the others, in the order of the texts."""
+    counts = np.empty(len(marks), np.int64)
+    counts[marks], counts[~marks] = marked[1], others[1]
+    starts = np.empty(len(marks), np.int64)
+    starts[marks] = offsets_from_counts(marked[1])[:-1]
+    starts[~marks] = offsets_from_counts(others[1])[:-1] + len(marked[0])
+    encoded = pa.concat_arrays([marked[0], others[0]]).dictionary_encode()
+    return encoded.take(pa.array(expand_spans(starts, counts))), counts
+
+
+def _tokenize_ascii(values: Any) -> tuple[Any, Any]:
+    """Letters and digits are the same in ASCII whoever is asked, and so is lower case."""
+    _, starts, data = values.buffers()
+    edges = np.frombuffer(starts, np.int32)[values.offset : values.offset + len(values) + 1]
+    held = np.frombuffer(data, np.uint8)[edges[0] : edges[-1]] if data is not None else np.zeros(0, np.uint8)
+    edges = edges - edges[0]
+    letters = _ASCII_TOKEN_BYTES[held]
+    inside = letters != 0
+    begins = inside.copy()
+    begins[1:] &= ~inside[:-1]
+    texts = edges[:-1][edges[:-1] < len(held)]
+    begins[texts] = inside[texts]
+    at = np.flatnonzero(begins)
+    kept = letters[inside]
+    offsets = np.append(np.cumsum(inside)[at] - 1, len(kept)).astype(np.int32)
+    tokens = pa.Array.from_buffers(STRING, len(at), [None, pa.py_buffer(offsets), pa.py_buffer(kept)])
+    return tokens, np.diff(np.searchsorted(at, edges))
+
+
+def _tokenize_distinct(values: Any) -> tuple[Any, Any]:
+    """The reference function, once for each different text."""
+    encoded = values.dictionary_encode()
+    found = [tokenize_text(text) for text in encoded.dictionary.to_pylist()]
+    counts = np.fromiter(map(len, found), np.int64, len(found))
+    flat = pa.array([token for tokens in found for token in tokens], STRING)
+    which = to_numpy(encoded.indices)
+    return flat.take(pa.array(expand_spans(offsets_from_counts(counts)[which], counts[which]))), counts[which]
+
+
+GROUP_ROWS: Final = 4096
+
+_INT32_LIST: Final = list_type(INT32)
+TERMS_SCHEMA: Final = pa.schema(
+    [
+        pa.field(FIELD, STRING, nullable=False),
+        pa.field(TERM, STRING),
+        pa.field(DOCUMENTS, INT64, nullable=False),
+        pa.field(ENTRIES, INT64_LIST, nullable=False),
+        pa.field(FREQUENCIES, _INT32_LIST, nullable=False),
+        pa.field(POSITIONS, _INT32_LIST, nullable=False),
+    ]
+)
+
+
+class Postings(NamedTuple):
+    """Entries with how often each has something; where, as many places as that, unless nobody asks."""
+
+    entries: Any
+    frequencies: Any
+    positions: Any = None
+
+
+def build_terms_table(name: str, terms: Any, offsets: Any, postings: Postings) -> Any:
+    """Rows of one field. Lists that are too long go on in further rows."""
+    counts = np.diff(offsets)
+    documents = counts
+    if len(counts) and counts.max() > LIST_ENTRIES_MAX:
+        pieces = -(-counts // LIST_ENTRIES_MAX)
+        starts = np.concatenate([np.arange(*span, LIST_ENTRIES_MAX) for span in pairwise(offsets.tolist())])
+        which = np.repeat(np.arange(len(counts)), pieces)
+        terms, documents = terms.take(pa.array(which)), counts[which]
+        offsets = np.append(starts, offsets[-1])
+    entries, frequencies, positions = postings
+    places = np.zeros_like(offsets)
+    if positions is None:
+        positions = np.zeros(0, np.int32)
+    else:
+        places = offsets_from_counts(frequencies)[offsets]
+    columns = [
+        pa.array([name]).take(pa.array(np.zeros(len(terms), np.int64))),
+        terms,
+        from_numpy(documents.astype(np.int64), INT64),
+        build_list_array(INT64_LIST, offsets, from_numpy(entries.astype(np.int64), INT64)),
+        build_list_array(_INT32_LIST, offsets, from_numpy(frequencies.astype(np.int32), INT32)),
+        build_list_array(_INT32_LIST, places, from_numpy(positions.astype(np.int32), INT32)),
+    ]
+    return pa.Table.from_arrays(columns, schema=TERMS_SCHEMA)
+
+
+def all_entries_table(name: str, entries: Any, lengths: Any) -> Any:
+    """The row without a term: all entries with a value of the field, and how many tokens each has."""
+    return build_terms_table(
+        name, pa.nulls(1, STRING), np.array([0, len(entries)]), Postings(entries, lengths)
+    )
+
+
+def write_terms(tables: Iterable[Any], facts: dict[str, str]) -> bytes:
+    """Sorted tables, one for each field, as a file."""
+    packed = [DOCUMENTS, f"{ENTRIES}.list.element", f"{FREQUENCIES}.list.element"]
+    # Most tokens stand in one of a few places.
+    repeated = [FIELD, f"{POSITIONS}.list.element"]
+    with IndexFileWriter(TERMS_SCHEMA, facts, repeated=repeated, packed=packed) as writer:
+        for table in tables:
+            for at in range(0, table.num_rows, GROUP_ROWS):
+                writer.write(table.slice(at, GROUP_ROWS).combine_chunks())
+        return writer.finish()
+
+
+_ZIP_DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first one a zip can have
+
+
+class TextStats(msgspec.Struct):
+    """What scores need to know of one text field of a split."""
+
+    field: str
+    documents: int
+    tokens: int
+    positions: bool
+
+
+class SplitFacts(msgspec.Struct):
+    """`split.json`, but for the facts that every companion has."""
+
+    text: list[TextStats]
+    keyword: list[str]
+
+
+class _FieldTokens:
+    """The tokens of one field in the order of the records, as flat columns."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Any] = []  # Arrow dictionaries of texts
+        self.entries: list[Any] = []  # the entry of each value, and how many tokens it has
+        self.counts: list[Any] = []
+
+    def add(self, column: FieldColumn, entries: Any, tokens: Any, counts: Any) -> None:
+        self.tokens.append(tokens.dictionary_encode())
+        self.entries.append(entries[column.rows])
+        self.counts.append(counts.astype(np.int32))
+
+
+class FullTextBuilder:
+    def __init__(self, covers: IndexedRange, config: SearchConfig, fields: Sequence[str]) -> None:
+        self._covers = covers
+        found = {name: config.fields[name] for name in sorted(fields)}
+        self._positions = {name: field.positions for name, field in found.items() if field.kind == "text"}
+        # What is exact or a column answers prefixes from there: ids that never repeat would fill the index.
+        self._keywords = [
+            name for name, field in found.items() if field.kind != "text" and not is_indexed_elsewhere(field)
+        ]
+        self._held = {name: _FieldTokens() for name in sorted([*self._positions, *self._keywords])}
+
+    def add(self, batch: SegmentBatch) -> None:
+        for name, held in self._held.items():
+            column = batch.column(name)
+            if len(column.rows):
+                found = (
+                    tokenize_column(column.values)
+                    if name in self._positions
+                    else _keyword_tokens(column.values)
+                )
+                held.add(column, batch.entries, *found)
+
+    def finish(self) -> list[BuiltIndexFile]:
+        facts = build_file_facts(FTS, self._covers)
+        stats: list[TextStats] = []
+        terms = write_terms((self._table(name, stats) for name in self._held), facts)
+        data = zip_split(terms, SplitFacts(stats, self._keywords), facts)
+        return [
+            BuiltIndexFile(FTS, data, self._covers.rows, {"tokens": sum(field.tokens for field in stats)})
+        ]
+
+    def _table(self, name: str, stats: list[TextStats]) -> Any:
+        """The terms of a field in order, before them the row of all entries with a value."""
+        held = self._held[name]
+        positions = self._positions.get(name)
+        if not held.entries:
+            if positions is not None:
+                stats.append(TextStats(name, 0, 0, positions))
+            return TERMS_SCHEMA.empty_table()
+        entries, counts = np.concatenate(held.entries), np.concatenate(held.counts)
+        firsts = np.flatnonzero(np.diff(entries, prepend=entries[0] - 1))  # values of a record lie together
+        lengths = np.add.reduceat(counts, firsts)
+        if positions is not None:
+            stats.append(TextStats(name, int((lengths > 0).sum()), int(lengths.sum()), positions))
+        every = all_entries_table(name, entries[firsts], lengths)
+        terms, ranks = _rank_terms(held.tokens)
+        if not len(terms):
+            return every
+        where = _token_positions(counts, firsts) if positions else None
+        return pa.concat_tables(
+            [every, _group_by_term(name, terms, ranks, np.repeat(entries, counts), where)]
+        )
+
+
+def _keyword_tokens(values: Any) -> tuple[Any, Any]:
+    """Keywords are one token each, of which as much is kept as of any other."""
+    if len(values) and pc.max(pc.binary_length(values)).as_py() > KEYWORD_BYTES_MAX:
+        values = pa.array([truncate_token(value) for value in values.to_pylist()], STRING)
+    return values, np.ones(len(values), np.int64)
+
+
+def _rank_terms(tokens: Sequence[Any]) -> tuple[Any, Any]:
+    """The different terms in order, and for each token which of them it is."""
+    unified = pa.chunked_array(tokens).unify_dictionaries()
+    dictionary = unified.chunk(0).dictionary
+    order = argsort_bytes(dictionary)
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    codes = np.concatenate([to_numpy(chunk.indices) for chunk in unified.chunks])
+    return dictionary.take(pa.array(order)), rank[codes]
+
+
+def _token_positions(counts: Any, firsts: Any) -> Any:
+    """The place of each token in its record. One place between two values stays empty: no phrase spans it."""
+    begins = offsets_from_counts(counts + 1)[:-1]
+    of_record = np.zeros_like(begins)
+    of_record[firsts] = begins[firsts]
+    inside = begins - np.maximum.accumulate(of_record)
+    return np.arange(counts.sum()) - np.repeat(offsets_from_counts(counts)[:-1] - inside, counts)
+
+
+def _group_by_term(name: str, terms: Any, ranks: Any, entries: Any, positions: Any) -> Any:
+    """Entries by term; how often each has it is how often it comes."""
+    by_term = stable_argsort(ranks, len(terms))
+    ranks, entries = ranks[by_term], entries[by_term]
+    fresh = np.ones(len(ranks), dtype=bool)
+    fresh[1:] = (np.diff(ranks) != 0) | (np.diff(entries) != 0)
+    starts = np.flatnonzero(fresh)
+    frequencies = np.diff(np.append(starts, len(ranks)))
+    offsets = offsets_from_counts(np.bincount(ranks[starts], minlength=len(terms)))
+    where = None if positions is None else positions[by_term]
+    return build_terms_table(name, terms, offsets, Postings(entries[starts], frequencies, where))
+
+
+def is_indexed_elsewhere(field: Field) -> bool:
+    """Whether another family has the values of a keyword in order."""
+    return field.exact or field.column or field.sortable or field.aggregatable
+
+
+def zip_split(terms: bytes, split: SplitFacts, facts: dict[str, str]) -> bytes:
+    """The members in a fixed order, stored as they are."""
+    shown: dict[str, object] = {name.removeprefix(FACT_PREFIX): value for name, value in facts.items()}
+    shown |= msgspec.to_builtins(split)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(zipfile.ZipInfo(SPLIT_FACTS, _ZIP_DATE), msgspec.json.encode(shown))
+        archive.writestr(zipfile.ZipInfo(SPLIT_TERMS, _ZIP_DATE), terms)
+    return out.getvalue()
+
+
+MERGE_POSTINGS: Final = 1 << 18  # that are put in order at once
+
+
+class _TermsFile:
+    """The table of terms of one split. Each of its row groups has rows of one field."""
+
+    def __init__(self, terms: bytes) -> None:
+        self._file: Any = pq.ParquetFile(pa.BufferReader(terms))
+        metadata, names = self._file.metadata, self._file.schema_arrow.names
+        groups = map(metadata.row_group, range(metadata.num_row_groups))
+        self._fields: list[str] = [group.column(names.index(FIELD)).statistics.min for group in groups]
+
+    def rows_of(self, field: str) -> Any:
+        places = [place for place, name in enumerate(self._fields) if name == field]
+        return self._file.read_row_groups(places, use_threads=False).cast(TERMS_SCHEMA)
+
+
+def merge_splits(splits: Sequence[bytes], covers: IndexedRange) -> BuiltIndexFile:
+    """Splits of one plan, in the order of their entries. One field at a time is in memory."""
+    facts: list[SplitFacts] = []
+    opened: list[_TermsFile] = []
+    for data in splits:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            facts.append(msgspec.json.decode(archive.read(SPLIT_FACTS), type=SplitFacts))
+            opened.append(_TermsFile(archive.read(SPLIT_TERMS)))
+    split = _merge_facts(facts)
+    stored = build_file_facts(FTS, covers)
+    kept = {field.field: field.positions for field in split.text} | dict.fromkeys(split.keyword, False)
+    groups = (
+        group
+        for name in sorted(kept)
+        for group in cut_row_groups(_merge_field_terms(name, opened, positions=kept[name]), GROUP_ROWS)
+    )
+    data = zip_split(write_terms(groups, stored), split, stored)
+    return BuiltIndexFile(FTS, data, covers.rows, {"tokens": sum(field.tokens for field in split.text)})
+
+
+def split_row_count(split: bytes) -> int:
+    """How many entries a split speaks for."""
+    with zipfile.ZipFile(io.BytesIO(split)) as archive:
+        return int(msgspec.json.decode(archive.read(SPLIT_FACTS))["rows"])
+
+
+def _merge_facts(facts: Sequence[SplitFacts]) -> SplitFacts:
+    first = facts[0]
+    text = [
+        msgspec.structs.replace(
+            field,
+            documents=sum(one.text[place].documents for one in facts),
+            tokens=sum(one.text[place].tokens for one in facts),
+        )
+        for place, field in enumerate(first.text)
+    ]
+    return SplitFacts(text, first.keyword)
+
+
+def _merge_field_terms(name: str, splits: Sequence[_TermsFile], *, positions: bool) -> Iterator[Any]:
+    """The postings of one field, terms in order, entries of each term one after the other."""
+    table = pa.concat_tables([split.rows_of(name) for split in splits]).combine_chunks()
+    if not table.num_rows:
+        return
+    absent = table.column(TERM).is_null()
+    every = table.filter(absent)
+    yield all_entries_table(name, _flatten_lists(every, ENTRIES), _flatten_lists(every, FREQUENCIES))
+    for rows in _iter_term_rows(table):
+        yield _merge_terms(name, table.take(pa.array(rows)), positions)
+
+
+def _iter_term_rows(table: Any) -> Iterator[Any]:
+    """The places of rows with a term, whole terms at a time, as many as make a piece."""
+    ranks, count = _term_ranks(table.column(TERM))
+    rows = stable_argsort(ranks + 1, count + 1)  # those without a term come first, and are left out
+    rows = rows[int((ranks < 0).sum()) :]
+    if not len(rows):
+        return
+    sizes = to_numpy(pc.list_value_length(table.column(ENTRIES))).astype(np.int64)[rows]
+    firsts = np.flatnonzero(np.diff(ranks[rows], prepend=-1))
+    piece = offsets_from_counts(sizes)[firsts] // MERGE_POSTINGS
+    cuts = firsts[np.flatnonzero(np.diff(piece)) + 1].tolist()
+    for first, last in pairwise([0, *cuts, len(rows)]):
+        yield np.sort(rows[first:last])  # splits stay in their order
+
+
+def _term_ranks(terms: Any) -> tuple[Any, int]:
+    """Of each row the place of its term among all of them, -1 if it has none; and how many there are."""
+    encoded = terms.combine_chunks().dictionary_encode()
+    order = to_numpy(pc.sort_indices(encoded.dictionary)).astype(np.int64)
+    rank = np.full(len(order) + 1, -1, dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    return rank[to_numpy(encoded.indices.fill_null(-1))], len(order)
+
+
+def _merge_terms(name: str, table: Any, positions: bool) -> Any:
+    encoded = table.column(TERM).combine_chunks().dictionary_encode()
+    order = to_numpy(pc.sort_indices(encoded.dictionary)).astype(np.int64)
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    counts = to_numpy(pc.list_value_length(table.column(ENTRIES))).astype(np.int64)
+    ranks = np.repeat(rank[to_numpy(encoded.indices)], counts)
+    moved = stable_argsort(ranks, len(order))
+    frequencies = _flatten_lists(table, FREQUENCIES)
+    where = None
+    if positions:
+        places = expand_spans(
+            offsets_from_counts(frequencies)[:-1][moved], frequencies[moved].astype(np.int64)
+        )
+        where = _flatten_lists(table, POSITIONS)[places]
+    postings = Postings(_flatten_lists(table, ENTRIES)[moved], frequencies[moved], where)
+    offsets = offsets_from_counts(np.bincount(ranks, minlength=len(order)))
+    return build_terms_table(name, encoded.dictionary.take(pa.array(order)), offsets, postings)
+
+
+def _flatten_lists(table: Any, name: str) -> Any:
+    """What is in all lists of a column."""
+    return to_numpy(table.column(name).combine_chunks().flatten())

@@ -1,0 +1,444 @@
+"""What the pipeline says to the server: plan requests, publications, heartbeats with its status.
+
+The server as the pipeline sees it: what is to be done, and the publication of what was done.
+
+Every call may be repeated. What the network does is tried again with growing pauses; what the server refuses
+is raised as it is.
+
+How the pipeline is, told to the server every few seconds.
+
+Publishes what was built, a few segments at a time, and remembers what became of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+import httpx2
+import msgspec
+
+from tailrace.spark.failpoints import hit_failpoint
+from tailrace.spark.index.file_writer import WRITER
+from tailrace.spark.index.segment_build import BUILT, FAILED, UNDECODABLE
+from tailrace.spark.jobs.index_build import SegmentBuildResult
+from tailrace.spark.jobs.messages import Heartbeat, HeartbeatAnswer, PipelineTotals, PlanAnswer, RunningJob
+from tailrace.storage.segments.index_files import (
+    PublishedObject,
+    PublishInput,
+    PublishRequest,
+    UnbuildableInput,
+)
+
+logger = logging.getLogger("tailrace.pipeline")
+
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 30.0
+PAUSE_S_FIRST: Final = 0.2
+PAUSE_S_MAX: Final = 5.0
+REQUEST_GIVE_UP_S: Final = 120.0
+BODY_BYTES_MAX: Final = 1 << 20
+
+_RETRY_STATUSES: Final = frozenset({408, 429, 502, 503, 504})
+_NETWORK_ERRORS: Final = (
+    httpx2.TimeoutException,
+    httpx2.NetworkError,
+    httpx2.RemoteProtocolError,
+    httpx2.ProxyError,
+)
+
+
+class RequestRefusedError(Exception):
+    """The server has answered, and will not answer otherwise."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+class ServerUnreachableError(Exception):
+    """No answer, however often it was asked."""
+
+
+class PipelineClient:
+    """One server. `token` is asked for at each request: it may be renewed while the pipeline runs."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        token: Callable[[], str | None] = lambda: None,
+        *,
+        give_up_s: float = REQUEST_GIVE_UP_S,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._token = token
+        self._give_up_s = give_up_s
+        self._sleep = sleep
+        self._http = httpx2.Client(base_url=endpoint, timeout=TIMEOUT_S)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def plan(
+        self, jobs: str, *, stream: str | None = None, after: str | None = None, wait: bool = False
+    ) -> PlanAnswer:
+        """What is to be done, at once or when something turns up, a few seconds later at most."""
+        parameters = {"jobs": jobs}
+        if stream is not None:
+            parameters["stream"] = stream
+        if after is not None:
+            parameters["after"] = after
+        if wait:
+            parameters["live"] = "long-poll"
+        return self._ask("GET", "/v1/pipeline/plan", PlanAnswer, parameters)
+
+    def publish(self, publication: PublishRequest) -> str:
+        """`published` or `already_published`."""
+        return self._ask("POST", "/v1/pipeline/publish", _Published, {}, publication).result
+
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        return self._ask("POST", "/v1/pipeline/heartbeat", HeartbeatAnswer, {}, heartbeat)
+
+    def backlog_segments(self) -> int:
+        """How many segments wait to be built: a plan lists only those that come next."""
+        return self._ask("GET", "/v1/server/_details", _Details, {}).runtime.pipeline.backlog.segments
+
+    def _ask(
+        self, method: str, path: str, shape: type[T], parameters: dict[str, str], body: object = None
+    ) -> T:
+        content = None if body is None else msgspec.json.encode(body)
+        until = time.monotonic() + self._give_up_s
+        pause_s = PAUSE_S_FIRST
+        while True:
+            failure = ""
+            try:
+                answer = self._http.request(
+                    method, path, params=parameters, content=content, headers=self._headers(content)
+                )
+            except _NETWORK_ERRORS as error:
+                failure = f"{type(error).__name__}: {error}"
+                if pause_s == PAUSE_S_FIRST:
+                    where = self._http.base_url
+                    logger.warning("no server answers at %s (%s); trying again for a while", where, failure)
+            else:
+                if answer.status_code == 200:
+                    return msgspec.json.decode(answer.content, type=shape)
+                if answer.status_code not in _RETRY_STATUSES:
+                    raise parse_refusal(answer.status_code, answer.content)
+                failure = f"the server answers {answer.status_code}"
+            if time.monotonic() + pause_s > until:
+                raise ServerUnreachableError(failure)
+            # Never all at once: several pipelines may be waiting for the same server.
+            self._sleep(pause_s * (0.5 + random.random()))  # noqa: S311 - no secret
+            pause_s = min(pause_s * 2, PAUSE_S_MAX)
+
+    def _headers(self, content: bytes | None) -> dict[str, str]:
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        token = self._token()
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
+
+
+class _Published(msgspec.Struct):
+    result: str
+
+
+class _Backlog(msgspec.Struct):
+    segments: int
+
+
+class _Pipeline(msgspec.Struct):
+    backlog: _Backlog
+
+
+class _Runtime(msgspec.Struct):
+    pipeline: _Pipeline
+
+
+class _Details(msgspec.Struct):
+    runtime: _Runtime
+
+
+class _Error(msgspec.Struct):
+    code: str = "unknown"
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+def parse_refusal(status: int, content: bytes) -> RequestRefusedError:
+    try:
+        error = msgspec.json.decode(content, type=_ErrorBody).error
+    except msgspec.MsgspecError:
+        error = _Error(message=f"the server answers {status}")
+    return RequestRefusedError(status, error.code, error.message)
+
+
+HEARTBEAT_INTERVAL_S: Final = 10.0
+HEARTBEAT_GIVE_UP_S: Final = 5.0  # of one heartbeat; the next one follows soon
+BUILD_SECONDS_MAX: Final = 1000
+
+PipelinePhase = Literal["starting", "running", "idle", "stopping"]
+
+
+def utc_timestamp() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class PipelineStatus:
+    """Counted by the thread that works, read by the one that tells."""
+
+    def __init__(self, master: str, mode: str = "local") -> None:
+        self._lock = threading.Lock()
+        self._master = master
+        self._mode = mode
+        self._started_at = utc_timestamp()
+        self._state: PipelinePhase = "starting"
+        self._running: list[RunningJob] = []
+        self._last_error: str | None = None
+        self._last_publish_at: str | None = None
+        self._seconds: dict[str, list[float]] = {}
+        self.totals = PipelineTotals()
+        self.spark_version = ""
+        self.on_change: Callable[[], None] = lambda: None
+
+    def to(self, state: PipelinePhase, running: list[RunningJob] | None = None) -> None:
+        with self._lock:
+            changed = state != self._state
+            self._state = state
+            self._running = running or []
+        if changed:
+            self.on_change()
+
+    def built(self, outcome: SegmentBuildResult) -> None:
+        """A segment that was published, or given up."""
+        with self._lock:
+            self.totals.segments += 1
+            self.totals.rows += outcome.work.segment.rows
+            self.totals.bytes_in += outcome.work.segment.raw_bytes
+            self.totals.bytes_out += sum(file.bytes for file in outcome.files)
+            if outcome.status != BUILT:
+                self.totals.quarantined += 1
+                self._last_error = f"{outcome.status}: {outcome.error}"
+            for file in outcome.files:
+                kept = self._seconds.setdefault(file.family, [])
+                if len(kept) < BUILD_SECONDS_MAX:
+                    kept.append(file.seconds)
+
+    def published(self, job: str, result: str) -> None:
+        logger.info("%s: %s", job, result)
+        with self._lock:
+            self.totals.published += 1
+            self._last_publish_at = utc_timestamp()
+
+    def dropped(self, job: str, code: str) -> None:
+        self.failed(f"{job}: {code}")
+
+    def failed(self, message: str) -> None:
+        with self._lock:
+            self._last_error = message
+
+    def heartbeat(self) -> Heartbeat:
+        with self._lock:
+            seconds, self._seconds = self._seconds, {}
+            totals = msgspec.structs.asdict(self.totals)
+            return Heartbeat(
+                mode=self._mode,
+                state=self._state,
+                master=self._master,
+                spark_version=self.spark_version,
+                pid=os.getpid(),
+                started_at=self._started_at,
+                last_error=self._last_error,
+                running=list(self._running),
+                totals={
+                    name: str(value) if name in ("rows", "bytes_in", "bytes_out") else value
+                    for name, value in totals.items()
+                },
+                seconds=seconds,
+                rss_bytes=str(process_tree_rss_bytes()),
+                last_publish_at=self._last_publish_at,
+            )
+
+
+class HeartbeatThread:
+    """Tells the server on a thread of its own; the answer may ask the pipeline to end."""
+
+    def __init__(self, owner: PipelineClient, status: PipelineStatus, on_drain: Callable[[], None]) -> None:
+        self._owner = owner
+        self._status = status
+        self._on_drain = on_drain
+        self._wake = threading.Event()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        status.on_change = self._wake.set
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Tells once more how things are."""
+        self._ending = True
+        self._wake.set()
+        self._thread.join(HEARTBEAT_GIVE_UP_S * 2)
+
+    def _run(self) -> None:
+        while True:
+            ending = self._ending
+            try:
+                answer = self._owner.heartbeat(self._status.heartbeat())
+            except (RequestRefusedError, ServerUnreachableError) as error:
+                logger.debug("no heartbeat: %s", error)
+            else:
+                if answer.drain:
+                    self._on_drain()
+            if ending:
+                return
+            self._wake.wait(HEARTBEAT_INTERVAL_S)
+            self._wake.clear()
+
+
+def process_tree_rss_bytes() -> int:
+    """Of this process, its JVM and its workers, where the system tells."""
+    try:
+        children = _child_pids()
+    except OSError:
+        return 0
+    waiting, seen = [os.getpid()], 0
+    while waiting:
+        pid = waiting.pop()
+        seen += _process_rss_bytes(pid)
+        waiting += children.get(pid, [])
+    return seen
+
+
+def _child_pids() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue  # it has ended meanwhile
+            found.setdefault(parent, []).append(int(entry.name))
+    return found
+
+
+def _process_rss_bytes(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+# What the pipeline did was right when it began: the plan, the inputs or the stream are others by now.
+OUTDATED_CODES: Final = frozenset(
+    {"plan_superseded", "inputs_changed", "range_conflict", "object_missing", "not_found", "stream_gone"}
+)
+_QUARANTINE_STATUSES: Final = frozenset({UNDECODABLE, FAILED})
+_GroupKey = tuple[str, str, tuple[str, ...]]  # stream, plan, and what is replaced
+
+
+class IndexPublisher:
+    """Groups outcomes by stream. All families of a segment are published together, or none."""
+
+    def __init__(self, owner: PipelineClient, status: PipelineStatus, group_segments: int) -> None:
+        self._owner = owner
+        self._status = status
+        self._group_segments = group_segments
+        self._waiting: dict[_GroupKey, list[SegmentBuildResult]] = {}
+        self.put_off: list[SegmentBuildResult] = []  # segments that could not be had this time
+
+    def add(self, outcome: SegmentBuildResult) -> None:
+        work = outcome.work
+        # Of segments that are published together, one that fails leaves everything as it is.
+        good = outcome.status == BUILT or (outcome.status in _QUARANTINE_STATUSES and not work.together)
+        if not good:
+            self.put_off.append(outcome)
+            self._status.failed(f"{outcome.status}: {outcome.error}")
+            return
+        key = (work.stream_id, work.plan.hash, work.replace)
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(outcome)
+        if len(waiting) >= (work.together or self._group_segments):
+            self._publish(self._waiting.pop(key))
+
+    def flush(self) -> None:
+        while self._waiting:
+            key, outcomes = self._waiting.popitem()
+            if not key[2]:
+                self._publish(outcomes)
+
+    def _publish(self, outcomes: Sequence[SegmentBuildResult]) -> None:
+        send_publish_request(self._owner, self._status, index_publish_request(outcomes))
+        for outcome in outcomes:
+            self._status.built(outcome)
+
+
+def send_publish_request(
+    owner: PipelineClient, status: PipelineStatus, publication: PublishRequest
+) -> str | None:
+    """The result; None if what was built is not wanted any more."""
+    hit_failpoint("before_publish", "driver")
+    try:
+        result = owner.publish(publication)
+    except RequestRefusedError as refusal:
+        if refusal.code not in OUTDATED_CODES:
+            raise
+        logger.info("a publication of %s was dropped: %s", publication.job, refusal.code)
+        status.dropped(publication.job, refusal.code)
+        return None
+    hit_failpoint("after_publish", "driver")
+    status.published(publication.job, result)
+    return result
+
+
+def index_publish_request(outcomes: Sequence[SegmentBuildResult]) -> PublishRequest:
+    """Segments of one stream and plan. The same outcomes give the same bytes."""
+    ordered = sorted(outcomes, key=lambda outcome: outcome.work.segment.first)
+    work = ordered[0].work
+    return PublishRequest(
+        stream_id=work.stream_id,
+        job="companions",
+        plan_hash=work.plan.hash,
+        writer=WRITER,
+        inputs=[PublishInput(one.work.segment.object, one.work.segment.sha256) for one in ordered],
+        add=[added for outcome in ordered for added in _added_objects(outcome)],
+        replace=list(work.replace),
+        quarantine=[
+            UnbuildableInput(one.work.segment.object, one.status, one.error)
+            for one in ordered
+            if one.status != BUILT
+        ],
+    )
+
+
+def _added_objects(outcome: SegmentBuildResult) -> list[PublishedObject]:
+    segment = outcome.work.segment
+    return [
+        PublishedObject(
+            file.family,
+            segment.first,
+            segment.last,
+            file.rows,
+            file.object,
+            file.bytes,
+            file.sha256,
+            file.stats,
+        )
+        for file in outcome.files
+    ]

@@ -1,0 +1,214 @@
+"""Blocking access to object stores and segment files, with one open store per URL and process.
+
+Things that a process keeps from task to task: connections to servers, open stores.
+
+Objects of a store as blocking calls, for drivers and for tasks.
+
+Rows out of segment objects, by ranged reads: on executors, without a server.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from threading import Lock
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from tailrace.storage.object_store.interface import (
+    BlockingRunner,
+    ObjectConflictError,
+    ObjectExistsError,
+    ObjectMissingError,
+    ObjectStore,
+    open_object_store,
+)
+from tailrace.storage.segments.model import FOOTER_GUESS_BYTES
+from tailrace.storage.segments.parquet import BINARY, INT64, integer_scalar, pa
+from tailrace.storage.segments.reader import Footer, find_tail, pack_tail, read_tables
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V", bound=Closable)
+
+
+class ProcessCache(Generic[K, V]):
+    """A few things, the least recently used closed first."""
+
+    def __init__(self, make: Callable[[K], V], most: int) -> None:
+        self._make = make
+        self._most = most
+        self._kept: OrderedDict[K, V] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: K) -> V:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                found = self._kept[key] = self._make(key)
+                while len(self._kept) > self._most:
+                    self._kept.popitem(last=False)[1].close()
+            else:
+                self._kept.move_to_end(key)
+            return found
+
+    def close(self) -> None:
+        with self._lock:
+            while self._kept:
+                self._kept.popitem()[1].close()
+
+
+OBJECT_STORES_MAX: Final = 4
+
+
+class BlockingObjectStore:
+    """One store. Made where it is needed; never pickled."""
+
+    def __init__(self, url: str) -> None:
+        self._steps = BlockingRunner()
+        self._objects: ObjectStore = open_object_store(url)
+
+    def get(self, key: str) -> bytes:
+        return self._steps.run(self._objects.get(key))[0]
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Whether it is new. What is there already stays."""
+        try:
+            self._steps.run(self._objects.create(key, data))
+        except ObjectExistsError:
+            return False
+        return True
+
+    def find(self, key: str) -> tuple[bytes, str] | None:
+        """The object and its etag."""
+        try:
+            return self._steps.run(self._objects.get(key))
+        except ObjectMissingError:
+            return None
+
+    def replace(self, key: str, data: bytes, etag: str | None) -> bool:
+        """Whether this is the object now: somebody else may have been faster."""
+        try:
+            self._steps.run(self._objects.replace(key, data, etag))
+        except ObjectConflictError:
+            return False
+        return True
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._steps.run(self._objects.delete(keys))
+
+    def close(self) -> None:
+        self._steps.run(self._objects.close())
+        self._steps.close()
+
+
+_object_stores: ProcessCache[str, BlockingObjectStore] = ProcessCache(BlockingObjectStore, OBJECT_STORES_MAX)
+
+
+def shared_object_store(url: str) -> BlockingObjectStore:
+    return _object_stores.get(url)
+
+
+SEGMENT_STORES_MAX = 4
+BATCH_ROWS = 4096
+
+
+class SegmentStore:
+    """The objects of one store, as blocking reads. One per process; never pickled."""
+
+    def __init__(self, url: str) -> None:
+        self._steps = BlockingRunner()
+        self._objects = open_object_store(url)
+
+    def close(self) -> None:
+        self._steps.run(self._objects.close())
+        self._steps.close()
+
+    def footer(self, key: str, size: int) -> Footer:
+        return self._steps.run(_read_footer(self._objects, key, size))
+
+    def tables(
+        self, key: str, footer: Footer, indices: Sequence[int], columns: Sequence[str], bytes_max: int
+    ) -> Iterator[Any]:
+        """Row groups as tables, read ahead in stretches of about so many bytes."""
+        at = 0
+        while at < len(indices):
+            reach = footer.reach(indices[at], bytes_max)
+            run = [index for index in indices[at:] if index <= reach]
+            start, stop = footer.group(run[0]).start, footer.group(run[-1]).stop
+            raw = self._steps.run(self._objects.get_range(key, start, stop))
+            yield from read_tables(footer, run, raw, columns)
+            at += len(run)
+
+
+SEGMENT_STORES: ProcessCache[str, SegmentStore] = ProcessCache(SegmentStore, SEGMENT_STORES_MAX)
+
+
+def shared_segment_store(url: str) -> SegmentStore:
+    """The store of this process: its threads and connections are kept from task to task."""
+    return SEGMENT_STORES.get(url)
+
+
+async def row_group_ends(objects: ObjectStore, key: str, size: int) -> list[int]:
+    """The last entry of each row group of a segment."""
+    return [group.last for group in (await _read_footer(objects, key, size)).row_groups]
+
+
+async def _read_footer(objects: ObjectStore, key: str, size: int) -> Footer:
+    start = max(0, size - FOOTER_GUESS_BYTES)
+    while True:
+        found = find_tail(await objects.get_range(key, start, size), size)
+        if isinstance(found, bytes):
+            return Footer(pack_tail(found))
+        start = found
+
+
+def batch_tables(
+    tables: Iterator[Any], after: int, upto: int, epoch: int, columns: Sequence[str], bytes_max: int
+) -> Iterator[Any]:
+    """The rows of a range as batches of some size, with the columns that all rows have."""
+    kept: list[Any] = []
+    rows = size = 0
+    for table in tables:
+        table = _slice_entries(table, after, upto)
+        if not table.num_rows:
+            continue
+        if kept and (rows + table.num_rows > BATCH_ROWS or size + table.nbytes > bytes_max):
+            yield _build_batch(kept, epoch, columns)
+            kept, rows, size = [], 0, 0
+        kept.append(table)
+        rows += table.num_rows
+        size += table.nbytes
+    if kept:
+        yield _build_batch(kept, epoch, columns)
+
+
+def _slice_entries(table: Any, after: int, upto: int) -> Any:
+    """Entries are consecutive within a row group, so a range of them is a slice."""
+    count: int = table.num_rows
+    first: int = table.column("entry")[0].as_py()
+    begin, end = max(0, after + 1 - first), min(count, upto + 1 - first)
+    return table.slice(begin, max(0, end - begin)) if begin or end < count else table
+
+
+def _build_batch(tables: Sequence[Any], epoch: int, columns: Sequence[str]) -> Any:
+    count = sum(table.num_rows for table in tables)
+    arrays = [_concat_arrays([_column_array(table, name) for table in tables]) for name in columns]
+    arrays.append(pa.repeat(integer_scalar(INT64, epoch), count))
+    return pa.RecordBatch.from_arrays(arrays, names=[*columns, "epoch"])
+
+
+def _column_array(table: Any, name: str) -> Any:
+    if name == "key" and "key" not in table.column_names:
+        return pa.nulls(table.num_rows, BINARY)
+    column = table.column(name)
+    if name == "key":
+        column = column.cast(BINARY)
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+
+
+def _concat_arrays(arrays: Sequence[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
