@@ -201,7 +201,8 @@ def test_a_directory_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
 
 
 def test_importing_the_interface_imports_no_library() -> None:
-    code = "import sys, tailrace.storage.object_store.interface; assert not {'obstore', 'pyarrow'} & sys.modules.keys()"
+    module = "tailrace.storage.object_store.interface"
+    code = f"import sys, {module}; assert not {{'obstore', 'pyarrow'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
     code = "import sys; from tailrace.storage.object_store.interface import open_objects; open_objects('file:///nowhere')"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'obstore' not in sys.modules"], check=True)

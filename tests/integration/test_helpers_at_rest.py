@@ -18,7 +18,7 @@ def helpers(server: ServerProcess) -> set[str]:
             words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue  # it has just ended
-        found |= {word.decode() for word in words if word.startswith(b"tailrace.tier.")}
+        found |= {word.decode() for word in words if word.startswith(b"tailrace.storage.")}
     return found
 
 

@@ -22,7 +22,7 @@ from tailrace.server.openapi.document import build
 
 DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build()))
 PATHS: dict[str, Any] = DOCUMENT["paths"]
-API = Path(tailrace.__file__).parent / "api"
+ROOMS = ("server", "routing", "schema", "search", "watch", "hub", "subscriptions")
 SECRET = "a secret that is long enough for the server to accept it"
 METHODS = frozenset({"get", "head", "put", "post", "delete", "options", "patch"})
 
@@ -36,7 +36,8 @@ def filled(path: str) -> str:
 def literals(kind: type) -> set[Any]:
     """Everything of one kind that is written down in the code behind the routes."""
     found: set[Any] = set()
-    for file in API.rglob("*.py"):
+    package = Path(tailrace.__file__).parent
+    for file in (file for room in ROOMS for file in (package / room).rglob("*.py")):
         if file.parent.name != "openapi":
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and type(node.value) is kind:

@@ -220,7 +220,7 @@ def test_w39_shadow_passes_a_refactoring_and_finds_a_fault(
     spark: SparkSession, captured: tuple[str, Capture], tmp_path: Path
 ) -> None:
     out, capture = captured
-    refactored = _version(tmp_path, "index.py", "\nBUCKET_MAX = 2\n")
+    refactored = _version(tmp_path, "predicate_index.py", "\nBUCKET_MAX = 2\n")
     options = ShadowOptions("installed", refactored, capture=out, max_latency_ratio=FAST_ENOUGH)
     same = run_shadow(spark, None, options)
     assert (same.verdict, same.missing, same.extra, same.opDiffers) == ("pass", 0, 0, 0)

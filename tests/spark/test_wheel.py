@@ -57,10 +57,10 @@ def test_source_and_sink_do_without_pandas() -> None:
 import sys
 import pyarrow as pa
 from tailrace.spark import sink, stream_reader
-from tailrace.spark.columns import offsets_of
+from tailrace.spark.columns import encode_offsets
 from tailrace.storage.segments.parquet import INT64, integer_scalar, text_scalar
 entries = pa.repeat(integer_scalar(INT64, 7), 2)
-print(offsets_of(entries, entries).to_pylist()[0], text_scalar("ä").as_py(), "pandas" in sys.modules)
+print(encode_offsets(entries, entries).to_pylist()[0], text_scalar("ä").as_py(), "pandas" in sys.modules)
 """
     assert run_alone(script) == f"{offsets.encode_offset(7, 7)} ä False"
 

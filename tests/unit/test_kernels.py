@@ -212,8 +212,8 @@ def test_lists_that_are_too_long_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     view = rollup_view()
     rows = _objects([{"id": "same" if entry % 5 else "other", "message": "word"} for entry in range(40)])
     whole = build(rows, plan_of(view.registry))
-    for module in ("exact_tables", "postings"):
-        monkeypatch.setattr(f"tailrace.pipeline.kernels.{module}.LIST_ENTRIES_MAX", 3)
+    for module in ("exact", "full_text"):
+        monkeypatch.setattr(f"tailrace.spark.index.{module}.LIST_ENTRIES_MAX", 3)
     cut = build(rows, plan_of(view.registry))
     spilled = build(rows, plan_of(view.registry), families=["exact"], memory_bytes=64)
     assert cut["exact"] == spilled["exact"]

@@ -10,9 +10,9 @@ from typing import Any
 BEGIN = """
 import logging, subprocess, sys, threading
 from tailrace.common.logging_setup import configure
-from tailrace.pipeline import jvm
+from tailrace.spark import session
 configure("info", "json")
-jvm.log_output()
+session.log_child_output()
 """
 PRINTED = (
     """26/11/17 22:13:32 WARN NativeCodeLoader: Unable to load
@@ -43,7 +43,7 @@ def depend():
     raise ConnectionError("the JVM is gone")
 
 threading.Thread(target=depend).start()
-jvm.exit_quietly()
+session.exit_quietly()
 """
 
 

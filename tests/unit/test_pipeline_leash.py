@@ -10,9 +10,9 @@ import msgspec
 
 CHILD = """
 import sys, threading, time
-from tailrace.spark.jobs.pipeline import Leash
+from tailrace.spark.jobs.pipeline import ParentPipe
 
-leash = Leash(int(sys.argv[1]))
+leash = ParentPipe(int(sys.argv[1]))
 print(leash.orders.endpoint, leash.orders.master, leash.token(), flush=True)
 while leash.token() == "one":
     time.sleep(0.01)

@@ -15,9 +15,9 @@ TELLING = re.compile(WORDS + "$", re.IGNORECASE)
 SUSPECT = re.compile(rf"{WORDS}\b.*[=!]=|[=!]=.*{WORDS}\b", re.IGNORECASE)
 # Comparisons that tell nobody anything: file and comparison, and why.
 HARMLESS = {
-    "api/watch/source_progress.py": {"known.token == token": "a place in the log of MongoDB, no secret"},
-    "profiles/otel/cleaning.py": {"fate == SECRET": "a word for what becomes of an attribute"},
-    "hub/registering.py": {"token == found.renewal": "found by this very token in a table"},
+    "watch/sources/model.py": {"known.token == token": "a place in the log of MongoDB, no secret"},
+    "schema/profiles/otel_spans.py": {"fate == SECRET": "a word for what becomes of an attribute"},
+    "hub/registration.py": {"token == found.renewal": "found by this very token in a table"},
     "hub/registry.py": {"token == found.renewal": "found by this very token in a table"},
 }
 
@@ -51,7 +51,7 @@ def test_no_secret_is_compared_byte_by_byte() -> None:
 
 def test_whatever_makes_a_mac_compares_it_safely() -> None:
     """A file that computes a MAC of its own and checks one says `compare_digest`."""
-    checking = {"subscriptions/tokens.py", "watch/tokens.py", "hub/signatures.py", "auth/api_keys.py"}
-    checking |= {"auth/edge_mark.py"}
+    checking = {"subscriptions/keys.py", "watch/resume_tokens.py", "hub/signatures.py", "auth/api_keys.py"}
+    checking |= {"auth/edge_signature.py"}
     for name in checking:
         assert "hmac.compare_digest(" in (SOURCES / name).read_text(encoding="utf-8"), name

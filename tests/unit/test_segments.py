@@ -43,7 +43,8 @@ def test_names() -> None:
 
 
 def test_naming_segments_does_not_cost_an_import_of_arrow() -> None:
-    script = "import sys, tailrace.storage.segments.model, tailrace.storage.segments.cold_reader; print('pyarrow' in sys.modules)"
+    modules = "tailrace.storage.segments.model, tailrace.storage.segments.cold_reader"
+    script = f"import sys, {modules}; print('pyarrow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -1,4 +1,5 @@
-"""Bearer tokens (JWT): claims and identity, creating and inspecting tokens, and grants to the server's own jobs.
+"""Bearer tokens (JWT): claims and identity, creating and inspecting tokens, and grants to the server's own
+jobs.
 
 Bearer tokens (JWT) as they are read: identity, claims, and what is refused before any key is asked.
 

@@ -236,7 +236,6 @@ def _first_interval(session: Session, stream: str, rollup: str) -> str:
 
 
 def _show(found: dict[str, Any], measure: list[str] | None) -> None:
-    pass
 
     rows = [(bucket["start"], group) for bucket in found["buckets"] for group in bucket["groups"]]
     if rows:

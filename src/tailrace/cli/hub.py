@@ -56,7 +56,6 @@ def mailbox(
     session: Session = DEFAULT_SESSION,
 ) -> None:
     """Show what waits in a mailbox. Looking moves nothing; --commit does."""
-    pass
 
     # Not under the address itself: that would end the connection of its owner.
     with join_hub(session) as hub:
@@ -112,7 +111,6 @@ def dead_letters(
         if not shown and not session.json:
             print_empty("dead letters")
         return OK
-    pass
     from tailrace.client import ClientError
 
     failed = 0
@@ -140,7 +138,6 @@ def replay(
     session: Session = DEFAULT_SESSION,
 ) -> None:
     """Send what a mailbox has kept to another address, marked as replayed. The mailbox stays as it is."""
-    pass
     from tailrace.hub.addresses import mailbox_stream, parse_address
 
     if address == to:
@@ -160,7 +157,6 @@ def kick(
     session: Session = DEFAULT_SESSION,
 ) -> None:
     """End a registration. An actor that is there may register again; its mailbox stays as it is."""
-    pass
     from tailrace.client import ClientError
 
     with join_hub(session) as hub:

@@ -246,7 +246,6 @@ def _run(
 def _progress(owner: PipelineClient) -> ProgressListener | None:
     if not sys.stderr.isatty():
         return None
-    pass
 
     for name in ("tailrace.pipeline", "tailrace.spark"):
         logging.getLogger(name).setLevel(logging.WARNING)  # the bar shows the rest

@@ -64,7 +64,6 @@ DEFAULT_SESSION: Final = Session()
 @contextmanager
 def connect_client(session: Session) -> Generator[Client]:
     """A client that gives up soon: a person is waiting."""
-    pass
     from tailrace.cli.errors import unreachable
     from tailrace.client import Client, ClientError, Retries
 

@@ -98,7 +98,7 @@ class ProducerBatcher(Generic[Ticket]):
         self.bytes_held = 0
         # The number of the last batch that was answered. One batch is on its way at a time, so they settle
         # in order.
-        self.settled = 0
+        self.settled: int = 0
 
     @property
     def last_number(self) -> int:

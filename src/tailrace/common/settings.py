@@ -1,8 +1,8 @@
 """The one table of settings.
 
-A setting is a field of :class:`Settings` or of :class:`~tailrace.common.limits.Limits`. Its flag (``--data-dir``),
-its variable (``TAILRACE_DATA_DIR``), its key in ``tailrace.toml`` (``data_dir``) and its line in the
-documentation all follow from that field. How they are put together is in `settings_sources.py`.
+A setting is a field of :class:`Settings` or of :class:`~tailrace.common.limits.Limits`. Its flag
+(``--data-dir``), its variable (``TAILRACE_DATA_DIR``), its key in ``tailrace.toml`` (``data_dir``) and its
+line in the documentation all follow from that field. How they are put together is in `settings_loading.py`.
 """
 
 from __future__ import annotations

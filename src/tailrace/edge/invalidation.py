@@ -1,4 +1,5 @@
-"""Follows deletions (__registry__) and revocations of every upstream, so that neither is served from the edge.
+"""Follows deletions (__registry__) and revocations of every upstream, so that neither is served from the
+edge.
 
 Follows the `__registry__` of every upstream, so that what is deleted elsewhere is not served here.
 

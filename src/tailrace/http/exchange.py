@@ -1,4 +1,5 @@
-"""One request and its response: the exchange, streamed responses, request ids, and the application's interface.
+"""One request and its response: the exchange, streamed responses, request ids, and the application's
+interface.
 
 Response bytes that are made once: status lines, lengths, chunk framing.
 

@@ -203,14 +203,14 @@ def nesting_error() -> HubError:
 
 
 __all__ = [
-    "SharedEnvelope",
     "Envelope",
-    "encode_shared",
+    "SharedEnvelope",
     "encode_envelope",
     "encode_metadata",
-    "parse_members",
+    "encode_shared",
     "new_id",
     "parse_envelope",
+    "parse_members",
 ]
 
 FRAME_BYTES_MAX: Final = 1024 * 1024

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlencode
+
 from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http import cors
@@ -90,3 +93,20 @@ def base_url(exchange: Exchange, settings: Settings) -> str:
         return settings.public_url.rstrip("/")
     scheme, host = load_trusted_proxies(settings.trusted_proxies).base_of(exchange)
     return f"{scheme}://{host}"
+
+
+def page_limit(query: dict[str, str], limits: Limits) -> int:
+    """How much of a listing is asked for."""
+    text = query.get("limit")
+    if text is None:
+        return limits.list_page
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    if not 1 <= limit <= limits.list_page_max:
+        raise TailraceError("invalid_request", f"limit must be 1 to {limits.list_page_max}")
+    return limit
+
+
+def next_page_header(path: str, limit: int, after: str, **kept: str) -> bytes:
+    """The header that says where a listing goes on."""
+    following = {"limit": str(limit), "after": after, **kept}
+    return header_line("Link", f'<{path}?{urlencode(following)}>; rel="next"')

@@ -1,4 +1,5 @@
-"""Lenses: operations that turn a record of one schema version into the next, with their value conversions and parser.
+"""Lenses: operations that turn a record of one schema version into the next, with their value conversions
+and parser.
 
 Conversions of single values, as lenses use them.
 

@@ -45,20 +45,27 @@ from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.registry_update import RegistryUpdate, decide_update, is_first_schema, prepare_update
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
-from tailrace.search.language import check_rollup_includes
-from tailrace.server.live import LiveReaders
 
 METHODS = "GET, HEAD, POST, OPTIONS"
+
+SearchConfigCheck = Callable[[SearchConfig], None]  # raises TailraceError for what a search could not run
 
 
 class SchemaRoutes:
     """Checking an update may take long and is done on a thread; deciding it is one step on the loop."""
 
-    def __init__(self, context: Context, live: LiveReaders, adoptions: Adoptions) -> None:
+    def __init__(
+        self,
+        context: Context,
+        check_search: SearchConfigCheck,
+        on_changed: Callable[[], None],
+        adoptions: Adoptions,
+    ) -> None:
         self._context = context
+        self._check_search = check_search
+        self._on_changed = on_changed
         self._adoptions = adoptions
         self._log = context.log
-        self._live = live
         self._thread = ThreadPoolExecutor(1, "schema")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -91,7 +98,7 @@ class SchemaRoutes:
             before = registry_document(stream, stream.documents)
             async with asyncio.timeout(self._context.limits.request_ms / 1000):
                 registry, update = await self._context.loop.run_in_executor(
-                    self._thread, prepare_registry_update, before, body
+                    self._thread, prepare_registry_update, before, body, self._check_search
                 )
             if adopts and stream.tail and is_first_schema(registry, update):
                 require_json(stream)
@@ -136,7 +143,7 @@ class SchemaRoutes:
         if error is not None:
             answer.refuse(error)
             return
-        self._live.step_stream = None  # what was encoded for one reader was promoted by the old registry
+        self._on_changed()
         answer.finish(registry_document(stream, stream.visible_documents))
 
 
@@ -158,12 +165,14 @@ def parse_json_body(body: bytes) -> object:
         raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
 
 
-def prepare_registry_update(document: bytes, body: object) -> tuple[Registry, RegistryUpdate]:
+def prepare_registry_update(
+    document: bytes, body: object, check_search: SearchConfigCheck
+) -> tuple[Registry, RegistryUpdate]:
     """The registry and a checked update of it; may take long, so it is done on a thread."""
     registry = read_registry(document)
     update = prepare_update(registry, body)
     if isinstance(update.search, SearchConfig):
-        check_rollup_includes(update.search)
+        check_search(update.search)
     return registry, update
 
 
@@ -177,14 +186,11 @@ TOUCH_DOCUMENT = "touch"  # key of the document
 class ProfileRoutes:
     """A profile and what it installs become durable in one record."""
 
-    def __init__(
-        self, context: Context, live: LiveReaders, on_changed: Callable[[Stream], None], adoptions: Adoptions
-    ) -> None:
+    def __init__(self, context: Context, on_changed: Callable[[Stream], None], adoptions: Adoptions) -> None:
         self._context = context
         self._log = context.log
         self._adoptions = adoptions
         self._tasks: set[asyncio.Task[None]] = set()
-        self._live = live
         self._on_changed = on_changed
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
@@ -240,7 +246,6 @@ class ProfileRoutes:
             answer.refuse(error)
             return
         if transaction.ops:
-            self._live.step_stream = None  # what was encoded for readers was promoted by the old registry
             self._on_changed(stream)
         answer.finish(_profile_document(stream))
 

@@ -1,1 +1,1 @@
-"""Search: the query language, index files, the tail index, scans, ranking, aggregates and their HTTP routes."""
+"""Search: the query language, index files, the tail index, scans, ranking, aggregates and routes."""

@@ -1,4 +1,5 @@
-"""The query language of filters and searches: text to tokens, tokens to a tree, the tree bound to typed clauses.
+"""The query language of filters and searches: text to tokens, tokens to a tree, the tree bound to typed
+clauses.
 
 The two uses of the language: `filter=` on reads, and the search queries of `q` and of includes.
 

@@ -278,7 +278,7 @@ def _words(tokens: tuple[str, ...], prefix: bool) -> ValueCheck:
     return check
 
 
-ClauseDecider = Callable[[Clause], "Verdict | None"]
+ClauseDecider = Callable[[Clause], "RowMatches | None"]
 
 
 class RowMatches(NamedTuple):

@@ -1,4 +1,5 @@
-"""Records as queries see them: decoded members, promotion to the current version, field values and text tokens.
+"""Records as queries see them: decoded members, promotion to the current version, field values and text
+tokens.
 
 `unicode_word_v1`: a text into tokens. Lower case, runs of letters and numbers, nothing else.
 

@@ -1,4 +1,5 @@
-"""The application behind the listener: routing, authentication, and the recheck of open connections when credentials change.
+"""The application behind the listener: routing, authentication, and the recheck of open connections when
+credentials change.
 
 The application behind the listener: one router, one policy, one form of headers and errors.
 
@@ -19,6 +20,7 @@ from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
 from tailrace.hub.service import HubService
+from tailrace.log.model import Stream
 from tailrace.protocol import http_headers, stream_names
 from tailrace.routing import responses
 from tailrace.routing.client_address import ClientResolver, load_trusted_proxies
@@ -27,6 +29,8 @@ from tailrace.routing.responses import add_phase, method_not_allowed
 from tailrace.schema.adoption import Adoptions
 from tailrace.schema.append_validation import AppendValidator
 from tailrace.schema.routes import ProfileRoutes, SchemaRoutes
+from tailrace.search.index_files.catalogue import IndexFileService
+from tailrace.search.language import check_rollup_includes
 from tailrace.search.routes import AggregateRoutes, SearchRoutes
 from tailrace.server.health import HealthRoutes
 from tailrace.server.identity_routes import IdentityRoutes
@@ -78,9 +82,11 @@ class TailraceApp:
         self.waiting_appends = WaitingAppends(context.log, context.loop)
         self._streams = StreamRoutes(context, self.guard, self.waiting_appends)
         self.adoptions = Adoptions(context, self.guard.candidates)
-        self.schema = SchemaRoutes(context, self.live, self.adoptions)
+        self.schema = SchemaRoutes(
+            context, check_rollup_includes, self.live.discard_encoded_step, self.adoptions
+        )
         self.touch = TouchRoutes(context)
-        self.profile = ProfileRoutes(context, self.live, self.touch.reset, self.adoptions)
+        self.profile = ProfileRoutes(context, self._profile_changed, self.adoptions)
         self.otlp = OtlpRoutes(context, self.guard)
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
@@ -156,6 +162,16 @@ class TailraceApp:
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         self._telemetry.refused.add(error.code)
         return responses.render_error(exchange, error)
+
+    def use_index_files(self, files: IndexFileService) -> None:
+        """Everything that answers queries reads index files from here."""
+        self.search.searcher.library = files.library
+        self.filtered.library = files.library
+        self.routing_keys.listing.lexicons = files.keys
+
+    def _profile_changed(self, stream: Stream) -> None:
+        self.live.discard_encoded_step()
+        self.touch.reset(stream)
 
     def end_live(self) -> None:
         """Shutdown: nobody is kept waiting."""

@@ -8,22 +8,21 @@ GET `_routing_keys`: the distinct keys of a stream in order, page by page.
 from __future__ import annotations
 
 import asyncio
-from urllib.parse import urlencode
 
 import orjson
 
 from tailrace.auth import Action, Identity, authorise, visible_prefixes
 from tailrace.common.errors import TailraceError
-from tailrace.common.limits import Limits
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
 from tailrace.log.routing_keys import KeyListing, KeyPage
-from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.responses import next_page_header, page_limit
 from tailrace.server.index_status import observability_pair, read_documents, read_profile_kind
 from tailrace.server.stream_details import READ_METHODS
 
@@ -51,23 +50,6 @@ class ListingRoutes:
             kept = {name: query[name] for name in ("prefix", "system") if name in query}
             head += next_page_header("/v1/streams", limit, found[-1].name, **kept)
         exchange.respond(200, head, orjson.dumps([describe_stream(stream) for stream in found]))
-
-
-def page_limit(query: dict[str, str], limits: Limits) -> int:
-    """How much of a listing is asked for."""
-    text = query.get("limit")
-    if text is None:
-        return limits.list_page
-    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
-    if not 1 <= limit <= limits.list_page_max:
-        raise TailraceError("invalid_request", f"limit must be 1 to {limits.list_page_max}")
-    return limit
-
-
-def next_page_header(path: str, limit: int, after: str, **kept: str) -> bytes:
-    """The header that says where a listing goes on."""
-    following = {"limit": str(limit), "after": after, **kept}
-    return header_line("Link", f'<{path}?{urlencode(following)}>; rel="next"')
 
 
 def listing_action(query: dict[str, str]) -> Action:

@@ -485,6 +485,10 @@ class LiveReaders:
             if is_hub_stream(name) and not is_allowed(follower.identity, Action.READ_STREAM, stream=name):
                 follower.finish(1008)
 
+    def discard_encoded_step(self) -> None:
+        """A registry changed: what was encoded for the last reader was promoted by the old one."""
+        self.step_stream = None
+
     def _tick(self) -> None:
         self._timer = None
         self.now = now = self.loop.time()

@@ -215,7 +215,8 @@ class Server:
         self._companions = IndexFileService(
             self.log, settings.object_store_url, directory.path / "companions", limits, loop
         )
-        self._companions.connect(self.app, self.telemetry)
+        self.app.use_index_files(self._companions)
+        self._companions.connect(self.telemetry)
         self.app.seal = SealRoute(context, self.sealing).seal
         self.app.search.seal_early(self.sealing.seal_now)
         self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)

@@ -1,4 +1,5 @@
-"""GET /v1/server/_details and _mem, POST /v1/server/_seal: limits, queues, memory and sealing of the whole server.
+"""GET /v1/server/_details and _mem, POST /v1/server/_seal: limits, queues, memory and sealing of the whole
+server.
 
 The interpreter's own heap, as its allocator counts it.
 

@@ -34,6 +34,7 @@ from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.registry_update import decide_update
 from tailrace.schema.routes import prepare_registry_update, profile_changes, registry_document
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
+from tailrace.search.language import check_rollup_includes
 from tailrace.storage.data_directory import DataDirectory
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class DeclaredStreamInstaller:
         if known is None and update:
             # What cannot be is found out before there is a stream that would have to be deleted again.
             await self._loop.run_in_executor(
-                None, prepare_registry_update, Registry(name=name).to_json(), update
+                None, prepare_registry_update, Registry(name=name).to_json(), update, check_rollup_includes
             )
         # That a stream was closed since is part of its life, no difference.
         closed = known is not None and known.closed
@@ -206,7 +207,9 @@ class DeclaredStreamInstaller:
                 )
             if not update:
                 return
-        registry, prepared = await self._loop.run_in_executor(None, prepare_registry_update, before, update)
+        registry, prepared = await self._loop.run_in_executor(
+            None, prepare_registry_update, before, update, check_rollup_includes
+        )
         after = decide_update(registry, prepared, stream.tail).to_json()
         if after == before:
             return

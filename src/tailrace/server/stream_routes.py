@@ -1,4 +1,5 @@
-"""PUT, POST, HEAD and DELETE on a stream: create, append (with its fast path and its wait queue), describe, delete.
+"""PUT, POST, HEAD and DELETE on a stream: create, append (with its fast path and its wait queue), describe,
+delete.
 
 Appends that the log has no room for yet: they wait, in order, for as long as `append_wait_ms`.
 

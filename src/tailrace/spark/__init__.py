@@ -18,7 +18,7 @@ __all__ = ["StreamLag", "lag", "read_stream_history", "register"]
 
 # Spark starts a process for every step of a read or a write, and each of them passes through here: what a
 # step does not need, it does not load.
-_LAZY_EXPORTS = {"StreamLag": "query_lag", "lag": "query_lag", "read_stream_history": "history"}
+_LAZY_EXPORTS = {"StreamLag": "stream_reader", "lag": "stream_reader", "read_stream_history": "history"}
 
 
 def __getattr__(name: str) -> object:

@@ -216,8 +216,6 @@ class _MicroBatchPlanner:
     def __init__(self, options: ReadOptions) -> None:
         from tailrace.spark.catalogue import StreamCatalogue
 
-        pass
-
         self._options = options
         self._catalogue: StreamCatalogue = StreamCatalogue(options)
         self._starts = PositionResolver(self._catalogue, options)
@@ -263,7 +261,6 @@ class _MicroBatchPlanner:
     # -- the next batch --------------------------------------------------------------------------------
 
     def latest(self, start: StreamOffsets, limit: ReadLimit) -> StreamOffsets:
-        pass
 
         begun = decode_positions({name: text for name, text in start.items() if not name.startswith("/")})
         states = self._frozen if self._frozen is not None else self._look()

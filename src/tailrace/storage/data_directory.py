@@ -66,7 +66,8 @@ class DataDirectory:
         if not found.isdigit() or int(found) > DIRECTORY_VERSION_SHARED:
             raise TailraceError(
                 "unavailable",
-                f"the data directory has format {found!r}; this version knows {DIRECTORY_VERSION_SHARED} and older",
+                f"the data directory has format {found!r}; "
+                f"this version knows {DIRECTORY_VERSION_SHARED} and older",
             )
 
     def become_shared(self) -> None:

@@ -91,8 +91,8 @@ class SealConflicts:
         found: Stream | None = stream
         while found is not None and self._names:
             if found.number in self._names:
-                message = f"the object store has other entries of {found.name!r} than this server. {CONFLICT_ADVICE}"
-                return TailraceError("conflict", message)
+                problem = f"the object store has other entries of {found.name!r} than this server"
+                return TailraceError("conflict", f"{problem}. {CONFLICT_ADVICE}")
             found = self._find(found.parent) if found.parent else None
         return None
 

@@ -276,8 +276,6 @@ def decode_expression(tree: ExpressionJson) -> Node:
             raise ExpressionDecodeError("the expression has a form that this version does not know")
 
 
-# pyright: ignore[reportMissingTypeStubs]
-
 TEXT_BYTES_MAX: Final = 4096
 DEPTH_MAX: Final = 20
 NODES_MAX: Final = 500

@@ -43,9 +43,9 @@ from tailrace.watch.document import Change, decode_change
 from tailrace.watch.document_view import DocumentRow, DocumentView, WriteRow
 
 __all__ = [
-    "CollectionRegistry",
     "Collection",
     "CollectionConfig",
+    "CollectionRegistry",
     "encode_config_entry",
     "encode_control_entry",
     "encode_database_entry",

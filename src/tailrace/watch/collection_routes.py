@@ -24,7 +24,7 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.server.listing_routes import next_page_header, page_limit
+from tailrace.routing.responses import next_page_header, page_limit
 from tailrace.watch import collection_registry, document, names
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import (

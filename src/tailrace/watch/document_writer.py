@@ -40,7 +40,7 @@ from tailrace.watch.names import DocumentPath
 
 # Asked when the write's turn has come, with the document as it is then: a result settles the write, None lets
 # it go on.
-WriteDecider = Callable[[Collection, "State | None"], "Result | None"]
+WriteDecider = Callable[[Collection, "DocumentState | None"], "WriteResult | None"]
 
 
 class DocumentWrite(NamedTuple):

@@ -45,7 +45,7 @@ KEY_CHARACTERS_CACHED_MAX: Final = 100
 
 _CONTAINERS: Final = frozenset({dict, list})
 
-KeyPath = tuple["Place | None", str]  # the place around it, and its own key
+KeyPath = tuple["KeyPath | None", str]  # the place around it, and its own key
 
 
 class SecretKeys:

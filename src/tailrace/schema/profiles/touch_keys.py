@@ -1,4 +1,5 @@
-"""Touch keys: hashes of entities, templates and arguments, which of them a change touches, and the journal of touches.
+"""Touch keys: hashes of entities, templates and arguments, which of them a change touches, and the journal
+of touches.
 
 What clients wait on: hashes of an entity, of a template of queries, of one set of arguments.
 

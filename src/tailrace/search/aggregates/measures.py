@@ -1,4 +1,5 @@
-"""Measures of an aggregate: counts, exact sums, histograms and quantile sketches (DDSketch), mergeable in any order.
+"""Measures of an aggregate: counts, exact sums, histograms and quantile sketches (DDSketch), mergeable in
+any order.
 
 Quantiles of many numbers in little room: a mergeable sketch with a bounded relative error (DDSketch).
 

@@ -51,7 +51,6 @@ from tailrace.storage.segments.model import FOREVER, make_stream_id, stream_pref
 
 if TYPE_CHECKING:
     from tailrace.search.index_files.lookup_files import RoutingKeyIndexFile, RoutingKeyLexiconFile
-    from tailrace.server.app import TailraceApp
 
 
 STREAMS_CACHED_MAX = 256  # whose spans are kept
@@ -346,11 +345,7 @@ class IndexFileService:
         self.keys = RoutingKeyIndex(self.library)
         log.reader.history.keys = self.keys
 
-    def connect(self, app: TailraceApp, telemetry: ServerMetrics) -> None:
-        """Tells everybody who answers queries, and the metrics."""
-        app.search.searcher.library = self.library
-        app.filtered.library = self.library
-        app.routing_keys.listing.lexicons = self.keys
+    def connect(self, telemetry: ServerMetrics) -> None:
         counts = self.shelf.counts
         telemetry.companion_opened_bytes.read = lambda: self.shelf.bytes
         telemetry.companion_cache_bytes.read = lambda: self.parts.cached_bytes

@@ -1,1 +1,1 @@
-"""Live queries on Spark: matching, rescans, statistics, captures and shadow validation over change streams."""
+"""Live queries on Spark: matching, rescans, statistics, captures and shadow validation."""

@@ -130,6 +130,11 @@ def _download_wheel(version: str) -> bytes:
 MATCH_ROWS_MAX: Final = 200  # sent at once, so that neither side waits for a full pipe
 BUCKET_GROWTH: Final = 1.05  # from one bucket of times to the next
 SIDES: Final = ("baseline", "candidate")
+# In the order in which they are looked for: the second one is that of older versions.
+MATCHER_MODULES: Final = (
+    "tailrace.spark.live_queries.subscription_matcher",
+    "tailrace.pipeline.watch.matcher_process",
+)
 EXIT_S_MAX: Final = 10
 
 COMPARISON_SCHEMA: Final = pa.schema(
@@ -194,6 +199,14 @@ class MatcherProcess:
         return answer
 
 
+def matcher_module(directory: Path) -> str:
+    """The module to run of an unpacked version."""
+    for module in MATCHER_MODULES:
+        if (directory / module.replace(".", "/")).with_suffix(".py").is_file():
+            return module
+    raise MatcherProcessError(f"the version has none of the matcher modules {', '.join(MATCHER_MODULES)}")
+
+
 @contextmanager
 def run_matchers(task: ShadowTask) -> Generator[list[MatcherProcess]]:
     """Both matchers, for as long as they are needed."""
@@ -204,8 +217,8 @@ def run_matchers(task: ShadowTask) -> Generator[list[MatcherProcess]]:
             unpack_archive(task.store, archive, directory)
             environment = {**os.environ, "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
             process = stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-P", "-m", "tailrace.spark.live_queries.subscription_matcher"],
+                subprocess.Popen(  # noqa: S603 - our own command
+                    [sys.executable, "-P", "-m", matcher_module(directory)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env=environment,
@@ -423,7 +436,8 @@ def render_histogram(times: dict[str, LatencyHistogram]) -> str:
         bucket = low + round((high - low) * share)
         x = _MARGIN + inner_width * share
         parts.append(
-            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{bucket_midpoint_us(bucket):.1f} µs</text>'
+            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">'
+            f"{bucket_midpoint_us(bucket):.1f} µs</text>"
         )
     parts.append(f'<text x="{_MARGIN - 6}" y="{_MARGIN}" text-anchor="end">{most}</text>')
     return "\n".join([*parts, "</svg>", ""])

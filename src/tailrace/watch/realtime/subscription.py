@@ -122,7 +122,7 @@ UNACKED_MAX: Final = 10_000
 _ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
-class MessageRefusedError(Exception):  # noqa: N818 - not a defect
+class MessageRefusedError(Exception):
     """A message that is answered with an error."""
 
     def __init__(self, code: str, message: str, **more: Any) -> None:
@@ -307,7 +307,7 @@ def acknowledge(session: RealtimeSession, payload: dict[str, Any]) -> None:
         session.gateway.replays.follow(subscription)
 
 
-class _ResumeFailedError(Exception):  # noqa: N818 - an answer like any other
+class _ResumeFailedError(Exception):
     """Why a client has to begin again; with the query it can be made to do so by the server."""
 
     def __init__(self, reason: str, query: Query | None = None) -> None:
