@@ -9,9 +9,9 @@ from typing import Any
 
 BEGIN = """
 import logging, subprocess, sys, threading
-from tailrace.common.logging_setup import configure
+from tailrace.common.logging_setup import configure_logging
 from tailrace.spark import session
-configure("info", "json")
+configure_logging("info", "json")
 session.log_child_output()
 """
 PRINTED = (

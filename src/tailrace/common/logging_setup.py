@@ -29,6 +29,11 @@ def configure_logging(level: str, form: str) -> None:
     logging.getLogger("tailrace").setLevel(severity)
 
 
+def log_fields(**fields: object) -> dict[str, object]:
+    """The fields of one line: `logger.warning("journal file is damaged", extra=log_fields(path=path))`."""
+    return {"fields": fields}
+
+
 def add_common_fields(**fields: object) -> None:
     """Fields that every line of this process has from now on."""
     _common_fields.update(fields)

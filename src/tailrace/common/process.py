@@ -17,9 +17,7 @@ of the processor by this. Other systems are asked for nothing, and nothing depen
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
-import platform
 import struct
 import sys
 from collections.abc import Callable, Mapping
@@ -87,6 +85,9 @@ def set_idle_io_priority() -> None:
 
 def _syscall(numbers: Mapping[str, int], *arguments: int | bytes) -> None:
     """One that knows no such thing says so, and that is all."""
+    import ctypes  # the command line should not load it at every start
+    import platform
+
     number = numbers.get(platform.machine())
     if number is not None:
         ctypes.CDLL(None).syscall(number, *arguments)

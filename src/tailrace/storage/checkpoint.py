@@ -6,10 +6,13 @@ import asyncio
 import logging
 import sys
 from collections import deque
+from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.log import Log
 from tailrace.storage.checkpointer import is_vacuum_due
+
+if TYPE_CHECKING:
+    from tailrace.log.log import Log
 
 logger = logging.getLogger("tailrace.checkpoint")
 

@@ -27,7 +27,6 @@ from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log import segment_catalogue
-from tailrace.log.log import Log
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.segment_catalogue import CompactionIntent
 from tailrace.log.stored_streams import StoredStreams
@@ -38,7 +37,6 @@ from tailrace.storage.manifests.model import ManifestConflictError, StreamDelete
 from tailrace.storage.manifests.store import ManifestStore, StoredHead, StreamLocks
 from tailrace.storage.object_store.interface import ObjectMissingError
 from tailrace.storage.sealer_process import ManifestPublication, SealerJob, SealerReport
-from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.index_files import (
     SEGMENT_FAMILY,
     IndexFile,
@@ -56,7 +54,9 @@ from tailrace.storage.segments.model import (
 )
 
 if TYPE_CHECKING:
+    from tailrace.log.log import Log
     from tailrace.storage.object_store.interface import ObjectStore
+    from tailrace.storage.sealing import SealingService
 
 
 HOUR_NS: Final = 3600 * 10**9

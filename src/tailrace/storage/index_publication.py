@@ -26,7 +26,6 @@ from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.records import Published
 from tailrace.log.segment_catalogue import IndexFileSet, durable_plans, read_segments
@@ -39,7 +38,6 @@ from tailrace.storage.manifests.model import StreamDeletedError, StreamFacts
 from tailrace.storage.manifests.store import ManifestStore, StreamLocks
 from tailrace.storage.object_store.interface import ObjectExistsError
 from tailrace.storage.sealer_process import ManifestPublication, SealerJob, SealerReport
-from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.index_files import (
     IndexFile,
     PlanRecord,
@@ -51,7 +49,9 @@ from tailrace.storage.segments.index_files import (
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_prefix
 
 if TYPE_CHECKING:
+    from tailrace.log.log import Log
     from tailrace.storage.object_store.interface import ObjectStore
+    from tailrace.storage.sealing import SealingService
 
 
 OBJECTS_MAX: Final = 4096

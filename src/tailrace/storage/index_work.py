@@ -22,13 +22,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.log import system_streams
-from tailrace.log.log import Log
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Compacted, Delete, Describe, Op, Published, Sealed, Trim
 from tailrace.log.segment_catalogue import (
@@ -59,6 +58,9 @@ from tailrace.storage.meta_objects import version_cuts
 from tailrace.storage.retention import fork_points
 from tailrace.storage.segments.index_files import IndexFile, PlanHistory, PlanRecord
 from tailrace.storage.segments.model import SegmentInfo
+
+if TYPE_CHECKING:
+    from tailrace.log.log import Log
 
 ROLLUP_FAMILY: Final = "agg"
 REWRITES_OFFERED_MAX: Final = 4  # of one stream in one answer

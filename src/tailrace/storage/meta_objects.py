@@ -39,7 +39,6 @@ from urllib.parse import quote
 import msgspec
 import xxhash
 
-from tailrace.log.log import Log
 from tailrace.log.stored_streams import StoredStreams, decode_stream
 from tailrace.log.transaction import await_commit
 from tailrace.storage.hot_store.database import HotDatabase
@@ -50,6 +49,7 @@ from tailrace.storage.object_store.listing import list_objects
 from tailrace.storage.segments.model import stream_prefix
 
 if TYPE_CHECKING:
+    from tailrace.log.log import Log
     from tailrace.storage.sealing import SealingService
 
 

@@ -34,7 +34,6 @@ import msgspec
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 from tailrace.log import system_streams
-from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed
 from tailrace.log.stored_streams import StoredStreams
@@ -59,6 +58,7 @@ from tailrace.storage.object_store.listing import for_each_stream
 from tailrace.storage.segments.model import make_stream_id
 
 if TYPE_CHECKING:
+    from tailrace.log.log import Log
     from tailrace.storage.object_store.interface import ObjectStore
 
 

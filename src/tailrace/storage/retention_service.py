@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.log import system_streams
-from tailrace.log.log import Log
 from tailrace.log.model import Lifetime
 from tailrace.log.records import Recorded, Trim
 from tailrace.log.segment_catalogue import has_uncheckpointed_compaction
@@ -29,6 +28,7 @@ from tailrace.storage.retention import (
 )
 
 if TYPE_CHECKING:
+    from tailrace.log.log import Log
     from tailrace.storage.sealing import SealingService
 
 SCAN_COUNT = 100  # streams in one look

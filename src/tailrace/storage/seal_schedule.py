@@ -21,12 +21,15 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
+from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.storage.retention import is_over_bounds
+
+if TYPE_CHECKING:
+    from tailrace.log.log import Log
 
 
 class AgingStreams:

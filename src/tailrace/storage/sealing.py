@@ -21,11 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
-from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.records import Compacted, Delete, Op, Published, Recorded, Sealed, Trim
 from tailrace.log.stored_streams import StoredStreams
@@ -52,6 +51,9 @@ from tailrace.storage.sealer_process import (
     SealerSetup,
 )
 from tailrace.storage.sweep import SweepSchedule, SweepShare
+
+if TYPE_CHECKING:
+    from tailrace.log.log import Log
 
 logger = logging.getLogger("tailrace.seal")
 

@@ -42,7 +42,6 @@ import msgspec
 from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
-from tailrace.log.log import Log
 from tailrace.log.segment_catalogue import INDEX_DOCUMENT, decode_plans
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.manifests.changes import is_in_grace
@@ -64,6 +63,7 @@ from tailrace.storage.segments.index_files import IndexFile, PlanHistory, index_
 from tailrace.storage.segments.model import stream_prefix
 
 if TYPE_CHECKING:
+    from tailrace.log.log import Log
     from tailrace.storage.object_store.interface import ObjectInfo, ObjectStore
     from tailrace.storage.sealing import SealingService
 
