@@ -320,6 +320,28 @@ def test_collections_continue(opened: Shared) -> None:
     }
 
 
+def test_documents_are_restored_from_views_and_changes(shelf: Shelf, archive: Path) -> None:
+    """Without `watch.db`; then views are published again, in the stored format."""
+    directory, facts = shelf.unpack(archive)
+    before = documents(directory)
+    (head,) = (directory / "bucket" / "watch").rglob("_head.json")
+    number = json.loads(head.read_bytes())["number"]
+    for path in (directory / "data").rglob("watch.db*"):
+        path.unlink()
+    busy = {"TAILRACE_WATCH_VIEW_MS": "100", "TAILRACE_WATCH_CARE_MS": "100"}
+    to = shelf.start(directory, facts, **busy)
+    try:
+        stored = [one for one in facts["answers"] if one["path"].startswith(DOCS)]
+        assert len(stored) >= 10
+        assert differences(to, stored) == []
+        put_document(to, "published/p-9", {"n": 9})
+        seal(to.call)
+        eventually(lambda: json.loads(head.read_bytes())["number"], lambda seen: seen > number)
+    finally:
+        to.server.stop()
+    assert new_members(before, documents(directory)) == {}
+
+
 # -- identities ----------------------------------------------------------------------------------------------
 
 
@@ -402,6 +424,11 @@ def documents(directory: Path) -> dict[str, set[str]]:
     return found
 
 
+def new_members(before: dict[str, set[str]], after: dict[str, set[str]]) -> dict[str, set[str]]:
+    added = {name: members - before.get(name, set()) for name, members in after.items()}
+    return {name: members for name, members in added.items() if members}
+
+
 def test_entries_are_in_every_place_that_holds_some(shelf: Shelf, archive: Path) -> None:
     """An archive that had everything in segments would say little about the journal and the hot store."""
     directory, facts = shelf.unpack(archive)
@@ -452,9 +479,7 @@ def test_opening_changes_no_format(shelf: Shelf, archive: Path) -> None:
     after = (databases(directory), documents(directory), shapes(directory), immutable(directory))
     assert after[0] == before[0]
     assert (directory / "data" / "VERSION").read_bytes() == version
-    assert {name: members - before[1].get(name, set()) for name, members in after[1].items() if members} == {
-        name: set() for name, members in after[1].items() if members
-    }
+    assert new_members(before[1], after[1]) == {}
     assert after[2] - before[2] == set()
     assert {name: after[3].get(name) for name in before[3]} == before[3]
     assert check_by_command(directory) <= OPERATIONS
