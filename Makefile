@@ -21,7 +21,7 @@ PIP_AUDIT := pip-audit==2.10.1
 
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench nightly audit format docs lock clean
+.PHONY: help setup run test check bench nightly audit format docs archive lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
@@ -76,6 +76,9 @@ format: $(DEV_STAMP) ## format the code and mend what ruff can
 
 docs: $(DEV_STAMP) ## write the generated pages again
 	@$(BIN)/python scripts/pages.py
+
+archive: $(DEV_STAMP) ## store a data directory and a bucket of this version for the compatibility tests
+	@PYTHONPATH=tests $(BIN)/python -m compatibility.archive
 
 lock: $(DEV_STAMP) ## resolve the locked versions again (needs uv in the environment)
 	$(BIN)/python -m uv pip compile pyproject.toml --extra watch --group build --universal --python-version 3.11 --generate-hashes \

@@ -38,8 +38,10 @@ class Actor:
         words: list[str] | None = None,
         hello: bool = True,
         resume: str | None = None,
+        behind_ms: int = 0,
     ) -> None:
         self.address = address
+        self._behind_ms = behind_ms  # how late the clock of this actor is
         self.socket: ClientConnection = connect(
             f"ws://127.0.0.1:{server.port}{path}",
             max_size=None,
@@ -71,7 +73,7 @@ class Actor:
             "payload": payload,
             "pattern": "tell",
             "correlationId": None,
-            "timestamp": now_ms(),
+            "timestamp": now_ms() - self._behind_ms,
             "metadata": {},
             "ttl": None,
             "signature": None,
