@@ -459,6 +459,23 @@ def list_actors(hub: Hub, session: Session, request: HubRequest, now_ms: int) ->
     hub.reply(session, request, "hub:actor_list", body, now_ms)
 
 
+def _parse_as_of(hub: Hub, as_of: object, tail: int) -> tuple[int, int | None]:
+    """The last entry of the registry that counts, and the time up to which entries count."""
+    if isinstance(as_of, int) and not isinstance(as_of, bool):
+        return tail, as_of * 1_000_000 + 999_999
+    if isinstance(as_of, str) and "T" in as_of and "-" in as_of:
+        try:
+            return tail, int(datetime.fromisoformat(as_of).timestamp() * 1e9)
+        except ValueError:
+            raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset") from None
+    if isinstance(as_of, str):
+        try:
+            return hub.streams.resolve(REGISTRY_STREAM, as_of), None
+        except TailraceError as error:
+            raise to_hub_error(error) from None
+    raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset")
+
+
 def _discover_as_of(
     hub: Hub,
     session: Session,
@@ -471,22 +488,7 @@ def _discover_as_of(
     """The registry as it was: its log is read again up to that moment."""
     streams = hub.streams
     tail, earliest = streams.tail(REGISTRY_STREAM) or 0, streams.earliest(REGISTRY_STREAM)
-    upto_ns: int | None = None
-    upto = tail
-    if isinstance(as_of, int) and not isinstance(as_of, bool):
-        upto_ns = as_of * 1_000_000 + 999_999
-    elif isinstance(as_of, str) and "T" in as_of and "-" in as_of:
-        try:
-            upto_ns = int(datetime.fromisoformat(as_of).timestamp() * 1e9)
-        except ValueError:
-            raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset") from None
-    elif isinstance(as_of, str):
-        try:
-            upto = streams.resolve(REGISTRY_STREAM, as_of)
-        except TailraceError as error:
-            raise to_hub_error(error) from None
-    else:
-        raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset")
+    upto, upto_ns = _parse_as_of(hub, as_of, tail)
     state: dict[str, Registration] = {}
     times: list[int] = []  # of the first entry that is left, and of the last that counts
     at_ms = now_ms if upto_ns is None else upto_ns // 1_000_000
