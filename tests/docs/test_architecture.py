@@ -19,7 +19,7 @@ def test_named_files_exist(page: str) -> None:
     assert len(named) > 10
     places = (ROOT, PACKAGE, PACKAGE / "spark" / "index")
     missing = [name for name in named if not any((place / name).exists() for place in places)]
-    inside = {path.name for path in PACKAGE.rglob("*") if path.is_dir()}
+    inside = {path.name for path in PACKAGE.rglob("*")}
     assert [name for name in missing if name.rstrip("/") not in inside] == []
 
 

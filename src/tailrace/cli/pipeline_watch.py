@@ -134,9 +134,7 @@ def rescan(
     publish_view: Annotated[
         bool, Parameter(negative="", help="Put the view that was made into the object store.")
     ] = False,
-    apply: Annotated[
-        bool, Parameter(negative="", help="Have the server write_output differences right.")
-    ] = False,
+    apply: Annotated[bool, Parameter(negative="", help="Have the server put differences right.")] = False,
     engine: SparkOptions = DEFAULT_SPARK,
     session: Session = DEFAULT_SESSION,
 ) -> int:
