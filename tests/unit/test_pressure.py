@@ -50,7 +50,7 @@ def test_no_append_goes_beyond_the_bound_though_nobody_looks(log: LogHarness, se
     pressure.look("")
     assert pressure.refusing
     # Moved to the hot store they are still only here.
-    log.call(log.log.move_on)
+    log.call(log.log.rotate_journal)
     log.settle()
     while log.retired:
         log.checkpoint(tell=True)

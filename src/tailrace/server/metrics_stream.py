@@ -395,7 +395,7 @@ class MetricsWriter:
             return
         window = MetricInterval(self._since_ms, self._now_ms())
         self._since_ms = window.end_ms
-        records = self._book.records(window, *traffic.take(), served.take())
+        records = self._book.records(window, *traffic.drain(), served.drain())
         if not records:
             return
         entries = [orjson.dumps(record) for record in records]

@@ -469,7 +469,7 @@ class PipelineRoutes:
     async def _rebuild(self, asked: RebuildRequest) -> Json:
         """Companions are taken out, so that they are built again; queries scan meanwhile."""
         stream = self._log.readable(asked.stream)
-        known = await self._log.catalogue.of(stream)
+        known = await self._log.catalogue.load(stream)
         if asked.family is not None and asked.family not in FAMILIES:
             raise TailraceError("invalid_request", f"there are the families {', '.join(FAMILIES)}")
         keys = [one.object for one in known.companions if asked.family in (None, one.family)]

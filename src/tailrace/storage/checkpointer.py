@@ -352,7 +352,7 @@ def write_streams(store: StoredStreams, streams: Streams, cold: ObjectStoreChang
     for stream in streams.touched.get(streams.file, ()):
         if stream.removed:
             continue
-        streams.settle(stream)
+        streams.fold_tail(stream)
         write_blocks(store, stream)
         for producer_id, producer in (stream.producers or {}).items():
             db.put_producer(stream.number, producer_id, producer.epoch, producer.seq)

@@ -405,7 +405,7 @@ class PublicationService:
             return await self._compact(stream, offer, plan)
         if plan is None:
             raise TailraceError("plan_superseded", "no companions are wanted of this stream")
-        known = await self._log.catalogue.of(stream)
+        known = await self._log.catalogue.load(stream)
         segments = await self._segments(stream)
         accepted = decide_publication(offer, plan, known, segments, stream.earliest, self._log.clock.now_ns())
         return await self._accept(stream, offer, accepted, segments)
@@ -428,7 +428,7 @@ class PublicationService:
     ) -> PublishOutcome:
         """The condition is that the segments are still those that were joined, whatever the plan is."""
         await self.compacting.finish(stream)
-        known: IndexFileSet = await self._log.catalogue.of(stream)
+        known: IndexFileSet = await self._log.catalogue.load(stream)
         segments = await self._segments(stream)
         if offer.quarantine:
             accepted = decide_quarantine(offer, known, segments, self._log.clock.now_ns())
@@ -446,7 +446,7 @@ class PublicationService:
         folder = make_stream_id(stream.name, stream.incarnation)
         async with self._locks.hold(folder):
             self._check_there(stream)
-            known = await self._log.catalogue.of(stream)
+            known = await self._log.catalogue.load(stream)
             listed = {one.object for one in known.companions} | {one.object for one in known.quarantined}
             removed = tuple(key for key in keys if key in listed)
             if removed:
@@ -457,9 +457,9 @@ class PublicationService:
             raise TailraceError("stream_gone", "the stream was deleted")
 
     async def _segments(self, stream: Stream) -> dict[str, SegmentInfo]:
-        unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
+        uncheckpointed = tuple(self._log.streams.uncheckpointed.get(stream.number, ()))
         store, number, earliest = self._log.store, stream.number, stream.earliest
-        found = await self._sealing.on_thread(lambda: read_segments(store, number, earliest, unfolded))
+        found = await self._sealing.on_thread(lambda: read_segments(store, number, earliest, uncheckpointed))
         return {info.key: info for info in found}
 
     async def _record(self, stream: Stream, accepted: AcceptedPublication) -> int:

@@ -242,7 +242,7 @@ class IndexWork:
         for number, stream in self._log.streams.by_number.items():
             if stream.visible_documents:
                 self._dirty[number] = None
-        for number in self._log.streams.unfolded:
+        for number in self._log.streams.uncheckpointed:
             self._dirty[number] = None
         self._task = self._loop.create_task(self._run())
         self._wake.set()
@@ -333,13 +333,13 @@ class IndexWork:
             self.on_stale(stream, work.stale)
 
     async def _find(self, stream: Stream, plans: PlanHistory) -> StreamIndexWork:
-        unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
+        uncheckpointed = tuple(self._log.streams.uncheckpointed.get(stream.number, ()))
         schema = None if stream.documents is None else stream.documents.get("schema")
         scope = IndexWorkScope(
             self._merge, self._compact, stream.lifetime, stream.size_bytes, schema, self._log.clock.now_ns()
         )
         return await self._on_thread(
-            find_index_work, self._log.store, stream.number, stream.earliest, unfolded, plans, scope
+            find_index_work, self._log.store, stream.number, stream.earliest, uncheckpointed, plans, scope
         )
 
     def _look_later(self, number: int, at_ns: int | None) -> None:
@@ -358,7 +358,7 @@ class IndexWork:
             return entry
         older = [plan for plan in known.plans if plan.hash != entry.hash]
         plans = PlanHistory(known.keyed, (*older[-(PLANS_MAX - 1) :], entry))
-        await await_commit(partial(self._log.plan, stream, plans))
+        await await_commit(partial(self._log.set_index_plans, stream, plans))
         return entry
 
     def _set(self, number: int, work: StreamIndexWork | None) -> None:
@@ -431,15 +431,17 @@ def find_index_work(
     store: StoredStreams,
     number: int,
     earliest: int,
-    unfolded: UncheckpointedOps,
+    uncheckpointed: UncheckpointedOps,
     plans: PlanHistory,
     scope: IndexWorkScope,
 ) -> StreamIndexWork:
     """On a thread: one look at everything that is known of a stream's segments and companions."""
     plan = plans.wanted or NO_PLAN
     with store.snapshot():
-        segments = read_segments(store, number, earliest, unfolded)
-        known = msgspec.structs.replace(read_index_files(store, number, earliest, unfolded), plans=plans)
+        segments = read_segments(store, number, earliest, uncheckpointed)
+        known = msgspec.structs.replace(
+            read_index_files(store, number, earliest, uncheckpointed), plans=plans
+        )
         cuts = fork_points(store.db, number)
     coverage = Coverage(plan, known.companions)
     given_up = {one.object for one in known.quarantined if one.plan_hash == plan.hash}

@@ -110,7 +110,7 @@ class ManifestRecorder:
         self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
 
     @property
-    def unfolded(self) -> bool:
+    def uncheckpointed(self) -> bool:
         """Whether the hot store still lists graves that are closed, or very many manifests as behind."""
         return bool(self._buried) or len(self._recorded) >= REMEMBERED_MAX // 2
 

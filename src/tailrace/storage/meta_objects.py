@@ -415,14 +415,14 @@ class MetaRecorder:
 
     def waits_for_checkpoint(self, seq: int, now_s: float) -> bool:
         """Whether facts have been in the journal only for as long as entries may be."""
-        if not self.unfolded(seq):
+        if not self.uncheckpointed(seq):
             self._waits_since_s = None
             return False
         if self._waits_since_s is None:
             self._waits_since_s = now_s
         return now_s - self._waits_since_s >= self._age_s
 
-    def unfolded(self, seq: int) -> bool:
+    def uncheckpointed(self, seq: int) -> bool:
         """Whether there are facts behind this journal file."""
         return self._log.streams.meta_file > seq
 

@@ -280,8 +280,8 @@ class SealedElsewhereError(TailraceError):
 
 def has_sealed(log: Log) -> bool:
     """Whether there are segments, be it that only the journal knows of them."""
-    unfolded = (op for ops in log.streams.unfolded.values() for _, op in ops)
-    in_journal = any(isinstance(op, Sealed) and op.segments for op in unfolded)
+    uncheckpointed = (op for ops in log.streams.uncheckpointed.values() for _, op in ops)
+    in_journal = any(isinstance(op, Sealed) and op.segments for op in uncheckpointed)
     return in_journal or log.store.db.cold.any_segments()
 
 

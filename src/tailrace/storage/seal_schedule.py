@@ -182,7 +182,7 @@ class SealBacklog:
         self.refusing = False
 
     def start(self) -> None:
-        self._log.on_no_room = self._refuse
+        self._log.on_backpressure = self._refuse
         self.checkpointed(0)
 
     def sealed(self, size_bytes: int) -> None:
@@ -312,4 +312,4 @@ class EarlyRotation:
         if aged or closed or hurry or self._large or wanted:
             self._turned_s = now_s
             self._looked_at, self._large = 0, False
-            self._log.move_on()
+            self._log.rotate_journal()

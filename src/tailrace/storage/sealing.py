@@ -410,7 +410,7 @@ class SealingService:
         seq = self._turns.checkpointed_seq
         facts = self.meta.waits_for_checkpoint(seq, now_s)
         trimmed = self.pressure.untrimmed or self.trims.waits_for_checkpoint(seq)
-        return facts or trimmed or self._heads.unfolded
+        return facts or trimmed or self._heads.uncheckpointed
 
     def _take_aged(self, now_s: float) -> None:
         if len(self._due) > AGED_PER_TURN:
@@ -486,7 +486,7 @@ class SealingService:
 
     async def journal(self, op: Sealed | Trim | Recorded | Published | Compacted) -> None:
         """Returns when the operation is durable."""
-        await await_commit(partial(self._log.record, op))
+        await await_commit(partial(self._log.record_objects, op))
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
@@ -583,9 +583,9 @@ class SealingService:
     async def _fold(self) -> None:
         """Everything that is durable now gets into the hot store."""
         file = self._log.streams.file
-        touched = self._log.streams.touched or self.meta.unfolded(self._turns.checkpointed_seq)
+        touched = self._log.streams.touched or self.meta.uncheckpointed(self._turns.checkpointed_seq)
         if file > self._turns.checkpointed_seq and touched:
-            self._log.move_on()
+            self._log.rotate_journal()
             while self._turns.checkpointed_seq < file:
                 await self._step()
 
