@@ -1,14 +1,10 @@
 """Bootstrap: a server with an empty disk restores everything from the object store.
 
-What a bootstrap has done so far: a bar for people who watch, lines in the log for everybody else.
+1. Take the bucket over with a higher fence, so that a server that still runs cannot change it any more.
+2. Read every manifest and record in each that its stream continues in a new epoch.
+3. Build a hot store from the manifests. Entries stay on the object store.
 
-Where a bootstrap may work: a data directory that nobody would miss.
-
-Bootstrap: a server with an empty disk gets everything back from the object store.
-
-It takes the bucket over, so that a server that still runs somewhere can change nothing any more, reads every
-manifest, records in each that its stream goes on in a new epoch, and builds a hot store out of them. Entries
-stay where they are. The hot store gets its name at the very end: killed before, a bootstrap begins again.
+The hot store gets its final name at the very end: a bootstrap that is killed before starts over.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ import msgspec
 from tailrace.common import failpoints
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.settings import Settings
 from tailrace.log import system_streams
 from tailrace.log.journal import JournalCorruptError, list_files
@@ -98,14 +95,14 @@ class BootstrapReport(msgspec.Struct):
         self.problems_count += 1
         if len(self.problems) < PROBLEMS_MAX:
             self.problems.append(text)
-            logger.warning("bootstrap: %s", text)
+            logger.warning("bootstrap problem", extra=log_fields(problem=text))
 
     def summary(self) -> str:
         return (
             f"restored {self.streams} streams ({self.forks} of them forks) with {self.entries} entries and "
             f"{self.payload_bytes} bytes in {self.segments} segments, {self.tombstones} tombstones, "
             f"{self.producers} producers and {self.subscriptions} subscriptions in {self.seconds:.1f} s; "
-            f"{self.problems_count} could not be restored as they were"
+            f"{self.problems_count} problems"
         )
 
 
@@ -127,13 +124,13 @@ async def show_progress(restored: BootstrapReport) -> AsyncGenerator[None]:
 async def _log_progress(restored: BootstrapReport) -> None:
     while True:
         await asyncio.sleep(LINE_S)
-        logger.info(
-            "bootstrap: %d of %d manifests, %d entries, %d bytes",
-            restored.done,
-            restored.found,
-            restored.entries,
-            restored.payload_bytes,
+        fields = log_fields(
+            done=restored.done,
+            manifests=restored.found,
+            entries=restored.entries,
+            bytes=restored.payload_bytes,
         )
+        logger.info("bootstrap progress", extra=fields)
 
 
 async def _draw_progress_bar(restored: BootstrapReport) -> None:
@@ -208,7 +205,7 @@ async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) 
     """Fills an empty data directory from the object store, or raises TailraceError and changes nothing."""
     restored = BootstrapReport()
     if is_bootstrapped(directory.path):
-        logger.warning("the bootstrap was finished before; starting from what it restored")
+        logger.warning("bootstrap was completed before, starting from the restored directory")
         shutil.rmtree(directory.path / WORK_DIRECTORY, ignore_errors=True)
         return restored
     try:
@@ -219,11 +216,11 @@ async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) 
         await Bootstrap(settings, directory, clock, objects, restored).run()
     except ObjectStoreError as error:
         raise TailraceError(
-            "unavailable", f"the bootstrap stopped and can be started again: {error}"
+            "unavailable", f"the bootstrap failed and can be started again: {error}"
         ) from error
     finally:
         await objects.close()
-    logger.warning("bootstrap: %s", restored.summary())
+    logger.warning("bootstrap completed", extra=log_fields(summary=restored.summary()))
     return restored
 
 
@@ -290,7 +287,7 @@ class Bootstrap:
         before = await ownership.current()
         fence = await ownership.claim(self._directory.deployment, take_over=True)
         self._manifests = TakeoverManifestStore(self._objects, fence, clock=self._clock)
-        logger.warning("bootstrap: restoring from %s with fence %d", self._objects.url, fence)
+        logger.warning("bootstrap started", extra=log_fields(url=self._objects.url, fence=fence))
         return before is not None
 
     async def _round(self) -> None:

@@ -1,4 +1,5 @@
-"""Keeps the checkpointer running, feeds it retired journal files, tells the log when they are safe."""
+"""The server's side of the checkpointer: runs the process, feeds it retired journal files, reports
+progress."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.checkpointer import is_vacuum_due
 
 if TYPE_CHECKING:
@@ -108,7 +110,8 @@ class CheckpointService:
                     self._log.checkpointed(seq)
                     continue
                 self.failures += 1
-                logger.error("checkpoint of journal file %d failed: %s", seq, answer or "the process ended")
+                fields = log_fields(file=seq, error=answer or "the process exited")
+                logger.error("checkpoint failed, retrying", extra=fields)
                 await asyncio.sleep(RETRY_S)
             self._wake.clear()
 
@@ -120,11 +123,12 @@ class CheckpointService:
             self._rebuilding = False
             verdict, _, detail = answer.partition(" ")
             if verdict == "vacuumed" and int(detail) > 0:
-                logger.debug("hot store gave pages back to the disk: %s", detail)
+                logger.debug("hot store vacuumed", extra=log_fields(pages=int(detail)))
                 continue
             if verdict != "vacuumed":
                 self.failures += 1
-                logger.error("hot store vacuum failed: %s", answer or "the process ended")
+                fields = log_fields(error=answer or "the process exited")
+                logger.error("hot store vacuum failed", extra=fields)
             self._vacuum_after_s = loop.time() + VACUUM_RETRY_S
             loop.call_later(VACUUM_RETRY_S, self._wake.set)
 

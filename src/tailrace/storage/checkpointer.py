@@ -1,26 +1,17 @@
 """The checkpointer process: folds retired journal files into the hot store and vacuums it.
 
-Gives the free pages of the hot store back to the disk.
+It replays a file with the same code as the server and writes the changes in one transaction, together with
+the number of the file. As a separate process it does not block the server's loop, and it needs nothing from
+the server's memory. It may be killed at any moment.
 
-SQLite reuses pages that were freed, but keeps the file as large as it ever was. The checkpointer process, the
-only writer of the file, moves pages from its end into free ones and cuts the end off: a bounded number per
-step and only while no journal file waits. A file that an older version made has no map of its pages; it is
-rebuilt once, within the write-ahead log, so that a crash leaves the old content or the new one. Readers are
-not disturbed.
+Between files it returns free pages of the hot store to the file system: SQLite reuses freed pages but never
+shrinks the file by itself. Pages are moved from the end of the file and the end is truncated, in bounded
+steps and only while no journal file waits. A file created by an older version has no pointer map and is
+rebuilt once within the write-ahead log, so that a crash leaves either the old or the new content.
 
-What a journal file says about the object store, gathered during its replay, written with the rest.
-
-The checkpointer: a process of its own that folds retired journal files into the hot store.
-
-It replays a file with the same `apply` the server uses and writes what changed in one transaction, together
-with the number of the file. Being another process, it takes no time from the server's loop; being a fold of
-the journal, it needs nothing from the server's memory. It may be killed at any moment.
-
-Between files it gives free pages of the hot store back to the disk, when the server asks for it.
-
-Lines in: `<file> <end>`, answered by `done <file>` or `failed <file> <why>`; `vacuum <1 if the disk is
-short>`, answered by `vacuumed <pages>` or `failed vacuum <why>`; `stop`, which ends a vacuum early and has no
-answer of its own. It ends when its input does.
+Protocol, one line each: `<file> <end>` is answered by `done <file>` or `failed <file> <why>`; `vacuum <1 if
+the disk is nearly full>` by `vacuumed <pages>` or `failed vacuum <why>`; `stop` ends a vacuum early and has
+no response. The process exits at the end of its input.
 """
 
 from __future__ import annotations

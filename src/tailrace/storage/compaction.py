@@ -1,15 +1,9 @@
-"""Compaction: which segments become one, proof, replacement in the manifest, completion after a crash.
+"""Compaction: which segments become one, verification, replacement in the manifest, completion after a crash.
 
-Which small segments should become one, and whether what was made of them may stand for them.
-
-Pure: what is listed in, work or a decision out.
-
-The sealer's part in a compaction: the joined segment is read once more, then put into the manifest.
-
-Compactions carried out: written down as begun, put into the manifest, written down as done.
-
-A crash before the manifest leaves an object that nobody names. After it, the owner would go on with segments
-whose objects are deleted some day. So what was begun is a fact of the log, and whoever starts finishes it.
+The decisions are pure functions of the listed segments. The sealer reads the new segment once more before it
+puts it into the manifest. The log records the intent before the manifest changes and removes it afterwards:
+without it, a server killed in between would continue with segments whose objects are deleted later. At start
+pending intents are completed.
 """
 
 from __future__ import annotations
@@ -26,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.log import segment_catalogue
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.segment_catalogue import CompactionIntent
@@ -405,7 +400,8 @@ class CompactionService:
             except TailraceError as error:
                 if segment_catalogue.compaction_fact_key(stream.number) in self._log.streams.meta:
                     raise
-                logger.info("a compaction of %s was given up: %s", stream.name, error)
+                fields = log_fields(stream=stream.name, error=str(error))
+                logger.info("compaction abandoned", extra=fields)
 
     async def _carry_out(self, stream: Stream, intent: CompactionIntent) -> int:
         publication = ManifestPublication(
@@ -448,9 +444,12 @@ class CompactionService:
                 try:
                     await self._finish_one(number)
                 except TailraceError as error:
-                    logger.warning("a compaction of stream %d is not finished yet: %s", number, error)
+                    fields = log_fields(stream_number=number, error=str(error))
+                    logger.warning("cannot complete a started compaction, retrying", extra=fields)
                 except Exception:
-                    logger.exception("a compaction of stream %d cannot be finished", number)
+                    logger.exception(
+                        "completing a started compaction failed", extra=log_fields(stream_number=number)
+                    )
             if any(True for _ in segment_catalogue.pending_compactions(self._log.streams)):
                 await asyncio.sleep(COMPACTION_RETRY_S)
 

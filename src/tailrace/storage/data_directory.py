@@ -1,4 +1,4 @@
-"""The data directory: one server at a time, one format, one identity."""
+"""The data directory: its lock (one server at a time), format version and identity."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Index coverage: segments without index files, due merges, stale files, a summary. Pure.
-
-Which segments lack companions, and which companions are to be merged. Pure: lists in, work out.
-
-How far the index families of a stream are, in numbers. Pure: lists in, a summary out.
-"""
+"""Index coverage: segments without index files, due merges, stale files, and a summary. Pure functions."""
 
 from __future__ import annotations
 

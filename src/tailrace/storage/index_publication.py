@@ -1,15 +1,9 @@
-"""Publication of index files: whether a request is acceptable, the manifest change, the record.
+"""Publication of index files: validation of a request, the manifest change, and the journal record.
 
-Whether what the pipeline has built may be published. Pure: what is listed and offered in, a change out.
-
-The condition is that inputs and plan are still those it was built from, not that nothing else has changed.
-
-The sealer's part in the work of the pipeline: plans into the bucket, companions into manifests.
-
-Publications of the pipeline: decided, put into the manifest, written down. One at a time for each stream.
-
-The manifest comes first, then the journal. Whoever is killed in between has published: the same offer finds
-it in the manifest and only the journal is written.
+A request is valid if its inputs and its plan are still those it was built from; other changes do not matter.
+The manifest is changed first, then the journal is written, one publication per stream at a time. If the
+server is killed in between, a repeated request finds the files in the manifest and only the journal is
+written.
 """
 
 from __future__ import annotations

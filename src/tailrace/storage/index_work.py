@@ -1,16 +1,11 @@
 """Index work per stream: what has to be built, merged, rewritten for retention, or compacted.
 
-Merged companions and retention.
+A stream is examined when it is sealed, trimmed, configured or published to, and once at start. Lists are read
+from the hot store on a thread; everything else runs on the loop thread.
 
-Sums over many segments are no use once some of their entries are trimmed: so they are only merged within a
-part of the time that is retained, and taken apart again before retention comes to that part. Other merged
-files stay right, but carry trimmed entries along: when these are too many, the rest is built again. Pure:
-lists in, work out.
-
-What there is to do for the pipeline, stream by stream.
-
-A stream is looked at when it is sealed, trimmed, configured or published to, and once at the start of the
-server. Reading lists from the hot store happens on a thread; everything else is on the loop thread.
+Aggregates over many segments are useless once some of their entries are trimmed. So they are merged only
+within a part of the retention time, and split again before retention reaches that part. Other merged files
+stay valid but contain trimmed entries; when these are too many, the rest is built again.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, ParamSpec, Protocol, TypeVa
 import msgspec
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log import system_streams
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Compacted, Delete, Describe, Op, Published, Sealed, Trim
@@ -289,10 +285,14 @@ class IndexWork:
                 try:
                     await self._look(number)
                 except TailraceError as error:
-                    logger.warning("the work of stream %d is not known yet: %s", number, error)
+                    fields = log_fields(stream_number=number, error=str(error))
+                    logger.warning("cannot determine the index work of a stream, retrying", extra=fields)
                     self._loop.call_later(INDEX_RETRY_S, self.look_at, number)
                 except Exception:
-                    logger.exception("the work of stream %d cannot be told", number)
+                    logger.exception(
+                        "determining the index work of a stream failed",
+                        extra=log_fields(stream_number=number),
+                    )
             self._tell()
 
     def _tell(self) -> None:

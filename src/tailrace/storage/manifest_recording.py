@@ -1,9 +1,4 @@
-"""Bringing manifests up to date: streams whose manifest is stale, and streams that were deleted.
-
-A stream as its manifest tells it, and as it is remembered until its objects are deleted.
-
-Manifests that are behind their streams, and streams to be buried: found and worked off in pages.
-"""
+"""Bringing manifests up to date: streams whose manifest is stale, and streams that were deleted."""
 
 from __future__ import annotations
 
@@ -59,7 +54,7 @@ def manifest_facts(stream: Stream, as_of: int, store: StoredStreams | None = Non
         as_of=as_of,
         content_type=stream.content_type,
         lifetime=_recorded_lifetime(stream.lifetime),
-        asked=_recorded_lifetime(stream.asked),
+        asked=_recorded_lifetime(stream.requested_lifetime),
         touched_ns=stream.touched_saved_ns,
         parent=parent,
         fork_entry=stream.fork_entry,

@@ -1,27 +1,15 @@
 """`meta/` objects: documents, subscriptions and encrypted secrets in the bucket; recording and restoring.
 
-`meta/` objects: what the server knows and no segment holds. Replaced conditionally, the newest wins.
+Each object has the fence of the owner that wrote it, a generation that increases with each change, and the
+journal file it covers. Objects are replaced conditionally; the newest wins. See docs/formats.md, "Bucket".
 
-Each carries the fence of the owner who wrote it, a generation that grows with each change, and the journal
-file it speaks for. See docs/formats.md, "Bucket".
-
-Documents of streams in the bucket: `meta/<key>.json` in the stream's folder, named by its manifest.
-
-They are written before the manifest that tells of entries decided by them: a registry in the bucket may be
-newer than the entries there, and is never older.
-
-A subscription between the two forms it is kept in: facts of the log, and one object in the bucket.
-
-The facts are MessagePack arrays that the subscriptions write. Their order is part of the format on disk, and
-named here once more, because nothing below the subscriptions may import them.
-
-The sealer's part of `meta/` objects: facts that changed go from the hot store to the bucket.
-
-The server's part of `meta/` objects: knows how far the bucket is behind, and has the sealer catch up.
-
-That is a fact of the log itself, so nothing is written again after a restart.
-
-A bootstrap's part of `meta/` objects: subscriptions with their cursors, and webhook keys.
+- Documents of a stream are `meta/<key>.json` in its folder, named by its manifest. They are written before
+  the manifest with entries that depend on them: a schema registry in the bucket is never older than the
+  entries.
+- A subscription is several facts of the log and one object in the bucket. The facts are MessagePack arrays
+  written by the subscriptions; their field order is repeated here because storage may not import them.
+- The sealer copies changed facts from the hot store to the bucket. The server knows how far the bucket is
+  behind from a fact of the log, so nothing is written again after a restart.
 """
 
 from __future__ import annotations

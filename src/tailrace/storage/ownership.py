@@ -1,22 +1,13 @@
 """Bucket ownership: claim and fence, and the checks before a claim.
 
-Who owns a bucket: one deployment at a time, by a number that only grows.
+A bucket is owned by one deployment at a time. The fence is a number that only grows: taking a bucket over
+increments it, and it is written into every head its owner changes. A head with a higher fence cannot be
+changed by an owner with a lower one. See docs/decisions.
 
-The number, the fence, is written into every head its owner changes. Taking a bucket over raises it, and a
-head with a higher fence refuses everybody with a lower one. See docs/decisions.
-
-Whether everything that a bucket records is known here: asked before a server makes a bucket its own.
-
-A stream that somebody else recorded cannot be gone on with by a server that does not have it: whatever that
-server made under the same name could never be sealed, and nobody would notice before the disk is lost.
-
-Whether the data directory is older than its bucket: asked before a server goes on with the two.
-
-A backup that is put back has the identity of the server that went on after it was made, so nothing else would
-refuse it: its next entries would get numbers that the bucket has other entries for. A few streams are asked,
-however many there are. Whichever difference they do not show is found when its stream is sealed.
-
-This server's claim to its bucket: made at start, checked now and then, lost when somebody takes over.
+Before a server claims a bucket it checks that it knows every stream recorded there: a stream that another
+server recorded could not be continued, and its entries could never be sealed. It also checks, with a sample
+of streams, that its data directory is not older than the bucket, as after restoring a backup: new entries
+would get numbers that the bucket has other entries for. What the sample does not show is found at sealing.
 """
 
 from __future__ import annotations
@@ -33,6 +24,7 @@ import msgspec
 
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log import system_streams
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed
@@ -263,7 +255,7 @@ def _sampled_numbers(log: Log) -> Iterator[int]:
 
 logger = logging.getLogger("tailrace.seal")
 
-# A server must come up although its object store does not answer: the claim is then made later.
+# A server starts even if its object store does not respond: the bucket is then claimed later.
 START_S_MAX = 5.0
 
 
@@ -321,8 +313,9 @@ class BucketOwner:
                 "--take-over",
             ) from error
         except (TimeoutError, ObjectStoreError, OSError) as error:
-            self.failure = str(error) or "no answer"
-            logger.error("the object store %s cannot be used yet: %s", self._url, self.failure)
+            self.failure = str(error) or "no response"
+            fields = log_fields(url=self._url, error=self.failure)
+            logger.error("object store unavailable at start, retrying", extra=fields)
 
     async def claim(self) -> None:
         """Before the bucket becomes ours, everything in it must be; found again later, it is not asked."""
@@ -348,7 +341,8 @@ class BucketOwner:
             raise FencedError(error.message) from error
         except (ObjectStoreError, OSError) as error:
             if not self.failure:
-                logger.warning("the owner of %s cannot be confirmed: %s", self._url, error)
+                fields = log_fields(url=self._url, error=str(error))
+                logger.warning("cannot confirm the owner of the object store, retrying", extra=fields)
             self.failure = str(error)
 
     async def close(self) -> None:

@@ -1,14 +1,10 @@
-"""Streams as they come back from manifests, and the hot store that a bootstrap builds from them.
+"""Restoring streams from manifests, and the hot store that a bootstrap builds from them.
 
-A stream as it comes back from its manifest. Pure: heads in, heads and streams out.
+Entries that were acknowledged after the last recorded one are lost with the disk. So every stream continues
+in a new epoch, and an offset of a lost entry never resolves to a new one.
 
-What was acknowledged behind the last recorded entry is lost with the disk. So everything goes on in a new
-epoch, and an offset that was handed out for a lost entry never finds a new one.
-
-The hot store that a bootstrap builds, and beside it what it has found so far.
-
-Both lie in a directory of their own until all is done, so a bootstrap that was killed leaves nothing that
-anybody could take for a hot store. Everything here runs on one thread, in large transactions.
+The hot store and the list of what was found are in a separate directory until all is done, so a killed
+bootstrap leaves nothing that looks like a hot store. Everything runs on one thread, in large transactions.
 """
 
 from __future__ import annotations
@@ -117,7 +113,7 @@ def restored_stream(
     stream.epochs = head.epochs
     stream.bind(head.content_type)
     stream.lifetime = _restored_lifetime(head.lifetime)
-    stream.asked = _restored_lifetime(head.asked)
+    stream.requested_lifetime = _restored_lifetime(head.asked)
     # When it was last used is not known, so its window begins again.
     stream.touched_ns = stream.touched_saved_ns = (
         now_ns if head.lifetime.ttl_s is not None else head.touched_ns

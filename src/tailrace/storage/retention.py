@@ -1,12 +1,8 @@
-"""Retention rules: which entries are over their bounds, and the same for streams of the hot store.
+"""Retention rules: which entries of a stream are over its bounds, and its view of the hot store.
 
-What retention takes away. Pure: what a stream shows, its bounds and the time in, a decision out.
-
-A stream shows its own entries and, being a fork, entries of its ancestors. Its retention bounds what *it*
-shows: its `earliest` moves on and its readers are told. Whether an entry is also deleted is another question,
-asked of the stream that stores it: not before every stream that shows it has moved on.
-
-Streams as the hot store is given them, and what it tells about their retention.
+A stream shows its own entries and, if it is a fork, entries of its ancestors. Its retention applies to what
+it shows: its `earliest` advances. An entry is deleted from the stream that stores it only after `earliest` of
+every stream that shows it has advanced past it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Retention at work: streams are looked at when they are due, and what they no longer show is deleted.
+"""The retention service: trims streams when they are due, and deletes what no stream shows any more.
 
-Strictly in this order: the journal says that the entries are gone, and from then on readers are told so; a
-checkpoint takes the segments that no stream shows any more out of the hot store; the sealer takes them out of
-the manifest, then deletes them; the journal says that this is done. Each step is found to be missing by the
-next look and done again, so a crash between any two of them loses nothing but time.
+The order is: the journal records that entries are removed, and readers see it; a checkpoint removes segments
+that no stream shows from the hot store; the sealer removes them from the manifest, then deletes the objects;
+the journal records the deletion. A missing step is found and repeated in the next round, so a crash loses
+nothing.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Copies everything readable out of a damaged data directory into a new one.
+"""Salvage: copies everything readable from a damaged data directory into a new one.
 
-Copies the rows of a damaged hot store that can be read into a new one.
+The old directory is only read. A log has no gaps: entries after a lost range follow those before it, with new
+numbers in a new epoch, so that an offset issued before never resolves to another entry. Missing entries are
+counted for each stream.
 
-SQLite gives up on a query when it meets a damaged page. So rows are read in order up to that place, then from
-behind it on: by their row numbers where a table has them, else from the end backwards.
-
-Copies everything that can be read out of a damaged data directory into a new one.
-
-The old directory is only read. Entries behind a place that is lost follow those before it: a log has no
-holes. They get new numbers in a new epoch, so that an offset which was handed out before never finds another
-entry. What is missing is counted for each stream.
+SQLite aborts a query at a damaged page. So rows of the hot store are read up to that place and then from
+after it: by row id if the table has them, else from the end backwards.
 """
 
 from __future__ import annotations

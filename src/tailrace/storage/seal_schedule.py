@@ -1,18 +1,11 @@
-"""The seal schedule: due streams, forks that wait, the unsealed backlog, early journal rotation.
+"""The seal schedule: due streams, forks that wait for their sources, the unsealed backlog, early rotation.
 
-Which streams are due to be sealed: by size, by count, by age, or because they are closed.
-
-Forks and their sources on the object store: what a fork inherits is there before the fork is.
-
-A fork copies nothing. Recorded before its source is sealed as far as the fork shows it, its manifest would
-name entries that the bucket does not have, and a server restored from there would show the fork with a gap.
-
-How much is waiting for the object store, and the refusal of more when that is too much.
-
-When the journal file that is being written ends early: something that is due is only in there.
-
-Only what is in the hot store can be sealed, trimmed or recorded, and it gets there with the checkpoint of a
-file that has ended. Left to itself, a file ends when it is full.
+- `DueStreams`: streams are due by size, count, age, or because they are closed.
+- `ForkDependencies`: a fork's manifest must not name entries of its source that are not in the bucket yet, so
+  the source is sealed first.
+- `SealBacklog`: bytes that wait for the object store; appends are refused above a limit.
+- `EarlyRotation`: only what is in the hot store can be sealed, trimmed or recorded, and it gets there with
+  the checkpoint of a finished journal file. If due work is in the active file, the file is rotated early.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
 """The sealer process: moves entries from the hot store to segments and records them in manifests.
 
-Cutting a stream's hot entries into segments. Pure: runs of entries in, runs of entries out.
+It reads the hot store, one snapshot per stream and job, and is the only writer of segments and manifests. Its
+work becomes part of the log when the server journals its report. It may be killed at any moment: a repeated
+job finds what was done before.
 
-Segments in the bucket that the journal does not tell of: ours only if they hold the entries we hold.
+Segments in the bucket that the journal does not know may come from such a killed job. They may also come from
+a server that continued after the backup in use now was made, or that runs on a copy of this directory; then
+their entries differ. So they are accepted only if they hold the same entries as the hot store.
 
-A sealer whose server was killed leaves such segments behind, and their entries are still in the hot store.
-But so does a server that went on after the backup was made which is in use now, or one that runs on a copy of
-this directory: its entries have the same numbers and are others. Taking those for ours would drop what we
-acknowledged.
-
-The sealer: a process of its own that moves entries from the hot store to the object store.
-
-It only reads the hot store, one snapshot for each stream and job, and is the only one who writes segments and
-manifests. What it did becomes part of the log when the server journals its report. It may be killed at any
-moment: a job that is repeated finds what it did before.
-
-Lines in: `Job`. Lines out: `Report`. It ends when its input does.
+Protocol: one `SealerJob` per line in, one `SealerReport` per line out. The process exits at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from tailrace.common import failpoints, process
-from tailrace.common.logging_setup import configure_logging
+from tailrace.common.logging_setup import configure_logging, log_fields
 from tailrace.log.model import Stream
 from tailrace.log.stored_streams import StoredStreams, decode_block
 from tailrace.storage.compaction import CompactionSealer
@@ -347,7 +341,7 @@ class Sealer:
         except ManifestError as error:
             report.error, report.trouble = str(error), "failed"
         except Exception as error:
-            logger.exception("a job failed")
+            logger.exception("sealer job failed", extra=log_fields(kind=job.kind))
             report.error, report.trouble = f"{type(error).__name__}: {error}", "failed"
         objects = self._objects
         counts, heads, timings = self._book.drain()
@@ -580,7 +574,7 @@ class Sealer:
 
 
 def _log_orphan(orphan: Orphan) -> None:
-    logger.info("swept %s: %s", orphan.key, orphan.reason)
+    logger.info("deleted orphaned object", extra=log_fields(key=orphan.key, reason=orphan.reason))
 
 
 def schema_versions(documents: dict[str, bytes] | None, runs: Sequence[SegmentRows]) -> str:

@@ -1,8 +1,6 @@
-"""The sealer as a child process: jobs and reports as lines of JSON, and the server's end of the pipe.
+"""The server's side of the sealer: jobs and reports as lines of JSON, and the child process.
 
-What the server asks of the sealer, and what it is told. One JSON object per line, either way.
-
-The server's end of the sealer: started when there is something to do, ended when there is nothing.
+The process is started for the first job and stopped when idle.
 """
 
 from __future__ import annotations

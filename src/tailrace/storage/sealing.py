@@ -1,15 +1,10 @@
 """The sealing service: dispatches due streams to the sealer and journals what was sealed.
 
-Streams of which the bucket has other entries than we have: kept and served here, and not sealed.
+Everything runs on the loop thread in small steps. The hot store is read page by page on a thread; the object
+store is written by the sealer process. Several streams are sealed at a time, one job at a time for each.
 
-What the hot store holds that is not sealed, found page by page on a thread.
-
-Streams on their way to the object store: several at a time, one job after the other for each.
-
-Keeps the sealer at work: which streams are due, who asks it what, and when.
-
-Everything here runs on the loop thread and in small steps. What reads the hot store page by page does so on a
-thread; what writes to the object store is another process.
+If the bucket has other entries of a stream than this server, the stream is in conflict: it stays in the hot
+store, is served from there, and is retried much later.
 """
 
 from __future__ import annotations

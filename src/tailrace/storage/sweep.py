@@ -1,33 +1,25 @@
 """The sweep: finds objects that no manifest can name any more and deletes them; its schedule.
 
-Which plans in the folder of a stream are still needed. All others may be swept.
+Such objects are left by crashes, deletions and replacements. The sweep may run while a server is running and
+be killed at any moment. An object is deleted only if no head can name it again:
 
-Finds what no manifest names any more, and deletes it: leftovers of crashes, of deletions, of replacements.
-
-It may run beside a server, and be killed at any moment. An object goes only if no head can ever name it
-again, whoever is writing:
-
-- a segment, if its entries are recorded in other segments or its epoch is over: what follows the last
-  recorded entry may be an upload that is under way, or one that is about to be repeated. One that became
-  part of another stays for a day after that;
-- a companion that is not listed, a day later, if nobody can publish it meanwhile; likewise a plan that no
-  stream remembers and no companion was built by;
-- a page or producers object, if the head does not name it and it is old: every attempt to change a head makes
-  its own, and is over long before the grace time;
+- a segment, if its entries are recorded in other segments or its epoch has ended: after the last recorded
+  entry there may be a running or repeated upload. A compacted segment stays for one more day;
+- an index file that is not listed, after a day, if it cannot be published meanwhile; likewise a plan that no
+  stream has and no index file was built with;
+- a page or producers object, if the head does not name it and it is old: every attempt to change a head
+  creates its own, and ends long before the grace time;
 - anything in the folder of a deleted stream that was there around the time of the deletion.
 
-Tombstones that nobody needs any more go if the owner of the bucket sweeps (`owner`), or nobody uses it
-(`offline`). Folders without a head can only be told from new streams when nobody does.
+Unneeded tombstones are deleted if the owner of the bucket sweeps (`owner`), or no server uses it (`offline`).
+Folders without a head can be distinguished from new streams only when no server uses the bucket.
 
-Several workers are one owner in several processes (`share`): what anybody may take away is the first one's to
-find; what the pipeline made is for the worker that has the stream, since it keeps others from publishing
-meanwhile. Tombstones stay: a fork of that name may be recorded by any of them at that very moment.
+Several workers are one owner in several processes (`share`): general leftovers are deleted by the first one;
+those of the pipeline by the worker that owns the stream, since it can lock out publications. Tombstones stay:
+any worker may be recording a fork of that name.
 
-The sweep on a schedule: now and then the sealer walks the bucket and takes away what nobody can need.
-
-One page of the listing at a time, with pauses, so that it never holds up sealing. How far it came is a fact
-of the log, so a restart goes on there: a server that is restarted every day sweeps its whole bucket all the
-same. A turn that a crash cut short is done again, and finds less.
+On a server the sealer sweeps one page of the listing at a time, with pauses, so that sealing is not delayed.
+The position is a fact of the log, so a restart continues there. A step that a crash interrupted is repeated.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Verification of everything that manifests name, and of a journal and hot store.
+"""Verification of a bucket (everything that manifests name) and of a data directory (journal and hot store).
 
-Whether the journal and the hot store of a data directory are sound. Nothing is changed.
-
-Reads everything again that the manifests of a bucket name, and says what is not as it was recorded.
-
-Safe beside a running server: what retention or a deletion took away meanwhile is not reported. Memory is
-bounded by the bytes of segments in flight, whatever the size of the bucket.
+Nothing is changed. Safe while a server is running: what retention or a deletion removes meanwhile is not
+reported. Memory is bounded by the bytes of segments in flight, not by the size of the bucket.
 """
 
 from __future__ import annotations

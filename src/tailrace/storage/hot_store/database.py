@@ -1,11 +1,7 @@
 """The hot store: SQLite as a checkpoint of the journal, and its read-only inspection.
 
-The hot store: SQLite as a checkpoint of the journal.
-
-One process writes it (the checkpointer), in one transaction per journal file; the server only reads. It
-knows rows and blobs; what they mean is the log's business. The tables are described in docs/formats.md.
-
-What the hot store holds, for people: read-only, and safe beside a running server.
+One process writes it (the checkpointer), in one transaction per journal file; the server only reads. This
+module handles rows and blobs; the log gives them meaning. The tables are described in docs/formats.md.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from urllib.parse import quote
 import apsw
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.hot_store.tables import (
     COLD_SCHEMA,
     DOCUMENT_SCHEMA,
@@ -98,8 +95,8 @@ class BlockRow(NamedTuple):
 
 
 def hot_store_unreadable(error: apsw.Error) -> TailraceError:
-    logger.error("the hot store cannot be used: %s: %s", type(error).__name__, error)
-    return TailraceError("unavailable", "the hot store cannot be used; see 'tailrace inspect hot'")
+    logger.error("cannot read the hot store", extra=log_fields(kind=type(error).__name__, error=str(error)))
+    return TailraceError("unavailable", "the hot store cannot be read; see 'tailrace inspect hot'")
 
 
 class HotDatabase:

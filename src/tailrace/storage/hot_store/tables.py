@@ -1,26 +1,10 @@
 """Further tables of the hot store: segments, manifests, retention, index files, documents, changed facts.
 
-The hot store's book of the object store: segments, manifests that are behind, streams to be buried.
+Written by the checkpointer in the same transactions as everything else. A store created by an older version
+has none of these tables until its checkpointer runs; reading them before that finds them empty.
 
-Written by the checkpointer in the same transactions as everything else. A store made by an older version has
-none of these tables until its checkpointer runs; whoever reads it before finds them empty.
-
-The hot store's book of retention: who forked whom, when a stream is due, what has yet to be deleted.
-
-Written by the checkpointer in the same transactions as everything else. A store made by an older version has
-none of these tables until its checkpointer runs; whoever reads it before finds them empty.
-
-The hot store's book of companions: which files count for a stream, and which segments have none.
-
-Written by the checkpointer in the same transactions as everything else. A store made by an older version has
-none of these tables until its checkpointer runs; whoever reads it before finds them empty.
-
-Documents of streams in the hot store: a stream's registry and what else is said about it as a whole.
-
-Which facts of the server itself have changed since the object store was told of them.
-
-Facts have keys; those that are kept together as one object share a subject: a subscription and its links, or
-all secrets. The table is made by the checkpointer; in a store that an older version left, everything is new.
+Facts that are stored together as one object in the bucket share a subject: a subscription and its links, or
+all secrets.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""What a head becomes when a snapshot is recorded, segments are compacted, index files published.
+"""Changes of a head: recording a snapshot, compaction, publication of index files. Pure except for pages.
 
-What a head becomes when a snapshot of its stream is recorded. Pure: the same input, the same head.
-
-What a head becomes when one segment takes the place of several.
-
-The objects of those that go stay for a grace time: readers may be at them, and queries elsewhere hold their
-names. The head remembers which entries that concerns, so that the sweep leaves them alone.
-
-What a head becomes when companions are published: some added, some that they replace taken out.
-
-Everything of one publication is in the one head that is written, so it is seen together or not at all.
+Replaced segments stay for a grace time, because readers and queries may still use them. The head records the
+entry ranges, so that the sweep does not delete them earlier. All index files of one publication are in one
+head, so they become visible together.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a manifest says: the head of a stream, its pages, its producers. See docs/formats.md, "Bucket".
+"""The data model of manifests: the head of a stream, its pages, its producers. See docs/formats.md, "Bucket".
 
 The head is the only object of a stream that is ever replaced. Everything it names by key is created once,
-under a name that holds the hash of its content, and never changed. Pages and producers also hold a random
-number of the attempt that made them: what an attempt left behind is never named by a later one, so the sweep
-may delete it once it is old.
+under a name with the hash of its content, and never changed. The names of pages and producers also have a
+random attempt id: what one attempt left behind is never named by a later one, so the sweep can delete it once
+it is old.
 """
 
 from __future__ import annotations

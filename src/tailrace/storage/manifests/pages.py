@@ -1,16 +1,11 @@
 """Pages of a manifest: how a head lists any number of segments and index files and stays small.
 
-Pages of a manifest: how segments move from the head into pages, and pages into pages of pages.
+The head lists pages from the oldest to the newest, higher levels first. Each level grows to `pages_max` and
+is then folded into one page of the next level. So a head stays small, and recording one segment writes a
+bounded number of objects.
 
-The head's list of pages reads from the oldest to the newest, higher levels first. Each level grows to
-`pages_max` and is then folded into one page of the next level, so a head stays small however long the stream
-gets and recording one segment writes a bounded number of objects.
-
-Pages of companions: how a head lists any number of them and stays small.
-
-The newest are in the head itself. When there are too many, the oldest become a page; when there are too many
-pages of a level, the oldest become a page of pages. Pages are in the order of publication, not of entries, so
-each one knows the range that its companions speak of.
+The newest index files are in the head itself; the oldest are moved to pages in the same way. Their pages are
+in order of publication, not of entries, so each page has the range of entries that its files cover.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """The manifests of a bucket: loading, conditional replacement under a fence, takeover, lookup by name.
 
-One at a time for each stream: whoever changes its manifest keeps others of this process out.
+Every change is one conditional replacement of the head: the objects it names are created before, those it no
+longer names are deleted after. So a crash leaves either the old or the new manifest, and at most objects that
+nothing refers to. A change may be repeated at any time; what is recorded already stays as it is. Within a
+process the changes of one stream are serialized by a lock.
 
-Manifests: the one place that changes what the bucket says about a stream.
-
-Every change is one conditional replacement of the head: the objects it names are created before, the ones it
-no longer names are deleted after. So a crash leaves either the old or the new manifest, and at most objects
-that nobody refers to. A change may be repeated at any time; what is recorded already is left as it is.
-
-Owners are ordered by their fence. A head that carries a higher fence than ours belongs to somebody who came
-after us, and is never written to again. One with a lower fence has to be adopted before it is changed.
-
-Manifests as somebody sees them who restores streams: each is taken over before it is served.
-
-Finds the manifests of a stream that is known by its name only, and shows them to people.
+Owners are ordered by their fence. A head with a higher fence belongs to a later owner and is never written. A
+head with a lower fence has to be adopted before it is changed.
 """
 
 from __future__ import annotations
@@ -29,6 +22,7 @@ import msgspec
 
 from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.manifests import pages as manifest_pages
 from tailrace.storage.manifests.changes import (
     base_head,
@@ -428,7 +422,9 @@ class ManifestStore:
         try:
             await delete_keys(self._objects, keys)
         except ObjectStoreUnavailableError as error:
-            logger.info("superseded objects stay for now: %s", error)
+            logger.info(
+                "cannot delete superseded objects, left to the sweep", extra=log_fields(error=str(error))
+            )
 
     def _check_fence(self, head: ManifestHead, *, adopting: bool = False) -> None:
         if head.fence > self.fence:

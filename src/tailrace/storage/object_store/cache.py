@@ -1,14 +1,8 @@
 """Ranged reads of immutable objects through an LRU disk cache, bounded in bytes; fetches are shared.
 
-A bound on the bytes that are held at once, for coroutines: whoever would exceed it waits.
-
-A cache of parts of objects on the local disk, least recently used out first, bounded in bytes.
-
-One file per part, named after the object and the bytes it holds. Objects never change, so a part is never
-stale; a file that a crash cut short has the wrong size and is thrown away. The index belongs to the loop's
-thread; the files are read and written on other threads, and a file that is gone is only a miss.
-
-Stretches of immutable objects: fetched once for everybody who asks, and kept in the cache on disk.
+The cache has one file per part, named after the object and the byte range. Objects never change, so a part is
+never stale; a file truncated by a crash has the wrong size and is deleted. The index belongs to the loop
+thread; files are read and written on other threads, and a missing file is a cache miss.
 
 The object store is opened by the first fetch, on a thread, because its library is large.
 """
@@ -32,6 +26,7 @@ import xxhash
 
 from tailrace.common import private_files
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.object_store.files import FileObjectStore
 from tailrace.storage.object_store.interface import ObjectStore, open_object_store
 from tailrace.storage.object_store.request_stats import RequestStats, stream_and_artifact
@@ -417,7 +412,7 @@ class ObjectCache:
                 for part in await self._work.on_thread(self.cache.scan):
                     await self._remove(self.cache, self.cache.add(part))
             except OSError as error:
-                logger.warning("the cache of segments cannot be used: %s", error)
+                logger.warning("cannot read the segment cache, disabled", extra=log_fields(error=str(error)))
                 self.cache = None
         return objects
 
@@ -443,7 +438,7 @@ class ObjectCache:
         try:
             await self._work.on_thread(cache.write, part, data)
         except OSError as error:
-            logger.warning("the cache of segments cannot be written: %s", error)
+            logger.warning("cannot write to the segment cache", extra=log_fields(error=str(error)))
         else:
             await self._remove(cache, cache.add(part))
 

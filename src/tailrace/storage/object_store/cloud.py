@@ -1,21 +1,14 @@
 """Cloud buckets through obstore (S3, Google Cloud, Azure): credentials, error classes, retries.
 
-What went wrong at a bucket, and how long to be patient about it.
+obstore makes one attempt; retries are decided here, because only here is known what a repeat means. A write
+whose response was lost may have succeeded: the repeat is then refused because of our own object, and the
+stored content is compared with what was written.
 
-The library's errors are read here and nowhere else. It says only in words which status a server answered
-with, so the words are looked at; what has no status never got an answer.
+The errors of obstore are interpreted only here. They have the HTTP status only in their text, so the text is
+parsed; without a status there was no response.
 
-Whether there are keys for a bucket, before anybody is asked.
-
-Without keys the library asks the cloud's own address for the role of the machine. A server that was named by
-its endpoint knows no such roles, and outside of a cloud nobody answers there, so that a key which was
-forgotten would show as a store that does not answer.
-
-Buckets, by way of obstore: S3 and what speaks like it, Google Cloud Storage, Azure, and plain memory.
-
-The library makes one try; when to try again is decided here, because only here is known what a repeat
-means. A write whose answer was lost may have happened: then the repeat is refused by our own object, and
-what lies there is compared with what we wrote.
+Missing credentials are reported before a request: without keys obstore would ask the cloud's metadata address
+for a machine role, which outside of a cloud looks like a store that does not respond.
 """
 
 from __future__ import annotations
@@ -43,6 +36,7 @@ from obstore.exceptions import (
 )
 
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.object_store.interface import (
     ObjectConflictError,
     ObjectExistsError,
@@ -157,7 +151,8 @@ class RetryBudget:
         pause_s = random.uniform(bound_ms / 10, bound_ms) / 1000  # noqa: S311 - no secret
         if self.tries >= self._limits.object_tries or pause_s >= self.left_s:
             raise self.exhausted(error) from error
-        logger.debug("object store: %s: try %d failed: %s", self._key, self.tries, describe_error(error))
+        fields = log_fields(key=self._key, attempt=self.tries, error=describe_error(error))
+        logger.debug("object store request failed, retrying", extra=fields)
         await asyncio.sleep(pause_s)
 
     def exhausted(self, error: Exception) -> ObjectStoreUnavailableError:

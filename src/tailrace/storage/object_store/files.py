@@ -1,9 +1,9 @@
-"""An object store in a directory: one file per object, synced before it counts.
+"""An object store in a directory: one file per object, synced before it becomes visible.
 
-A new object is written beside the others under `.tailrace/`, synced, and then linked to its name, which the
-kernel refuses when the name is taken. A replacement is renamed over the old file under a lock that every
-process takes, after a look at the old content. So a name always leads to a whole object, whoever is killed
-when; and several processes may use the same directory, on a file system with `link` and `flock`.
+A new object is written under `.tailrace/`, synced, and then linked to its name, which the kernel refuses if
+the name exists. A replacement is renamed over the old file under a lock that every process takes, after
+checking the old content. So a name always refers to a complete object, even after a crash, and several
+processes may use the same directory, on a file system with `link` and `flock`.
 """
 
 from __future__ import annotations

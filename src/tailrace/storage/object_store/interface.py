@@ -1,12 +1,10 @@
 """The object store interface: named blobs, created once or replaced under a condition.
 
-The object store: named blobs that are created once, or replaced under a condition.
+`ObjectStore` is all that other code knows of a bucket. `open_object_store` selects the implementation by URL:
+local files for ``file://``; for buckets a library that is imported only when one is opened. The errors of
+each call are documented there; ObjectStoreUnavailableError can come from every one.
 
-`Objects` is all that the rest of the code knows of a bucket. `open_objects` picks what stands behind a URL:
-our own files for ``file://``, and for buckets a library that is imported only when one is opened.
-Which call can fail how is written at the call; ObjectsUnavailableError can come from every one.
-
-Steps of an object store, one at a time, for programs without a loop of their own: workers of Spark.
+For programs without an event loop, such as Spark workers, there is a blocking wrapper.
 """
 
 from __future__ import annotations

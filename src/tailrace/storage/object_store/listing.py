@@ -1,10 +1,6 @@
 """Walking a bucket: its streams, the objects under a prefix, deleting them, a task for each stream.
 
-Walking a bucket: which streams it has, what lies in the folder of one, and clearing it.
-
-Lists come in pages and are never held whole, so a bucket may be of any size.
-
-Does the same to every stream of a bucket, a few at a time.
+Listings are read in pages and never held as a whole, so a bucket may be of any size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who asked the object store for what: requests by stream and kind of object, and the newest manifests.
+"""Statistics of object store requests by stream and kind of object, and the newest manifests.
 
-Kept by the process that makes the requests; the sealer hands its share over with each report. Nothing but
-the inspection of streams depends on it, so it forgets streams that were idle for longest.
+Collected by the process that makes the requests; the sealer adds its part to each report. Only the inspection
+of streams uses it, so the streams idle for longest are dropped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reads entries that are only in segments: footer, ranged get or cache, decode.
+"""Reading entries that are only in segments: footer, ranged get or cache, decode.
 
-It lives on the server's loop and is free until the first cold read: only then are the object store's library
-and Arrow imported. Readers that want the same row groups at the same time share one fetch and one decoding.
-Decoding runs on two threads, and budgets bound the bytes of all that is under way.
+Runs on the server's loop. The object store's library and Arrow are imported at the first read of a segment.
+Concurrent readers of the same row groups share one fetch and one decoding. Decoding runs on two threads, and
+budgets bound the bytes in flight.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.object_store.cache import (
     ByteBudget,
     LoopTasks,
@@ -155,7 +156,7 @@ class ColdReader:
             yield
         except (CorruptSegmentError, ObjectMissingError) as error:
             self.counts.corrupt += 1
-            logger.error("the segment %s cannot be read: %s", key, error)
+            logger.error("cannot read segment", extra=log_fields(key=key, error=str(error)))
             raise TailraceError("unavailable", "a segment of this stream is missing or damaged") from error
         except ObjectStoreError as error:
             raise TailraceError("unavailable", "the object store does not answer") from error
@@ -181,7 +182,10 @@ class ColdReader:
             try:
                 footer = await self._work.on_thread(_parse_footer, kept, info)
             except CorruptSegmentError as error:
-                logger.warning("the kept footer of %s cannot be used: %s", key, error)
+                logger.warning(
+                    "stored footer is damaged, reading it from the segment",
+                    extra=log_fields(key=key, error=str(error)),
+                )
         if footer is None:
             footer = await self._work.on_thread(
                 _parse_footer, await self._fetch_footer(key, info.bytes), info
@@ -292,7 +296,8 @@ class ColdReader:
             try:
                 found = await self._work.on_thread(decode, raw)
             except CorruptSegmentError as error:
-                logger.warning("a cached part of %s is damaged: %s", stretch.segment.key, error)
+                fields = log_fields(key=stretch.segment.key, error=str(error))
+                logger.warning("cached part of a segment is damaged, fetching it again", extra=fields)
             else:
                 self.counts.hits += 1
                 return found

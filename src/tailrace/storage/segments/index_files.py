@@ -1,11 +1,7 @@
 """Index files beside the segments: what is recorded about each, index plans, the publish request.
 
-Companions: files beside the segments that answer questions about them. What is recorded about each.
-
-A companion is made by the pipeline from segments or from other companions, created once and never changed.
-The manifest of the stream says which ones count. Docs: docs/formats.md, "Companions".
-
-What the pipeline offers to have listed: the one body of a publication, as it is sent and as it is read.
+An index file is built by the pipeline from segments or other index files, created once and never changed. The
+manifest of the stream lists the valid ones. See docs/formats.md, "Companions".
 """
 
 from __future__ import annotations

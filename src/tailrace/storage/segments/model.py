@@ -1,14 +1,7 @@
 """Segments: names, what is recorded about each, and which entries stay retained. Imports no Arrow.
 
-Segments: what one is called, where it lies, and what is recorded about it.
-
-A segment is an immutable Parquet file with consecutive entries of one stream. This file is the part that
-everybody needs and that costs nothing to import; `segment_writer.py` makes the files and `segment_reader.py`
-takes them apart, and both bring Arrow with them. The format is described in docs/formats.md.
-
-Which entries of a stream stay stored: those it shows itself, and older ones that forks still show.
-
-The footer of a segment of which only the object is left, in the form the hot store keeps.
+A segment is an immutable Parquet file with consecutive entries of one stream. Writing and reading segments is
+in `writer` and `reader`, which import Arrow. The format is described in docs/formats.md.
 """
 
 from __future__ import annotations

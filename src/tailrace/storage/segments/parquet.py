@@ -1,13 +1,8 @@
-"""Arrow and Parquet as far as segments need them: typed helpers, partial files, split block Bloom filters.
+"""Arrow and Parquet for segments: typed helpers, partial files, split block Bloom filters.
 
-Arrow, as far as segments need it.
-
-The library has no annotations, so this is where it stops being typed; what it returns is checked by the round
-trip tests. It is large: nothing imports this module before a segment is really touched.
-
-A file of which only some stretches are there, as libraries want to see one.
-
-Parquet's split block Bloom filters: the library writes them, and leaves reading them to others.
+pyarrow has no type annotations, so this is the boundary of type checking; round trip tests check the rest. It
+is large: nothing imports this module before a segment is read or written. pyarrow writes Parquet's Bloom
+filters but cannot read them, so reading is implemented here.
 """
 
 from __future__ import annotations

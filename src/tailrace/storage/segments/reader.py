@@ -1,20 +1,12 @@
-"""Reads and checks segments: footer and checksums, decoding of row groups, verification of a file.
-
-The end of a segment: what lies behind its row groups, checked, and as it is kept in the hot store.
+"""Reading and checking segments: footer and checksums, decoding of row groups, verification of a file.
 
     ... last row group | Bloom filters, page indexes | footer | its length, u32 | PAR1
-                         `------------------- the tail, kept -------------------------'
+                         `------------- the tail, stored in the hot store ------------'
 
-Two of the footer's facts are checksums of this part itself. `footer_xxh3` is over the footer to the end of
-the file with its own digits as zeros, so that it can be checked before anything is parsed; `index_xxh3` is
-over what lies between the row groups and the footer.
-
-Reads segments: a row group is found in the footer and decoded from just its own bytes.
-
-No byte reaches a reader unchecked. The footer has a checksum of itself and one of every row group, and both
-are compared before the library sees anything.
-
-Takes a whole segment apart: what it holds, and whether every checksum in and around it is right.
+A row group is located by the footer and decoded from its own bytes only. No byte is used unchecked: the
+footer has a checksum of itself and of every row group, and both are compared before pyarrow parses anything.
+`footer_xxh3` covers the footer to the end of the file, with its own digits as zeros, so that it can be
+checked before parsing; `index_xxh3` covers the bytes between the row groups and the footer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Writes segments: rows in, a synced Parquet file and its footer out.
+"""Writing segments: rows in, a synced Parquet file and its footer out.
 
-It works on one row group at a time, so its memory does not grow with the segment, and it hands Arrow whole
-buffers: no Python object is made for an entry, except for its key.
+Works on one row group at a time, so its memory does not grow with the segment, and passes whole buffers to
+Arrow: no Python object is created per entry, except for its key.
 """
 
 from __future__ import annotations
