@@ -27,7 +27,7 @@ def data_dir(tmp_path: Path) -> Path:
         await fill(objects, manifests, tmp_path, "orders", 5)
         await fill(objects, manifests, tmp_path, "clicks/eu", 1)
         await fill(objects, manifests, tmp_path, "gone", 1)
-        await manifests.bury(named("gone", 10), CREATED_NS + 1, "deleted")
+        await manifests.delete_stream(named("gone", 10), CREATED_NS + 1, "deleted")
         await upload(objects, tmp_path, "orders", 1, 10, word="other")
         await objects.close()
 

@@ -176,7 +176,7 @@ class PipelinePlanner:
         registry = Registry(name=stream.name) if schema is None else read_registry(schema)
         data = store_plan(plan, registry, documents.get(PROFILE))
         publication = ManifestPublication(stream_id=folder, objects={plan_name(plan.hash): data})
-        report = await self._sealing.ask("plan", [stream.number], publication=publication)
+        report = await self._sealing.run_job("plan", [stream.number], publication=publication)
         if report.error:
             raise TailraceError("unavailable", f"the plan cannot be stored: {report.error}")
         self._stored[folder] = (entry.hash, entry.generation)

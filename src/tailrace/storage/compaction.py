@@ -409,9 +409,9 @@ class CompactionService:
             segment=intent.segment,
             replaced=list(intent.replaced),
         )
-        if not self._sealing.standing.owned:
+        if not self._sealing.health.owned:
             raise TailraceError("unavailable", "the object store cannot be used just now")
-        report = await self._sealing.ask("compact", [stream.number], publication=publication)
+        report = await self._sealing.run_job("compact", [stream.number], publication=publication)
         if report.error:
             raise TailraceError("unavailable", f"the manifest cannot be written: {report.error}")
         if report.refused or stream.removed:
@@ -458,5 +458,5 @@ class CompactionService:
         if stream is None or stream.removed:
             await self._note(number, None)
             return
-        async with self._locks.hold(make_stream_id(stream.name, stream.incarnation)):
+        async with self._locks.lock(make_stream_id(stream.name, stream.incarnation)):
             await self.finish(stream)

@@ -316,7 +316,7 @@ class IndexFileSealer:
 
     async def _create(self, stream_id: str, objects: dict[str, bytes]) -> None:
         """Their names hold hashes: one that is there is the same. No sweep may be judging it meanwhile."""
-        async with self._manifests.hold(stream_id):
+        async with self._manifests.lock(stream_id):
             for key, data in objects.items():
                 try:
                     await self._objects.create(stream_prefix(stream_id) + key, data)
@@ -387,7 +387,7 @@ class PublicationService:
             raise TailraceError("overloaded", "too many publications at once")
         self._under_way += 1
         try:
-            async with self._locks.hold(offer.stream_id):
+            async with self._locks.lock(offer.stream_id):
                 return await self._publish(stream, offer)
         finally:
             self._under_way -= 1
@@ -438,7 +438,7 @@ class PublicationService:
     async def unlist(self, stream: Stream, keys: tuple[str, ...]) -> None:
         """Takes out companions that nobody wants, and quarantines that are to be tried again."""
         folder = make_stream_id(stream.name, stream.incarnation)
-        async with self._locks.hold(folder):
+        async with self._locks.lock(folder):
             self._check_there(stream)
             known = await self._log.catalogue.load(stream)
             listed = {one.object for one in known.companions} | {one.object for one in known.quarantined}
@@ -464,7 +464,7 @@ class PublicationService:
             publication = ManifestPublication(
                 stream_id=folder, added=list(accepted.added), removed=list(accepted.removed)
             )
-            report = await self._sealing.ask("publish", [stream.number], publication=publication)
+            report = await self._sealing.run_job("publish", [stream.number], publication=publication)
             if report.error:
                 raise TailraceError("unavailable", f"the manifest cannot be written: {report.error}")
             if report.refused == "missing":

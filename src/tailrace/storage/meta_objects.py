@@ -420,7 +420,7 @@ class MetaRecorder:
         newest = await self._sealing.on_thread(lambda: MetaTables(self._log.store.db).newest_file())
         if newest < 0 or (newest <= int(file) and key == self._fingerprint):
             return True
-        report = await self._sealing.ask("meta", [], int(file))
+        report = await self._sealing.run_job("meta", [], int(file))
         if report.error:
             return False
         value = f"{report.as_of} {self._fingerprint}".encode()

@@ -513,7 +513,7 @@ class Sealer:
         raw = await loop.run_in_executor(self._threads, self._grave, number)
         if raw is not None:
             stream, at_ns, reason = decode_deleted(raw)
-            await self._manifests.bury(manifest_facts(stream, 0), at_ns, reason)
+            await self._manifests.delete_stream(manifest_facts(stream, 0), at_ns, reason)
         return 0
 
     async def _trim(self, number: int) -> int:
@@ -529,7 +529,7 @@ class Sealer:
             if stored is None or stored.head.fence < self._manifests.fence:
                 # A fork of a trimmed stream that is still empty, or ours from before somebody took over.
                 await self._manifests.publish(facts, known=stored)
-            await self._manifests.retain(facts.stream_id, earliest, reached)
+            await self._manifests.trim(facts.stream_id, earliest, reached)
         except StreamDeletedError:
             pass
         return 0

@@ -284,7 +284,7 @@ class Sweeper:
         """
         if self._owner is None and not self._offline:
             return
-        async with self._manifests.hold(stream_id):
+        async with self._manifests.lock(stream_id):
             stored = await self._manifests.load(stream_id)
             if stored is None or stored.head.deleted is not None:
                 if self._share != "rest":
@@ -395,15 +395,15 @@ def _orphan(info: ObjectInfo, reason: str) -> Orphan:
 
 SWEEP_FACT: Final = "swept"
 MS_NS: Final = 1_000_000
-FIRST_S_MAX: Final = 600.0  # a server that has just started has other things to do
+FIRST_S_MAX: Final = 600.0  # until the first step after a start
 SWEEP_CHECK_S: Final = 60.0
 SWEEP_PAUSE_S: Final = 0.5
-SWEEP_PAUSE_SHARE: Final = 4.0  # a turn is followed by a pause of so many times its length
-TURNS_PER_NOTE: Final = 16  # so much is done again after a crash
+SWEEP_PAUSE_SHARE: Final = 4.0  # the pause after a step, as a multiple of its duration
+STEPS_PER_SAVE: Final = 16  # up to so many steps are repeated after a crash
 
 
 class SweepProgress(NamedTuple):
-    """When the present pass began, or the last one if `after` is empty; the key it has come to."""
+    """When the current pass started, or the last one if `after` is empty; the last key reached."""
 
     begun_ns: int
     after: str
@@ -418,7 +418,7 @@ class SweepProgress(NamedTuple):
 
 
 class SweepSchedule:
-    """One turn at a time."""
+    """Runs the sweep one step at a time."""
 
     def __init__(self, sealing: SealingService, log: Log) -> None:
         self._sealing = sealing
@@ -426,56 +426,56 @@ class SweepSchedule:
         self._interval_ns = log.limits.sweep_interval_ms * MS_NS
         self._progress: SweepProgress | None = None
         self._running = False
-        self._look_at_s: float | None = None
-        self._turns = 0
+        self._next_s: float | None = None
+        self._steps = 0
         self.passes = 0
         self.seen = SweepReport()
 
-    def look(self, now_s: float) -> None:
-        """Called every second; does something when a turn is due."""
+    def poll(self, now_s: float) -> None:
+        """Starts a step if one is due."""
         if not self._interval_ns or self._running or self._log.refusal is not None:
             return
-        if self._look_at_s is None:
-            self._look_at_s = now_s + min(self._interval_ns / 1e9, FIRST_S_MAX)
-        if now_s < self._look_at_s:
+        if self._next_s is None:
+            self._next_s = now_s + min(self._interval_ns / 1e9, FIRST_S_MAX)
+        if now_s < self._next_s:
             return
         progress = self._due()
         if progress is None:
-            self._look_at_s = now_s + min(self._interval_ns / 1e9, SWEEP_CHECK_S)
+            self._next_s = now_s + min(self._interval_ns / 1e9, SWEEP_CHECK_S)
             return
         self._running = True
-        self._sealing.spawn(self._turn(progress, now_s))
+        self._sealing.spawn(self._step(progress, now_s))
 
     def _due(self) -> SweepProgress | None:
-        """Where the next turn begins; None if there is none yet."""
+        """Where the next step starts; None if none is due."""
         now_ns = self._log.clock.now_ns()
-        noted = self._log.streams.meta.get(SWEEP_FACT)
-        if self._progress is None and noted is not None:
-            self._progress = SweepProgress.decode(noted)
+        saved = self._log.streams.meta.get(SWEEP_FACT)
+        if self._progress is None and saved is not None:
+            self._progress = SweepProgress.decode(saved)
         if self._progress is None:
-            # There is nothing to sweep before there was something to seal.
+            # There is nothing to sweep before the first seal.
             return None if self._sealing.sealer is None else SweepProgress(now_ns, "")
         if self._progress.after:
             return self._progress
-        # A clock that was set back must not stop it for ever.
+        # A clock that was set back must not stop the sweep.
         waited_ns = abs(now_ns - self._progress.begun_ns)
         return SweepProgress(now_ns, "") if waited_ns >= self._interval_ns else None
 
-    async def _turn(self, progress: SweepProgress, begun_s: float) -> None:
+    async def _step(self, progress: SweepProgress, started_s: float) -> None:
         pause_s = SWEEP_CHECK_S
         try:
-            report = await self._sealing.ask("sweep", [], after=progress.after)
+            report = await self._sealing.run_job("sweep", [], after=progress.after)
             if report.error:
                 return
             self.seen.add(report.swept)
-            self._turns += 1
+            self._steps += 1
             self.passes += not report.after
             self._progress = progress._replace(after=report.after)
-            if not report.after or self._turns % TURNS_PER_NOTE == 0:
+            if not report.after or self._steps % STEPS_PER_SAVE == 0:
                 self._log.put_meta(SWEEP_FACT, self._progress.encode())
-            pause_s = max(SWEEP_PAUSE_S, SWEEP_PAUSE_SHARE * (self._sealing.now_s() - begun_s))
+            pause_s = max(SWEEP_PAUSE_S, SWEEP_PAUSE_SHARE * (self._sealing.now_s() - started_s))
         except TailraceError:
-            pass  # the journal takes nothing just now; only the note is missing
+            pass  # the journal is unavailable: only the progress is not saved
         finally:
             self._running = False
-            self._look_at_s = self._sealing.now_s() + pause_s
+            self._next_s = self._sealing.now_s() + pause_s

@@ -235,12 +235,12 @@ async def change_index_files(
         raise StreamDeletedError(current.stream_id, f"it was {current.deleted.reason} and takes nothing more")
     pages = IndexFilePages(objects, current.stream_id)
     listed = ListedIndexFiles(current.companion_pages, current.companions)
-    known = await pages.found(listed, {one.object for one in added})
+    known = await pages.find_listed(listed, {one.object for one in added})
     new = [one for one in added if one.object not in known and not is_trimmed(one, current.earliest)]
     await _check_objects(objects, current.stream_id, new)
     kept = {one.object for one in added}
-    gone = await pages.found(listed, set(removed) - kept)
-    gone |= await pages.twins(listed, new, kept)
+    gone = await pages.find_listed(listed, set(removed) - kept)
+    gone |= await pages.equivalents(listed, new, kept)
     shorter = await pages.without(listed, gone)
     grown = await pages.roll(ListedIndexFiles(shorter.pages, (*shorter.companions, *new)))
     if grown == listed:

@@ -72,7 +72,7 @@ class SegmentPages:
     async def load(self, ref: SegmentPageRef) -> SegmentPage:
         data, _etag = await self._objects.get(self._prefix + ref.key)
         if sha256_of(data) != ref.sha256:
-            raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
+            raise ManifestCorruptError(self._stream_id, f"the content of {ref.key} does not match its hash")
         page = decode_manifest(data, SegmentPage, self._stream_id, ref.key)
         parts = page.pages if ref.level else page.segments
         if page.level != ref.level or not parts or _segment_page_ref(page, ref.key, ref.sha256) != ref:
@@ -269,7 +269,7 @@ class IndexFilePages:
     async def load(self, ref: IndexFilePageRef) -> IndexFilePage:
         data, _etag = await self._objects.get(self._prefix + ref.key)
         if sha256_of(data) != ref.sha256:
-            raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
+            raise ManifestCorruptError(self._stream_id, f"the content of {ref.key} does not match its hash")
         page = decode_manifest(data, IndexFilePage, self._stream_id, ref.key)
         if page.level != ref.level or _index_file_page_ref(page, ref.key, ref.sha256) != ref:
             raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
@@ -292,16 +292,16 @@ class IndexFilePages:
                 async for inner in self.walk_pages((await self.load(ref)).pages):
                     yield inner
 
-    async def found(self, listed: ListedIndexFiles, keys: Collection[str]) -> set[str]:
+    async def find_listed(self, listed: ListedIndexFiles, keys: Collection[str]) -> set[str]:
         """Which of these objects are listed. Only pages that can hold one of them are looked at."""
         found = {one.object for one in listed.companions if one.object in keys}
         for ref in listed.pages:
             if any(_may_hold(ref, key) for key in keys):
                 page = await self.load(ref)
-                found |= await self.found(ListedIndexFiles(page.pages, page.companions), keys)
+                found |= await self.find_listed(ListedIndexFiles(page.pages, page.companions), keys)
         return found
 
-    async def twins(
+    async def equivalents(
         self, listed: ListedIndexFiles, added: Sequence[IndexFile], kept: Collection[str]
     ) -> set[str]:
         """Listed companions of the family, making and range of one that is added, other than those kept."""
@@ -311,7 +311,7 @@ class IndexFilePages:
         for ref in listed.pages:
             if any(ref.first <= first and last <= ref.last for first, last in ranges):
                 page = await self.load(ref)
-                found |= await self.twins(ListedIndexFiles(page.pages, page.companions), added, kept)
+                found |= await self.equivalents(ListedIndexFiles(page.pages, page.companions), added, kept)
         return found.difference(kept)
 
     async def without(self, listed: ListedIndexFiles, keys: Collection[str]) -> ListedIndexFiles:
