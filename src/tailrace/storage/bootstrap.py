@@ -176,7 +176,7 @@ def is_bootstrapped(path: Path) -> bool:
 
 
 def _count_streams(store: StoredStreams, found: ReplayResult) -> int:
-    """Apart from the server's own as long as the registry is empty: one started by mistake makes them."""
+    """Whether only system streams exist and the registry is empty, as after a start by mistake."""
     names = {name for name, _ in store.db.images_after("", "", 3)} | found.streams.by_name.keys()
     own = found.streams.find(system_streams.REGISTRY_STREAM)
     if names <= set(system_streams.BOUNDED_STREAMS) and (own is None or own.tail == 0):
@@ -197,7 +197,7 @@ WORK_DIRECTORY = "bootstrap"  # what is being built, in the data directory
 LISTS_IN_PARALLEL = 16
 RESTORE_BATCH = 1000
 SEGMENTS_HELD = 20_000
-EPOCHS_PER_OWNER = 1024  # more than one owner can use up on a name without any manifest that says so
+EPOCHS_PER_OWNER = 1024  # more than one owner can use up on a name without a manifest that records it
 T = TypeVar("T")
 
 
@@ -225,7 +225,7 @@ async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) 
 
 
 class Bootstrap:
-    """One run. Requests to the object store are made on the loop, everything with SQLite on one thread."""
+    """One run. Requests to the object store are made on the loop, SQLite is used on one thread."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class Bootstrap:
                 self._store = await self._on_thread(lambda: RestoreStore(work))
                 await self._round()
                 if taken_over:
-                    # The server before us may write for a moment before it notices.
+                    # The previous server may write for a moment before it notices.
                     settle_s = self._settings.limits.bootstrap_settle_ms / 1000
                     await asyncio.sleep(max(0.0, claimed_s + settle_s - loop.time()))
                     await self._round()
@@ -269,7 +269,7 @@ class Bootstrap:
             self._thread.shutdown(wait=True)
 
     def _clear(self) -> Path:
-        """Removes what an earlier try left, and becomes a deployment that never had this bucket before."""
+        """Removes what an earlier attempt left, and becomes a deployment that never owned this bucket."""
         path = self._directory.path
         for old in (path / "hot.db", path / "hot.db-wal", path / "hot.db-shm"):
             old.unlink(missing_ok=True)
@@ -282,7 +282,7 @@ class Bootstrap:
         return work
 
     async def _claim(self) -> bool:
-        """Whether somebody else had the bucket."""
+        """Claims the bucket; whether it had an owner before."""
         ownership = BucketOwnership(self._objects, self._clock)
         before = await ownership.current()
         fence = await ownership.claim(self._directory.deployment, take_over=True)
@@ -354,7 +354,7 @@ class Bootstrap:
         except (ManifestError, ObjectMissingError) as error:
             found = decode_manifest(waiting.head, ManifestHead, waiting.stream_id, HEAD_KEY)
             self.restored.problem(f"{found.name}: {error}")
-            # As a stream of no kind: nobody may wait for it.
+            # Recorded as unusable, so that no fork waits for it.
             stream = restored_stream(waiting.number, found, None, SegmentTotals(), 0)
             self._outcomes.append(RestoreOutcome("passed", stream))
         self.restored.done += 1
@@ -364,7 +364,7 @@ class Bootstrap:
         known = StoredHead(
             decode_manifest(waiting.head, ManifestHead, waiting.stream_id, HEAD_KEY), waiting.etag
         )
-        # Recorded before anything is served: the entries that come next are of another epoch.
+        # Recorded before anything is served: new entries are of another epoch.
         head = await self._manifests.take(
             waiting.stream_id, lambda current: restored_head(current, source), known=known
         )
@@ -409,7 +409,7 @@ class Bootstrap:
             self._outcomes.append(RestoreOutcome("passed", stream))
 
     async def _take_documents(self, head: ManifestHead, tail: int) -> dict[str, bytes] | None:
-        """A registry that cannot be read is told of; the entries are there without it."""
+        """Reports a schema registry that cannot be read; the entries are restored without it."""
         documents: dict[str, bytes] = {}
         for key in head.meta_keys:
             objects = DocumentObjects(MetaObjects(self._objects, self._manifests.fence))
@@ -479,7 +479,7 @@ class Bootstrap:
         removed = self._store.settle_forks(now_ns)
         self.restored.streams -= removed
         self.restored.tombstones += removed
-        # Names that nothing tells of may have been used as well, and more than once.
+        # Names without a manifest may have been used as well, more than once.
         self._store.finish((self._manifests.fence - 1) * EPOCHS_PER_OWNER, now_ns)
         self._store.close()
         path = self._directory.path

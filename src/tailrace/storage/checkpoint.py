@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tailrace.checkpoint")
 
 RETRY_S = 1.0
-VACUUM_RETRY_S = 60.0  # after a vacuum that could not give anything back
+VACUUM_RETRY_S = 60.0  # after a vacuum that could not free anything
 # A restart need not fold a journal that replays in a blink.
 CHECKPOINT_AT_START_BYTES = 4 * 1024 * 1024
 
 
 class CheckpointService:
-    """One file at a time, oldest first. The child is started when there is work, and kept while there is."""
+    """Checkpoints one file at a time, oldest first. The child runs while there is work."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -97,7 +97,7 @@ class CheckpointService:
                 async with asyncio.timeout(self._log.limits.helper_idle_ms / 1000):
                     await self._wake.wait()
             except TimeoutError:
-                # A child with nothing to do holds some 50 MB; the next one is there in a blink.
+                # An idle child uses some 50 MB, and starting one is fast.
                 await self._end_child()
                 await self._wake.wait()
             while self._files:
@@ -116,7 +116,7 @@ class CheckpointService:
             self._wake.clear()
 
     async def _vacuum(self) -> None:
-        """Gives free pages of the hot store back to the disk, step by step, while no journal file waits."""
+        """Returns free pages of the hot store to the file system, in steps, while no journal file waits."""
         loop = asyncio.get_running_loop()
         while not self._wake.is_set() and loop.time() >= self._vacuum_after_s and self._vacuum_due():
             answer = await self._ask(f"vacuum {int(self._disk_short)}")
@@ -136,13 +136,13 @@ class CheckpointService:
         try:
             space = self._log.store.db.space()
         except TailraceError:
-            return False  # logged where it was found; reads say so as well
+            return False  # already logged; reads report it as well
         due = is_vacuum_due(space, short=self._disk_short)
         self._rebuilding = due and not space.incremental
         return due
 
     async def _ask(self, line: str) -> str:
-        """The child's answer; empty if it ended, `failed` if it could not be asked."""
+        """The child's response; empty if it exited, `failed` if the line could not be sent."""
         try:
             if self._child is None or self._child.returncode is not None:
                 self._child = await asyncio.create_subprocess_exec(

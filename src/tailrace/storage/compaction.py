@@ -58,7 +58,7 @@ HOUR_NS: Final = 3600 * 10**9
 BYTES_MAX: Final = 64 << 20  # payload of a joined segment, with something for each entry
 ENTRY_BYTES: Final = 32
 INPUTS_MAX: Final = 512
-COMPACTIONS_OFFERED_MAX: Final = 4  # of one stream in one answer
+COMPACTIONS_OFFERED_MAX: Final = 4  # of one stream in one response
 RETENTION_SHARE: Final = 10  # so many parts of what a stream retains are trimmed one by one
 
 
@@ -73,8 +73,8 @@ class CompactionRule(NamedTuple):
 class CompactionBorders(NamedTuple):
     """What no segment may reach across."""
 
-    cuts: Sequence[int]  # entries, in order: none of them shares a segment with the one behind it
-    bucket_ns: int  # append times of one segment lie in one of the parts of this length; 0: anywhere
+    cuts: Sequence[int]  # sorted entries that must be the last of their segment
+    bucket_ns: int  # append times of one segment are in one interval of this length; 0: any
     bytes_max: int
 
     def is_cut(self, first: int, last: int) -> bool:
@@ -83,7 +83,7 @@ class CompactionBorders(NamedTuple):
         return index < len(self.cuts) and self.cuts[index] < last
 
     def bucket(self, info: SegmentInfo) -> int | None:
-        """The part of time a segment lies in; None if it lies in several."""
+        """The time interval of a segment; None if it is in several."""
         if not self.bucket_ns:
             return 0
         first, last = info.first_ns // self.bucket_ns, info.last_ns // self.bucket_ns
@@ -98,7 +98,7 @@ class DueCompactions(NamedTuple):
 
 
 def borders_of(lifetime: Lifetime, cuts: Collection[int]) -> CompactionBorders:
-    """Retention trims whole segments: what it keeps too long is a tenth of its bound, or an hour."""
+    """Retention trims whole segments: a compacted one may delay it by a tenth of its bound, or an hour."""
     bucket_ns, bytes_max = 0, BYTES_MAX
     if lifetime.retention_s is not None:
         bucket_ns = max(lifetime.retention_s * 10**9 // RETENTION_SHARE, HOUR_NS)
@@ -114,7 +114,7 @@ def due_compactions(
     is_settled: Callable[[SegmentInfo], bool],
     now_ns: int,
 ) -> DueCompactions:
-    """`is_settled` tells whether anything is still to be built of a segment: then it is left alone."""
+    """Due compactions. `is_settled` is whether nothing is left to build for a segment: others are skipped."""
     found: list[tuple[SegmentInfo, ...]] = []
     next_ns: int | None = None
     for run in _runs(segments, rule, borders, is_settled):
@@ -133,7 +133,7 @@ def _runs(
     borders: CompactionBorders,
     is_settled: Callable[[SegmentInfo], bool],
 ) -> Iterator[list[SegmentInfo]]:
-    """Small segments that follow each other and may be one, whatever their age."""
+    """Adjacent small segments that may be merged, regardless of their age."""
     run: list[SegmentInfo] = []
     size = 0
     for info in segments:
@@ -174,7 +174,7 @@ def decide_compaction(
     companions: Sequence[IndexFile],
     segments: Mapping[str, SegmentInfo],
 ) -> CompactionIntent | None:
-    """What takes the place of what; None if that has happened already.
+    """The intent of a compaction; None if it was completed already.
 
     `segments` are all that the stream shows, by key.
     """
@@ -199,7 +199,7 @@ def decide_compaction(
 
 
 def offered_segment(one: PublishedObject, prefix: str) -> SegmentInfo:
-    """What is recorded about an offered segment, taken at its word."""
+    """The recorded fields of an offered segment, not verified yet."""
     values = [one.stats.get(name) for name in ("epoch", "raw_bytes", "first_ns", "last_ns")]
     numbers = [value for value in values if isinstance(value, int)]
     if len(numbers) != len(values):
@@ -237,9 +237,9 @@ def _check_sums(joined: SegmentInfo, inputs: Sequence[SegmentInfo]) -> None:
 
 
 def _check_companions(joined: SegmentInfo, plan: PlanRecord | None, companions: Sequence[IndexFile]) -> None:
-    """Either everything that is wanted of the inputs is built, or nothing: a half could never be completed.
+    """Either all index files of the inputs are built, or none: a part could never be completed.
 
-    Companions are built for whole segments, and none may overlap another.
+    Index files are built for whole segments, and none may overlap another.
     """
     if plan is None:
         return
@@ -274,7 +274,7 @@ class CompactionSealer:
         self._manifests = manifests
         self._threads = threads
         self._grace_ns = limits.gc_segment_grace * MS_NS
-        # A sweep may be about to take what is older than its age: half of that is surely safe.
+        # A sweep may be about to delete objects older than its age limit: half of that is safe.
         self._age_ns_max = limits.sweep_age_ms * MS_NS // 2
 
     async def do(self, job: SealerJob, report: SealerReport) -> None:
@@ -289,7 +289,7 @@ class CompactionSealer:
         try:
             stored = await self._manifests.load(facts.stream_id)
             if stored is None or stored.head.fence < self._manifests.fence:
-                await self._manifests.publish(facts, known=stored)  # ours from before somebody took over
+                await self._manifests.publish(facts, known=stored)  # ours from before a takeover
             if not await self._is_listed(stored, joined):
                 await self._check(facts, joined)
             failpoints.reached("compact.before_manifest")
@@ -343,7 +343,7 @@ def _segment_problems(raw: bytes, joined: SegmentInfo, facts: StreamFacts) -> li
     try:
         told = file_footer(raw).facts
     except CorruptSegmentError:
-        return problems  # said already
+        return problems  # already reported
     if (told.get("name"), told.get("stream_id")) != (facts.name, facts.stream_id):
         problems.append("it is of another stream")
     return problems
@@ -356,7 +356,7 @@ _REFUSAL_CODES: Final = {"missing": "object_missing", "changed": "inputs_changed
 
 
 class CompactionService:
-    """Owned by the loop thread. Whoever calls holds the lock of the stream."""
+    """Runs on the loop thread. The caller holds the lock of the stream."""
 
     def __init__(
         self, log: Log, sealing: SealingService, locks: StreamLocks, loop: asyncio.AbstractEventLoop
@@ -369,7 +369,7 @@ class CompactionService:
         self.segments = self.rows = 0  # that became part of others, since the start
 
     def start(self) -> None:
-        """Finishes what an earlier life of the server began."""
+        """Completes compactions that an earlier run of the server started."""
         self._finish_later()
 
     async def stop(self) -> None:
@@ -382,7 +382,7 @@ class CompactionService:
         await self._note(stream.number, intent)
         failpoints.reached("compact.after_intent")
         if intent.segment.first <= stream.earliest:
-            # Retention had decided before it could know of this.
+            # Retention was decided before the intent was known.
             await self._note(stream.number, None)
             raise TailraceError("inputs_changed", "retention has taken some of the entries")
         try:
@@ -392,7 +392,7 @@ class CompactionService:
             raise
 
     async def finish(self, stream: Stream) -> None:
-        """What was begun before and is not known to be done."""
+        """Completes a compaction that was started and is not recorded as done."""
         raw = self._log.streams.meta.get(segment_catalogue.compaction_fact_key(stream.number))
         if raw is not None:
             try:
@@ -438,7 +438,7 @@ class CompactionService:
             self._task = self._loop.create_task(self._finish_all())
 
     async def _finish_all(self) -> None:
-        """Until nothing is left that was begun."""
+        """Retries until no started compaction is left."""
         while numbers := [number for number, _ in segment_catalogue.pending_compactions(self._log.streams)]:
             for number in numbers:
                 try:

@@ -68,8 +68,8 @@ def decide_publication(
     earliest: int,
     now_ns: int,
 ) -> AcceptedPublication:
-    """`segments` are those that the stream shows, by key, as far as the inputs name them. Entries up to
-    `earliest` are trimmed: nothing has to speak of them.
+    """`segments` are those that the stream shows, by key, as far as the inputs name them.
+    Entries up to `earliest` are trimmed and need no index file.
     """
     if offer.plan_hash != plan.hash:
         raise TailraceError("plan_superseded", "another plan is wanted now; read the plan again")
@@ -156,7 +156,7 @@ def _quarantined(
 
 
 def _check_tiled(one: IndexFile, inputs: Mapping[str, SegmentInfo]) -> None:
-    """A companion speaks of whole inputs that follow each other."""
+    """An index file covers whole, adjacent inputs."""
     inside = [info for info in inputs.values() if one.first <= info.first and info.last <= one.last]
     inside.sort(key=lambda info: info.first)
     _check_run(one, [(info.first, info.last) for info in inside])
@@ -181,7 +181,7 @@ def _accept_segments(
     known: IndexFileSet,
     gone: Sequence[IndexFile],
 ) -> AcceptedPublication:
-    """`gone` are those that the others take the place of, as far as there are still entries."""
+    """`gone` are those that the others replace, as far as there are still entries."""
     replaced = {one.object for one in gone}
     rest = [one for one in known.companions if one.object not in replaced]
     new = _unlisted(added, rest, set())
@@ -197,14 +197,14 @@ def _accept_segments(
     fresh = [one for one in given_up if (one.object, one.plan_hash, one.code) not in told]
     if not new:
         return AcceptedPublication(quarantined=tuple(fresh))
-    # Segments that could be built after all, and companions of older plans that these make needless.
+    # Quarantined segments that could be built after all, and files of older plans that are replaced.
     healed = [one.object for one in known.quarantined if one.object in inputs and one.object not in stuck]
     removed = [*stale_index_files(plan, rest, coverage), *healed, *(one.object for one in gone)]
     return AcceptedPublication(tuple(new), tuple(removed), tuple(fresh))
 
 
 def _check_replaced(gone: Sequence[IndexFile], plan: PlanRecord, coverage: Coverage) -> None:
-    """What is taken out has to be said by the others."""
+    """What is removed has to be covered by the others."""
     for one in gone:
         wanted = plan.families.get(one.family) == one.fingerprint
         if wanted and not coverage.covers(one.family, one.first, one.last):
@@ -246,7 +246,7 @@ def _unlisted(added: Iterable[IndexFile], listed: Iterable[IndexFile], replaced:
 def _accept_merge(
     offer: PublishRequest, added: list[IndexFile], plan: PlanRecord, known: IndexFileSet
 ) -> AcceptedPublication:
-    """Several files may share the range of the output; they take the place of all inputs at once."""
+    """Several files may share the range of the output; together they replace all inputs."""
     if not added or len({(one.family, one.first, one.last) for one in added}) != 1:
         raise TailraceError("invalid_request", "a merge has one output, of one family and one range")
     output = added[0]
@@ -298,7 +298,7 @@ class IndexFileSealer:
         self._manifests = manifests
         self._threads = threads
         self._clock = clock
-        # A sweep may be about to take what is older than its age: half of that is surely safe.
+        # A sweep may be about to delete objects older than its age limit: half of that is safe.
         self._age_ns_max = limits.gc_orphan_age * MS_NS // 2
 
     async def do(self, job: SealerJob, report: SealerReport) -> None:
@@ -315,7 +315,7 @@ class IndexFileSealer:
             await self._publish(facts, job, report)
 
     async def _create(self, stream_id: str, objects: dict[str, bytes]) -> None:
-        """Their names hold hashes: one that is there is the same. No sweep may be judging it meanwhile."""
+        """Names contain hashes: an existing object is the same. The sweep must not be judging it."""
         async with self._manifests.lock(stream_id):
             for key, data in objects.items():
                 try:
@@ -324,7 +324,7 @@ class IndexFileSealer:
                     await self._renew(stream_prefix(stream_id) + key)
 
     async def _renew(self, key: str) -> None:
-        """A plan of long ago is wanted again: from now on it is a young object."""
+        """An old plan is used again: rewritten, so that the sweep sees a young object."""
         found = await self._objects.head(key)
         if found.modified_ns < self._clock.now_ns() - self._age_ns_max:
             data, etag = await self._objects.get(key)
@@ -336,7 +336,7 @@ class IndexFileSealer:
         try:
             stored = await self._manifests.load(facts.stream_id)
             if stored is None or stored.head.fence < self._manifests.fence:
-                await self._manifests.publish(facts, known=stored)  # ours from before somebody took over
+                await self._manifests.publish(facts, known=stored)  # ours from before a takeover
             head, added = await self._manifests.publish_companions(
                 facts.stream_id, job.publication.added, job.publication.removed
             )
@@ -351,7 +351,7 @@ class IndexFileSealer:
         report.added = added
 
 
-PUBLICATIONS_MAX = 64  # under way or waiting; more are told to come back
+PUBLICATIONS_MAX = 64  # running or waiting; more are refused with a retry hint
 
 
 class PublishOutcome(NamedTuple):
@@ -420,7 +420,7 @@ class PublicationService:
     async def _compact(
         self, stream: Stream, offer: PublishRequest, plan: PlanRecord | None
     ) -> PublishOutcome:
-        """The condition is that the segments are still those that were joined, whatever the plan is."""
+        """The segments must still be those that were merged; the plan does not matter."""
         await self.compacting.finish(stream)
         known: IndexFileSet = await self._log.catalogue.load(stream)
         segments = await self._segments(stream)
@@ -436,7 +436,7 @@ class PublicationService:
         return PublishOutcome("published", generation)
 
     async def unlist(self, stream: Stream, keys: tuple[str, ...]) -> None:
-        """Takes out companions that nobody wants, and quarantines that are to be tried again."""
+        """Removes unneeded index files, and quarantines that are to be tried again."""
         folder = make_stream_id(stream.name, stream.incarnation)
         async with self._locks.lock(folder):
             self._check_there(stream)

@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from tailrace.log.log import Log
 
 ROLLUP_FAMILY: Final = "agg"
-REWRITES_OFFERED_MAX: Final = 4  # of one stream in one answer
+REWRITES_OFFERED_MAX: Final = 4  # of one stream in one response
 REWRITE_SEGMENTS_MAX: Final = 512  # of one rewrite: all are published at once
-TRIMMED_SHARE: Final = 0.3  # of a merged file, beyond which the rest of it is built again
+TRIMMED_SHARE: Final = 0.3  # of trimmed entries in a merged file, beyond which the rest of it is built again
 
 
 class RollupRewrite(NamedTuple):
@@ -81,7 +81,7 @@ class RollupRetention:
         self._firsts = [info.first for info in segments]
         self._lifetime = lifetime
         self._borders = borders_of(lifetime, ())
-        self.soon = self._soon(shown_bytes, now_ns)  # entries up to this one go within one part of the time
+        self.soon = self._soon(shown_bytes, now_ns)  # entries up to this one are trimmed within one interval
 
     def _soon(self, newer_bytes: int, now_ns: int) -> int:
         through = 0
@@ -103,7 +103,7 @@ class RollupRetention:
         return info.last_ns + self._lifetime.retention_s * 10**9 - self._borders.bucket_ns
 
     def part(self, companion: IndexFile) -> int | None:
-        """The part of time in which it may be merged with others; None if with nobody."""
+        """The time interval in which a file may be merged with others; None if it may not be merged."""
         parts = {self._borders.bucket(info) for info in self._touched(companion)}
         return parts.pop() if len(parts) == 1 and companion.first > self.soon else None
 
@@ -112,13 +112,13 @@ class RollupRetention:
         return self._segments[begin : bisect_right(self._firsts, companion.last)]
 
     def _within(self, companion: IndexFile) -> Sequence[SegmentInfo]:
-        """The segments it speaks of, if these are whole ones."""
+        """The segments that a file covers, if these are whole ones."""
         found = self._touched(companion)
         whole = found and (found[0].first, found[-1].last) == (companion.first, companion.last)
         return found if whole else ()
 
     def _left(self, companion: IndexFile, earliest: int) -> Sequence[SegmentInfo]:
-        """The segments that are left of a merged file, if it speaks of trimmed entries for the most part."""
+        """The remaining segments of a merged file, if most of its entries are trimmed."""
         trimmed, rows = earliest - companion.first + 1, companion.last - companion.first + 1
         if not companion.level or trimmed <= rows * TRIMMED_SHARE:
             return ()
@@ -150,12 +150,12 @@ class RollupRetention:
 
 logger = logging.getLogger("tailrace.pipeline")
 
-SEGMENTS_OFFERED_MAX: Final = 512  # segments of one stream in one answer
+SEGMENTS_OFFERED_MAX: Final = 512  # segments of one stream in one response
 SUMMARIES_MAX: Final = 10_000
 PLANS_MAX: Final = 8  # that are remembered of a stream
 START_PAGE: Final = 256
 INDEX_RETRY_S: Final = 5.0
-TIMERS_MAX: Final = 100_000  # streams that are looked at again later; others when something happens to them
+TIMERS_MAX: Final = 100_000  # streams with a timer for the next scan; others wait for their next change
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -180,11 +180,11 @@ class StreamIndexWork(msgspec.Struct, frozen=True):
     merges: tuple[IndexMerge, ...] = ()
     compactions: tuple[tuple[SegmentInfo, ...], ...] = ()  # segments that should become one, each
     rewrites: tuple[RollupRewrite, ...] = ()
-    segments: int = 0  # all that lack companions, those given up included
+    segments: int = 0  # all without index files, including quarantined ones
     raw_bytes: int = 0
-    oldest_ns: int = 0  # last append time of the oldest of those that are not given up
+    oldest_ns: int = 0  # last append time of the oldest that is not quarantined
     given_up: int = 0
-    stale: tuple[str, ...] = ()  # objects of older plans that may go
+    stale: tuple[str, ...] = ()  # objects of older plans that may be deleted
     summary: IndexSummary = EMPTY_SUMMARY
     look_at_ns: int | None = None  # when there will be more to do without anything new
 
@@ -205,7 +205,7 @@ class IndexWorkScope(NamedTuple):
 
 
 class IndexWork:
-    """Owned by the loop thread. `wanted` makes the plan of a stream from its documents."""
+    """Runs on the loop thread. `wanted` computes the plan of a stream from its documents."""
 
     def __init__(
         self, log: Log, wanted: Callable[[Stream, bool], WantedPlan], loop: asyncio.AbstractEventLoop
@@ -222,7 +222,7 @@ class IndexWork:
         self.summaries: OrderedDict[int, StreamIndexWork] = (
             OrderedDict()
         )  # of streams that were looked at lately
-        self.given_up: dict[int, int] = {}  # streams with segments that were given up, and how many
+        self.given_up: dict[int, int] = {}  # streams with quarantined segments, and how many
         self._dirty: dict[int, None] = {}
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -269,10 +269,10 @@ class IndexWork:
 
     @property
     def settled(self) -> bool:
-        """Whether everything that changed has been looked at."""
+        """Whether everything that changed has been scanned."""
         return self._scanned and not self._dirty
 
-    # -- looking ---------------------------------------------------------------------------------------
+    # -- scanning --------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         await self._find_described()
@@ -300,7 +300,7 @@ class IndexWork:
         changed.set()
 
     async def _find_described(self) -> None:
-        """Once: every stream that has documents an index plan is made of, or many segments."""
+        """Once at start: every stream with documents that define an index plan, or with many segments."""
         store, count = self._log.store, self._compact.segments_min
         for find in (_described_after, partial(_segmented_after, count=count)):
             after = 0
@@ -328,7 +328,7 @@ class IndexWork:
         work = await self._find(stream, decode_plans(stream.documents) if planned else NO_PLANS)
         self._set(number, work)
         if planned:
-            self._log.publisher.waker.wake(stream)  # whoever watches how far its indexes are
+            self._log.publisher.waker.wake(stream)  # readers that follow its index status
         if work.stale and self.on_stale is not None:
             self.on_stale(stream, work.stale)
 
@@ -351,7 +351,7 @@ class IndexWork:
             self._timers[number] = self._loop.call_later(delay_s, self.look_at, number)
 
     async def _plan(self, stream: Stream) -> PlanRecord | None:
-        """The plan that holds now. One that was not known before is written down first."""
+        """The current plan. A new one is journaled first."""
         known = decode_plans(stream.documents)
         entry = desired_plan(known, self._wanted(stream, known.keyed))
         if entry is None or entry == known.wanted:
@@ -377,10 +377,10 @@ class IndexWork:
         else:
             self.given_up[number] = work.given_up
 
-    # -- for whoever asks --------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------
 
     def known(self, stream: Stream) -> StreamIndexWork | None:
-        """What the last look at a stream found; None if it has to be looked at first."""
+        """The result of the last scan of a stream; None if it has to be scanned first."""
         if not durable_plans(stream).plans or not system_streams.has_index_files(stream.name):
             return StreamIndexWork(stream.number, NO_PLAN)
         return self.summaries.get(stream.number)
@@ -395,7 +395,7 @@ class IndexWork:
         return await self._find(stream, known)
 
     def after(self, place: tuple[int, int], limit: int) -> list[StreamIndexWork]:
-        """Streams with work, those that wait longest first, behind a place in that order."""
+        """Streams with work, longest waiting first, after a position in that order."""
         waiting = sorted((work.oldest_ns, work.number) for work in self.by_stream.values())
         found = [number for key in waiting if key > place for number in (key[1],)]
         return [self.by_stream[number] for number in found[:limit]]
@@ -435,7 +435,7 @@ def find_index_work(
     plans: PlanHistory,
     scope: IndexWorkScope,
 ) -> StreamIndexWork:
-    """On a thread: one look at everything that is known of a stream's segments and companions."""
+    """Runs on a thread: reads all segments and index files of a stream at once."""
     plan = plans.wanted or NO_PLAN
     with store.snapshot():
         segments = read_segments(store, number, earliest, uncheckpointed)

@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 
 
 OWNER_KEY = "meta/owner.json"
-# Each lost race means that somebody else became the owner meanwhile.
+# A lost race means that another server became the owner.
 CLAIM_ATTEMPTS_MAX = 16
 
 
 class OwnedElsewhereError(TailraceError):
-    """Another deployment owns the bucket, and nobody asked to take it over."""
+    """Another deployment owns the bucket, and --take-over was not given."""
 
     def __init__(self, url: str, owner: OwnerRecord) -> None:
         super().__init__(
@@ -77,11 +77,11 @@ class OwnerRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int = MANIFEST_VERSION
     deployment: str
     fence: int
-    at_ns: int  # when this owner took it
+    at_ns: int  # when this owner claimed it
 
 
 class BucketOwnership:
-    """Claims a bucket, and says whether the claim still holds."""
+    """Claims a bucket and confirms the claim."""
 
     def __init__(self, objects: ObjectStore, clock: Clock = SYSTEM_CLOCK) -> None:
         self._objects = objects
@@ -92,9 +92,9 @@ class BucketOwnership:
         return None if found is None else found[0]
 
     async def claim(self, deployment: str, take_over: bool = False) -> int:
-        """Become the owner, or find that we are; the fence to write with.
+        """Claims the bucket, or confirms that this deployment owns it; returns the fence.
 
-        A deployment keeps its fence when it claims again, so a crash in between changes nothing.
+        A deployment has the same fence when it claims again, so a crash in between changes nothing.
         """
         for _attempt in range(CLAIM_ATTEMPTS_MAX):
             found = await self._load()
@@ -108,14 +108,14 @@ class BucketOwnership:
             try:
                 await self._objects.replace(OWNER_KEY, data, None if found is None else found[1])
             except ObjectConflictError:
-                continue  # somebody else was first, or it was us and the answer got lost
+                continue  # another server was first, or it was this one and the response was lost
             return fence
         raise TailraceError(
             "unavailable", f"{CLAIM_ATTEMPTS_MAX} others took {self._objects.url} over meanwhile"
         )
 
     async def confirm(self, deployment: str, fence: int) -> None:
-        """Raises once somebody else owns the bucket."""
+        """Raises once another server owns the bucket."""
         owner = await self.current()
         if owner is None:
             raise FencedError(f"{OWNER_KEY} is gone: nobody owns the bucket any more")
@@ -137,7 +137,7 @@ class BucketOwnership:
 
 
 class ForeignStreamsError(TailraceError):
-    """The bucket has streams of somebody else. Nothing was changed."""
+    """The bucket has streams of another server. Nothing was changed."""
 
     def __init__(self, url: str, name: str) -> None:
         super().__init__(
@@ -149,7 +149,7 @@ class ForeignStreamsError(TailraceError):
 
 
 async def refuse_foreign_streams(objects: ObjectStore, stores: Sequence[StoredStreams]) -> None:
-    """Raises at the first stream of the bucket that none of our hot stores has.
+    """Raises at the first stream of the bucket that none of the hot stores has.
 
     Reads every manifest, a few at a time.
     """
@@ -175,7 +175,7 @@ async def refuse_foreign_streams(objects: ObjectStore, stores: Sequence[StoredSt
 
 
 def is_known_stream(store: StoredStreams, head: ManifestHead) -> bool:
-    """Whether the hot store has the very stream a manifest speaks of, or knows that it is gone."""
+    """Whether the hot store has the stream of a manifest, or knows that it was deleted."""
     with store.snapshot():
         stream = store.stream_by_name(head.name)
         if head.deleted is None:
@@ -187,14 +187,14 @@ def is_known_stream(store: StoredStreams, head: ManifestHead) -> bool:
         epoch = max(
             -1 if stream is None else stream.epochs[-1][0], -1 if tombstone is None else tombstone.epoch
         )
-        return epoch >= head.deleted.epoch  # nobody here begins in one that was used
+        return epoch >= head.deleted.epoch  # no stream here starts in a used epoch
 
 
 SAMPLED_OF_EACH = 8
 
 
 class RolledBackError(TailraceError):
-    """The bucket tells of what this directory has yet to do. Nothing was changed."""
+    """The bucket is ahead of this directory. Nothing was changed."""
 
     def __init__(self, url: str, name: str) -> None:
         super().__init__(
@@ -208,14 +208,14 @@ class RolledBackError(TailraceError):
 
 
 async def refuse_rolled_back(objects: ObjectStore, log: Log, fence: int) -> None:
-    """Raises if a manifest speaks of what has not happened here. The fence is that of this deployment."""
+    """Raises if a manifest is ahead of this directory. The fence is that of this deployment."""
     manifests = ManifestStore(objects, fence)
 
     async def look(stream: Stream) -> bool:
         try:
             stored = await manifests.load(make_stream_id(stream.name, stream.incarnation))
         except ManifestError:
-            return False  # whoever needs it is told what is wrong with it
+            return False  # reported when the stream is used
         return stored is not None and is_manifest_ahead(stored.head, stream, fence, log.recovered.seq)
 
     streams = sampled_streams(log)
@@ -228,7 +228,7 @@ async def refuse_rolled_back(objects: ObjectStore, log: Log, fence: int) -> None
 
 
 def is_manifest_ahead(head: ManifestHead, stream: Stream, fence: int, journal_seq: int) -> bool:
-    """Whether a manifest tells of entries, or was made from a journal file, that this directory never had."""
+    """Whether a manifest has entries, or a journal file, that this directory never had."""
     later_file = head.fence == fence and head.as_of > journal_seq
     return is_same_incarnation(manifest_facts(stream, 0), head) and (
         later_file or head.uploaded_through > stream.tail
@@ -236,7 +236,7 @@ def is_manifest_ahead(head: ManifestHead, stream: Stream, fence: int, journal_se
 
 
 def sampled_streams(log: Log) -> list[Stream]:
-    """Those that a server which went on would have sealed more of, most likely."""
+    """Streams of which a server that continued would most likely have sealed more."""
     found = (log.streams.get(number) for number in dict.fromkeys(_sampled_numbers(log)))
     return [stream for stream in found if stream is not None]
 
@@ -271,14 +271,14 @@ class SealedElsewhereError(TailraceError):
 
 
 def has_sealed(log: Log) -> bool:
-    """Whether there are segments, be it that only the journal knows of them."""
+    """Whether there are segments, including those that only the journal knows."""
     uncheckpointed = (op for ops in log.streams.uncheckpointed.values() for _, op in ops)
     in_journal = any(isinstance(op, Sealed) and op.segments for op in uncheckpointed)
     return in_journal or log.store.db.cold.any_segments()
 
 
 class BucketOwner:
-    """The fence we write with, 0 while we have none."""
+    """The fence to write with, 0 without one."""
 
     def __init__(self, url: str, deployment: str, take_over: bool, log: Log) -> None:
         try:
@@ -299,9 +299,9 @@ class BucketOwner:
         return self._objects.requests
 
     async def start(self) -> None:
-        """Refuses to start beside another owner; without an answer, the question stays open."""
+        """Raises if another server owns the bucket; if the store is unavailable, it is claimed later."""
         try:
-            # Whoever asks for a bucket that is somebody's waits until all that is in it has been looked at.
+            # A start with --take-over waits until the whole bucket is checked.
             async with asyncio.timeout(None if self._take_over else START_S_MAX):
                 await self.claim()
         except OwnedElsewhereError as error:
@@ -318,7 +318,7 @@ class BucketOwner:
             logger.error("object store unavailable at start, retrying", extra=fields)
 
     async def claim(self) -> None:
-        """Before the bucket becomes ours, everything in it must be; found again later, it is not asked."""
+        """Claims the bucket. Before the first claim every stream in it must be known here."""
         owner = await self._ownership.current()
         if owner is None and self._sealed and not self._take_over:
             raise SealedElsewhereError(self._url)
@@ -330,7 +330,7 @@ class BucketOwner:
         self.failure = ""
 
     async def confirm(self) -> None:
-        """Raises FencedError once the bucket is somebody else's. A store without an answer says nothing."""
+        """Raises FencedError once another server owns the bucket. An unavailable store is only recorded."""
         try:
             if not self.fence:
                 await self.claim()

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 _PLAN: Final = re.compile(r"plans/[0-9a-f]{64}\.json")
 
-# The plans that the server itself remembers of a stream; those in the bucket may be behind.
+# The plans that the server has for a stream; those in the bucket may be older.
 LookUpPlans = Callable[[ManifestHead], Awaitable[PlanHistory]]
 
 
@@ -88,11 +88,11 @@ async def superseded_plans(
     oldest_ns: int,
     remembered: LookUpPlans | None,
 ) -> list[ObjectInfo]:
-    """Plans that are not the wanted one and no companion was built by. No plan may be stored meanwhile.
+    """Plans that are not current and that no index file was built with. No plan may be stored meanwhile.
 
-    A stream remembers the fingerprints of some plans before the wanted one; the object of such a plan is
-    needed only as long as a companion was built by it. One that is wanted again is stored again, so each is
-    looked at once more: the listing is of before.
+    A stream has the hashes of some plans before the current one; the object of such a plan is needed only
+    while an index file was built with it. A plan that is used again is stored again, so each object is
+    checked once more: the listing may be out of date.
     """
     prefix = stream_prefix(head.stream_id)
     plans = [info for info in found if _PLAN.fullmatch(info.key.removeprefix(prefix))]
@@ -109,7 +109,7 @@ async def superseded_plans(
 
 
 async def _recorded_plans(objects: ObjectStore, head: ManifestHead) -> PlanHistory | None:
-    """The plans that the bucket remembers of a stream; None if that cannot be told."""
+    """The plans of a stream according to the bucket; None if they cannot be determined."""
     if INDEX_DOCUMENT not in head.meta_keys:
         return PlanHistory()
     try:
@@ -134,18 +134,18 @@ GRACE_NS = 3600 * SECOND_NS
 INDEX_FILE_NS = 24 * 3600 * SECOND_NS
 # Another life of a name gets the same folder only after its tombstone was forgotten, much later than this.
 OLD_INCARNATION_NS = 24 * 3600 * SECOND_NS
-# Readers may be at segments that became part of another one, and queries elsewhere hold their names.
+# Readers and queries may still use segments that were merged.
 SEGMENT_NS = 24 * 3600 * SECOND_NS
 READ_ATTEMPTS_MAX = 5
 
-# What one of several sweepers of a bucket looks after: everything, or a worker's part of it.
+# The part of one of several sweepers of a bucket: everything, or a worker's part.
 SweepShare = Literal["all", "first", "rest"]
 # Whether a living stream is this worker's.
 OwnsStream = Callable[[ManifestHead], Awaitable[bool]]
 
 
 class Orphan(msgspec.Struct, frozen=True):
-    """An object that may go."""
+    """An object that may be deleted."""
 
     key: str
     bytes: int
@@ -155,7 +155,7 @@ class Orphan(msgspec.Struct, frozen=True):
 
 class SweepReport(msgspec.Struct, omit_defaults=True):
     streams: int = 0
-    objects: int = 0  # looked at
+    objects: int = 0  # examined
     orphans: int = 0
     orphan_bytes: int = 0
     unclaimed: int = 0  # objects in folders without a head
@@ -169,10 +169,10 @@ class SweepReport(msgspec.Struct, omit_defaults=True):
 
 
 class Sweeper:
-    """Sweeps one bucket. `report` is called with each orphan, before it is deleted.
+    """Sweeps one bucket. `report` is called with each orphan before it is deleted.
 
-    `owner`: the manifests of the server that owns the bucket and runs in this very process. `remembered`: the
-    plans that it knows. `owns`: the streams that are its own, if it is one of several workers.
+    `owner`: the manifests of the server that owns the bucket, if it runs in this process. `remembered`: the
+    plans that it knows. `owns`: the streams that it owns, if it is one of several workers.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Sweeper:
         return self.seen
 
     async def turn(self, after: str = "") -> str | None:
-        """One page of the bucket's listing, behind a key: where the next one begins, None at the end."""
+        """One page of the bucket's listing after a key; returns where the next starts, None at the end."""
         found = await self._objects.list_after(STREAMS_PREFIX, after, LIST_PAGE)
         folders: dict[str, list[ObjectInfo]] = {}
         for info in found:
@@ -238,16 +238,16 @@ class Sweeper:
         return found[-1].key if len(found) == LIST_PAGE else None
 
     async def _folder(self, stream_id: str, found: list[ObjectInfo]) -> None:
-        """A part of what lies in the folder of a stream.
+        """A part of the objects in the folder of a stream.
 
-        The head is read after the listing: what a newer head names was made after it was listed, or is young.
-        It is read only if there is something to judge.
+        The head is read after the listing: what a newer head names was created later, or is young. It is read
+        only if there is something to judge.
         """
         self.seen.objects += len(found)
         head_key = stream_prefix(stream_id) + HEAD_KEY
         now_ns = self._clock.now_ns()
         old = [info for info in found if info.modified_ns <= now_ns - self._grace_ns and info.key != head_key]
-        # Plans of a deleted stream go with the rest; those of a living one only if nobody can store any.
+        # Plans of a deleted stream are deleted with it; others only if no plan can be stored meanwhile.
         kinds = ("companions", "plans") if self._owner or self._offline else ("companions",)
         pipelines = tuple(f"{stream_prefix(stream_id)}{kind}/" for kind in kinds)
         try:
@@ -277,10 +277,10 @@ class Sweeper:
             failpoints.reached("gc.after_sweep")
 
     async def _made_by_pipelines(self, stream_id: str, old: list[ObjectInfo], now_ns: int) -> None:
-        """Companions that no manifest lists and no pipeline is about to offer, plans that nobody needs.
+        """Index files that no manifest lists and no pipeline is about to publish, and unneeded plans.
 
-        A pipeline that repeats its work finds an object of the same name and offers that. So nobody may
-        publish while it is judged and deleted: only the owner can see to that, or whoever is alone.
+        A pipeline that repeats its work finds an object of the same name and publishes it. So nothing may be
+        published while an object is judged and deleted: only the owner, or an offline sweep, can ensure that.
         """
         if self._owner is None and not self._offline:
             return
@@ -322,7 +322,7 @@ class Sweeper:
             try:
                 return await self._of_living(old, stored.head)
             except ObjectMissingError:
-                continue  # a page went while we looked: there is a newer head
+                continue  # a page was deleted meanwhile: there is a newer head
         return []
 
     async def _of_living(self, old: list[ObjectInfo], head: ManifestHead) -> list[Orphan]:
@@ -382,7 +382,7 @@ class Sweeper:
 
 
 def _is_obsolete(key: str, head: ManifestHead) -> bool:
-    """Whether a segment that is not recorded can never be: only the entry after the last one is taken."""
+    """Whether an unrecorded segment can never be recorded: only the entry after the last one can follow."""
     entries, epoch = entry_range_of_key(key), epoch_of_key(key)
     if entries is None or epoch is None:
         return False

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STREAMS_PER_PAGE = 1000
 HOT_PROBLEMS_MAX = 100
-# A checkpoint may retire files while they are looked at.
+# A checkpoint may retire files while they are read.
 CHECK_ATTEMPTS_MAX = 5
 
 
@@ -45,9 +45,9 @@ class HotStoreProblem(NamedTuple):
 
 
 class HotStoreCheck(msgspec.Struct):
-    """What was looked at in a hot store, and what is wrong with it."""
+    """What was checked in a hot store, and the problems found."""
 
-    journal_seq: int | None = None  # the last journal file it has; None if it cannot say
+    journal_seq: int | None = None  # the last journal file it has; None if unknown
     streams: int = 0
     blocks: int = 0
     entries: int = 0
@@ -56,7 +56,7 @@ class HotStoreCheck(msgspec.Struct):
 
 
 def check_directory(path: Path, *, deep: bool) -> tuple[JournalCheck, HotStoreCheck]:
-    """The journal, and the hot store: with `deep` all of its pages and blocks, else only that it answers."""
+    """Checks the journal and the hot store; with `deep` all pages and blocks of the latter."""
     seq = journal_seq(path / "hot.db")
     journal = check_journal(path / "journal", seq)
     for _ in range(CHECK_ATTEMPTS_MAX):
@@ -93,7 +93,7 @@ def check_hot_store(path: Path, *, deep: bool) -> HotStoreCheck:
         found.problems.append(HotStoreProblem("", _cause(error)))
         return found
     try:
-        with db.connection:  # one view of everything, whatever is written meanwhile
+        with db.connection:  # a snapshot
             _check_streams(db, found, deep=deep)
     except TailraceError as error:
         found.problems.append(HotStoreProblem("", _cause(error)))
@@ -176,7 +176,7 @@ class VerifyFinding(msgspec.Struct, frozen=True):
 
 
 class VerifyReport(msgspec.Struct):
-    """What was looked at so far. `bytes_known` grows as manifests are read."""
+    """What was checked so far. `bytes_known` grows as manifests are read."""
 
     streams: int = 0
     tombstones: int = 0
@@ -192,7 +192,7 @@ class VerifyReport(msgspec.Struct):
 
 
 class Verifier:
-    """Verifies the streams of one bucket. `report` is called with each finding as it is made."""
+    """Verifies the streams of one bucket. `report` is called with each finding."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Verifier:
             self._find(stream_id, stream_id, HEAD_KEY, str(error))
             return
         if stored is None:
-            return  # left behind by a crash: a matter for the sweep
+            return  # left by a crash: the sweep deletes it
         head = stored.head
         self.seen.streams += 1
         self.seen.tombstones += head.deleted is not None
@@ -254,7 +254,7 @@ class Verifier:
                     self._find(head.name, stream_id, key, problem)
 
     async def _walk(self, head: ManifestHead, tasks: asyncio.TaskGroup) -> None:
-        """Checks the manifest itself, and begins to read the segments it names as there is room for them."""
+        """Checks the manifest itself, and starts to read the segments it names as memory permits."""
         self._facts(head)
         await self._manifests.producers(head)
         previous: SegmentInfo | None = None
@@ -310,7 +310,7 @@ class Verifier:
             self._find(head.name, head.stream_id, HEAD_KEY, problem)
 
     async def _moved_on(self, head: ManifestHead) -> bool:
-        """Whether the head was replaced since: then what it named may be gone with good reason."""
+        """Whether the head was replaced since: what it named may have been deleted rightly."""
         stored = await self._manifests.load(head.stream_id)
         return stored is None or stored.head.generation != head.generation
 
@@ -333,7 +333,7 @@ class Verifier:
             self._find(head.name, head.stream_id, info.key, problem)
 
     async def _companion(self, head: ManifestHead, companion: IndexFile) -> None:
-        """The file as it was published. What it says is compared with segments by nobody here."""
+        """Checks the file as it was published. Its content is not compared with the segments."""
         problem = ""
         try:
             raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + companion.object)
@@ -355,7 +355,7 @@ class Verifier:
             self._find(head.name, head.stream_id, companion.object, problem)
 
     async def _unlisted(self, head: ManifestHead, info: SegmentInfo) -> bool:
-        """Whether it is not listed any more: retention took it, or it became part of another one."""
+        """Whether it is no longer listed: removed by retention, or merged into another one."""
         stored = await self._manifests.load(head.stream_id)
         if stored is None or stored.head.deleted is not None or info.last <= stored.head.earliest:
             return True
@@ -401,14 +401,14 @@ class _InFlightLimit:
 
 
 def _segment_problems(raw: bytes, info: SegmentInfo, head: ManifestHead) -> list[str]:
-    """On a thread: hashing and unpacking take a while."""
+    """Runs on a thread: hashing and unpacking take a while."""
     from tailrace.storage.segments.reader import check_segment, file_footer
 
     problems = check_segment(raw, info)
     try:
         facts = file_footer(raw).facts
     except CorruptSegmentError:
-        return problems  # said already
+        return problems  # already reported
     for name, expected in (("name", head.name), ("stream_id", head.stream_id)):
         if facts.get(name) != expected:
             problems.append(f"its {name} is {facts.get(name)!r}, and it lies with {expected!r}")

@@ -435,7 +435,7 @@ class ManifestStore:
             raise ManifestConflictError(head.stream_id, message)
 
     async def _unrecorded(self, base: ManifestHead, added: Sequence[SegmentInfo]) -> Sequence[SegmentInfo]:
-        """The segments behind what is recorded. The others must be exactly those that are recorded."""
+        """The segments after what is recorded. The others must be exactly those that are recorded."""
         before = [info for info in added if info.first <= base.uploaded_through]
         # What retention trimmed was recorded once.
         missing = {info.first: info for info in before if info.last > base.earliest}
@@ -452,7 +452,7 @@ class ManifestStore:
     async def _with_producers(
         self, head: ManifestHead, producers: Mapping[str, tuple[int, int]]
     ) -> ManifestHead:
-        """The head with these producers in an object of their own; with the present one if none changed."""
+        """The head with these producers in a separate object; with the current one if none changed."""
         sha256 = sha256_of(encode_manifest(dict(producers))) if producers else ""
         if sha256 == head.producers_sha256:
             return head
@@ -469,7 +469,7 @@ def _generation_of(key: str) -> int:
 
 
 class TakeoverManifestStore(ManifestStore):
-    """An owner that came after others and goes on where they were."""
+    """The manifests of an owner that takes a bucket over and continues its streams."""
 
     async def take(
         self,
@@ -478,10 +478,10 @@ class TakeoverManifestStore(ManifestStore):
         *,
         known: StoredHead | None = None,
     ) -> ManifestHead:
-        """Put our fence on a head and record what it becomes. Nobody before us can change it afterwards.
+        """Writes our fence and a new state into a head. Earlier owners cannot change it afterwards.
 
-        `become` makes the head to go on with out of the one that is there; it is asked again if that has
-        changed meanwhile. Snapshots are numbered anew by each owner.
+        `become` computes the new head from the current one; it is called again if that has changed meanwhile.
+        Each owner numbers its snapshots from the start.
         """
 
         async def plan(current: ManifestHead | None) -> HeadChange:
@@ -492,7 +492,7 @@ class TakeoverManifestStore(ManifestStore):
         return await self._change(stream_id, plan, known, adopting=True)
 
 
-# A name that is deleted and made again counts up; nearly every name has been used a few times at most.
+# Incarnations are counted up; nearly every name has been used a few times at most.
 INCARNATIONS_TRIED = 64
 _STREAM_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -513,7 +513,7 @@ async def find_heads(objects: ObjectStore, name_or_id: str) -> list[ManifestHead
 
 
 def describe_head(head: ManifestHead, producers: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """Everything the head says, with its lists counted instead of printed: they may be long."""
+    """All fields of the head, with its lists counted instead of printed, because they may be long."""
     described: dict[str, Any] = msgspec.json.decode(encode_manifest(head))
     del described["segments"]
     del described["companions"]

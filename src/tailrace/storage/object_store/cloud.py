@@ -56,7 +56,7 @@ MESSAGE_CHARS_MAX: Final = 500
 
 _STATUS: Final = re.compile(r"non-2xx status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-# Answered with 400, but all of them mean that the request was hurt on its way.
+# Status 400, but they all mean that the request was damaged in transit.
 _DAMAGED_CODES: Final = frozenset(
     {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}
 )
@@ -68,7 +68,7 @@ class Fault(Enum):
     MISSING = "missing"  # no such object
     TAKEN = "taken"  # the object exists
     CHANGED = "changed"  # the object is another version
-    BUSY = "busy"  # somebody writes the object right now; or it exists, some stores say it this way
+    BUSY = "busy"  # the object is being written; or it exists, as some stores report it
     PASSING = "passing"  # trying again may help, and the request may have been carried out
     REFUSED = "refused"  # trying again does not help
 
@@ -94,7 +94,7 @@ def classify_error(error: Exception) -> Fault:
 
 
 def is_beyond_end(error: Exception) -> bool:
-    """Whether the range that was asked for begins behind the object's end."""
+    """Whether the requested range starts after the end of the object."""
     found = _STATUS.search(str(error))
     return found[1] == "416" if found else "Wanted range starting at" in str(error)
 
@@ -105,14 +105,14 @@ _REFUSALS: Final = (
     NotSupportedError,
     InvalidPathError,
     UnknownConfigurationKeyError,
-    RuntimeError,  # what the library raises for a condition that a store does not know
+    RuntimeError,  # raised by obstore for a condition that a store does not support
     ValueError,
     TypeError,
 )
 
 
 def describe_error(error: Exception) -> str:
-    """The error in one line: the library adds pages of its inside, and answers have bodies."""
+    """The error in one line: obstore adds pages of internals and response bodies."""
     text = str(error).split("\n\nDebug source:")[0]
     code = match[1] if (match := _CODE.search(text)) else ""
     text = text.split("<?xml")[0].strip().rstrip(":")
@@ -141,10 +141,10 @@ class RetryBudget:
         return max(0.0, self._deadline_s - time.monotonic())
 
     async def wait(self, error: Exception) -> None:
-        """Pause before the next try, or give up with what happened last.
+        """Backs off before the next attempt, or raises the last error.
 
-        The pause is random between nothing and a bound that doubles, so that many callers who failed
-        together do not come back together.
+        The pause is random up to a bound that doubles, so that callers that failed together do not retry
+        together.
         """
         self.tries += 1
         bound_ms = min(PAUSE_MS_MAX, self._limits.object_retry_ms * 2 ** min(self.tries - 1, 20))
@@ -203,7 +203,7 @@ def check_credentials(url: str, scheme: str, env: Mapping[str, str]) -> None:
     )
 
 
-DELETES_AT_ONCE: Final = 1000  # what one request to S3 takes
+DELETES_AT_ONCE: Final = 1000  # limit of one request to S3
 DELETES_TOGETHER: Final = 8
 CONNECT_MS_MAX: Final = 5000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -232,7 +232,7 @@ class ObstoreGetResult(Protocol):
 
 
 class ObstoreBucket(Protocol):
-    """What we use of the library's stores, whose own annotations are only partly known."""
+    """The part of obstore's stores that is used; its own annotations are incomplete."""
 
     def put_async(
         self, path: str, file: bytes | memoryview, *, mode: str | dict[str, str], use_multipart: bool
@@ -248,7 +248,7 @@ class ObstoreBucket(Protocol):
 
 
 def open_cloud_store(url: str, scheme: str, bucket: str, prefix: str, limits: Limits) -> CloudObjectStore:
-    """The keys, endpoint and region come from the environment, under the names each cloud's own tools use."""
+    """Keys, endpoint and region come from the environment variables of each cloud's own tools."""
     if scheme == "memory":
         from obstore.store import MemoryStore
 
@@ -283,7 +283,7 @@ def _open_cloud(scheme: str, bucket: str, prefix: str, limits: Limits) -> Obstor
 
 
 def _plain_http_wanted() -> bool:
-    """An endpoint written as http:// says so by itself; the library wants to be told twice."""
+    """obstore needs an explicit option for an http:// endpoint."""
     if any(endpoint_of(scheme, os.environ).startswith("http://") for scheme in ("s3", "az")):
         return True
     allowed = (os.environ.get(name, "") for name in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP"))
@@ -291,7 +291,7 @@ def _plain_http_wanted() -> bool:
 
 
 class CloudObjectStore:
-    """See `Objects`."""
+    """See `ObjectStore`."""
 
     def __init__(self, url: str, scheme: str, store: ObstoreBucket, limits: Limits) -> None:
         self.url = url
@@ -303,7 +303,7 @@ class CloudObjectStore:
         # Google's conditions name a generation, all others an etag.
         self._by_version = scheme == "gs"
         self._bulk_deletes = scheme == "s3"
-        # Servers that speak S3 begin behind `after`, in an order of their own. Azure's emulator does not.
+        # S3 servers start after `after` in their own key order; Azure's emulator does not.
         self._sorts_own_way = scheme == "s3"
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class CloudObjectStore:
     async def _present(
         self, key: str, data: bytes | memoryview, patience: RetryBudget, *, compare: bool
     ) -> tuple[str, bool] | None:
-        """The tag of what lies there and whether it is exactly `data`; None if nothing does."""
+        """The etag of the stored object and whether it is exactly `data`; None if there is none."""
         try:
             info = await self._head(key, patience)
             if not compare or info.size != len(data):
@@ -472,7 +472,7 @@ class CloudObjectStore:
     # -- trying ----------------------------------------------------------------------------------------
 
     async def _read(self, kind: str, key: str, patience: RetryBudget, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask until there is an answer: for requests that may be repeated freely."""
+        """Retries until there is a response: for requests that may be repeated freely."""
         while True:
             self.requests[kind] += 1
             try:

@@ -39,7 +39,7 @@ logger = logging.getLogger("tailrace.store")
 COLD_READ_THREADS = 2
 FOOTER_BYTES_MAX = 16 << 20  # of parsed footers
 LOADING_BYTES_MAX = 64 << 20
-READ_AHEAD_BYTES = 4 << 20  # of a bucket, when somebody reads on and on
+READ_AHEAD_BYTES = 4 << 20  # from a bucket, for a reader that continues
 
 
 T = TypeVar("T")
@@ -51,9 +51,9 @@ class ColdReadCounts:
     __slots__ = ("corrupt", "decoded_groups", "hits", "misses", "shared")
 
     def __init__(self) -> None:
-        self.hits = 0  # stretches of row groups that came from the cache
+        self.hits = 0  # ranges of row groups that came from the cache
         self.misses = 0  # stretches that did not
-        self.shared = 0  # row groups that somebody else was loading already
+        self.shared = 0  # row groups that another read was loading already
         self.decoded_groups = 0
         self.corrupt = 0  # reads that failed on a missing or damaged segment
 
@@ -88,14 +88,14 @@ class ColdReader:
         self._parsing: dict[str, asyncio.Task[Footer]] = {}
         self._groups: dict[tuple[str, int], asyncio.Future[SegmentRows]] = {}
 
-    # -- what readers ask ----------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------
 
     async def rows(
         self, prefix: str, info: SegmentInfo, footer: bytes, entry: int, bytes_ahead: int
     ) -> list[SegmentRows]:
-        """The row group that holds `entry`, and the following ones of this segment up to `bytes_ahead`.
+        """The row group of `entry`, and the following ones of this segment up to `bytes_ahead`.
 
-        `footer` is what `write_segment` answered; if that was not kept, it is empty, and is fetched.
+        `footer` is what `write_segment` returned; if it was not stored it is empty, and is fetched.
         """
         with self._told(prefix + info.key):
             segment = await self._segment(prefix, info, footer)
@@ -115,7 +115,7 @@ class ColdReader:
             return {entry: payload for picked in found for entry, payload in picked.items()}
 
     async def first_since(self, prefix: str, info: SegmentInfo, footer: bytes, since_ns: int) -> int:
-        """The first entry appended at or after the instant; the one behind the segment if there is none."""
+        """The first entry appended at or after the instant; the one after the segment if there is none."""
         with self._told(prefix + info.key):
             segment = await self._segment(prefix, info, footer)
             index = segment.footer.group_since(since_ns)
@@ -127,9 +127,9 @@ class ColdReader:
     async def next_with_key(
         self, prefix: str, info: SegmentInfo, footer: bytes, key: bytes, entry: int
     ) -> int:
-        """Where to look for a key: at `entry`, or at the start of a later row group that may hold it.
+        """The first entry from `entry` on that may have the key: `entry`, or the start of a later row group.
 
-        It is the entry behind the segment if no row group does.
+        It is the entry after the segment if no row group can have it.
         """
         with self._told(prefix + info.key):
             found = (await self._segment(prefix, info, footer)).footer
@@ -141,7 +141,7 @@ class ColdReader:
         return self._footer_bytes
 
     def shed(self) -> None:
-        """Lets go of what can be had again."""
+        """Evicts all caches."""
         self._footers.clear()
         self._footer_bytes = 0
 
@@ -151,7 +151,7 @@ class ColdReader:
 
     @contextmanager
     def _told(self, key: str) -> Generator[None]:
-        """Turns what can go wrong below into the one answer a reader gets; operators find it in the log."""
+        """Maps errors to the one that a reader gets; details are logged for operators."""
         try:
             yield
         except (CorruptSegmentError, ObjectMissingError) as error:
@@ -206,7 +206,7 @@ class ColdReader:
     # -- row groups ----------------------------------------------------------------------------------------
 
     async def _wanted(self, segment: _OpenSegment, first: int, last: int) -> list[SegmentRows]:
-        """Row groups; those that nobody is loading yet are loaded in runs."""
+        """Row groups; those that are not being loaded yet are loaded in runs."""
         wanted: list[asyncio.Future[SegmentRows]] = []
         run: list[int] = []
         for index in range(first, last + 1):
@@ -220,7 +220,7 @@ class ColdReader:
                 run = []
             wanted.append(future)
         self._start(segment, run)
-        # A reader that goes away must not take the row group from the others.
+        # A cancelled reader must not cancel the loading for the others.
         return await asyncio.gather(*map(asyncio.shield, wanted))
 
     def _start(self, segment: _OpenSegment, run: list[int]) -> None:
@@ -261,7 +261,7 @@ class ColdReader:
         return loaded
 
     def _next(self, whole: _RowGroupRange, at: int) -> tuple[ObjectRange | None, _RowGroupRange]:
-        """From group `at` on, what one cached part holds, or what no part does."""
+        """From group `at` on, the groups in one cached part, or those in none."""
         parts, groups = self.parts, whole.groups
         source = whole.segment.source
         cached = parts.find(source, groups[at].start, groups[at].stop)
@@ -290,7 +290,7 @@ class ColdReader:
     async def _from_cache(
         self, cached: ObjectRange, stretch: _RowGroupRange, decode: Callable[[bytes | memoryview], T]
     ) -> T | None:
-        """What is in a cached stretch. None if the file is gone or damaged; then it leaves the cache."""
+        """Row groups of a cached range. None if the file is missing or damaged; then it is evicted."""
         raw = await self.parts.read(cached, stretch.part)
         if raw is not None:
             try:
@@ -305,7 +305,7 @@ class ColdReader:
         return None
 
     def _read_ahead(self, stretch: _RowGroupRange) -> None:
-        """If the reader has come from the row group before, it will want what comes behind these."""
+        """A reader that came from the previous row group will probably read the following ones."""
         segment, parts = stretch.segment, self.parts
         footer, first, following = segment.footer, stretch.indices[0], stretch.indices[-1] + 1
         if parts.cache is None or following == footer.count:
@@ -346,7 +346,7 @@ class _RowGroupRange(NamedTuple):
 
 
 def _footer_from_end(end: bytes, size: int) -> bytes | int:
-    """The footer from the end of a file, as it would have been kept; or from where on more are needed."""
+    """The footer from the end of a file in its stored form, or the position from which to read more."""
     from tailrace.storage.segments import reader
 
     tail = reader.find_tail(end, size)

@@ -62,7 +62,7 @@ def stamp_checksums(tail: bytearray) -> None:
 
 
 def pack_tail(tail: bytes | bytearray) -> bytes:
-    """The form in which a tail is kept: footers repeat themselves and shrink to a quarter."""
+    """The stored form of a tail: footers are repetitive and compress to a quarter."""
     return _PACKED_LENGTH.pack(len(tail)) + pa.compress(tail, codec="zstd", asbytes=True)
 
 
@@ -77,7 +77,7 @@ def unpack_tail(kept: bytes) -> bytes:
 
 
 def parse_tail(tail: bytes) -> Any:
-    """The footer, parsed, if the checksum of the footer is right. `tail` may begin anywhere before it."""
+    """The parsed footer, if its checksum is correct. `tail` may start anywhere before it."""
     try:
         start = _footer_start(tail)
         at = _digits(tail, start, b"tailrace.footer_xxh3")
@@ -87,12 +87,12 @@ def parse_tail(tail: bytes) -> Any:
     blank[at - start : at - start + 16] = BLANK_CHECKSUM.encode()
     if xxhash.xxh3_64_hexdigest(blank).encode() != tail[at : at + 16]:
         raise CorruptSegmentError("the footer does not have its checksum")
-    # The library takes nothing shorter than a file: the magic and the footer are one.
+    # pyarrow requires a file: the magic and the footer are one.
     return pq.ParquetFile(pa.BufferReader(_MAGIC + tail[start:])).metadata
 
 
 def check_index(tail: bytes, facts: dict[str, str]) -> None:
-    """Bloom filters and page indexes are as they were written; `tail` begins at the first of them."""
+    """Checks Bloom filters and page indexes; `tail` starts at the first of them."""
     if xxhash.xxh3_64_hexdigest(memoryview(tail)[: _footer_start(tail)]) != facts.get("index_xxh3"):
         raise CorruptSegmentError("the indexes do not have their checksum")
 
@@ -115,7 +115,7 @@ def find_tail(end: bytes, size: int) -> bytes | int:
 
 
 def footer_facts(metadata: Any) -> dict[str, str]:
-    """What the footer says about the segment, without the common prefix of the names."""
+    """The facts of the segment in the footer, without the common prefix of the names."""
     pairs: dict[bytes, bytes] = metadata.metadata or {}
     return {key[9:].decode(): value.decode() for key, value in pairs.items() if key.startswith(b"tailrace.")}
 
@@ -129,7 +129,7 @@ def column_range(column: Any) -> tuple[int, int]:
 
 
 def row_groups_end(metadata: Any) -> int:
-    """Where the last row group ends and the tail begins."""
+    """Where the last row group ends and the tail starts."""
     last = metadata.row_group(metadata.num_row_groups - 1)
     return max(column_range(last.column(index))[1] for index in range(last.num_columns))
 
@@ -145,7 +145,7 @@ def _footer_start(tail: bytes | bytearray) -> int:
 
 
 def _digits(tail: bytes | bytearray, start: int, key: bytes) -> int:
-    """Where the 16 digits of a checksum are: behind its key, a type byte and a length byte."""
+    """Where the 16 digits of a checksum are: after its key, a type byte and a length byte."""
     marker = key + b"\x18\x10"
     at = tail.rindex(marker, start) + len(marker)
     if at + 16 > len(tail):
@@ -164,12 +164,12 @@ class RowGroup(NamedTuple):
     first: int
     last: int
     start: int  # the first byte in the file
-    stop: int  # the byte behind the last
+    stop: int  # the byte after the last
     rows: int
 
 
 class Footer:
-    """The parsed footer of one segment, made from the bytes kept in the hot store."""
+    """The parsed footer of one segment, from the bytes stored in the hot store."""
 
     def __init__(self, kept: bytes) -> None:
         self._tail = unpack_tail(kept)
@@ -224,7 +224,7 @@ class Footer:
         return self._digests[16 * index : 16 * index + 16]
 
     def find(self, entry: int) -> int:
-        """The row group that holds an entry of this segment."""
+        """The row group of an entry of this segment."""
         if not self.first <= entry <= self.last:
             raise ValueError(f"entry {entry} is not in {self.first} to {self.last}")
         return bisect_right(self._firsts, entry) - 1
@@ -235,7 +235,7 @@ class Footer:
         return size
 
     def reach(self, index: int, bytes_ahead: int) -> int:
-        """The last row group up to which, from `index` on, no more than so many bytes come out."""
+        """The last row group up to which, from `index` on, no more than so many bytes are decoded."""
         taken = self.group_bytes(index)
         while index + 1 < self.count:
             taken += self.group_bytes(index + 1)
@@ -245,7 +245,7 @@ class Footer:
         return index
 
     def group_since(self, since_ns: int) -> int | None:
-        """The first row group that can hold an entry appended at or after the instant."""
+        """The first row group that can have an entry appended at or after the instant."""
         since_us = since_ns // 1000
         low, high = 0, self.count
         while low < high:
@@ -258,12 +258,12 @@ class Footer:
         return low if low < self.count else None
 
     def groups_with_key(self, key: bytes) -> list[int]:
-        """The row groups that can hold entries with this key; only some of them may be wrong guesses."""
+        """The row groups that can have entries with this key; false positives are possible."""
         hashed = xxhash.xxh64_intdigest(key)
         return [index for index in range(self.count) if self._may_hold(index, key, hashed)]
 
     def next_with_key(self, key: bytes, index: int) -> int | None:
-        """The first row group, from `index` on, that can hold entries with this key."""
+        """The first row group, from `index` on, that can have entries with this key."""
         hashed = xxhash.xxh64_intdigest(key)
         while index < self.count and not self._may_hold(index, key, hashed):
             index += 1
@@ -346,7 +346,7 @@ def _decode_rows(table: Any, first: int, json: bool) -> SegmentRows:
     count: int = table.num_rows
     payload = _join_column(table, "payload")
     if json:
-        # Arrow has a fast way to put something behind every value, and a slow one to join them.
+        # Arrow appends a suffix to every value quickly, but joins values slowly.
         payload = pa.Array.from_buffers(BINARY, count, payload.buffers(), offset=payload.offset)
         payload = pc.binary_replace_slice(payload, _BEYOND, _BEYOND, b",")
     _, positions, data = payload.buffers()
@@ -395,7 +395,7 @@ def read_all_rows(raw: bytes, footer: Footer) -> Iterator[SegmentRows]:
 
 
 def describe_entries(raw: bytes) -> Iterator[dict[str, object]]:
-    """Every entry, as somebody would want to see it: bytes that are no text are in base64."""
+    """Every entry for display: bytes that are not text are in base64."""
     footer = file_footer(raw)
     separator = 1 if footer.json else 0
     for rows in read_all_rows(raw, footer):
@@ -440,7 +440,7 @@ def check_segment(raw: bytes, info: SegmentInfo) -> list[str]:
 
 
 def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
-    """What a file holds, for people; with a `problem` where it is not what it says it is."""
+    """The content of a file for people, with a `problem` if it is damaged."""
     described: dict[str, Any] = {"file": name, "bytes": len(raw)}
     try:
         footer = file_footer(raw)
@@ -469,7 +469,7 @@ def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
 
 
 def _as_described(described: dict[str, Any], raw: bytes, footer: Footer) -> SegmentInfo:
-    """What would be recorded about a file, if it is taken at its word."""
+    """The recorded fields of a file according to its own footer."""
     first_ns = last_ns = payload_bytes = 0
     for rows in read_all_rows(raw, footer):
         first_ns = rows.times[0] if rows.first == footer.first else first_ns
@@ -502,7 +502,7 @@ def _differences(footer: Footer, info: SegmentInfo, size: int) -> list[str]:
 
 
 def _add_payload(digest: Any, rows: SegmentRows, json: bool) -> int:
-    """Hash the entries of some rows without what joins them; answers how many bytes they are."""
+    """Hashes the entries of some rows without separators; returns their size in bytes."""
     if not json:
         digest.update(rows.body)
         return len(rows.body)

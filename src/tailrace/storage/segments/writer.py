@@ -42,7 +42,7 @@ GROUP_ROWS_MAX = 1024
 GROUP_BYTES_MAX = 1 << 20
 BLOOM_KEYS_MIN = 64
 BLOOM_FALSE_POSITIVES = 0.05
-_ZSTD_LEVEL = 1  # level 3 is a third slower and saves nothing on the payloads we measured
+_ZSTD_LEVEL = 1  # level 3 is a third slower and saves nothing on the measured payloads
 _BODY_BYTES_MAX = (1 << 31) - 1  # of one run of rows: Arrow's positions are 32 bits
 
 _ZERO = integer_array(INT32, array("i", [0]), 1)
@@ -69,7 +69,7 @@ def write_segment(
     if schema_versions:
         facts["schema_versions"] = schema_versions
     if attempt:
-        facts["attempt"] = attempt  # nobody makes the same file twice: one left behind is never wanted again
+        facts["attempt"] = attempt  # makes every file unique: an orphan is never named later
     with path.open("wb", buffering=0) as file:
         sink = _Sink(file.fileno())
         with _ParquetWriter(sink, json) as writer:
@@ -162,7 +162,7 @@ def _groups(rows: Iterable[SegmentRows], separator: int) -> Iterator[_PendingGro
 class _Sink:
     """The file Arrow writes to, in many small pieces that are written and hashed together.
 
-    It holds back what comes after the row groups: that part is still to get its checksums.
+    It buffers what comes after the row groups: that part still gets its checksums.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -199,7 +199,7 @@ class _Sink:
         return True
 
     def flush(self) -> None:
-        """Row groups are written when they are complete; the sync comes at the end."""
+        """Row groups are written when they are complete; the file is synced at the end."""
 
     def close(self) -> None:
         self.closed = True
@@ -251,7 +251,7 @@ class _ParquetWriter:
         self.last_ns = group.times[-1]
 
     def finish(self, facts: dict[str, str]) -> bytes:
-        """Write the rest of the file, and answer it as it is kept: filters, page indexes, footer."""
+        """Writes the rest of the file, and returns it in its stored form: filters, page indexes, footer."""
         facts = {
             "version": str(FORMAT_VERSION),
             **facts,
