@@ -96,7 +96,7 @@ def test_gc_deletes_what_nobody_names(data_dir: Path) -> None:
     assert (young.code, "deleted 0 (" in young.out) == (0, True), young.out
     _age(data_dir)
     done = tailrace("gc", "--data-dir", str(data_dir), "--dry-run", "--grace", "2h")
-    assert "other segments are recorded in its place" in done.out
+    assert "other segments have replaced it" in done.out
     assert "would delete 1 (" in done.out
     orphan, summary = tailrace("gc", "--data-dir", str(data_dir), "--json").rows
     assert orphan["key"].startswith(stream_prefix(named("orders", 0).stream_id) + "segments/")

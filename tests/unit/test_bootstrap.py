@@ -216,6 +216,6 @@ def test_an_empty_bucket_is_a_new_beginning(tmp_path: Path) -> None:
 def test_a_url_that_is_none_is_told(tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path / "data")
     settings = Settings(data_dir=directory.path, object_store="ftp://bucket")
-    with pytest.raises(TailraceError, match="is no object store"):
+    with pytest.raises(TailraceError, match="is not an object store URL"):
         asyncio.run(bootstrap(settings, directory, SYSTEM_CLOCK))
     directory.close()

@@ -117,7 +117,7 @@ def _with_segments(change: Callable[[tuple[SegmentInfo, ...]], tuple[SegmentInfo
     [
         (_flip, "SHA-256|checksum"),
         (_cut, "not the end|bytes"),
-        (_remove, "it is not there"),
+        (_remove, "it does not exist"),
         (_remove_page, "named and not there"),
         (_change_page, "does not match its hash"),
         (_remove_producers, "named and not there"),
@@ -125,9 +125,9 @@ def _with_segments(change: Callable[[tuple[SegmentInfo, ...]], tuple[SegmentInfo
         (_with(uploaded_through=120), "segments end at 80"),
         (_with(tail=90), "not uploaded"),
         (_with(name="other"), "do not give its stream id"),
-        (_with_segments(lambda segments: segments[1:]), "the segment before ends at 60"),
-        (_with_segments(lambda segments: (*segments, segments[-1])), "the segment before ends at 80"),
-        (_with_segments(lambda segments: (*segments[:-1], segment(71, 80))), "it is not there"),
+        (_with_segments(lambda segments: segments[1:]), "the previous segment ends at 60"),
+        (_with_segments(lambda segments: (*segments, segments[-1])), "the previous segment ends at 80"),
+        (_with_segments(lambda segments: (*segments[:-1], segment(71, 80))), "it does not exist"),
         (
             _with_segments(
                 lambda segments: (*segments[:-1], msgspec.structs.replace(segments[-1], payload_bytes=1))

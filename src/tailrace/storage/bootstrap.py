@@ -167,11 +167,11 @@ def is_bootstrapped(path: Path) -> bool:
         finished = store.db.fact("bootstrapped_ns", None) is not None and not found.records
         store.db.close()
     except JournalCorruptError as error:
-        raise _refusal(path, f"it holds a journal that cannot be read ({error})") from error
+        raise _refusal(path, f"its journal cannot be read ({error})") from error
     if finished:
         return True
     if count or subscriptions:
-        raise _refusal(path, f"it holds {count} streams and {subscriptions} subscriptions")
+        raise _refusal(path, f"it has {count} streams and {subscriptions} subscriptions")
     return False
 
 
@@ -186,7 +186,7 @@ def _count_streams(store: StoredStreams, found: ReplayResult) -> int:
 
 def _refusal(path: Path, why: str) -> TailraceError:
     message = (
-        f"--bootstrap needs a data directory without streams, and {path} is none: {why}. To go on with what "
+        f"--bootstrap needs a data directory without streams, but {path}: {why}. To continue with what "
         "is there, start without --bootstrap; to restore from the object store, move hot.db, hot.db-* and "
         "journal/ away first"
     )
@@ -388,7 +388,7 @@ class Bootstrap:
             restored.forks += 1
             if source is None:
                 restored.problem(
-                    f"{head.name}: its source {head.parent.name} is missing; what it inherits is gone"
+                    f"{head.name}: its source {head.parent.name} is missing; inherited entries are lost"
                 )
             elif source.tail < known.head.fork_entry:
                 lost = (

@@ -179,20 +179,20 @@ def decide_compaction(
     `segments` are all that the stream shows, by key.
     """
     if len(offer.add) != 1 or offer.add[0].family != SEGMENT_FAMILY:
-        raise TailraceError("invalid_request", "a compaction has one output, which is a segment")
+        raise TailraceError("invalid_request", "a compaction must have one output, a segment")
     prefix = stream_prefix(offer.stream_id)
     named = {one.object.removeprefix(prefix): one.sha256 for one in offer.inputs}
     if named.keys() != {key.removeprefix(prefix) for key in offer.replace} or len(named) < 2:
-        raise TailraceError("invalid_request", "a compaction replaces exactly its inputs, two at least")
+        raise TailraceError("invalid_request", "a compaction must replace exactly its inputs, at least two")
     joined = offered_segment(offer.add[0], prefix)
     listed = [info for info in segments.values() if info.first <= joined.last and joined.first <= info.last]
     if len(listed) == 1 and (listed[0].first, listed[0].last) == (joined.first, joined.last):
         return None
     inputs = sorted((info for info in listed if info.key in named), key=lambda info: info.first)
     if len(inputs) != len(named) or len(listed) != len(named):
-        raise TailraceError("inputs_changed", "one of the segments is not listed any more")
+        raise TailraceError("inputs_changed", "an input segment is no longer listed")
     if any(info.sha256 != named[info.key] for info in inputs):
-        raise TailraceError("inputs_changed", "one of the segments is another object")
+        raise TailraceError("inputs_changed", "an input segment is a different object")
     _check_sums(joined, inputs)
     _check_companions(joined, plan, companions)
     return CompactionIntent(joined, tuple(inputs))
@@ -203,12 +203,12 @@ def offered_segment(one: PublishedObject, prefix: str) -> SegmentInfo:
     values = [one.stats.get(name) for name in ("epoch", "raw_bytes", "first_ns", "last_ns")]
     numbers = [value for value in values if isinstance(value, int)]
     if len(numbers) != len(values):
-        raise TailraceError("invalid_request", "stats must tell epoch, raw_bytes, first_ns and last_ns")
+        raise TailraceError("invalid_request", "stats must have epoch, raw_bytes, first_ns and last_ns")
     epoch, payload_bytes, first_ns, last_ns = numbers
     key = one.object.removeprefix(prefix)
     sound = 0 < one.first <= one.last and one.rows == one.last - one.first + 1 and one.bytes > 0
     if not sound or key != segment_name(epoch, one.first, one.last, one.sha256):
-        raise TailraceError("invalid_request", "the object is not named as this segment would be")
+        raise TailraceError("invalid_request", "the object name does not match the segment")
     return SegmentInfo(
         key=key,
         epoch=epoch,
@@ -227,13 +227,13 @@ def _check_sums(joined: SegmentInfo, inputs: Sequence[SegmentInfo]) -> None:
     following = joined.first
     for info in inputs:
         if info.first != following or info.epoch != joined.epoch:
-            raise TailraceError("range_conflict", "the segments do not follow each other in one epoch")
+            raise TailraceError("range_conflict", "the segments are not adjacent in one epoch")
         following = info.last + 1
     if following != joined.last + 1:
-        raise TailraceError("range_conflict", "the joined segment has other entries than its inputs")
+        raise TailraceError("range_conflict", "the entries of the new segment differ from its inputs")
     told = (joined.payload_bytes, joined.first_ns, joined.last_ns)
     if told != (sum(info.payload_bytes for info in inputs), inputs[0].first_ns, inputs[-1].last_ns):
-        raise TailraceError("range_conflict", "the joined segment has other bytes or times than its inputs")
+        raise TailraceError("range_conflict", "the bytes or times of the new segment differ from its inputs")
 
 
 def _check_companions(joined: SegmentInfo, plan: PlanRecord | None, companions: Sequence[IndexFile]) -> None:
@@ -323,13 +323,13 @@ class CompactionSealer:
             found = await self._objects.head(key)
             if found.size != joined.bytes:
                 raise UnfitSegmentError(
-                    f"{joined.key} has {found.size} bytes, and {joined.bytes} were reported"
+                    f"{joined.key} has {found.size} bytes instead of the reported {joined.bytes}"
                 )
             if time.time_ns() - found.modified_ns > self._age_ns_max:
-                raise UnfitSegmentError(f"{joined.key} has lain there for too long; it has to be built again")
+                raise UnfitSegmentError(f"{joined.key} is too old to be published; build it again")
             raw, _etag = await self._objects.get(key)
         except ObjectMissingError:
-            raise UnfitSegmentError(f"{joined.key} is not there") from None
+            raise UnfitSegmentError(f"{joined.key} does not exist") from None
         loop = asyncio.get_running_loop()
         problems = await loop.run_in_executor(self._threads, _segment_problems, raw, joined, facts)
         if problems:
@@ -345,7 +345,7 @@ def _segment_problems(raw: bytes, joined: SegmentInfo, facts: StreamFacts) -> li
     except CorruptSegmentError:
         return problems  # already reported
     if (told.get("name"), told.get("stream_id")) != (facts.name, facts.stream_id):
-        problems.append("it is of another stream")
+        problems.append("it belongs to another stream")
     return problems
 
 
@@ -384,7 +384,7 @@ class CompactionService:
         if intent.segment.first <= stream.earliest:
             # Retention was decided before the intent was known.
             await self._note(stream.number, None)
-            raise TailraceError("inputs_changed", "retention has taken some of the entries")
+            raise TailraceError("inputs_changed", "retention has removed some of the entries")
         try:
             return await self._carry_out(stream, intent)
         except TailraceError:
@@ -410,7 +410,7 @@ class CompactionService:
             replaced=list(intent.replaced),
         )
         if not self._sealing.health.owned:
-            raise TailraceError("unavailable", "the object store cannot be used just now")
+            raise TailraceError("unavailable", "the object store is unavailable; retry later")
         report = await self._sealing.run_job("compact", [stream.number], publication=publication)
         if report.error:
             raise TailraceError("unavailable", f"the manifest cannot be written: {report.error}")

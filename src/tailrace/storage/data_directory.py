@@ -67,7 +67,7 @@ class DataDirectory:
             raise TailraceError(
                 "unavailable",
                 f"the data directory has format {found!r}; "
-                f"this version knows {DIRECTORY_VERSION_SHARED} and older",
+                f"this version supports {DIRECTORY_VERSION_SHARED} and older",
             )
 
     def become_shared(self) -> None:

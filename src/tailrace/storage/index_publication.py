@@ -72,7 +72,7 @@ def decide_publication(
     Entries up to `earliest` are trimmed and need no index file.
     """
     if offer.plan_hash != plan.hash:
-        raise TailraceError("plan_superseded", "another plan is wanted now; read the plan again")
+        raise TailraceError("plan_superseded", "the plan has changed; read it again")
     added = [_index_file(offer, one, plan, now_ns) for one in offer.add]
     if offer.job == "merge":
         return _accept_merge(offer, added, plan, known)
@@ -120,7 +120,9 @@ def _index_file(offer: PublishRequest, one: PublishedObject, plan: PlanRecord, n
     )
     sound = 0 < one.first <= one.last and one.rows >= 0 and one.bytes > 0
     if not sound or not has_valid_name(made):
-        raise TailraceError("invalid_request", f"{made.object[:TEXT_MAX]!r} is no name for this companion")
+        raise TailraceError(
+            "invalid_request", f"{made.object[:TEXT_MAX]!r} is not a valid name for this index file"
+        )
     return made
 
 
@@ -138,7 +140,7 @@ def _input_segments(offer: PublishRequest, segments: Mapping[str, SegmentInfo]) 
 
 
 def _inputs_changed(key: str) -> TailraceError:
-    return TailraceError("inputs_changed", f"{key[:TEXT_MAX]} is not listed any more, or is another object")
+    return TailraceError("inputs_changed", f"{key[:TEXT_MAX]} is no longer listed, or is a different object")
 
 
 def _quarantined(
@@ -169,7 +171,7 @@ def _check_run(one: IndexFile, ranges: Sequence[tuple[int, int]]) -> None:
             break
         following = last + 1
     if following != one.last + 1:
-        message = f"{one.family} of entries {one.first} to {one.last} is not made of whole inputs"
+        message = f"{one.family} of entries {one.first} to {one.last} does not cover whole inputs"
         raise TailraceError("range_conflict", message)
 
 
@@ -248,12 +250,12 @@ def _accept_merge(
 ) -> AcceptedPublication:
     """Several files may share the range of the output; together they replace all inputs."""
     if not added or len({(one.family, one.first, one.last) for one in added}) != 1:
-        raise TailraceError("invalid_request", "a merge has one output, of one family and one range")
+        raise TailraceError("invalid_request", "a merge must have one output, of one family and one range")
     output = added[0]
     replaced = {relative_key(key, offer.stream_id) for key in offer.replace}
     named = {relative_key(one.object, offer.stream_id): one.sha256 for one in offer.inputs}
     if named.keys() != replaced or not named:
-        raise TailraceError("invalid_request", "a merge replaces exactly its inputs")
+        raise TailraceError("invalid_request", "a merge must replace exactly its inputs")
     listed = {one.object: one for one in known.companions}
     made = [
         one
@@ -274,7 +276,9 @@ def _accept_merge(
         inputs.append(found)
     _check_run(output, sorted({(one.first, one.last) for one in inputs}))
     if _unlisted(added, known.companions, replaced) != added:
-        raise TailraceError("range_conflict", f"{output.object} overlaps companions that it does not replace")
+        raise TailraceError(
+            "range_conflict", f"{output.object} overlaps index files that it does not replace"
+        )
     level = 1 + max(one.level for one in inputs)
     outputs = [msgspec.structs.replace(one, level=level) for one in added]
     return AcceptedPublication(tuple(outputs), tuple(sorted(replaced)))
@@ -384,7 +388,7 @@ class PublicationService:
 
     async def _admitted(self, stream: Stream, offer: PublishRequest) -> PublishOutcome:
         if self._under_way >= PUBLICATIONS_MAX:
-            raise TailraceError("overloaded", "too many publications at once")
+            raise TailraceError("overloaded", "too many concurrent publications; retry later")
         self._under_way += 1
         try:
             async with self._locks.lock(offer.stream_id):
@@ -398,7 +402,7 @@ class PublicationService:
         if offer.job == "compact":
             return await self._compact(stream, offer, plan)
         if plan is None:
-            raise TailraceError("plan_superseded", "no companions are wanted of this stream")
+            raise TailraceError("plan_superseded", "this stream has no index plan")
         known = await self._log.catalogue.load(stream)
         segments = await self._segments(stream)
         accepted = decide_publication(offer, plan, known, segments, stream.earliest, self._log.clock.now_ns())

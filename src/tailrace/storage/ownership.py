@@ -65,8 +65,8 @@ class OwnedElsewhereError(TailraceError):
     def __init__(self, url: str, owner: OwnerRecord) -> None:
         super().__init__(
             "unavailable",
-            f"the object store {url} belongs to deployment {owner.deployment}; stop that server and take its "
-            "bucket over, or use another bucket or prefix",
+            f"the object store {url} belongs to deployment {owner.deployment}; stop that server and take "
+            "over its bucket, or use another bucket or prefix",
         )
         self.owner = owner
 
@@ -111,16 +111,19 @@ class BucketOwnership:
                 continue  # another server was first, or it was this one and the response was lost
             return fence
         raise TailraceError(
-            "unavailable", f"{CLAIM_ATTEMPTS_MAX} others took {self._objects.url} over meanwhile"
+            "unavailable",
+            f"the owner of {self._objects.url} changed {CLAIM_ATTEMPTS_MAX} times during the claim",
         )
 
     async def confirm(self, deployment: str, fence: int) -> None:
         """Raises once another server owns the bucket."""
         owner = await self.current()
         if owner is None:
-            raise FencedError(f"{OWNER_KEY} is gone: nobody owns the bucket any more")
+            raise FencedError(f"{OWNER_KEY} does not exist: the bucket has no owner")
         if (owner.deployment, owner.fence) != (deployment, fence):
-            raise FencedError(f"deployment {owner.deployment} took the bucket over (fence {owner.fence})")
+            raise FencedError(
+                f"deployment {owner.deployment} has taken over the bucket (fence {owner.fence})"
+            )
 
     async def _load(self) -> tuple[OwnerRecord, str] | None:
         try:
@@ -142,8 +145,8 @@ class ForeignStreamsError(TailraceError):
     def __init__(self, url: str, name: str) -> None:
         super().__init__(
             "unavailable",
-            f"the object store {url} holds streams that this data directory does not have, such as {name!r}. "
-            "To go on with them, start with --bootstrap on an empty data directory; to begin without them, "
+            f"the object store {url} has streams that this data directory does not have, such as {name!r}. "
+            "To restore them, start with --bootstrap on an empty data directory; to start without them, "
             "name another bucket or prefix",
         )
 
@@ -199,11 +202,11 @@ class RolledBackError(TailraceError):
     def __init__(self, url: str, name: str) -> None:
         super().__init__(
             "unavailable",
-            f"the data directory is older than the object store {url}, which has something of {name!r} that "
-            "never happened here: it is a backup, or a copy that others went on from. To go on with what the "
+            f"the data directory is older than the object store {url}, which has changes of {name!r} that "
+            "are missing here: it is a backup, or a copy of a directory in use. To continue with what the "
             "bucket has, start with --bootstrap on an empty data directory. To go back to the backup, name a "
-            "copy of the bucket that was made together with it. To look at what is here nevertheless, add "
-            "--take-over: streams that differ are not sealed then",
+            "copy of the bucket that was made together with it. To serve this directory nevertheless, add "
+            "--take-over: streams that differ are then not sealed",
         )
 
 
@@ -265,8 +268,8 @@ class SealedElsewhereError(TailraceError):
     def __init__(self, url: str) -> None:
         super().__init__(
             "unavailable",
-            f"the object store {url} has nothing of the history that this data directory sealed before; name "
-            "the store that has it, or copy all of it there. To go on without it, start with --take-over",
+            f"the object store {url} does not have the segments that this data directory has sealed; name "
+            "the store that has it, or copy all of it there. To continue without it, start with --take-over",
         )
 
 
@@ -307,10 +310,9 @@ class BucketOwner:
         except OwnedElsewhereError as error:
             raise TailraceError(
                 "unavailable",
-                f"the object store {self._url} belongs to deployment {error.owner.deployment}; give this "
-                "server another bucket or prefix. If the disk of the other one is lost, start this one with "
-                "--bootstrap to get its streams back; else stop the other one and start this one with "
-                "--take-over",
+                f"the object store {self._url} belongs to deployment {error.owner.deployment}; use another "
+                "bucket or prefix. If the disk of the other server is lost, start this one with --bootstrap "
+                "to restore its streams; otherwise stop it and start this one with --take-over",
             ) from error
         except (TimeoutError, ObjectStoreError, OSError) as error:
             self.failure = str(error) or "no response"

@@ -366,7 +366,7 @@ class DirectorySalvage:
                 try:
                     stream = decode_stream(image)
                 except UNREADABLE_ERRORS:
-                    self._report.problems.append(f"what is known about stream {name!r} cannot be decoded")
+                    self._report.problems.append(f"the image of stream {name!r} cannot be decoded")
                     db.execute("DELETE FROM streams WHERE number=?", (number,))
                     continue
                 self._close_holes(db, stream, max(stream.sealed, sealed_later.get(number, 0)))
@@ -520,7 +520,7 @@ class DirectorySalvage:
                 folding.apply(fitting)
         except UNREADABLE_ERRORS as error:
             why = str(error).partition("\n")[0] or type(error).__name__
-            self._report.problems.append(f"{place}: {type(op).__name__.lower()} does not fit ({why})")
+            self._report.problems.append(f"{place}: {type(op).__name__.lower()} cannot be applied ({why})")
 
     def _fitted(self, folding: FileCheckpoint, op: Op) -> Op | None:
         """The operation as it can be applied to what is left; None if it cannot."""

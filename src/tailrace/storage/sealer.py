@@ -171,7 +171,7 @@ class SegmentAdoption:
         following = job.sealed + 1
         async for info in self._manifests.segments(head, following):
             if info.first != following:
-                raise _conflict(facts, f"entry {following} is not where it was left")
+                raise _conflict(facts, f"entry {following} is not recorded where it was sealed")
             report.footers.append(await self._footer(job.numbers[0], facts, info))
             report.segments.append(info)
             report.keyed = report.keyed or footer_has_keys(report.footers[-1])
@@ -204,7 +204,7 @@ class SegmentAdoption:
             if not is_prefix_of(read_all_rows(raw, file_footer(raw)), held, stream.separator):
                 return None
         tail = reader.find_tail(raw, len(raw))
-        assert isinstance(tail, bytes), "all of the file was given"
+        assert isinstance(tail, bytes), "the whole file was read"
         return reader.pack_tail(tail)
 
 

@@ -299,7 +299,7 @@ class Sweeper:
             plans = await superseded_plans(
                 self._objects, stored.head, listed, old, oldest_ns, self._remembered
             )
-            await self._drop([_orphan(info, "another plan has taken its place") for info in plans])
+            await self._drop([_orphan(info, "another plan has replaced it") for info in plans])
 
     async def _unlisted(self, head: ManifestHead, old: list[ObjectInfo], oldest_ns: int) -> list[Orphan]:
         prefix = stream_prefix(head.stream_id)
@@ -337,7 +337,7 @@ class Sweeper:
             if kind != "segments":
                 orphans.append(_orphan(info, "the manifest does not name it"))
             elif _is_obsolete(key, head) and not self._is_in_grace(key, head):
-                orphans.append(_orphan(info, "other segments are recorded in its place"))
+                orphans.append(_orphan(info, "other segments have replaced it"))
         return orphans
 
     def _is_in_grace(self, key: str, head: ManifestHead) -> bool:

@@ -246,11 +246,11 @@ class Verifier:
             try:
                 await self._walk(head, tasks)
             except ManifestCorruptError as error:
-                self._find(head.name, stream_id, HEAD_KEY, f"{error}; the rest was not looked at")
+                self._find(head.name, stream_id, HEAD_KEY, f"{error}; the rest was not checked")
             except ObjectMissingError as error:
                 if not await self._moved_on(head):
                     key = error.key.removeprefix(stream_prefix(stream_id))
-                    problem = "it is named and not there; the rest was not looked at"
+                    problem = "it is named but does not exist; the rest was not checked"
                     self._find(head.name, stream_id, key, problem)
 
     async def _walk(self, head: ManifestHead, tasks: asyncio.TaskGroup) -> None:
@@ -273,16 +273,16 @@ class Verifier:
     def _facts(self, head: ManifestHead) -> None:
         problem = ""
         if stream_id_of(head.name, head.incarnation) != head.stream_id:
-            problem = "its name and incarnation do not give its stream id"
+            problem = "its stream id does not match its name and incarnation"
         elif max(head.tail, head.earliest, head.fork_entry) > head.uploaded_through:
-            problem = "it speaks of entries that are not uploaded"
+            problem = "it has entries that are not uploaded"
         if problem:
             self._find(head.name, head.stream_id, HEAD_KEY, problem)
 
     def _continues(self, head: ManifestHead, previous: SegmentInfo | None, info: SegmentInfo) -> None:
         problem = ""
         if info.key != segment_name(info.epoch, info.first, info.last, info.sha256):
-            problem = "its name is not made from what is recorded about it"
+            problem = "its name does not match what is recorded about it"
         elif info.rows != info.last - info.first + 1 or info.first_ns > info.last_ns:
             problem = "its rows or times are recorded wrongly"
         elif info.epoch > head.epoch:
@@ -293,11 +293,11 @@ class Verifier:
             if info.first > begin:
                 problem = f"entries {begin} to {info.first - 1} are missing"
             elif previous is not None and info.first <= previous.last:
-                problem = f"it begins at {info.first}, and the segment before ends at {previous.last}"
+                problem = f"it starts at {info.first}, but the previous segment ends at {previous.last}"
         elif info.first != previous.last + 1:
-            problem = f"it begins at {info.first}, and the segment before ends at {previous.last}"
+            problem = f"it starts at {info.first}, but the previous segment ends at {previous.last}"
         if not problem and previous is not None and _goes_back(previous, info):
-            problem = "its epoch or times are before those of the segment before"
+            problem = "its epoch or times are before those of the previous segment"
         if problem:
             self._find(head.name, head.stream_id, info.key, problem)
 
@@ -306,7 +306,7 @@ class Verifier:
             return
         reached = max(head.earliest, head.fork_entry, 0 if last is None else last.last)
         if reached != head.uploaded_through:
-            problem = f"its segments end at {reached}, and uploaded_through is {head.uploaded_through}"
+            problem = f"its segments end at {reached}, but uploaded_through is {head.uploaded_through}"
             self._find(head.name, head.stream_id, HEAD_KEY, problem)
 
     async def _moved_on(self, head: ManifestHead) -> bool:
@@ -323,7 +323,7 @@ class Verifier:
         except ObjectMissingError:
             if await self._unlisted(head, info):
                 return
-            problems = ["it is not there"]
+            problems = ["it does not exist"]
         finally:
             await self._room.give_back(info.bytes)
         self.seen.segments += 1
@@ -338,15 +338,15 @@ class Verifier:
         try:
             raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + companion.object)
             if len(raw) != companion.bytes:
-                problem = f"it has {len(raw)} bytes, and {companion.bytes} are recorded"
+                problem = f"it has {len(raw)} bytes instead of the recorded {companion.bytes}"
             elif (await asyncio.to_thread(hashlib.sha256, raw)).hexdigest() != companion.sha256:
                 problem = "its SHA-256 is not the recorded one"
             elif not has_valid_name(companion):
-                problem = "its name is not made from what is recorded about it"
+                problem = "its name does not match what is recorded about it"
         except ObjectMissingError:
             if await self._moved_on(head):
                 return  # replaced by another one, or trimmed
-            problem = "it is not there"
+            problem = "it does not exist"
         finally:
             await self._room.give_back(companion.bytes)
         self.seen.companions += 1
@@ -411,5 +411,5 @@ def _segment_problems(raw: bytes, info: SegmentInfo, head: ManifestHead) -> list
         return problems  # already reported
     for name, expected in (("name", head.name), ("stream_id", head.stream_id)):
         if facts.get(name) != expected:
-            problems.append(f"its {name} is {facts.get(name)!r}, and it lies with {expected!r}")
+            problems.append(f"its {name} is {facts.get(name)!r}, but its folder is of {expected!r}")
     return problems

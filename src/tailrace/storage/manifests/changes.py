@@ -61,7 +61,9 @@ def base_head(facts: StreamFacts, current: ManifestHead | None, fence: int) -> M
         return current
     if is_later_incarnation(facts, current, current.deleted):
         return first_head(facts, fence, current.generation)
-    raise StreamDeletedError(facts.stream_id, f"it was {current.deleted.reason} and takes nothing more")
+    raise StreamDeletedError(
+        facts.stream_id, f"the stream was {current.deleted.reason} and cannot be changed"
+    )
 
 
 def is_later_incarnation(facts: StreamFacts, current: ManifestHead, deleted: HeadTombstone) -> bool:
@@ -157,14 +159,16 @@ async def compact_head(
 ) -> CompactedHead:
     """The same head if it lists the joined segment already. ManifestConflictError if it lists others."""
     if current.deleted is not None:
-        raise StreamDeletedError(current.stream_id, f"it was {current.deleted.reason} and takes nothing more")
+        raise StreamDeletedError(
+            current.stream_id, f"the stream was {current.deleted.reason} and cannot be changed"
+        )
     listed = ListedSegments(current.pages, current.segments)
     found = await pages.within(listed, joined.first, joined.last)
     if found == [joined]:
         return CompactedHead(current, [])
     if found != list(replaced):
         raise ManifestConflictError(
-            current.stream_id, f"other segments are recorded than those that became {joined.key}"
+            current.stream_id, f"the recorded segments are not the inputs of {joined.key}"
         )
     cut = await pages.join(listed, joined)
     head = msgspec.structs.replace(
@@ -232,7 +236,9 @@ async def change_index_files(
     entries are replaced by the ones it adds now.
     """
     if current.deleted is not None:
-        raise StreamDeletedError(current.stream_id, f"it was {current.deleted.reason} and takes nothing more")
+        raise StreamDeletedError(
+            current.stream_id, f"the stream was {current.deleted.reason} and cannot be changed"
+        )
     pages = IndexFilePages(objects, current.stream_id)
     listed = ListedIndexFiles(current.companion_pages, current.companions)
     known = await pages.find_listed(listed, {one.object for one in added})
@@ -281,9 +287,9 @@ async def _check_objects(objects: ObjectStore, stream_id: str, companions: Seque
             try:
                 found = await objects.head(prefix + one.object)
             except ObjectMissingError:
-                raise IndexFileMissingError(stream_id, one.object, "is not there") from None
+                raise IndexFileMissingError(stream_id, one.object, "does not exist") from None
         if found.size != one.bytes:
-            message = f"has {found.size} bytes, and {one.bytes} were reported"
+            message = f"has {found.size} bytes instead of the reported {one.bytes}"
             raise IndexFileMissingError(stream_id, one.object, message)
 
     outcomes = await asyncio.gather(*map(check, companions), return_exceptions=True)

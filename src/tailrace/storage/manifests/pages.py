@@ -76,7 +76,7 @@ class SegmentPages:
         page = decode_manifest(data, SegmentPage, self._stream_id, ref.key)
         parts = page.pages if ref.level else page.segments
         if page.level != ref.level or not parts or _segment_page_ref(page, ref.key, ref.sha256) != ref:
-            raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} is a different page")
         return page
 
     async def _store(self, page: SegmentPage) -> SegmentPageRef:
@@ -229,11 +229,13 @@ def append_segments(head: ManifestHead, added: Sequence[SegmentInfo]) -> tuple[S
     stream_id, recorded, uploaded_through = head.stream_id, head.segments, head.uploaded_through
     for info in added:
         if info.first > info.last or info.rows != info.last - info.first + 1:
-            raise ManifestConflictError(stream_id, f"{info.key} counts {info.rows} entries wrongly")
+            raise ManifestConflictError(stream_id, f"{info.key} has a wrong number of rows, {info.rows}")
         if info.epoch < head.epoch:
             raise ManifestConflictError(stream_id, f"{info.key} is of an epoch before {head.epoch}")
     if added and added[0].first != uploaded_through + 1:
-        message = f"{added[0].key} begins at {added[0].first}, and {uploaded_through} is recorded as the last"
+        message = (
+            f"{added[0].key} starts at {added[0].first}, but the last recorded entry is {uploaded_through}"
+        )
         raise ManifestConflictError(stream_id, message)
     # Segments retained for forks only need not be adjacent.
     before_added = recorded[-1:] if recorded and recorded[-1].last > head.earliest else ()
@@ -272,7 +274,7 @@ class IndexFilePages:
             raise ManifestCorruptError(self._stream_id, f"the content of {ref.key} does not match its hash")
         page = decode_manifest(data, IndexFilePage, self._stream_id, ref.key)
         if page.level != ref.level or _index_file_page_ref(page, ref.key, ref.sha256) != ref:
-            raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} is a different page")
         return page
 
     async def walk(self, listed: ListedIndexFiles) -> AsyncIterator[IndexFile]:

@@ -446,7 +446,7 @@ class ManifestStore:
                 if not missing:
                     break
         for info in missing.values():
-            raise ManifestConflictError(base.stream_id, f"others are recorded in the place of {info.key}")
+            raise ManifestConflictError(base.stream_id, f"other segments are recorded instead of {info.key}")
         return added[len(before) :]
 
     async def _with_producers(
@@ -486,7 +486,7 @@ class TakeoverManifestStore(ManifestStore):
 
         async def plan(current: ManifestHead | None) -> HeadChange:
             if current is None:
-                raise ManifestConflictError(stream_id, "its head is gone")
+                raise ManifestConflictError(stream_id, "the head does not exist")
             return HeadChange(msgspec.structs.replace(become(current), as_of=0))
 
         return await self._change(stream_id, plan, known, adopting=True)

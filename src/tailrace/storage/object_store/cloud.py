@@ -118,12 +118,12 @@ def describe_error(error: Exception) -> str:
     text = text.split("<?xml")[0].strip().rstrip(":")
     hint = ""
     if any(host in text for host in _METADATA_HOSTS):
-        hint = "; no keys are in the environment, so this machine's own were asked for"
+        hint = "; no keys in the environment; the machine's role was requested"
     return f"{text[:MESSAGE_CHARS_MAX]}{f' ({code})' if code else ''}{hint}" or type(error).__name__
 
 
 def refused_error(url: str, key: str, error: Exception) -> ObjectStoreRefusedError:
-    return ObjectStoreRefusedError(key, f"{url} refuses us: {describe_error(error)}")
+    return ObjectStoreRefusedError(key, f"{url} refuses access: {describe_error(error)}")
 
 
 class RetryBudget:
@@ -157,8 +157,8 @@ class RetryBudget:
 
     def exhausted(self, error: Exception) -> ObjectStoreUnavailableError:
         tries = f"{self.tries} {'try' if self.tries == 1 else 'tries'}"
-        reason = "no answer in time" if isinstance(error, TimeoutError) else describe_error(error)
-        return ObjectStoreUnavailableError(self._key, f"{self._url} cannot be used, after {tries}: {reason}")
+        reason = "no response in time" if isinstance(error, TimeoutError) else describe_error(error)
+        return ObjectStoreUnavailableError(self._key, f"{self._url} is unavailable after {tries}: {reason}")
 
 
 _ENDPOINTS: Final = {
@@ -199,7 +199,7 @@ def check_credentials(url: str, scheme: str, env: Mapping[str, str]) -> None:
         return
     wanted, unsigned = " and ".join(_CREDENTIALS[scheme][0]), _UNSIGNED[scheme]
     raise ValueError(
-        f"there are no keys for {url} at {endpoint}: set {wanted}, or {unsigned}=true if it wants none"
+        f"there are no keys for {url} at {endpoint}: set {wanted}, or {unsigned}=true if it needs none"
     )
 
 
@@ -253,7 +253,7 @@ def open_cloud_store(url: str, scheme: str, bucket: str, prefix: str, limits: Li
         from obstore.store import MemoryStore
 
         if prefix:
-            raise ValueError(f"{url!r}: a store in memory has a name and nothing behind it")
+            raise ValueError(f"{url!r}: a memory store has only a name")
         store = _MEMORY.setdefault(bucket, cast("ObstoreBucket", MemoryStore()))
     else:
         check_credentials(url, scheme, os.environ)
@@ -417,7 +417,7 @@ class CloudObjectStore:
             data = bytes(await found.bytes_async())
             self.bytes_in += len(data)
             if len(data) != found.meta["size"]:
-                raise ConnectionError(f"{len(data)} of {found.meta['size']} bytes came")
+                raise ConnectionError(f"{len(data)} of {found.meta['size']} bytes received")
             return data, self._tag(found.meta)
 
         return await self._read("get", key, patience, fetch)
@@ -440,7 +440,7 @@ class CloudObjectStore:
             data = bytes(await found.bytes_async())
             self.bytes_in += len(data)
             if len(data) != stop - start:
-                raise ConnectionError(f"{len(data)} of {stop - start} bytes came")
+                raise ConnectionError(f"{len(data)} of {stop - start} bytes received")
             return data
 
         return await self._read("range", key, self._patience(key), fetch)
@@ -483,7 +483,7 @@ class CloudObjectStore:
             except Exception as error:
                 fault = Fault.PASSING if isinstance(error, TimeoutError) else classify_error(error)
                 if fault is Fault.MISSING:
-                    raise ObjectMissingError(key, "is not there") from error
+                    raise ObjectMissingError(key, "does not exist") from error
                 if fault is not Fault.PASSING and fault is not Fault.BUSY:
                     raise self._refused(key, error) from error
                 last = error

@@ -121,7 +121,7 @@ class FileObjectStore:
             raise self._unavailable(key, error) from error
 
     def _unavailable(self, key: str, error: OSError) -> ObjectStoreUnavailableError:
-        return ObjectStoreUnavailableError(key, f"{self.url} cannot be used: {error.strerror}")
+        return ObjectStoreUnavailableError(key, f"{self.url} is unavailable: {error.strerror}")
 
 
 class _BlockingFiles:
@@ -156,7 +156,7 @@ class _BlockingFiles:
             try:
                 now = self.read(key)[1]
             except ObjectMissingError as error:
-                raise ObjectConflictError(key, "is not there any more") from error
+                raise ObjectConflictError(key, "does not exist any more") from error
             if now != etag:
                 raise ObjectConflictError(key, "was replaced meanwhile")
             self._place(key, path, lambda: temporary.rename(path))
@@ -191,7 +191,7 @@ class _BlockingFiles:
                     raise
             else:
                 return
-        raise ObjectStoreUnavailableError(key, "its directory is deleted again and again")
+        raise ObjectStoreUnavailableError(key, "its directory is deleted repeatedly")
 
     def _refuse_existing(self, key: str, path: Path) -> NoReturn:
         """Syncs an existing object before it is reported, so that it survives a power cut."""
@@ -294,10 +294,10 @@ class _BlockingFiles:
         except ABSENT_ERRORS as error:
             if isinstance(error, NotADirectoryError) and not self._root.is_dir():
                 raise  # it is the whole store that is not there
-            raise ObjectMissingError(key, "is not there") from error
+            raise ObjectMissingError(key, "does not exist") from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ObjectMissingError(key, "is not there")
+                raise ObjectMissingError(key, "does not exist")
             yield fd
         finally:
             os.close(fd)

@@ -128,7 +128,7 @@ def open_object_store(url: str, *, limits: Limits | None = None) -> ObjectStore:
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES or parts.query or parts.fragment:
         raise ValueError(
-            f"{url!r} is no object store; use file:///directory, s3://bucket/prefix, gs:// or az://"
+            f"{url!r} is not an object store URL; use file:///directory, s3://bucket/prefix, gs:// or az://"
         )
     if parts.scheme == "file":
         from pathlib import Path
@@ -136,25 +136,25 @@ def open_object_store(url: str, *, limits: Limits | None = None) -> ObjectStore:
         from tailrace.storage.object_store.files import FileObjectStore
 
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise ValueError(f"{url!r} needs an absolute directory, as in file:///var/lib/tailrace/objects")
+            raise ValueError(f"{url!r} has no absolute directory; use file:///var/lib/tailrace/objects")
         return FileObjectStore(Path(unquote(parts.path)), url)
     from tailrace.storage.object_store.cloud import open_cloud_store
 
     if not parts.netloc:
-        raise ValueError(f"{url!r} names no bucket, as in {parts.scheme}://bucket/prefix")
+        raise ValueError(f"{url!r} has no bucket; use {parts.scheme}://bucket/prefix")
     return open_cloud_store(url, parts.scheme, parts.netloc, unquote(parts.path).strip("/"), limits)
 
 
 def check_key(key: str) -> None:
     """Raises ValueError for names that some store cannot distinguish or that leave its directory."""
     if not key or len(key.encode()) > KEY_BYTES_MAX:
-        raise ValueError(f"{key[:50]!r} is no key: 1 to {KEY_BYTES_MAX} bytes are")
+        raise ValueError(f"{key[:50]!r} is not a key: it must have 1 to {KEY_BYTES_MAX} bytes")
     parts = key.split("/")
     for part in parts:
         if part in ("", ".", "..") or len(part.encode()) > KEY_PART_BYTES_MAX or not _is_plain_part(part):
-            raise ValueError(f"{key!r} is no key: {part!r} cannot be a part of one")
+            raise ValueError(f"{key!r} is not a key: {part!r} is not a valid part")
     if parts[0] == PRIVATE_DIRECTORY:
-        raise ValueError(f"{key!r} is no key: {PRIVATE_DIRECTORY} is the store's own")
+        raise ValueError(f"{key!r} is not a key: {PRIVATE_DIRECTORY} is reserved")
 
 
 def _is_plain_part(part: str) -> bool:
@@ -165,7 +165,7 @@ def _is_plain_part(part: str) -> bool:
 def check_prefix(prefix: str) -> None:
     if prefix:
         if not prefix.endswith("/"):
-            raise ValueError(f"{prefix!r} is no prefix: it has to end with /")
+            raise ValueError(f"{prefix!r} is not a prefix: it must end with /")
         check_key(prefix[:-1])
 
 

@@ -159,7 +159,7 @@ class ColdReader:
             logger.error("cannot read segment", extra=log_fields(key=key, error=str(error)))
             raise TailraceError("unavailable", "a segment of this stream is missing or damaged") from error
         except ObjectStoreError as error:
-            raise TailraceError("unavailable", "the object store does not answer") from error
+            raise TailraceError("unavailable", "the object store does not respond") from error
 
     # -- footers -------------------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ async def fetch_footer(objects: ObjectStore, key: str, info: SegmentInfo) -> byt
         found = reader.find_tail(await objects.get_range(key, start, info.bytes), info.bytes)
         if isinstance(found, bytes):
             return reader.pack_tail(found)
-        assert found < start, f"{key} wants more of its end, but not from before"
+        assert found < start, f"{key} needs bytes from before the requested range"
         start = found
 
 

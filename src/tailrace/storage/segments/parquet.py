@@ -129,7 +129,7 @@ class PartialFile:
         at = bisect_right(self._starts, self._position) - 1
         begin = self._position - self._starts[at] if at >= 0 else -1
         if begin < 0 or begin + count > self._buffers[at].size:
-            raise OSError("outside of what is there")
+            raise OSError("read outside of the available ranges")
         self._position += count
         return self._buffers[at].slice(begin, count)
 

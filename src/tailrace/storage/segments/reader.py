@@ -73,7 +73,7 @@ def unpack_tail(kept: bytes) -> bytes:
             raise CorruptSegmentError(f"a footer of {size} bytes")
         return pa.decompress(kept[_PACKED_LENGTH.size :], decompressed_size=size, codec="zstd", asbytes=True)
     except (struct.error, OSError, ValueError) as error:
-        raise CorruptSegmentError(f"the kept footer cannot be unpacked: {error}") from error
+        raise CorruptSegmentError(f"the stored footer cannot be decompressed: {error}") from error
 
 
 def parse_tail(tail: bytes) -> Any:
@@ -86,7 +86,7 @@ def parse_tail(tail: bytes) -> Any:
     blank = bytearray(tail[start:])
     blank[at - start : at - start + 16] = BLANK_CHECKSUM.encode()
     if xxhash.xxh3_64_hexdigest(blank).encode() != tail[at : at + 16]:
-        raise CorruptSegmentError("the footer does not have its checksum")
+        raise CorruptSegmentError("the footer has a wrong checksum")
     # pyarrow requires a file: the magic and the footer are one.
     return pq.ParquetFile(pa.BufferReader(_MAGIC + tail[start:])).metadata
 
@@ -94,7 +94,7 @@ def parse_tail(tail: bytes) -> Any:
 def check_index(tail: bytes, facts: dict[str, str]) -> None:
     """Checks Bloom filters and page indexes; `tail` starts at the first of them."""
     if xxhash.xxh3_64_hexdigest(memoryview(tail)[: _footer_start(tail)]) != facts.get("index_xxh3"):
-        raise CorruptSegmentError("the indexes do not have their checksum")
+        raise CorruptSegmentError("the indexes have a wrong checksum")
 
 
 def find_tail(end: bytes, size: int) -> bytes | int:
@@ -323,7 +323,7 @@ def read_tables(
     for index, group in zip(indices, groups, strict=True):
         own = view[group.start - start : group.stop - start]
         if len(view) != stop - start or xxhash.xxh3_64_hexdigest(own) != footer.digest(index):
-            raise CorruptSegmentError(f"row group {index} does not have its checksum")
+            raise CorruptSegmentError(f"row group {index} has a wrong checksum")
     keyless = [name for name in columns if name != "key"]
     try:
         file = pq.ParquetFile(
@@ -384,7 +384,7 @@ _SEGMENT_NAME = re.compile(r"(\d{10})-(\d{20})-(\d{20})\.([0-9a-f]{16})\.parquet
 def file_footer(raw: bytes) -> Footer:
     """The footer of a file that is there as a whole."""
     tail = find_tail(raw, len(raw))
-    assert isinstance(tail, bytes), "all of the file was given"
+    assert isinstance(tail, bytes), "the whole file was read"
     return Footer(pack_tail(tail))
 
 
@@ -433,7 +433,7 @@ def check_segment(raw: bytes, info: SegmentInfo) -> list[str]:
     except CorruptSegmentError as error:
         return [str(error)]
     if payload.hexdigest() != footer.facts["payload_sha256"]:
-        problems.append("its payloads do not have their checksum")
+        problems.append("its payloads have a wrong checksum")
     if (payload_bytes, first_ns, last_ns) != (info.payload_bytes, info.first_ns, info.last_ns):
         problems.append("its payload bytes or append times are not the recorded ones")
     return problems
@@ -460,7 +460,7 @@ def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
         problems = check_segment(raw, info)
         named = _SEGMENT_NAME.search(name)
         if named and not info.key.endswith(named[0]):
-            problems.append(f"by its content it should be called {info.key}")
+            problems.append(f"its name does not match its content, which is {info.key}")
     except CorruptSegmentError as error:
         problems = [str(error)]
     if problems:

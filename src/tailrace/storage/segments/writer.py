@@ -64,7 +64,7 @@ def write_segment(
 ) -> SegmentFile:
     """Write consecutive rows of one stream to a new file. When it returns, the bytes are on disk."""
     if "\x18" in name + (content_type or ""):
-        raise ValueError("a control character in a name")  # it marks the checksums in the footer
+        raise ValueError("a name contains a control character")  # it marks the checksums in the footer
     facts = {"name": name, "stream_id": stream_id, "epoch": str(epoch), "content_type": content_type or ""}
     if schema_versions:
         facts["schema_versions"] = schema_versions
@@ -76,7 +76,7 @@ def write_segment(
             for group in _groups(rows, 1 if json else 0):
                 writer.write(group)
             if writer.rows == 0:
-                raise ValueError("a segment has at least one entry")
+                raise ValueError("a segment must have at least one entry")
             footer = writer.finish(facts)
         os.fsync(file.fileno())
     sha256 = sink.sha256.hexdigest()
@@ -135,9 +135,9 @@ def _groups(rows: Iterable[SegmentRows], separator: int) -> Iterator[_PendingGro
     for run in rows:
         count = len(run.ends)
         if following is not None and run.first != following:
-            raise ValueError(f"entry {following} is missing: the next rows begin at {run.first}")
+            raise ValueError(f"entry {following} is missing: the next rows start at {run.first}")
         if count == 0 or count != len(run.times) or len(run.body) > _BODY_BYTES_MAX:
-            raise ValueError(f"the rows that begin at {run.first} cannot be stored")
+            raise ValueError(f"the rows that start at {run.first} cannot be stored")
         following = run.first + count
         at = 0
         while at < count:
