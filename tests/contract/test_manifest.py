@@ -211,8 +211,8 @@ def test_a_higher_fence_ends_the_lower_one(url: str) -> None:
         for late in (
             first.publish(facts(6), [segment(6, 6)]),
             first.publish(facts(6), [segment(6, 6)], known=stale),
-            first.retain(STREAM, 2),
-            first.bury(facts(5), CREATED_NS + 1, "deleted"),
+            first.trim(STREAM, 2),
+            first.delete_stream(facts(5), CREATED_NS + 1, "deleted"),
             first.adopt(STREAM),
         ):
             with pytest.raises(FencedError):
@@ -236,9 +236,9 @@ def test_only_the_very_same_stream_is_taken_from_an_earlier_owner(url: str, othe
         with pytest.raises(ManifestConflictError, match="adopted"):
             await later.publish(facts(6, **other), [segment(6, 6)])
         with pytest.raises(ManifestConflictError, match="adopted"):
-            await later.bury(facts(5, **other), CREATED_NS + 9, "deleted")
+            await later.delete_stream(facts(5, **other), CREATED_NS + 9, "deleted")
         with pytest.raises(ManifestConflictError, match="adopted"):
-            await later.retain(STREAM, 2)
+            await later.trim(STREAM, 2)
         assert await later.load(STREAM) == before
         # Its owner from before is back.
         head = await later.publish(facts(6), [segment(6, 6)])
@@ -293,17 +293,17 @@ def test_retention_shortens_pages_and_deletes_what_is_over(url: str) -> None:
             await objects.create(PREFIX + info.key, b"x")
             await manifests.publish(facts(info.last), [info])
         for earliest in (1, 2, 7, 31, 31, 60, 119):
-            head = await manifests.retain(STREAM, earliest)
+            head = await manifests.trim(STREAM, earliest)
             assert head.earliest == earliest
             kept = [info for info in run_of(1, 120, 2) if info.last > earliest]
             assert await listed(manifests, head) == kept
             referred = {ref.key async for ref in manifests.pages(STREAM).walk_pages(head.pages)}
             keys = set(await keys_of(objects))
             assert keys == {"manifest.json", *referred, *(info.key for info in kept)}
-        assert (await manifests.retain(STREAM, 5)).earliest == 119
+        assert (await manifests.trim(STREAM, 5)).earliest == 119
         with pytest.raises(ManifestConflictError):
-            await manifests.retain(STREAM, 121)
-        head = await manifests.retain(STREAM, 120)
+            await manifests.trim(STREAM, 121)
+        head = await manifests.trim(STREAM, 120)
         assert (head.pages, head.segments, head.uploaded_through) == ((), (), 120)
         assert (await manifests.publish(facts(121), [segment(121, 121)])).segment_count == 1
         # A late repeat of something that was trimmed is no conflict.
@@ -319,7 +319,7 @@ def test_a_buried_stream_leaves_a_tombstone(url: str) -> None:
             await objects.create(PREFIX + info.key, b"x")
             await manifests.publish(facts(info.last), [info], {"p": (0, info.last)})
         await objects.create(PREFIX + "meta/schema.json", b"{}")
-        head = await manifests.bury(facts(9, epochs=((0, 1), (4, 8))), CREATED_NS + 50, "expired")
+        head = await manifests.delete_stream(facts(9, epochs=((0, 1), (4, 8))), CREATED_NS + 50, "expired")
         assert head.deleted is not None
         assert (head.deleted.at_ns, head.deleted.reason, head.deleted.epoch) == (
             CREATED_NS + 50,
@@ -329,7 +329,7 @@ def test_a_buried_stream_leaves_a_tombstone(url: str) -> None:
         assert await keys_of(objects) == ["manifest.json"]
         # Repeated, with leftovers of a crash; the first tombstone stays.
         await objects.create(PREFIX + "producers/0000000001.00.json", b"{}")
-        assert await manifests.bury(facts(9), CREATED_NS + 70, "deleted") == head
+        assert await manifests.delete_stream(facts(9), CREATED_NS + 70, "deleted") == head
         assert await keys_of(objects) == ["manifest.json"]
         with pytest.raises(StreamDeletedError):
             await manifests.publish(facts(10), [segment(10, 10)])
@@ -338,7 +338,7 @@ def test_a_buried_stream_leaves_a_tombstone(url: str) -> None:
         reborn = await manifests.publish(facts(1, created_ns=CREATED_NS + 99), [segment(1, 1)])
         assert (reborn.deleted, reborn.uploaded_through) == (None, 1)
         assert reborn.generation == head.generation + 1
-        assert await manifests.bury(facts(9), CREATED_NS + 60, "deleted") == reborn
+        assert await manifests.delete_stream(facts(9), CREATED_NS + 60, "deleted") == reborn
         assert not await manifests.forget(STREAM, CREATED_NS + 1000)
 
     on(url, work)
@@ -350,7 +350,7 @@ def test_a_burial_under_an_older_clock_is_one_all_the_same(url: str) -> None:
         info = segment(1, 3)
         await objects.create(PREFIX + info.key, b"x")
         await manifests.publish(facts(3), [info])
-        head = await manifests.bury(facts(3), CREATED_NS - 10**15, "deleted")
+        head = await manifests.delete_stream(facts(3), CREATED_NS - 10**15, "deleted")
         assert head.deleted is not None
         assert head.deleted.at_ns == CREATED_NS
         assert await keys_of(objects) == ["manifest.json"]
@@ -366,7 +366,7 @@ def test_a_burial_under_an_older_clock_is_one_all_the_same(url: str) -> None:
 def test_a_stream_without_a_head_can_be_buried_and_forgotten(url: str) -> None:
     async def work(objects: ObjectStore) -> None:
         manifests = ManifestStore(objects, 1)
-        head = await manifests.bury(facts(0), CREATED_NS + 5, "deleted")
+        head = await manifests.delete_stream(facts(0), CREATED_NS + 5, "deleted")
         assert head.deleted is not None
         assert (await head_of(manifests)).name == head.name
         assert await manifests.forget(STREAM, CREATED_NS + 6)
@@ -382,12 +382,12 @@ def test_damage_is_named(url: str) -> None:
         key = PREFIX + head.pages[0].key
         await objects.delete([key])
         await objects.create(key, b'{"version":1}')
-        with pytest.raises(ManifestCorruptError, match="does not have the content"):
+        with pytest.raises(ManifestCorruptError, match="does not match its hash"):
             await listed(manifests, head)
         assert head.producers_key is not None
         await objects.delete([PREFIX + head.producers_key])
         await objects.create(PREFIX + head.producers_key, b"{}")
-        with pytest.raises(ManifestCorruptError, match="does not have the content"):
+        with pytest.raises(ManifestCorruptError, match="does not match its hash"):
             await manifests.producers(head)
         for wrong in (
             b"{",

@@ -178,7 +178,7 @@ def test_what_was_trimmed_in_the_bucket_is_not_taken_for_sealed(real: LogHarness
     append(real, b"5", b"6")
     seal(real)
     stream = stream_of(real)
-    real.call(real.log.record, Trim(stream.number, 6, 6, 2, 0))
+    real.call(real.log.record_objects, Trim(stream.number, 6, 6, 2, 0))
     fold(real)
     real.trim(stream_of(real))
     real.restore(backup)

@@ -68,7 +68,7 @@ def test_a_damaged_tail_is_dropped(post: Station, damage: str) -> None:
     if damage != "garbage":
         post.acknowledged.pop()
     post.server.start()
-    assert "torn record" in post.server.log
+    assert "dropped a torn record" in post.server.log
     post.check()
     post.append_many(3)
     post.crash_and_check()

@@ -27,7 +27,7 @@ def data_dir(tmp_path: Path) -> Path:
         await fill(objects, manifests, tmp_path, "orders", 5)
         await fill(objects, manifests, tmp_path, "clicks/eu", 1)
         await fill(objects, manifests, tmp_path, "gone", 1)
-        await manifests.bury(named("gone", 10), CREATED_NS + 1, "deleted")
+        await manifests.delete_stream(named("gone", 10), CREATED_NS + 1, "deleted")
         await upload(objects, tmp_path, "orders", 1, 10, word="other")
         await objects.close()
 
@@ -96,7 +96,7 @@ def test_gc_deletes_what_nobody_names(data_dir: Path) -> None:
     assert (young.code, "deleted 0 (" in young.out) == (0, True), young.out
     _age(data_dir)
     done = tailrace("gc", "--data-dir", str(data_dir), "--dry-run", "--grace", "2h")
-    assert "other segments are recorded in its place" in done.out
+    assert "other segments have replaced it" in done.out
     assert "would delete 1 (" in done.out
     orphan, summary = tailrace("gc", "--data-dir", str(data_dir), "--json").rows
     assert orphan["key"].startswith(stream_prefix(named("orders", 0).stream_id) + "segments/")

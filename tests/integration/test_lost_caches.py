@@ -90,4 +90,4 @@ def test_a_segment_that_is_lost_is_refused_and_counted(start_server: StartServer
         counted = re.search(rb"\ntailrace_cold_failures_total (\S+)", http.call("GET", "/metrics").body)
         assert counted is not None
         assert float(counted[1]) > 0
-    eventually(lambda: server.log, lambda log: "cannot be read" in log)
+    eventually(lambda: server.log, lambda log: "cannot read segment" in log)

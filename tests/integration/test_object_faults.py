@@ -283,7 +283,7 @@ def test_a_refusal_is_told_at_once_and_in_words(bench: Bench, monkeypatch: pytes
             bench.proxy.heal()
             bench.proxy.inject(Fault("answer", times=ANYTIME, status=status, code=code))
             for call in calls(objects):
-                with pytest.raises(ObjectStoreRefusedError, match=f"refuses us.*{status}"):
+                with pytest.raises(ObjectStoreRefusedError, match=f"refuses access.*{status}"):
                     await call()
         assert objects.requests["retry"] == 0
         bench.proxy.heal()

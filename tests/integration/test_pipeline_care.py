@@ -169,7 +169,7 @@ def test_verification_and_the_sweep_know_them(call: Caller, pipeline: FakePipeli
     listed.write_bytes(data[:-1] + b"?")
     assert ["SHA-256" in one.problem for one in verify()] == [True]
     listed.unlink()
-    assert [one.problem for one in verify()] == ["it is not there"]
+    assert [one.problem for one in verify()] == ["it does not exist"]
     listed.write_bytes(data)
 
 

@@ -134,7 +134,7 @@ def test_a_bucket_is_taken_over_for_the_streams_of_all(tmp_path: Path, start_ser
     seal(Caller(first))
     first.stop()
     # Of a bucket with streams that another directory has, nothing is taken.
-    with pytest.raises(ServerFailedError, match="holds streams that this data directory does not have"):
+    with pytest.raises(ServerFailedError, match="has streams that this data directory does not have"):
         start_server(*store, "--take-over", data_dir=tmp_path / "mistaken")
     asyncio.run(_claim(bucket.as_uri()))
     with pytest.raises(ServerFailedError, match="--take-over"):

@@ -76,7 +76,7 @@ class CompactStates(FamilyStates):
 
     def segments_of(self, number: int) -> list[SegmentInfo]:
         log = self.real.log
-        return read_segments(log.store, number, 0, tuple(log.streams.unfolded.get(number, ())))
+        return read_segments(log.store, number, 0, tuple(log.streams.uncheckpointed.get(number, ())))
 
     def compact(self, place: int, count: int) -> None:
         """Some of the segments that are shown. None reaches across a version of the schema."""

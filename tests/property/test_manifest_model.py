@@ -136,7 +136,7 @@ class ManifestMachine(RuleBasedStateMachine):
         reached = shown & (self.reached | set(range(self.earliest + 1, earliest + 1)))
 
         async def work(manifests: ManifestStore, objects: ObjectStore) -> ManifestHead:
-            return await manifests.retain(STREAM, earliest, [(entry - 1, entry) for entry in reached])
+            return await manifests.trim(STREAM, earliest, [(entry - 1, entry) for entry in reached])
 
         self.attempt(work, crash)
         self.earliest = max(self.earliest, earliest)
@@ -185,7 +185,7 @@ class ManifestMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.exists and len(self.recorded) > 8)
     def bury(self, crash: tuple[int, bool] | None) -> None:
         async def work(manifests: ManifestStore, objects: ObjectStore) -> ManifestHead:
-            return await manifests.bury(self.facts(self.through), CREATED_NS + 1, "deleted")
+            return await manifests.delete_stream(self.facts(self.through), CREATED_NS + 1, "deleted")
 
         self.attempt(work, crash)
         self.deleted = True

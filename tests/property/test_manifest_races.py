@@ -80,7 +80,7 @@ class Writer:
     async def _retain(self, manifests: ManifestStore, kept: int) -> None:
         stored = await self._load(manifests)
         if stored is not None and stored.head.uploaded_through > kept:
-            head = await manifests.retain(STREAM, stored.head.uploaded_through - kept)
+            head = await manifests.trim(STREAM, stored.head.uploaded_through - kept)
             self.trimmed = max(self.trimmed, head.earliest)
 
 

@@ -46,7 +46,7 @@ class Sealer:
         for kind, size in self._steps:
             if kind == "retain":
                 self.earliest = max(self.earliest, self.through - size)
-                await self._manifests.retain(STREAM, self.earliest)
+                await self._manifests.trim(STREAM, self.earliest)
                 continue
             info = segment(self.through + 1, self.through + size)
             try:

@@ -124,7 +124,7 @@ class TrimMachine(RuleBasedStateMachine):
                 self.log.call(self.log.log.create, request, ignore_reply, None, at_hand)
                 break
             except NotLocalError as needed:
-                at_hand.append(self.log.run(self.log.log.reader.bring(needed.missing)))
+                at_hand.append(self.log.run(self.log.log.reader.fetch_block(needed.missing)))
         self.log.settle()
         known.number = self.live(name).number
         self.streams[name] = known
@@ -165,7 +165,7 @@ class TrimMachine(RuleBasedStateMachine):
 
     @rule()
     def fold(self) -> None:
-        self.log.call(self.log.log.move_on)
+        self.log.call(self.log.log.rotate_journal)
         self.log.settle()
         while self.log.retired:
             self.log.checkpoint(tell=True)
@@ -176,7 +176,7 @@ class TrimMachine(RuleBasedStateMachine):
         return report
 
     def record(self, op: Sealed | Recorded) -> None:
-        self.log.call(self.log.log.record, op)
+        self.log.call(self.log.log.record_objects, op)
         self.log.settle()
 
     @rule(which=st.integers(0, 7), told=st.booleans())
@@ -206,7 +206,7 @@ class TrimMachine(RuleBasedStateMachine):
             known = self.streams[stream.name]
             for entry in range(earliest_was + 1, trim.earliest + 1):
                 assert self.is_over(known, entry, now_ns)
-            self.log.call(self.log.log.record, trim)
+            self.log.call(self.log.log.record_objects, trim)
             known.earliest = trim.earliest
         self.log.settle()
 

@@ -216,7 +216,7 @@ class LogHarness:
         assert not report.error, report.error
         if report.segments:
             sealed = Sealed(stream.number, report.generation, report.as_of, report.segments, report.footers)
-            self.call(self.log.record, sealed)
+            self.call(self.log.record_objects, sealed)
             self.settle()
 
     def ask_to_seal(self, stream: Stream) -> SealerReport:
@@ -231,10 +231,10 @@ class LogHarness:
         if stale:
             report = self._ask("heads", stale)
             heads = [head for head in report.done if head[1]]
-            self.call(self.log.record, Recorded(report.as_of, heads, []))
+            self.call(self.log.record_objects, Recorded(report.as_of, heads, []))
         if graves:
             self._ask("bury", graves)
-            self.call(self.log.record, Recorded(0, [], graves))
+            self.call(self.log.record_objects, Recorded(0, [], graves))
         self.settle()
 
     def trim(self, stream: Stream) -> None:
@@ -255,7 +255,7 @@ class LogHarness:
         done = CompactionIntent(info, tuple(inputs)).done(
             stream.number, report.generation, report.footers[0], 0
         )
-        self.call(self.log.record, done)
+        self.call(self.log.record_objects, done)
         self.settle()
         for one in inputs:
             (place / one.key).unlink()
@@ -336,7 +336,7 @@ class LogHarness:
                 try:
                     self.log.create(request, pending.reply, None, at_hand)
                 except NotLocalError as needed:
-                    at_hand.append(await self.log.reader.bring(needed.missing))
+                    at_hand.append(await self.log.reader.fetch_block(needed.missing))
                 else:
                     break
 
@@ -389,7 +389,9 @@ class LogHarness:
             try:
                 return self.log.reader.time_of(stream, entry)
             except NotLocalError as needed:
-                return self.log.reader.time_of(stream, entry, [await self.log.reader.bring(needed.missing)])
+                return self.log.reader.time_of(
+                    stream, entry, [await self.log.reader.fetch_block(needed.missing)]
+                )
 
         return self.run(found())
 

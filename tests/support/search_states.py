@@ -201,7 +201,7 @@ class SearchStates(RuleBasedStateMachine):
         stream = self.stream
         for info in self.segments_of(stream.number):
             if stream.earliest < info.last <= stream.sealed:
-                self.real.call(self.real.log.record, Trim(stream.number, info.last))
+                self.real.call(self.real.log.record_objects, Trim(stream.number, info.last))
                 self.real.settle()
                 return
 

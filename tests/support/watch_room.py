@@ -187,7 +187,7 @@ class Room:
             self.harness.run(asyncio.sleep(0.001))
 
     def checkpoint(self) -> None:
-        self.harness.call(self.harness.log.move_on)
+        self.harness.call(self.harness.log.rotate_journal)
         self.harness.settle()
         self.harness.checkpoint(tell=True)
 

@@ -126,9 +126,9 @@ def test_only_the_newest_use_of_a_name_lives(tmp_path: Path) -> None:
         await bucket.put("again", 4, 1)
         old = await bucket.put("ended", 2)
         last = await bucket.put("ended", 2, 3)
-        await bucket.manifests.bury(last, 99, "expired")
+        await bucket.manifests.delete_stream(last, 99, "expired")
         buried = await bucket.put("reborn", 2)
-        await bucket.manifests.bury(buried, 99, "deleted")
+        await bucket.manifests.delete_stream(buried, 99, "deleted")
         await bucket.put("reborn", 6, 1)
         restored, store = await bucket.restore()
         assert (restored.streams, restored.tombstones, restored.problems) == (2, 1, [])
@@ -167,7 +167,7 @@ def test_what_only_lost_forks_needed_goes(tmp_path: Path) -> None:
         inner = await bucket.put("inner", 2, **fork_of(middle, 6), **gone)
         needed = await bucket.put("needed", 2, **gone)
         last = await bucket.put("last", 2, **fork_of(inner, 8))
-        await bucket.manifests.bury(last, 50, "deleted")
+        await bucket.manifests.delete_stream(last, 50, "deleted")
         await bucket.put("living", 2, **fork_of(needed, 2))
         restored, store = await bucket.restore()
         assert (restored.streams, restored.tombstones, restored.problems) == (3, 3, [])
@@ -188,8 +188,8 @@ def test_the_owner_before_cannot_change_what_was_restored(tmp_path: Path) -> Non
         await bucket.restore()
         for change in (
             bucket.manifests.publish(facts, [_segment(5)]),
-            bucket.manifests.retain(facts.stream_id, 2),
-            bucket.manifests.bury(facts, 9, "deleted"),
+            bucket.manifests.trim(facts.stream_id, 2),
+            bucket.manifests.delete_stream(facts, 9, "deleted"),
         ):
             with pytest.raises(FencedError):
                 await change
@@ -216,6 +216,6 @@ def test_an_empty_bucket_is_a_new_beginning(tmp_path: Path) -> None:
 def test_a_url_that_is_none_is_told(tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path / "data")
     settings = Settings(data_dir=directory.path, object_store="ftp://bucket")
-    with pytest.raises(TailraceError, match="is no object store"):
+    with pytest.raises(TailraceError, match="is not an object store URL"):
         asyncio.run(bootstrap(settings, directory, SYSTEM_CLOCK))
     directory.close()

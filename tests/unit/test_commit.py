@@ -23,7 +23,7 @@ class Desk:
         self._loop = loop
         self.journal.on_prepared = self._prepared
         # A slow disk: several syncs are kept in flight.
-        self.committer.overlap.sync_s, self.committer.overlap.permitted = 1.0, 4
+        self.committer.sync_concurrency.sync_s, self.committer.sync_concurrency.permitted = 1.0, 4
         self.submitted = 0
         self.acknowledged: list[object] = []
         self.failed: list[object] = []
@@ -36,7 +36,7 @@ class Desk:
 
     def _prepared(self) -> None:
         try:
-            self._loop.call_soon_threadsafe(self.committer.go_on)
+            self._loop.call_soon_threadsafe(self.committer.resume_writing)
         except RuntimeError:
             pass  # the test is over; the next file is prepared all the same
 

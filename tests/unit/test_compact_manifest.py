@@ -66,7 +66,7 @@ def test_once_and_across_pages() -> None:
         assert [(one.first, one.last) for one in head.replaced] == [(1, 100)]
         head = await manifests.publish(facts(110), run_of(101, 110))
         assert await listed(manifests, head) == [again, *run_of(101, 110)]
-        await manifests.bury(facts(110), CREATED_NS + 1, "deleted")
+        await manifests.delete_stream(facts(110), CREATED_NS + 1, "deleted")
         with pytest.raises(StreamDeletedError):
             await manifests.compact(STREAM, again, [again], DAY_NS)
 

@@ -125,14 +125,14 @@ def test_retention_takes_them_and_a_tombstone_all() -> None:
         wide = companion("agg", 21, 40, level=1)
         await put(objects, *some, wide)
         await manifests.publish_companions(STREAM, [*some[:5], wide], [])
-        head = await manifests.retain(STREAM, 20)
+        head = await manifests.trim(STREAM, 20)
         assert await listed(manifests, head) == {some[2].object, wide.object}
         # Sums over entries of which some are gone are not right any more.
-        head = await manifests.retain(STREAM, 30)
+        head = await manifests.trim(STREAM, 30)
         assert await listed(manifests, head) == set()
         head, new = await manifests.publish_companions(STREAM, some[:1], [])
         assert new == []
-        head = await manifests.bury(facts(1000), clock.now_ns(), "deleted")
+        head = await manifests.delete_stream(facts(1000), clock.now_ns(), "deleted")
         assert (head.companions, head.companion_pages, head.retired) == ((), (), ())
         with pytest.raises(StreamDeletedError):
             await manifests.publish_companions(STREAM, some[:1], [])
@@ -159,7 +159,7 @@ def test_any_number_of_them_at_the_same_cost() -> None:
         shorter = await pages.without(listed_, gone)
         left = [one async for one in pages.walk(shorter)]
         assert left == [one for one in everything if one.object not in gone]
-        assert await pages.found(shorter, {one.object for one in everything[:5]}) == {
+        assert await pages.find_listed(shorter, {one.object for one in everything[:5]}) == {
             one.object for one in everything[:5] if one.object not in gone
         }
 

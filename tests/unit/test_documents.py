@@ -45,7 +45,7 @@ def describe(log: LogHarness, key: str, value: bytes | None) -> None:
 
 
 def checkpoint_all(log: LogHarness) -> None:
-    log.call(log.log.move_on)
+    log.call(log.log.rotate_journal)
     log.settle()
     while log.retired:
         log.checkpoint(tell=True)

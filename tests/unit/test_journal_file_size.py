@@ -29,7 +29,7 @@ def test_files_are_short_while_checkpoints_are_behind(tmp_path: Path) -> None:
         assert ends[-1] <= commit_path.BUSY_FILE_BYTES + 2 * MIB
         while log.retired:
             log.checkpoint(tell=True)
-        log.call(log.log.move_on)
+        log.call(log.log.rotate_journal)
         log.settle()
         log.checkpoint(tell=True)
         assert log.log.journal.file_bytes == FILE_BYTES

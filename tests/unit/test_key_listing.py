@@ -36,7 +36,7 @@ def add(harness: LogHarness, name: str, *keys: str | None) -> None:
 
 def fold(harness: LogHarness) -> None:
     """Everything in retired files goes to the hot store."""
-    harness.call(harness.log.move_on)
+    harness.call(harness.log.rotate_journal)
     harness.settle()
     while harness.retired:
         harness.checkpoint(tell=True)

@@ -134,7 +134,7 @@ def test_a_follower_that_retention_has_overtaken_is_sent_away_to_be_told(scene: 
     log, number = scene.log.log, scene.stream.number
     sealed = Sealed(number, 1, 0, [segment(1, 2), segment(3, 3)], [b"", b""])
     for op in (sealed, Trim(number, 2)):
-        scene.log.call(log.record, op)
+        scene.log.call(log.record_objects, op)
         scene.log.settle()
     scene.append(b"d")
     scene.drain()

@@ -134,7 +134,9 @@ def test_a_source_is_not_put_away_while_its_last_fork_is_leaving(log: LogHarness
     create(log, "source", b"1")
     create(log, "fork", fork=("source", None, 0))
     checkpoint(log)
-    log.log.committer.overlap.permitted = 4  # a slow disk: the commit is under way while streams are put away
+    log.log.committer.sync_concurrency.permitted = (
+        4  # a slow disk: the commit is under way while streams are put away
+    )
     pending = log.delete("fork")
     evict_idle(log.log.streams, log.log.store.db.journal_seq)
     answered(log, pending)

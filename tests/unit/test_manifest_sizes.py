@@ -27,7 +27,7 @@ def test_a_thousand_segments_fill_a_page() -> None:
             (2001, 3000, 1000),
         ]
         assert [info async for info in manifests.segments(head)] == run_of(1, 3500)
-        head = await manifests.retain(head.stream_id, 1234)
+        head = await manifests.trim(head.stream_id, 1234)
         assert [info.first async for info in manifests.segments(head)] == list(range(1235, 3501))
         await objects.close()
 

@@ -26,7 +26,7 @@ class Disk:
                 self._free_at = start + self.each_s
                 self._under_way.append((self._free_at, self._now, len(self._under_way) + 1))
             self._now, began, under_way = self._under_way.pop(0)
-            overlap.note(self._now - began, under_way)
+            overlap.record_sync(self._now - began, under_way)
         return self._now - begun_at
 
 

@@ -47,10 +47,10 @@ def test_no_append_goes_beyond_the_bound_though_nobody_looks(log: LogHarness, se
     taken = fill(log, settle=settle)
     assert 0.7 * BOUND < taken * len(ENTRY) <= BOUND
     assert pressure.refusing
-    pressure.look("")
+    pressure.update("")
     assert pressure.refusing
     # Moved to the hot store they are still only here.
-    log.call(log.log.move_on)
+    log.call(log.log.rotate_journal)
     log.settle()
     while log.retired:
         log.checkpoint(tell=True)
@@ -61,6 +61,6 @@ def test_no_append_goes_beyond_the_bound_though_nobody_looks(log: LogHarness, se
     assert stream is not None
     log.seal(stream)
     pressure.sealed(taken * len(ENTRY))
-    pressure.look("")
+    pressure.update("")
     assert not pressure.refusing
     assert fill(log, settle=settle) * len(ENTRY) <= BOUND

@@ -130,7 +130,7 @@ def test_zeros_over_the_header_are_not_taken_for_an_empty_file(
     path = file_path(journal, 1)
     damaged = bytes(zeroed) + path.read_bytes()[zeroed:]
     path.write_bytes(damaged)
-    with pytest.raises(JournalCorruptError, match=f"data from byte {zeroed}.* on; .*'tailrace salvage'"):
+    with pytest.raises(JournalCorruptError, match=f"data at byte {zeroed}.*; .*'tailrace salvage'"):
         tail(journal, store)
     with pytest.raises(JournalCorruptError):
         Journal(journal, 4096, 0, 0, descriptors=1)

@@ -114,7 +114,7 @@ def test_what_was_taken_away_meanwhile_is_gone(layered: Layered) -> None:
     number = layered.stream.number
 
     async def trim() -> None:
-        layered.log.log.record(Trim(number, 2 * SEGMENT_ROWS))
+        layered.log.log.record_objects(Trim(number, 2 * SEGMENT_ROWS))
         await layered.log.log.committer.drain()
 
     reader = layered.reader()
@@ -129,7 +129,7 @@ def test_what_was_taken_away_meanwhile_is_gone(layered: Layered) -> None:
 def test_readers_of_the_same_block_share_one_read_of_the_hot_store(layered: Layered) -> None:
     history, stream = layered.log.log.reader.history, layered.stream
     looked: list[int] = []
-    look = history.look
+    look = history.read_local
 
     def counted(missing: MissingBlock, bytes_max: int) -> list[Block] | StoredSegment:
         looked.append(missing.entry)
@@ -146,7 +146,7 @@ def test_readers_of_the_same_block_share_one_read_of_the_hot_store(layered: Laye
         readers[0].cancel()  # the one that began the read
         return await asyncio.gather(*readers[1:]), busy
 
-    history.look = counted
+    history.read_local = counted
     found, busy = layered.log.run(together())
     assert set(found) == {payload(SEALED + 1) + payload(SEALED + 2)}
     assert (len(looked), busy, history.joined, history.fetching) == (1, 1, 7, 0)

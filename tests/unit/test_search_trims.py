@@ -88,7 +88,7 @@ class Trimmed:
         stream = self.stream
 
         async def trim() -> None:
-            self.log.log.record(Trim(stream.number, 2 * SEGMENT_ROWS))
+            self.log.log.record_objects(Trim(stream.number, 2 * SEGMENT_ROWS))
             await self.log.log.committer.drain()
             for gone in sorted(self.directory.rglob("*.parquet"))[:2]:
                 gone.unlink()  # the sweep that follows

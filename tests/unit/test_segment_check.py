@@ -75,7 +75,7 @@ def test_damage_anywhere_is_a_problem(tmp_path: Path) -> None:
     assert check_segment(b"", made.info) != []
     assert check_segment(raw[:-1], made.info) != []
     other = made.info.key.replace("-00000000000000000001-", "-00000000000000000002-")
-    assert "should be called" in describe_segment(raw, other)["problem"]
+    assert "does not match its content" in describe_segment(raw, other)["problem"]
 
 
 def test_the_command_takes_a_file_or_a_key(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_deleted_stream_loses_what_a_crash_left_of_it() -> None:
     async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await manifests.publish(facts(4), [segment(1, 4)])
         now_ns = SYSTEM_CLOCK.now_ns()
-        await manifests.bury(facts(4), now_ns, "deleted")
+        await manifests.delete_stream(facts(4), now_ns, "deleted")
         await put(objects, segment(1, 4).key, "meta/schema.json")
         assert {orphan.reason for orphan in await sweep(objects, 2)} == {"its stream was deleted"}
         assert await keys_of(objects) == {"manifest.json"}
@@ -121,7 +121,7 @@ def test_what_anybody_may_sweep_is_for_the_first_of_several_workers_and_tombston
         options: dict[str, Any] = {"owner": manifests, "owns": owns}
         assert await sweep(objects, 2, share="rest", **options) == []
         assert len(await sweep(objects, 2, share="first", **options)) == 2
-        await manifests.bury(facts(2), SYSTEM_CLOCK.now_ns(), "deleted")
+        await manifests.delete_stream(facts(2), SYSTEM_CLOCK.now_ns(), "deleted")
         await put(objects, "companions/x", "plans/x")
         assert await sweep(objects, 2, share="rest", **options) == []
         assert len(await sweep(objects, 2, share="first", **options)) == 2
@@ -136,7 +136,7 @@ def test_what_anybody_may_sweep_is_for_the_first_of_several_workers_and_tombston
 
 def test_another_life_in_the_folder_of_a_deleted_stream_is_left_alone() -> None:
     async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
-        await manifests.bury(facts(0), CREATED_NS, "expired")
+        await manifests.delete_stream(facts(0), CREATED_NS, "expired")
         await put(objects, segment(1, 4).key)  # long after the deletion
         assert await sweep(objects, 2) == []
 
@@ -176,7 +176,7 @@ def test_a_crash_at_any_step_of_a_change_or_a_sweep_leaves_a_bucket_that_verifie
                     if attempt is manifests:
                         info = await upload(objects, tmp_path, "orders", through + 1, 2)
                         await attempt.publish(named("orders", info.last), [info], {"p": (1, calls)})
-                    await attempt.retain(named("orders", 0).stream_id, 3 * calls)
+                    await attempt.trim(named("orders", 0).stream_id, 3 * calls)
                 except CrashError:
                     pass
             try:

@@ -154,7 +154,7 @@ def test_beside_a_server_nobody_else_sweeps_plans_and_alone_one_does() -> None:
 
 def test_plans_go_with_their_stream() -> None:
     async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
-        await manifests.bury(facts(4), SYSTEM_CLOCK.now_ns(), "deleted")
+        await manifests.delete_stream(facts(4), SYSTEM_CLOCK.now_ns(), "deleted")
         await _sweep(objects, 2)
         assert await _plans(objects) == set()
 

@@ -46,7 +46,7 @@ def found_again(log: LogHarness, name: str) -> Stream:
 
 
 def fold(log: LogHarness) -> None:
-    log.call(log.log.move_on)
+    log.call(log.log.rotate_journal)
     log.settle()
     while log.retired:
         log.checkpoint(tell=True)
@@ -62,7 +62,7 @@ def seal(log: LogHarness, stream: Stream, *ranges: tuple[int, int]) -> None:
     """As if a sealer had reported these segments; entries of 12 bytes, one nanosecond apart."""
     segments = [segment(first, last) for first, last in ranges]
     op = Sealed(stream.number, 1, 0, segments, [b""] * len(segments))
-    log.call(log.log.record, op)
+    log.call(log.log.record_objects, op)
     log.settle()
 
 
@@ -91,7 +91,7 @@ def test_streams_are_due_when_their_oldest_segment_is(log: LogHarness) -> None:
     found = scan_due_streams(log.log.store, found.seen, [], over_ns)
     assert [(wanted.number, wanted.trim.earliest) for wanted in found.wanted] == [(aged.number, 2)]
     for trim in (Trim(aged.number, 2, 24), Trim(sized.number, 4, 48)):
-        log.call(log.log.record, trim)
+        log.call(log.log.record_objects, trim)
     log.settle()
     fold(log)
     aged, sized = found_again(log, "aged"), found_again(log, "sized")

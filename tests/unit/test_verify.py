@@ -46,9 +46,9 @@ def test_a_whole_bucket_is_clean(tmp_path: Path) -> None:
         await fill(objects, manifests, tmp_path, "orders", 9)
         await fill(objects, manifests, tmp_path, "empty", 0)
         await fill(objects, manifests, tmp_path, "trimmed", 7)
-        await manifests.retain(named("trimmed", 0).stream_id, 35)
+        await manifests.trim(named("trimmed", 0).stream_id, 35)
         await fill(objects, manifests, tmp_path, "deleted", 3)
-        await manifests.bury(named("deleted", 30), CREATED_NS + 1, "deleted")
+        await manifests.delete_stream(named("deleted", 30), CREATED_NS + 1, "deleted")
         await upload(objects, tmp_path, "orders", 91, 5)  # not recorded yet
         await upload(objects, tmp_path, "headless", 1, 5)
         await objects.create("meta/owner.json", b"{}")
@@ -117,17 +117,17 @@ def _with_segments(change: Callable[[tuple[SegmentInfo, ...]], tuple[SegmentInfo
     [
         (_flip, "SHA-256|checksum"),
         (_cut, "not the end|bytes"),
-        (_remove, "it is not there"),
+        (_remove, "it does not exist"),
         (_remove_page, "named and not there"),
-        (_change_page, "does not have the content"),
+        (_change_page, "does not match its hash"),
         (_remove_producers, "named and not there"),
         (_garble_head, "cannot be read"),
         (_with(uploaded_through=120), "segments end at 80"),
         (_with(tail=90), "not uploaded"),
         (_with(name="other"), "do not give its stream id"),
-        (_with_segments(lambda segments: segments[1:]), "the segment before ends at 60"),
-        (_with_segments(lambda segments: (*segments, segments[-1])), "the segment before ends at 80"),
-        (_with_segments(lambda segments: (*segments[:-1], segment(71, 80))), "it is not there"),
+        (_with_segments(lambda segments: segments[1:]), "the previous segment ends at 60"),
+        (_with_segments(lambda segments: (*segments, segments[-1])), "the previous segment ends at 80"),
+        (_with_segments(lambda segments: (*segments[:-1], segment(71, 80))), "it does not exist"),
         (
             _with_segments(
                 lambda segments: (*segments[:-1], msgspec.structs.replace(segments[-1], payload_bytes=1))
@@ -155,7 +155,7 @@ def _matches(pattern: str, text: str) -> bool:
 def test_what_forks_keep_of_trimmed_entries_is_no_finding(tmp_path: Path) -> None:
     async def work(objects: ObjectStore, manifests: ManifestStore) -> None:
         await fill(objects, manifests, tmp_path, "orders", 8)
-        await manifests.retain(named("orders", 0).stream_id, 55, [(10, 12), (30, 40)])
+        await manifests.trim(named("orders", 0).stream_id, 55, [(10, 12), (30, 40)])
 
     seen, findings = verify(work)
     assert (seen.segments, findings) == (5, [])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from tailrace.log.model import LiveReader, Stream
-from tailrace.log.publish import READERS_PER_TURN, Waker
+from tailrace.log.publish import READERS_PER_BATCH, Waker
 
-MANY = 3 * READERS_PER_TURN + 1
+MANY = 3 * READERS_PER_BATCH + 1
 
 
 class Reader:
@@ -36,14 +36,14 @@ def waiting(count: int) -> tuple[Stream, list[Reader]]:
     return stream, readers
 
 
-async def turns(count: int = 2 * MANY // READERS_PER_TURN + 4) -> None:
+async def turns(count: int = 2 * MANY // READERS_PER_BATCH + 4) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 def test_a_few_are_told_at_once() -> None:
     async def main() -> None:
-        stream, readers = waiting(READERS_PER_TURN)
+        stream, readers = waiting(READERS_PER_BATCH)
         stream.visible = 1
         Waker(asyncio.get_running_loop()).wake(stream)
         assert all(reader.seen == [1] for reader in readers)
@@ -57,14 +57,14 @@ def test_many_are_told_in_turns_and_the_last_get_everything_together() -> None:
         waker = Waker(asyncio.get_running_loop())
         stream.visible = 1
         waker.wake(stream)
-        assert sum(bool(reader.seen) for reader in readers) == READERS_PER_TURN
+        assert sum(bool(reader.seen) for reader in readers) == READERS_PER_BATCH
         stream.visible = 2
         waker.wake(stream)
         stream.visible = 3
         waker.wake(stream)
         await turns()
-        assert [reader.seen for reader in readers[:READERS_PER_TURN]] == [[1, 3]] * READERS_PER_TURN
-        assert [reader.seen for reader in readers[READERS_PER_TURN:]] == [[3]] * (MANY - READERS_PER_TURN)
+        assert [reader.seen for reader in readers[:READERS_PER_BATCH]] == [[1, 3]] * READERS_PER_BATCH
+        assert [reader.seen for reader in readers[READERS_PER_BATCH:]] == [[3]] * (MANY - READERS_PER_BATCH)
         stream.visible = 4
         waker.wake(stream)
         await turns()

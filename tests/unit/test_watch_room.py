@@ -247,7 +247,7 @@ def test_w28_a_view_that_cannot_be_made_again_is_no_silent_loss(tmp_path: Path) 
     assert stream is not None
     room.checkpoint()
     room.harness.seal(stream)
-    room.harness.call(lambda: room.harness.log.record(Trim(stream.number, 6, 0, 1, 0)))
+    room.harness.call(lambda: room.harness.log.record_objects(Trim(stream.number, 6, 0, 1, 0)))
     room.harness.settle()
     for number in range(6, 9):
         room.write(("put", f"c/d{number}", {"n": number}))
@@ -359,7 +359,7 @@ def test_w6_nothing_that_is_done_to_the_log_moves_a_change(tmp_path: Path) -> No
         room.checkpoint()
         room.harness.seal(stream)
         number = stream.number
-        room.harness.call(lambda number=number: room.harness.log.record(Trim(number, 2, 0, 1, 0)))
+        room.harness.call(lambda number=number: room.harness.log.record_objects(Trim(number, 2, 0, 1, 0)))
         room.harness.settle()
     room.crash(0)
     after = [entries(partition) for partition in (0, 1)]

@@ -110,9 +110,9 @@ class HubService:
 
     def connect(self, sealing: SealingService) -> None:
         """The tier is told what of the hub's streams may go, beside what others let go."""
-        others = sealing.trims.bounds
-        sealing.trims.bounds = lambda: [*(others() if others is not None else ()), *self._bounds()]
-        self.runner.on_bounds = sealing.trims.look_again
+        others = sealing.retention.bounds
+        sealing.retention.bounds = lambda: [*(others() if others is not None else ()), *self._bounds()]
+        self.runner.on_bounds = sealing.retention.look_again
 
     def _bounds(self) -> list[RetentionBound]:
         """What the last looks found, once; what is still there is found again by the next round."""

@@ -1,16 +1,11 @@
-"""Group commit: one write and one fdatasync for everything that arrived during the last one.
+"""Group commit: one write and one fdatasync for everything submitted during the previous one.
 
-How many syncs may be under way at once.
+There is no timer: a batch is what was submitted while the previous batch was syncing. Syncs run on threads,
+so a slow disk does not block the loop. Batches are acknowledged strictly in log order.
 
-On a quick disk one is enough. On a slow one several at once multiply the throughput, if the disk works on
-them together; if it does them one after the other, each only waits for those before it, and small batches
-queue where one large batch would do. Which of the two it is shows in how long syncs take.
-
-Group commit: one write and one sync for everything that arrived during the last one.
-
-There is no timer on the path. A batch is whatever was submitted while the previous batch was syncing. Syncs
-run on threads, so a slow disk never stops the loop; while the disk is slow several are kept in flight, if
-that helps. Batches are acknowledged strictly in log order.
+One sync at a time is enough on a fast disk. On a slow disk several concurrent syncs raise the throughput if
+the disk processes them in parallel; if it serializes them, one large batch is better than several small ones
+in a queue. `SyncConcurrency` finds out which from the duration of the syncs.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log.journal import (
     FRAME,
     FRAME_BYTES,
@@ -36,29 +32,29 @@ from tailrace.log.journal import (
     write_all,
 )
 
-# Above this a sync is slow enough that waiting for it to end before writing the next batch costs throughput.
+# Above this, waiting for a sync before writing the next batch costs throughput.
 SLOW_SYNC_S = 0.0015
-SYNC_TIME_WEIGHT = 0.1  # of one sync among those before it
-# Of the time that other syncs take, the part that is waited for: 0 if they run together, 1 if in turn.
+SYNC_TIME_WEIGHT = 0.1  # of the newest sync in the moving average
+# Part of the duration of other syncs that a sync waits: 0 if they run in parallel, 1 if the disk serializes.
 SYNC_WAIT_SHARE_MAX = 0.5
-SYNCS_PER_PROBE = 64  # syncs; disks change their ways
+SYNCS_PER_PROBE = 64  # a serializing disk is tested again after this many syncs
 
 
 class SyncConcurrency:
-    """Learns from every sync; `permitted` is what it has come to."""
+    """How many syncs may run at once (`permitted`), adapted after every sync."""
 
     __slots__ = ("_alone_s", "_count", "_most", "_waited", "permitted", "sync_s")
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._alone_s = 0.0  # smoothed, of syncs that began while no other was under way
+        self._alone_s = 0.0  # moving average of syncs that started while no other was running
         self._waited = 0.0
         self._count = 0
-        self.sync_s = 0.0  # smoothed, of all
+        self.sync_s = 0.0  # moving average of all syncs
         self.permitted = 1
 
-    def note(self, sync_s: float, under_way: int) -> None:
-        """One sync took this long, and began as the last of so many."""
+    def record_sync(self, sync_s: float, under_way: int) -> None:
+        """Adds one sync: its duration, and the number of running syncs (itself included) when it started."""
         self._count += 1
         self.sync_s += (sync_s - self.sync_s) * SYNC_TIME_WEIGHT
         if under_way == 1:
@@ -80,7 +76,7 @@ CommitCallback = Callable[[TailraceError | None], None]
 
 
 class CommitBatch:
-    """Records that share one sync, and what is to be called when it is done."""
+    """Records that share one sync, and the callbacks for its outcome."""
 
     __slots__ = (
         "data",
@@ -101,7 +97,7 @@ class CommitBatch:
         self.opened = 0.0  # loop time of its first record
         self.payloads: list[bytes] = []
         self.items: list[object] = []  # transactions, in log order
-        self.waiting: list[CommitCallback] = []  # answers that depend on this batch being durable
+        self.waiting: list[CommitCallback] = []  # called when the batch is durable or has failed
         self.data = b""
         self.size = 0
         self.file: JournalFile | None = None
@@ -109,18 +105,18 @@ class CommitBatch:
         self.synced = False
         self.error: OSError | None = None
         self.sync_s = 0.0
-        self.under_way = 0  # syncs when its own began, that one included
+        self.under_way = 0  # running syncs when its own started, that one included
 
 
 def refuse_after_commit(refusal: TailraceError, batch: CommitBatch | None) -> TailraceError:
-    """The refusal, which no client gets before the batch is durable or has failed."""
+    """Delays a refusal until the batch it is based on is durable or has failed."""
     if batch is not None:
         refusal.unsettled = batch.waiting.append
     return refusal
 
 
 class Committer:
-    """Turns submitted payloads into durable ones. All methods run on the loop thread except `_work`."""
+    """Makes submitted payloads durable. All methods run on the loop thread except `_work` and `_cut_off`."""
 
     def __init__(
         self,
@@ -133,9 +129,9 @@ class Committer:
         self._loop = loop
         self._reserve = reserve
         self._acknowledge = acknowledge
-        self._fail = fail  # told whether it is certain that a restart does not bring the batches back
-        self._cutting = False  # a failed file is being cut after its last acknowledged record
-        self.overlap = SyncConcurrency(syncs_in_flight)
+        self._fail = fail  # its last argument: it is certain that a restart does not restore the batches
+        self._cutting = False  # a failed file is being truncated after its last acknowledged record
+        self.sync_concurrency = SyncConcurrency(syncs_in_flight)
         self._open = CommitBatch()
         self._flush_scheduled = False
         self._in_flight: deque[CommitBatch] = deque()
@@ -158,20 +154,20 @@ class Committer:
         batch.size += size
         self.queued_bytes += size
         if not self._flush_scheduled and (
-            not self._in_flight or len(self._in_flight) < self.overlap.permitted
+            not self._in_flight or len(self._in_flight) < self.sync_concurrency.permitted
         ):
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
         return batch
 
     def older_than(self, seconds: float) -> list[CommitBatch]:
-        """Batches that wait too long for their sync."""
+        """Batches that have been waiting for their sync for at least this long."""
         limit = self._loop.time() - seconds
         return [batch for batch in (*self._in_flight, self._open) if batch.items and batch.opened <= limit]
 
     @property
     def newest(self) -> CommitBatch | None:
-        """The last batch that is not settled: whoever waits for it waits for all of them."""
+        """The last batch that is not settled; when it is, all others are too."""
         if self._open.items:
             return self._open
         return self._in_flight[-1] if self._in_flight else None
@@ -182,12 +178,12 @@ class Committer:
 
     @property
     def syncs_allowed(self) -> int:
-        """At once, with a disk as it has been lately."""
-        return self.overlap.permitted
+        """Syncs that may run at once."""
+        return self.sync_concurrency.permitted
 
     @property
     def in_flight(self) -> int:
-        """Syncs that are under way."""
+        """Syncs that are running."""
         return len(self._in_flight)
 
     @property
@@ -207,12 +203,12 @@ class Committer:
             thread.join()
         self._threads.clear()
 
-    def go_on(self) -> None:
-        """Writes what had to wait for a file."""
+    def resume_writing(self) -> None:
+        """A journal file is ready: writes the batch that waited for it."""
         if (
             self._open.payloads
             and not self._flush_scheduled
-            and len(self._in_flight) < self.overlap.permitted
+            and len(self._in_flight) < self.sync_concurrency.permitted
         ):
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
@@ -232,7 +228,7 @@ class Committer:
             self._settle()
             return
         if file is None:
-            return  # a new file is due: it begins when it is prepared and everything in the old one durable
+            return  # a new file starts when it is prepared and everything in the old one is durable
         if file.failed is not None:
             return  # fails with the batches that are in flight
         self._open = CommitBatch()
@@ -257,10 +253,10 @@ class Committer:
             try:
                 self._loop.call_soon_threadsafe(self._settle)
             except RuntimeError:
-                return  # the loop is closed: nobody waits for the answer
+                return  # the loop is closed: there is no request left
 
     def _settle(self) -> None:
-        """Acknowledges finished batches in order, then lets the next one go."""
+        """Acknowledges finished batches in order, then starts the next one."""
         in_flight = self._in_flight
         while in_flight and in_flight[0].synced:
             batch = in_flight[0]
@@ -270,25 +266,26 @@ class Committer:
                 return
             in_flight.popleft()
             self.queued_bytes -= batch.size
-            self.overlap.note(batch.sync_s, batch.under_way)
+            self.sync_concurrency.record_sync(batch.sync_s, batch.under_way)
             self.syncs += 1
             if self.observe_sync is not None:
                 self.observe_sync(batch.sync_s, len(batch.items))
             self._acknowledge(batch)
         if self._open.payloads:
-            if not self._flush_scheduled and len(in_flight) < self.overlap.permitted:
+            if not self._flush_scheduled and len(in_flight) < self.sync_concurrency.permitted:
                 self._flush_scheduled = True
                 self._loop.call_soon(self._flush)
         elif not in_flight:
             self._idle.set()
 
     def _stop_writing(self, file: JournalFile | None) -> None:
-        """Nothing more is acknowledged from this file, whatever became of the batches that are in flight.
+        """A write to this file failed: nothing more in it is acknowledged.
 
-        They fail when no thread writes to the file any more and it is cut after its last acknowledged record.
+        All batches in flight fail, once no thread writes to the file and it is truncated after its last
+        acknowledged record.
         """
         if file is None:
-            self._break(certain=True)  # there was no file to write to
+            self._fail_batches(certain=True)  # there was no file to write to
         elif not self._cutting and all(batch.synced for batch in self._in_flight):
             self._cutting = True
             threading.Thread(target=self._cut_off, args=(file,), name="journal-cut", daemon=True).start()
@@ -298,15 +295,16 @@ class Committer:
             file.cut_off()
             certain = True
         except OSError as error:
-            logger.warning("journal file cannot be cut after its last record: %s: %s", file.path.name, error)
+            fields = log_fields(file=file.path.name, error=str(error))
+            logger.warning("cannot truncate failed journal file", extra=fields)
             certain = False
         try:
-            self._loop.call_soon_threadsafe(self._break, certain)
+            self._loop.call_soon_threadsafe(self._fail_batches, certain)
         except RuntimeError:
-            pass  # the loop is closed: there is no request left to answer
+            pass  # the loop is closed: there is no request left
 
-    def _break(self, certain: bool) -> None:
-        """A batch could not be made durable: neither it nor anything after it happened."""
+    def _fail_batches(self, certain: bool) -> None:
+        """Fails every batch in flight and the open one: they are after the failed write in log order."""
         self._cutting = False
         batches = [*self._in_flight, self._open]
         error = next(batch.error for batch in batches if batch.error is not None)
@@ -319,7 +317,7 @@ class Committer:
 
 
 def frame_records(payloads: list[bytes], seed: int) -> bytes:
-    """The records of a batch as they stand in the file. `frame` written out: this runs for every append."""
+    """The records of a batch as bytes of the file. `frame_record` inlined: this runs for every append."""
     pack, checksum = FRAME.pack, crc32c_extend
     pieces: list[bytes] = []
     for payload in payloads:
@@ -329,23 +327,23 @@ def frame_records(payloads: list[bytes], seed: int) -> bytes:
 
 
 def sync_batch(batch: CommitBatch, thread: int) -> None:
-    """Makes a batch durable, or notes why it is not."""
-    begun = time.perf_counter()
+    """Makes a batch durable, or sets its error."""
+    started = time.perf_counter()
     file = batch.file
     assert file is not None
     try:
         write_batch(batch, file.fds[thread])
     except OSError as error:
         batch.error = file.failed = error
-    batch.sync_s = time.perf_counter() - begun
+    batch.sync_s = time.perf_counter() - started
     batch.synced = True
 
 
 def write_batch(batch: CommitBatch, fd: int) -> None:
     """One write and one `fdatasync`, on a commit thread and its own descriptor.
 
-    The first batch of a file begins with the header, which is synced before the records: otherwise a crash
-    could leave records behind a header that is not there.
+    The first batch of a file starts with the header, which is synced before the records: otherwise a crash
+    could leave records without a header.
     """
     data, position = batch.data, batch.position
     if not position:

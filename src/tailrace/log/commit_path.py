@@ -1,14 +1,12 @@
 """The path of every change: admission, commit, publication or rollback, and eviction after a checkpoint.
 
-What memory may let go of once the hot store has it.
+1. `_admit` refuses a change before anything is assigned if the journal, memory or a queue has no room.
+2. `commit` encodes the transaction and hands it to the `Committer`, which syncs it with others.
+3. `_acknowledge` publishes a durable batch; `_fail` rolls a failed one back to the last durable state.
+4. `checkpointed` frees the memory and the journal files that the hot store has made redundant.
 
-Nobody waits for ever: a commit that takes too long is answered, though it may still succeed.
-
-Back to the last durable state, after a commit that failed.
-
-The way of every change: admitted, submitted, durable, published; or failed, and taken back.
-
-What the changes are is the business of `Log`, which is made on top of this.
+A commit that takes longer than `append_ms` gets a time-out response, although it may still succeed. Which
+changes exist is decided by `Log`, which extends `CommitPath`.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from pathlib import Path
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.log import system_streams
 from tailrace.log.commit import CommitBatch, Committer
 from tailrace.log.journal import Journal, JournalCorruptError
@@ -37,11 +36,11 @@ from tailrace.storage.data_directory import make_directory
 NEVER_EVICTED = (
     system_streams.REGISTRY_STREAM,
     system_streams.SEGMENTS_STREAM,
-)  # their bounds are settings, which the hot store does not have
+)  # their retention is a setting, which the hot store does not have
 
 
 def release_checkpointed(streams: Streams, seq: int) -> list[Stream]:
-    """Frees what was published up to this journal file; the answer is which streams had records in it."""
+    """Frees what was published up to this journal file; returns the streams with records in it."""
     touched: list[Stream] = []
     for file in [file for file in streams.touched if file <= seq]:
         for stream in streams.touched.pop(file):
@@ -53,12 +52,12 @@ def release_checkpointed(streams: Streams, seq: int) -> list[Stream]:
         streams.tombstones.pop(name, None)
     for number in [number for number, file in streams.removed.items() if file <= seq]:
         del streams.removed[number]
-    streams.folded(seq)
+    streams.checkpointed(seq)
     return touched
 
 
 def evict_idle(streams: Streams, seq: int) -> None:
-    """Forgets streams that nobody uses and the hot store has; the name index finds them again."""
+    """Evicts streams that are not in use and are in the hot store; the name index finds them again."""
     for stream in list(streams.by_number.values()):
         in_use = stream.readers is not None or stream.batch is not None or stream.live
         in_use = in_use or stream.forks or stream.leaving
@@ -80,11 +79,11 @@ APPEND_TIMED_OUT = TailraceError(
 
 
 class StalledCommits:
-    """Looks at the batches on their way now and then, and only while there are any."""
+    """Sends a time-out response for batches that are not durable in time. Runs only while there are any."""
 
-    def __init__(self, committer: Committer, patience_s: float, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, committer: Committer, timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
         self._committer = committer
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._loop = loop
         self.timer: asyncio.TimerHandle | None = None
 
@@ -97,14 +96,14 @@ class StalledCommits:
 
     def _check(self) -> None:
         self.timer = None
-        for batch in self._committer.older_than(self._patience_s):
-            waiting, batch.waiting = batch.waiting, []
+        for batch in self._committer.older_than(self._timeout_s):
+            callbacks, batch.waiting = batch.waiting, []
             for item in batch.items:
                 assert type(item) is Transaction
                 reply, item.reply = item.reply, ignore_reply
                 reply(item, APPEND_TIMED_OUT)
-            for settled in waiting:
-                settled(APPEND_TIMED_OUT)
+            for callback in callbacks:
+                callback(APPEND_TIMED_OUT)
         if not self._committer.idle:
             self.watch()
 
@@ -115,62 +114,65 @@ _PRESERVED_FIELDS = frozenset({"readers", "live"})
 
 
 class Rollback:
-    """Takes back what failed commits had assigned, as soon as the disk can be read."""
+    """Undoes what failed commits had assigned, as soon as the disk can be read."""
 
     def __init__(self, streams: Streams, store: StoredStreams, journal: Journal) -> None:
         self._streams = streams
         self._store = store
         self._journal = journal
-        self._undone: dict[int, Stream] | None = None  # streams of a failure that is not rolled back yet
+        self._failed: dict[int, Stream] | None = None  # streams of a failure not rolled back yet
 
-    def begin(self, batches: Sequence[CommitBatch]) -> None:
-        """None of these happened."""
-        self._undone = {}
+    def add_failed(self, batches: Sequence[CommitBatch]) -> None:
+        """Marks the streams of failed batches for the rollback."""
+        self._failed = {}
         for batch in batches:
             for item in batch.items:
                 assert isinstance(item, Transaction)
-                self._undone |= {stream.number: stream for stream in item.streams if stream is not None}
+                self._failed |= {stream.number: stream for stream in item.streams if stream is not None}
 
     def roll_back(self) -> bool:
-        """Rebuilds the state from disk. What readers see is not touched by it, so it can be tried again."""
-        if self._undone is None:
+        """Rebuilds the assigned state from disk; True if done.
+
+        Published state does not change, so a failed attempt can be repeated.
+        """
+        if self._failed is None:
             return True
         journal = self._journal
         try:
-            # One view of the hot store, whatever the checkpointer does to it meanwhile.
+            # A snapshot of the hot store: the checkpointer may be writing to it.
             with self._store.snapshot():
                 durable = replay_journal(
                     journal.directory, self._store, (journal.durable_seq, journal.durable_end)
                 )
                 durable.streams.on_loaded = self._streams.on_loaded
-                roll_back(self._streams, durable.streams, self._undone)
+                roll_back(self._streams, durable.streams, self._failed)
         except (OSError, TailraceError, JournalCorruptError):
-            logger.exception("the last durable state cannot be read; trying again")
+            logger.exception("cannot read the last durable state, retrying")
             return False
-        self._undone = None
+        self._failed = None
         return True
 
 
 def journal_unwritable(error: OSError) -> TailraceError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return TailraceError("insufficient_storage", "the disk is full")
-    return TailraceError("unavailable", "the journal cannot be written; the server is trying to recover")
+    return TailraceError("unavailable", "the journal cannot be written; the server is retrying")
 
 
 def outcome_unknown(refusal: TailraceError) -> TailraceError:
-    """For a change that was written to a journal file which then could neither be synced nor cut.
+    """The error for a change written to a journal file that could neither be synced nor truncated.
 
-    Always 503: clients repeat a request after 507, which promises that nothing was changed.
+    Always 503: 507 promises that nothing was changed, so clients repeat the request.
     """
     message = f"{refusal.message}; the outcome of this request is unknown, check the stream before retrying"
     return TailraceError("unavailable", message, outcome="unknown")
 
 
 def roll_back(streams: Streams, durable: Streams, known: Mapping[int, Stream]) -> None:
-    """Puts a state rebuilt from disk into `streams`, and into the objects that readers hold on to.
+    """Replaces the content of `streams` by a state rebuilt from disk, keeping `Stream` objects in use.
 
-    `known` are streams by number that somebody may hold although `streams` has let go of them, because their
-    deletion was decided and then failed.
+    `known` are streams by number that are no longer in `streams` because their deletion was decided before
+    it failed; readers may still refer to them.
     """
     for number, stream in {**known, **streams.by_number}.items():
         fresh = durable.get(number)
@@ -187,8 +189,8 @@ def roll_back(streams: Streams, durable: Streams, known: Mapping[int, Stream]) -
 
 
 def restore_stream(stream: Stream, fresh: Stream) -> None:
-    """Gives a stream its durable state back, keeping its identity and whoever waits on it."""
-    # Renewals by readers are written down late; they did happen.
+    """Resets a stream to its durable state, keeping the object and its live readers."""
+    # Renewals by readers are journaled late, so the one in memory may be newer.
     touched_ns = max(stream.touched_ns, fresh.touched_ns)
     for slot in Stream.__slots__:
         if slot not in _PRESERVED_FIELDS:
@@ -196,22 +198,22 @@ def restore_stream(stream: Stream, fresh: Stream) -> None:
     stream.touched_ns = touched_ns
 
 
-LARGE_CHANGE_BYTES = 64 * 1024  # of one append, when memory is short
-# A journal file is checkpointed whole, and appends that have no room wait for that: files are short then.
+LARGE_CHANGE_BYTES = 64 * 1024  # appends above this are refused when memory is short
+# A journal file is checkpointed as a whole. While memory is scarce appends wait for that, so files are short.
 BUSY_FILE_BYTES = 16 * 1024 * 1024
 UNBOUNDED = 2**62
 
 
 class LogBackpressureError(TailraceError):
-    """A change that the log has no room for now, and will have when it has written what it holds."""
+    """The log has no room for a change until queued changes are durable or checkpointed."""
 
     def __init__(self, message: str, stream: Stream | None = None) -> None:
         super().__init__("overloaded", message)
-        self.stream = stream  # the one whose own queue is full, if that is the reason
+        self.stream = stream  # set if the queue of this stream is full
 
 
 class CommitPath:
-    """From the state that disk brought back to batches that are durable. Runs on the loop thread."""
+    """Recovers the state at start, then commits transactions. All methods run on the loop thread."""
 
     def __init__(
         self, directory: Path, limits: Limits, clock: Clock, loop: asyncio.AbstractEventLoop
@@ -227,8 +229,8 @@ class CommitPath:
         self.recovered: ReplayResult = replay_journal(journal_directory, self.store)
         sync_tail(journal_directory, self.recovered)
         if self.recovered.torn:
-            where = (self.recovered.seq, self.recovered.end)
-            logger.warning("journal file %d ends in a torn record at byte %d, which is dropped", *where)
+            where = log_fields(file=self.recovered.seq, position=self.recovered.end)
+            logger.warning("dropped a torn record at the end of the journal", extra=where)
         self.streams = self.recovered.streams
         self.streams.first_epoch = int(str(self.store.db.fact("first_epoch", 0)))
         self.journal = Journal(
@@ -243,34 +245,32 @@ class CommitPath:
         )
         self.journal.on_prepared = self._file_prepared
         self.publisher = Publisher(self.streams, loop)
-        self.refusal: TailraceError | None = None  # why nothing can be written now
-        self.shortage: TailraceError | None = None  # why nothing new is taken in; deletes still are
-        self.pressure: TailraceError | None = None  # why nothing large is taken on
+        self.refusal: TailraceError | None = None  # why nothing can be written
+        self.shortage: TailraceError | None = None  # why new data is refused; deletes are accepted
+        self.pressure: TailraceError | None = None  # why large changes are refused
         self._shortages: dict[str, TailraceError] = {}
-        self.room_bytes = (
-            UNBOUNDED  # for entries that are in the queue or in memory, not in the hot store yet
-        )
-        self.on_room: Callable[[], None] | None = None  # there may be room for what was refused before
-        self.on_no_room: Callable[[], None] | None = None  # it is used up; the next look finds a shortage
+        self.room_bytes = UNBOUNDED  # for entries in the queue or in memory that are not in the hot store yet
+        self.on_room: Callable[[], None] | None = None  # there may be room again for refused changes
+        self.on_backpressure: Callable[[], None] | None = None  # `room_bytes` is used up
         self.on_file_retired: Callable[[int, int], None] | None = None
         self.on_failure: Callable[[OSError], None] | None = None
-        # Told which streams had records in the files that the hot store now has.
+        # Called with the last checkpointed file and the streams that had records in the files up to it.
         self.on_checkpointed: Callable[[int, list[Stream]], None] | None = None
         self.checkpoint_pending = False
         self._stalls = StalledCommits(self.committer, limits.append_ms / 1000, loop)
-        self._undoing = Rollback(self.streams, self.store, self.journal)
+        self._rollback = Rollback(self.streams, self.store, self.journal)
         self.failures = 0
 
     def open(self) -> None:
-        """Makes the journal writable; where that cannot be, reads are served all the same."""
+        """Makes the journal writable. If that fails the log serves reads only."""
         try:
             self.journal.open_first()
         except OSError as error:
-            logger.error("the journal cannot be written: %s; serving reads only", error)
+            logger.error("cannot write the journal, serving reads only", extra=log_fields(error=str(error)))
             self.refusal = journal_unwritable(error)
 
     async def close(self) -> None:
-        """Everything submitted is settled; nothing more is accepted."""
+        """Waits for all submitted changes, then refuses new ones."""
         await self.committer.drain()
         self.refusal = TailraceError("unavailable", "the server is stopping")
         self._stalls.stop()
@@ -279,7 +279,7 @@ class CommitPath:
     # -- admission -------------------------------------------------------------------------------------
 
     def _admit(self, stream: Stream | None, size: int) -> None:
-        """Refuses what the queues have no room for, before anything is assigned."""
+        """Refuses a change that the queues have no room for, before anything is assigned."""
         if self.refusal is not None or self.shortage is not None:
             raise self.refusal or self.shortage or AssertionError
         if self.pressure is not None and size > LARGE_CHANGE_BYTES:
@@ -293,10 +293,10 @@ class CommitPath:
             or memory_bytes > 2 * limits.tail_memory_max_bytes
             or (stream is not None and stream.queued_bytes + size > limits.append_queue_stream_bytes)
         ):
-            raise self._lack(stream, size) or AssertionError
+            raise self._find_shortage(stream, size) or AssertionError
 
-    def _lack(self, stream: Stream | None, size: int) -> LogBackpressureError | None:
-        """What there is no room in for a change of this size."""
+    def _find_shortage(self, stream: Stream | None, size: int) -> LogBackpressureError | None:
+        """The error for a change of this size, or None if there is room for it."""
         limits = self.limits
         if self.committer.queued_bytes + size > limits.append_queue_max_bytes:
             return LogBackpressureError("the server's append queue is full")
@@ -304,26 +304,26 @@ class CommitPath:
             return LogBackpressureError("the stream's append queue is full", stream)
         if self.streams.memory_bytes > 2 * limits.tail_memory_max_bytes:
             self._make_room()
-            return LogBackpressureError("checkpoints are behind; memory for new entries is used up")
+            return LogBackpressureError("memory for new entries is full until the next checkpoint")
         return None
 
     def has_room(self, stream: Stream | None, size: int) -> bool:
-        """Whether a change that was refused with `NoRoomError` would be admitted now, or refused for good."""
+        """Whether a change refused with `LogBackpressureError` should be retried now."""
         refused = self.refusal is not None or self.shortage is not None
-        return refused or self._lack(stream, size) is None
+        return refused or self._find_shortage(stream, size) is None
 
     def _refuse_for_room(self) -> None:
-        if self.on_no_room is not None:
-            self.on_no_room()
-        raise self.shortage or TailraceError("unavailable", "there is no room for more entries")
+        if self.on_backpressure is not None:
+            self.on_backpressure()
+        raise self.shortage or TailraceError("unavailable", "there is no room for new entries")
 
     def _make_room(self) -> None:
-        """While nothing is accepted nothing begins a new file, which is what would start a checkpoint."""
+        """Starts a checkpoint by rotating the journal: without appends no file would fill up."""
         if not self.checkpoint_pending and self.committer.idle:
-            self.move_on()
+            self.rotate_journal()
 
     def set_shortage(self, cause: str, shortage: TailraceError | None) -> None:
-        """Refuses what would grow the log, or lets it in again as far as this cause is concerned."""
+        """Sets or clears one reason for refusing changes that grow the log."""
         if shortage is None:
             self._shortages.pop(cause, None)
         else:
@@ -333,12 +333,12 @@ class CommitPath:
     # -- submission ------------------------------------------------------------------------------------
 
     def begin(self, size_bytes: int, reply: Reply, context: object) -> Transaction:
-        """A change of several streams at once; refused here, before anything is assigned, or not at all."""
+        """Starts a change of several streams; raises if there is no room for it."""
         self._admit(None, size_bytes)
         return Transaction(None, reply, context)
 
     def commit(self, transaction: Transaction) -> None:
-        """Makes durable what was added to a transaction."""
+        """Submits a transaction; its `reply` is called when it is durable or has failed."""
         payload = encode_record(transaction.ops)
         size = transaction.size = len(payload)
         batch = self.committer.submit(payload, transaction)
@@ -351,11 +351,11 @@ class CommitPath:
             self._stalls.watch()
 
     def settled(self, stream: Stream, reply: Reply, context: object = None) -> None:
-        """`reply` comes when everything that was decided about the stream so far is durable."""
+        """Calls `reply` when everything decided about the stream so far is durable."""
         self._after(Transaction(stream, reply, context))
 
     def _after(self, transaction: Transaction) -> None:
-        """Answers at once, or when what the answer rests on is durable."""
+        """Calls the reply now, or when the stream's pending batch is durable."""
         stream = transaction.subject
         if stream is None or stream.batch is None:
             transaction.reply(transaction, None)
@@ -371,7 +371,7 @@ class CommitPath:
     # -- journal files ---------------------------------------------------------------------------------
 
     def _acknowledge(self, batch: CommitBatch) -> None:
-        """A batch is durable: it is published and answered, and may have filled the memory for entries."""
+        """A batch is durable: publishes it, and rotates the journal early if memory is filling up."""
         file = batch.file
         assert file is not None
         streams = self.streams
@@ -380,12 +380,12 @@ class CommitPath:
         self.journal.settled(file, batch.position + len(batch.data))
         self.publisher.publish(batch)
         if streams.memory_bytes > self._busy_from_bytes:
-            self._keep_files_short()
+            self._rotate_if_behind()
         if self.on_room is not None:
             self.on_room()
 
-    def _keep_files_short(self) -> None:
-        """Checkpoints are behind: what they are given next is soon done, and frees memory then."""
+    def _rotate_if_behind(self) -> None:
+        """Checkpoints are behind: shorter files make each one free memory sooner."""
         journal, limits = self.journal, self.limits
         journal.file_bytes = min(limits.journal_file_bytes, BUSY_FILE_BYTES)
         if journal.durable_end >= journal.file_bytes or (
@@ -394,7 +394,7 @@ class CommitPath:
             self.retire_active_file()
 
     def _entered_file(self, seq: int) -> None:
-        """The first durable batch of a file: the one before it will not change any more."""
+        """The first batch of a file is durable: the previous file is complete."""
         previous_seq, previous_end = self.journal.durable_seq, self.journal.durable_end
         self.streams.file = seq
         if self.streams.memory_bytes <= self._busy_from_bytes:
@@ -403,7 +403,7 @@ class CommitPath:
             self.on_file_retired(previous_seq, previous_end)
 
     def checkpointed(self, seq: int) -> None:
-        """The hot store has every record up to and including this file: memory and journal may let go."""
+        """The hot store has every record up to and including this file: frees memory and deletes files."""
         touched = release_checkpointed(self.streams, seq)
         self.journal.remove_through(seq)
         if self.on_checkpointed is not None:
@@ -413,13 +413,13 @@ class CommitPath:
             self.on_room()
 
     def retire_active_file(self) -> None:
-        """Lets the next batch start a new file, so that the present one can be checkpointed."""
+        """Makes the next batch start a new file, so that the current one can be checkpointed."""
         active = self.journal.active
         if active is not None and active.end < active.size:
             active.size = active.end
 
-    def move_on(self) -> None:
-        """Begins a new journal file, so that all that is in the present one can be checkpointed."""
+    def rotate_journal(self) -> None:
+        """Starts a new journal file now, so that the current one can be checkpointed."""
         self.retire_active_file()
         if self.refusal is not None:
             raise self.refusal
@@ -428,40 +428,43 @@ class CommitPath:
         self.commit(transaction)
 
     def _file_prepared(self) -> None:
-        """On the journal's own thread: a batch may be waiting for the file."""
+        """Called on the journal's thread: a batch may be waiting for the file."""
         try:
-            self._loop.call_soon_threadsafe(self.committer.go_on)
+            self._loop.call_soon_threadsafe(self.committer.resume_writing)
         except RuntimeError:
-            pass  # the loop is closed: nobody waits for anything
+            pass  # the loop is closed: there is no request left
 
     # -- failure ---------------------------------------------------------------------------------------
 
     def _fail(self, batches: list[CommitBatch], error: OSError, certain: bool) -> None:
-        """The journal could not take a batch. None of it happened: back to the last acknowledged state.
+        """A journal write failed: rolls back to the last acknowledged state and sends errors.
 
-        It is `certain` if the journal file was cut durably. If not, a power cut may bring the batch back
-        until the next file has begun, and the answers say so.
+        `certain` if the journal file was truncated durably. If not, a power cut may restore the batch until
+        the next file is started, so the outcome is reported as unknown.
         """
-        logger.error("journal write failed: %s; rolling back to the last durable record", error)
+        logger.error(
+            "journal write failed, rolling back to the last durable record",
+            extra=log_fields(error=str(error)),
+        )
         self.failures += 1
         self.refusal = refusal = journal_unwritable(error)
         self.journal.abandon()
-        self._undoing.begin(batches)
-        self._undoing.roll_back()
+        self._rollback.add_failed(batches)
+        self._rollback.roll_back()
         unknown = outcome_unknown(refusal)
         for batch in batches:
             failure = refusal if certain or batch.file is None else unknown
             for item in batch.items:
                 assert isinstance(item, Transaction)
                 send_reply(item, failure)
-            for settled in batch.waiting:
-                settled(failure)
+            for callback in batch.waiting:
+                callback(failure)
         if self.on_failure is not None:
             self.on_failure(error)
 
     def resume(self) -> None:
-        """The journal has a file that can be written (`Journal.open_next`): writes are accepted again."""
-        if self.refusal is None or not self._undoing.roll_back():
+        """Accepts writes again, after `Journal.open_next` has opened a new file."""
+        if self.refusal is None or not self._rollback.roll_back():
             return
-        logger.warning("the journal can be written again")
+        logger.warning("journal is writable again")
         self.refusal = None

@@ -1,7 +1,7 @@
-"""What a request does to a stream: pure functions from state and request to operations or a refusal.
+"""Decisions: pure functions from a stream's state and a request to journal operations or a refusal.
 
-Nothing here waits, does I/O or changes state. A refusal is a `TailraceError`; the order of the checks is the
-order in which the protocol lists them, and the first that fails decides.
+Nothing here waits, does I/O or changes state. A refusal is a `TailraceError`. Checks run in the order in
+which the protocol lists them; the first that fails determines the error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AppendCheck = Callable[["AppendRequest", Stream], Sequence[bytes | None] | None]
 
 
 class AppendRequest:
-    """An append as the protocol layer understood it: headers parsed, JSON cut."""
+    """An append with parsed headers and, on JSON streams, the lengths of the array's elements."""
 
     __slots__ = ("body", "check", "closes", "content_type", "hint_ns", "key", "lengths", "producer", "seq")
 
@@ -41,9 +41,9 @@ class AppendRequest:
         self.hint_ns = hint_ns
         self.seq = seq
         self.producer = producer
-        # Looks at the entries by the stream's documents, when all else is in order: refuses by raising, or
-        # gives each its key (None: they have the one of the request). It is handed the request and must not
-        # hold it: a request that holds itself, and a megabyte with it, would wait for the collector.
+        # Validates the entries against the stream's documents after all other checks: raises, or returns a
+        # key for each entry (None: all have the request's key). It must not be a closure over the request: a
+        # reference cycle would hold the body in memory until the garbage collector runs.
         self.check: AppendCheck | None = None
 
     @property
@@ -62,20 +62,20 @@ class CreateRequest(NamedTuple):
     fork_position: tuple[int, int] | None = None  # (epoch, entry); None is the source's tail
     fork_sub: int = 0
     initial: AppendRequest | None = None
-    # The documents a fork has from its source, left after this entry. Refuses the first entries by raising.
+    # Returns the documents that a fork inherits from its source at an entry; raises to refuse the fork.
     inherit: Callable[[Stream, int], dict[str, bytes]] | None = None
 
 
 def append_time_ns(stream: Stream, hint_ns: int | None, now_ns: int, ahead_ns: int) -> int:
-    """A hint may lie in the past or a little ahead; time never goes backwards within a stream."""
-    wanted = now_ns if hint_ns is None else min(hint_ns, now_ns + ahead_ns)
-    return wanted if wanted >= stream.last_ns else stream.last_ns
+    """The time of an append: a hint may be `ahead_ns` in the future; times in a stream never decrease."""
+    time_ns = now_ns if hint_ns is None else min(hint_ns, now_ns + ahead_ns)
+    return time_ns if time_ns >= stream.last_ns else stream.last_ns
 
 
 def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns: int) -> Append | None:
-    """For a stream that exists and a request that is well-formed.
+    """The operation for a well-formed append to an existing stream, or raises.
 
-    None if the request asks for what is already so: it succeeds and changes nothing.
+    None if the request is a duplicate: it succeeds and changes nothing.
     """
     count = request.count
     if stream.closed:
@@ -90,14 +90,15 @@ def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns:
             stream.content_type
         ):
             raise TailraceError(
-                "content_type_mismatch", f"the stream holds {stream.content_type}, not {request.content_type}"
+                "content_type_mismatch",
+                f"the stream has content type {stream.content_type}, the request {request.content_type}",
             )
     if request.producer is not None and _producer_is_duplicate(stream, request.producer):
         return None
     if request.seq is not None and stream.seq is not None and request.seq <= stream.seq:
         raise TailraceError(
             "seq_conflict",
-            "Stream-Seq must be greater than the last accepted one",
+            "Stream-Seq must be greater than the last accepted value",
             headers=(
                 ("Stream-Expected-Seq", stream.seq.decode("utf-8", "replace")),
                 ("Stream-Received-Seq", request.seq.decode("utf-8", "replace")),
@@ -125,7 +126,7 @@ def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns:
 
 
 def _check_closed(stream: Stream, request: AppendRequest, count: int) -> None:
-    """Refuses, unless the request closed the stream before or asks for nothing but that it be closed."""
+    """Raises, unless the request is the one that closed the stream, or only closes it."""
     producer = request.producer
     headers: list[tuple[str, str]] = [
         ("Stream-Closed", "true"),
@@ -145,7 +146,7 @@ def _check_closed(stream: Stream, request: AppendRequest, count: int) -> None:
 
 
 def _producer_is_duplicate(stream: Stream, producer: tuple[str, int, int]) -> bool:
-    """Validates a producer's claim; False means it may append."""
+    """Whether the append was accepted before; raises if its epoch or sequence number is not valid."""
     producer_id, epoch, seq = producer
     known = (stream.producers or {}).get(producer_id)
     if known is None:
@@ -158,7 +159,7 @@ def _producer_is_duplicate(stream: Stream, producer: tuple[str, int, int]) -> bo
         if seq == 0:
             return False
         raise TailraceError(
-            "invalid_header", "a new Producer-Epoch starts with Producer-Seq 0", header="Producer-Seq"
+            "invalid_header", "Producer-Seq must be 0 with a new Producer-Epoch", header="Producer-Seq"
         )
     if seq <= known.seq:
         return True
@@ -170,7 +171,7 @@ def _producer_is_duplicate(stream: Stream, producer: tuple[str, int, int]) -> bo
 def _stale_epoch(current: int) -> TailraceError:
     return TailraceError(
         "stale_epoch",
-        "a producer with a newer epoch has taken over",
+        f"Producer-Epoch is stale; the current epoch is {current}",
         headers=(("Producer-Epoch", str(current)),),
         current_epoch=current,
     )
@@ -187,13 +188,13 @@ def _producer_gap(expected: int, received: int) -> TailraceError:
 
 
 def decide_existing(stream: Stream, request: CreateRequest, source: Stream | None) -> Bind | None:
-    """PUT on a name that exists: None if it matches, a Bind if it names an unset type, else a refusal."""
+    """PUT on an existing name: None if it matches, a Bind if it sets an unset content type, or raises."""
     if stream.gone:
-        raise TailraceError("name_retained", "the name is held by a deleted stream that still has forks")
-    wanted = request.content_type
-    if _types_differ(wanted, stream.content_type):
+        raise TailraceError("name_retained", "the name is retained by a deleted stream that still has forks")
+    content_type = request.content_type
+    if _types_differ(content_type, stream.content_type):
         raise _differs("content type")
-    if request.lifetime != stream.asked:
+    if request.lifetime != stream.requested_lifetime:
         raise _differs("lifetime")
     if request.closed != stream.closed:
         raise _differs("closed state")
@@ -208,13 +209,13 @@ def decide_existing(stream: Stream, request: CreateRequest, source: Stream | Non
             anchor = stream.fork_entry - (stream.fork_sub if stream.json else 0)
             if resolve_position(source, request.fork_position, 0) != anchor:
                 raise _differs("fork position")
-    if wanted is not None and stream.content_type is None:
-        return Bind(stream.number, wanted)
+    if content_type is not None and stream.content_type is None:
+        return Bind(stream.number, content_type)
     return None
 
 
 def _types_differ(one: str | None, other: str | None) -> bool:
-    """An unset type says nothing, so it differs from none."""
+    """An unset type matches every type."""
     return one is not None and other is not None and media_type(one) != media_type(other)
 
 
@@ -230,9 +231,9 @@ def decide_create(
     now_ns: int,
     first_epoch: int = 0,
 ) -> Create:
-    """A new stream, or a new life of an old name.
+    """Creates a stream; a name that was used before gets the next incarnation and epoch.
 
-    `first_epoch` is above 0 once a disk was lost: what seems to be a new name may have been used before.
+    `first_epoch` is above 0 after a lost disk: a name that seems new may have been used before.
     """
     incarnation = 0 if tombstone is None else tombstone.incarnation + 1
     epoch = first_epoch if tombstone is None else max(first_epoch, tombstone.epoch + 1)
@@ -250,7 +251,10 @@ def decide_create(
         )
     source = fork.source
     if _types_differ(request.content_type, source.content_type):
-        raise TailraceError("content_type_mismatch", f"the source holds {source.content_type}")
+        raise TailraceError(
+            "content_type_mismatch",
+            f"the source has content type {source.content_type}, the request {request.content_type}",
+        )
     return Create(
         number,
         request.name,
@@ -269,12 +273,12 @@ def decide_create(
 
 
 class ForkPoint(NamedTuple):
-    """Where a fork leaves its source; `head` is the part of the next entry it takes along."""
+    """The last entry a fork inherits from its source; `head` is the part of the next entry it starts with."""
 
     source: Stream
     entry: int
     head: bytes
-    time_ns: int  # append time of the last entry it inherits, which its own must not fall behind
+    time_ns: int  # append time of the last inherited entry; the fork's own entries are not older
 
 
 def _fork_epochs(source: Stream, entry: int, own: int) -> tuple[tuple[int, int], ...]:
@@ -285,15 +289,17 @@ def _fork_epochs(source: Stream, entry: int, own: int) -> tuple[tuple[int, int],
     return (*inherited, (current, entry + 1))
 
 
-def _inherited(asked: Lifetime, source: Lifetime) -> Lifetime:
-    """What the PUT gives is used as it is; what it leaves out comes from the source."""
-    ends = asked if asked.ttl_s is not None or asked.expires_ns is not None else source
-    keeps = asked if asked.retention_s is not None or asked.retention_bytes is not None else source
-    return Lifetime(ends.ttl_s, ends.expires_ns, keeps.retention_s, keeps.retention_bytes)
+def _inherited(requested: Lifetime, source: Lifetime) -> Lifetime:
+    """The requested expiry and retention; each that is unset comes from the source."""
+    has_expiry = requested.ttl_s is not None or requested.expires_ns is not None
+    has_retention = requested.retention_s is not None or requested.retention_bytes is not None
+    expiry = requested if has_expiry else source
+    retention = requested if has_retention else source
+    return Lifetime(expiry.ttl_s, expiry.expires_ns, retention.retention_s, retention.retention_bytes)
 
 
 def resolve_position(stream: Stream, position: tuple[int, int], earliest: int) -> int:
-    """The entry number a position stands for, if the stream has (or had) it."""
+    """The entry number of a position; raises if the stream does not have it."""
     epoch, entry = position
     tail = stream.visible
     if position == (0, 0):
@@ -321,7 +327,7 @@ def offset_gone(stream: Stream, earliest: int) -> TailraceError:
 
 
 def decide_delete(stream: Stream, reason: str, now_ns: int, ancestors: Sequence[Stream]) -> list[Delete]:
-    """Deletion of a stream, and of soft-deleted ancestors that lose their last fork by it."""
+    """Deletes a stream, and soft-deleted ancestors that lose their last fork by it."""
     if stream.forks:
         return [Delete(stream.number, delete_time_ns(stream, now_ns), reason, soft=True)]
     ops = [Delete(stream.number, delete_time_ns(stream, now_ns), reason, soft=False)]
@@ -334,5 +340,5 @@ def decide_delete(stream: Stream, reason: str, now_ns: int, ancestors: Sequence[
 
 
 def delete_time_ns(stream: Stream, now_ns: int) -> int:
-    """A deletion comes after the creation and the last entry, also when the clock was set back meanwhile."""
+    """A deletion is not before the creation and the last entry, even if the clock was set back."""
     return max(now_ns, stream.created_ns, stream.last_ns)

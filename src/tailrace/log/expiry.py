@@ -1,4 +1,4 @@
-"""Streams that end by themselves: one timer for the next deadline, none while there is no deadline."""
+"""Removal of expired streams: one timer for the next deadline, and a periodic search of the hot store."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tailrace.log.transaction import ignore_reply
 if TYPE_CHECKING:
     from tailrace.log.log import Log
 
-# Deadlines are exact on access; removal of what nobody asks for may lag by this much.
+# Deadlines are exact on access; the removal of streams without access may lag by this much.
 EXPIRY_LAG_S = 0.25
 STORE_SWEEP_S = 60.0
 SWEEP_COUNT_MAX = 500
 
 
 class Expiry:
-    """Removes expired streams that nobody touches, so that their ancestors and their space are freed."""
+    """Removes expired streams without waiting for an access, to free their space and their ancestors."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -30,9 +30,9 @@ class Expiry:
         self._stored_seen = (-(2**63), 0)  # deadline and number up to which the hot store was searched
 
     def recovered(self) -> None:
-        """Takes up the deadlines of what the journal brought back."""
+        """Schedules the deadlines of streams that the journal replay has loaded."""
         for stream in list(self._log.streams.by_number.values()):
-            stream.grant_grace()
+            stream.extend_window()
             self.loaded(stream)
         self.sweep_stored()
 
@@ -74,17 +74,17 @@ class Expiry:
                 continue
             deadline_ns = stream.deadline_ns()
             if deadline_ns is not None:
-                # Renewed, or held by a live reader: look again later.
+                # Renewed, or in use by a live reader: check again later.
                 heapq.heappush(self._deadlines, (max(deadline_ns, now_ns + 1_000_000_000), number))
         if self._deadlines:
             self._arm()
 
     def sweep_stored(self) -> None:
-        """Streams that are not in memory have their deadline in the hot store."""
+        """Removes expired streams that are not in memory, by their deadline in the hot store."""
         log = self._log
         now_ns = log.clock.now_ns()
         delay_s = STORE_SWEEP_S
-        # Rows stay until the next checkpoint; going on behind those seen keeps them from hiding others.
+        # Rows stay until the next checkpoint, so the search continues after those already handled.
         found = (
             log.store.db.deadlines_after(*self._stored_seen, SWEEP_COUNT_MAX) if log.refusal is None else []
         )
@@ -93,7 +93,7 @@ class Expiry:
                 delay_s = min(delay_s, (deadline_ns - now_ns) / 1e9 + EXPIRY_LAG_S)
                 break
             self._stored_seen = (deadline_ns, number)
-            # If it has not expired after all, loading it put its present deadline on the heap.
+            # If it was renewed, loading it has put its current deadline on the heap.
             stream = log.streams.get(number)
             if stream is not None and not stream.gone and stream.expired(now_ns):
                 log.remove(stream, "expired", ignore_reply, None)

@@ -1,7 +1,7 @@
-"""Entries that are not in memory: blocks of the hot store, or segments on the object store.
+"""Reading entries that are not in memory: blocks of the hot store, or segments on the object store.
 
-The hot store is asked first, and on a thread. A checkpoint puts a segment's row in and takes the blocks it
-covers out in one transaction, so an entry without a block has its segment.
+The hot store is read first, on a thread. A checkpoint inserts a segment's row and deletes the blocks it
+covers in one transaction, so an entry without a block always has a segment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SEGMENT_INFO = msgspec.msgpack.Decoder(SegmentInfo)
 
 
 class MissingBlock(NamedTuple):
-    """The block that holds this entry of this stream has to be fetched first."""
+    """An entry whose block is not in memory and has to be fetched."""
 
     owner: Stream
     entry: int
@@ -40,7 +40,7 @@ class MissingBlock(NamedTuple):
 
 
 class NotLocalError(Exception):
-    """What was asked for can only be had by waiting for the object store."""
+    """An entry is only on the object store, and the caller cannot wait for it."""
 
     def __init__(self, missing: MissingBlock) -> None:
         super().__init__(f"entry {missing.entry} of {missing.owner.name} is on the object store")
@@ -48,7 +48,7 @@ class NotLocalError(Exception):
 
 
 class FetchedBlock(NamedTuple):
-    """A block just fetched, and whose it is: a fork and its source use the same entry numbers."""
+    """A fetched block and its stream's number: a fork and its source use the same entry numbers."""
 
     number: int
     block: Block
@@ -58,7 +58,7 @@ class FetchedBlock(NamedTuple):
 
 
 class SkippedRange(NamedTuple):
-    """Entries that a search by key may pass over without looking at them."""
+    """Entries without the requested key, skipped without reading them."""
 
     number: int
     first: int
@@ -69,7 +69,7 @@ class SkippedRange(NamedTuple):
 
 
 class StoredSegment(NamedTuple):
-    """A segment as the hot store tells it."""
+    """A segment as recorded in the hot store."""
 
     prefix: str
     info: SegmentInfo
@@ -77,15 +77,15 @@ class StoredSegment(NamedTuple):
 
 
 class KeyIndex(Protocol):
-    """Something that knows where keys are without looking at segments."""
+    """Finds keys without reading segments."""
 
     async def next_with_key(self, stream: Stream, key: bytes, entry: int) -> int:
-        """Where to look for a key: at `entry`, or at a later one before which there is none."""
+        """The first entry from `entry` on that may have the key."""
         ...
 
 
 class History:
-    """Fetches blocks. `cold` is set by whoever knows the object store; without one nothing is ever sealed."""
+    """Fetches blocks. `cold` is set at start if the server has an object store."""
 
     def __init__(self, store: StoredStreams, streams: Streams) -> None:
         self._store = store
@@ -94,8 +94,8 @@ class History:
         self.cold: ColdReader | None = None
         self.keys: KeyIndex | None = None
         self.fetching = 0  # reads of the hot store that run or wait for a thread
-        self._looking: dict[tuple[int, int, int], asyncio.Future[list[Block] | StoredSegment]] = {}
-        self.joined = 0  # reads that another one was under way for
+        self._reads: dict[tuple[int, int, int], asyncio.Future[list[Block] | StoredSegment]] = {}
+        self.joined = 0  # reads that shared a running one
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -105,12 +105,12 @@ class History:
     async def fetch(
         self, missing: MissingBlock, bytes_max: int, key: bytes | None = None
     ) -> list[Block] | SkippedRange:
-        """The block that holds the entry and some that follow; or, for a key, what need not be looked at."""
+        """The block of the entry and some after it; for a key, possibly a range to skip instead."""
         if key is not None and self.keys is not None and missing.entry <= missing.owner.sealed:
             following = await self.keys.next_with_key(missing.owner, key, missing.entry)
             if following > missing.entry:
                 return SkippedRange(missing.number, missing.entry, following - 1)
-        found = await self._looked(missing, bytes_max)
+        found = await self._shared_read(missing, bytes_max)
         if isinstance(found, list):
             return found
         cold, (prefix, info, footer) = self._cold, found
@@ -121,61 +121,61 @@ class History:
         rows = await cold.rows(prefix, info, footer, missing.entry, bytes_max)
         return [Block(*run) for run in rows]
 
-    async def _looked(self, missing: MissingBlock, bytes_max: int) -> list[Block] | StoredSegment:
-        """As `look`. Readers that want the same at the same time share one read: entries never change."""
-        wanted = (missing.number, missing.entry, bytes_max)
-        looking = self._looking.get(wanted)
-        if looking is None:
+    async def _shared_read(self, missing: MissingBlock, bytes_max: int) -> list[Block] | StoredSegment:
+        """As `read_local`. Concurrent readers of the same block share one read: entries never change."""
+        key = (missing.number, missing.entry, bytes_max)
+        running = self._reads.get(key)
+        if running is None:
             loop = asyncio.get_running_loop()
-            looking = loop.run_in_executor(self._threads, self.look, missing, bytes_max)
-            self._looking[wanted] = looking
+            running = loop.run_in_executor(self._threads, self.read_local, missing, bytes_max)
+            self._reads[key] = running
             self.fetching += 1
-            looking.add_done_callback(lambda done: self._looked_up(wanted, done))
+            running.add_done_callback(lambda done: self._read_done(key, done))
         else:
             self.joined += 1
-        return await asyncio.shield(looking)  # a reader that leaves takes nothing from the others
+        return await asyncio.shield(running)  # a cancelled reader must not cancel the read of the others
 
-    def _looked_up(
-        self, wanted: tuple[int, int, int], done: asyncio.Future[list[Block] | StoredSegment]
+    def _read_done(
+        self, key: tuple[int, int, int], done: asyncio.Future[list[Block] | StoredSegment]
     ) -> None:
-        del self._looking[wanted]
+        del self._reads[key]
         self.fetching -= 1
         if not done.cancelled():
-            done.exception()  # all who wanted to know may have left
+            done.exception()  # marks it as retrieved: all readers may have been cancelled
 
     async def payloads(self, missing: Sequence[MissingBlock]) -> list[bytes]:
-        """Single entries that may lie anywhere; of segments nothing but their payloads is decoded."""
+        """Single entries; of segments only the payload column is decoded."""
         loop = asyncio.get_running_loop()
         self.fetching += 1
         try:
-            looked = await loop.run_in_executor(self._threads, self._look_each, missing)
+            local = await loop.run_in_executor(self._threads, self._read_each_local, missing)
         finally:
             self.fetching -= 1
-        wanted: dict[str, tuple[StoredSegment, list[int]]] = {}
-        for one, found in zip(missing, looked, strict=True):
+        by_segment: dict[str, tuple[StoredSegment, list[int]]] = {}
+        for one, found in zip(missing, local, strict=True):
             if isinstance(found, StoredSegment):
-                wanted.setdefault(found.prefix + found.info.key, (found, []))[1].append(one.entry)
-        cold = [self._cold.payloads(*segment, entries) for segment, entries in wanted.values()]
-        fetched = dict(zip(wanted, await asyncio.gather(*cold), strict=True))
+                by_segment.setdefault(found.prefix + found.info.key, (found, []))[1].append(one.entry)
+        cold = [self._cold.payloads(*segment, entries) for segment, entries in by_segment.values()]
+        fetched = dict(zip(by_segment, await asyncio.gather(*cold), strict=True))
         return [
             found if isinstance(found, bytes) else fetched[found.prefix + found.info.key][one.entry]
-            for one, found in zip(missing, looked, strict=True)
+            for one, found in zip(missing, local, strict=True)
         ]
 
-    def _look_each(self, missing: Sequence[MissingBlock]) -> list[bytes | StoredSegment]:
-        """On a thread. Each payload, or the segment that has it."""
+    def _read_each_local(self, missing: Sequence[MissingBlock]) -> list[bytes | StoredSegment]:
+        """Runs on a thread. Each payload, or the segment that has it."""
         found: list[bytes | StoredSegment] = []
         for one in missing:
-            looked = self.look(one, 1)
+            local = self.read_local(one, 1)
             found.append(
-                looked
-                if isinstance(looked, StoredSegment)
-                else looked[0].payload(one.entry, one.owner.separator)
+                local
+                if isinstance(local, StoredSegment)
+                else local[0].payload(one.entry, one.owner.separator)
             )
         return found
 
-    def look(self, missing: MissingBlock, bytes_max: int) -> list[Block] | StoredSegment:
-        """Blocks if the hot store has them, else the segment. Waits for the disk and for nothing else."""
+    def read_local(self, missing: MissingBlock, bytes_max: int) -> list[Block] | StoredSegment:
+        """Blocks if the hot store has them, else the segment. Blocks on the local disk only."""
         number, entry = missing.number, missing.entry
         found: list[Block] = []
         size = 0
@@ -197,7 +197,7 @@ class History:
 
     def since(self, stream: Stream, since_ns: int) -> int | StoredSegment | None:
         """The first stored entry appended at or after the instant, or the segment that holds it."""
-        # Segments are older than blocks, so if one of them reaches that far the entry is there.
+        # Segments are older than blocks, so a segment that reaches the instant has the first such entry.
         row = self._store.db.cold.segment_since(stream.number, since_ns)
         if row is not None and _SEGMENT_INFO.decode(row.info).first_ns >= since_ns:
             return row.first
@@ -219,9 +219,9 @@ class History:
         return self.cold
 
     def segment_of(self, stream: Stream, row: SegmentRow) -> StoredSegment:
-        """The segment of a row; or the one that has taken its place, if the hot store has not heard of it."""
+        """The segment of a row, or its replacement by a compaction that is not checkpointed yet."""
         prefix = stream_prefix(make_stream_id(stream.name, stream.incarnation))
-        joined = replacement_segment(self._streams, stream.number, row.first)
-        if joined is not None:
-            return StoredSegment(prefix, joined.segment, joined.footer)
+        compacted = replacement_segment(self._streams, stream.number, row.first)
+        if compacted is not None:
+            return StoredSegment(prefix, compacted.segment, compacted.footer)
         return StoredSegment(prefix, _SEGMENT_INFO.decode(row.info), row.footer)

@@ -1,22 +1,18 @@
 """Journal files: format, scanning, the file being written, and rotation to the next one.
 
-Journal files: the one place an acknowledgement depends on.
-
-A file is a 64-byte header and then records, `u32 length | u32 crc32c | payload`, until a length of zero or
-the end. The checksum starts from the file's random id, so bytes left over from another life of the same disk
-blocks never pass for records. A file is filled with zeros before it is used: overwriting allocated blocks
-makes each `fdatasync` a plain data flush (measured: 0.22 ms against 0.37 ms when the file grows).
+A file is a 64-byte header followed by records, `u32 length | u32 crc32c | payload`, until a length of zero or
+the end. The checksum is seeded with the file's random id, so old data in reused disk blocks never passes for
+records. A file is filled with zeros before use: overwriting allocated blocks makes each `fdatasync` a plain
+data flush (measured: 0.22 ms instead of 0.37 ms when the file grows).
 
 The header is synced before the first record is written. So a file without a header holds nothing but zeros,
-and a damaged header can be told from one that was never written.
+which distinguishes a damaged header from one that was never written.
 
-Every batch but the first of a file begins with a mark: how far the file was acknowledged when the batch was
-written. It tells damage to what was acknowledged from a tail that was never finished.
+Every batch except the first of a file starts with a mark: how far the file was acknowledged when the batch
+was written. It distinguishes damage to acknowledged records from a torn tail.
 
-The header of each file names the file before it and where *that* one ends. So whatever a failed or torn
-write left behind the last acknowledged record is out of the log as soon as the next file exists.
-
-The sequence of journal files: which one is written, and having the next one ready.
+The header of each file names the previous file and its end. So the rest of a failed or torn write after the
+last acknowledged record is no longer part of the log once the next file exists.
 """
 
 from __future__ import annotations
@@ -35,6 +31,7 @@ from typing import BinaryIO, NamedTuple, cast
 import google_crc32c
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.data_directory import sync_directory
 
 MAGIC = b"TRJRNL01"
@@ -42,7 +39,7 @@ HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, crc, seq, id, previous s
 HEADER_BYTES = 64
 FRAME = struct.Struct("<II")
 FRAME_BYTES = FRAME.size
-MARK = struct.Struct("<BQ")  # 0, which is no kind of operation, and where the acknowledged part ends
+MARK = struct.Struct("<BQ")  # 0, which is not an operation kind, and the end of the acknowledged part
 MARK_BYTES = FRAME_BYTES + MARK.size
 JOURNAL_VERSION = 1
 FIRST_FILE_BYTES = 8 * 1024 * 1024
@@ -51,9 +48,9 @@ crc32c = cast("Callable[[bytes], int]", google_crc32c.value)  # pyright: ignore[
 crc32c_extend = cast("Callable[[int, bytes], int]", google_crc32c.extend)  # pyright: ignore[reportUnknownMemberType]
 _NAME = re.compile(r"([0-9]{16})\.jnl")
 _ZEROS = bytes(256 * 1024)
-IDLE_SHARE = 4.0  # while a file is prepared in advance: time the disk is left alone for each time it is used
+IDLE_SHARE = 4.0  # while a file is prepared in advance: idle time of the disk per time of writing zeros
 SALVAGE_HINT = (
-    "look at it with 'tailrace inspect journal', "
+    "examine it with 'tailrace inspect journal', "
     "copy everything readable into a new directory with 'tailrace salvage'"
 )
 
@@ -73,9 +70,9 @@ class JournalHeader(NamedTuple):
 class JournalFile:
     """A file being written. The loop thread advances `end`, commit threads write below it.
 
-    Each commit thread has an open file description of its own: Linux reports a write-back error once to each
-    description, so a sync on a shared one could return an error that another thread's data caused, and the
-    sync of that thread would then succeed.
+    Each commit thread has its own open file description: Linux reports a write-back error once per
+    description. On a shared one a sync could get the error caused by another thread's data, and the sync of
+    that thread would then succeed.
     """
 
     __slots__ = ("durable", "end", "failed", "fds", "header", "path", "seed", "size")
@@ -86,7 +83,7 @@ class JournalFile:
         self.header = header
         self.size = size
         self.end = 0
-        self.durable = 0  # the part of it that is acknowledged
+        self.durable = 0  # end of the acknowledged part
         self.failed: OSError | None = None  # set by commit threads; nothing is acknowledged from then on
         self.seed = checksum_seed(header.id)
 
@@ -95,16 +92,16 @@ class JournalFile:
         return self.header.seq
 
     def __del__(self) -> None:
-        # Closed when the last batch that writes to it lets go, never under a commit thread's feet.
+        # Closed when the last batch releases the file, never while a commit thread uses it.
         for fd in self.fds:
             os.close(fd)
 
     def cut_off(self) -> None:
-        """Removes what is not acknowledged, durably. No commit thread may be writing to the file.
+        """Truncates the file durably after its acknowledged part. No commit thread may be writing to it.
 
-        After a failed sync the rest may be in the page cache and not on the disk, or on the disk although it
-        was refused: neither a restart nor a power cut may bring it back. The descriptor is a new one, because
-        those of the commit threads may still have the old error to report.
+        After a failed sync the rest may be in the page cache only, or on the disk although it was refused:
+        neither a restart nor a power cut may restore it. Uses a new descriptor, because those of the commit
+        threads may still have the old error to report.
         """
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -133,12 +130,12 @@ def checksum_seed(file_id: int) -> int:
 
 
 def frame_record(payload: bytes, seed: int) -> bytes:
-    """Length and checksum in front of a payload."""
+    """The length and checksum written before a payload."""
     return FRAME.pack(len(payload), crc32c_extend(seed, payload))
 
 
 def encode_mark(acknowledged: int, seed: int) -> bytes:
-    """What a batch begins with: up to here the file was acknowledged before the batch was written."""
+    """The mark at the start of a batch: how far the file was acknowledged when the batch was written."""
     payload = MARK.pack(0, acknowledged)
     return frame_record(payload, seed) + payload
 
@@ -146,12 +143,12 @@ def encode_mark(acknowledged: int, seed: int) -> bytes:
 def prepare_file(
     directory: Path, seq: int, size: int, *, zero: bool, hurry: threading.Event | None = None
 ) -> Path:
-    """An allocated file under its final name, durable but without a header: nothing to recovery yet.
+    """Allocates a file under its final name, durable but without a header: recovery ignores it.
 
-    With `zero` its blocks are written once, which makes every later sync cheaper; without, they are only
-    reserved, for when somebody waits for the file. Until `hurry` is set the disk is left to others most of
-    the time: 64 MiB of zeros at once would make every append wait that syncs meanwhile. When it is set, all
-    appends wait for this file, and the rest of the zeros would take longer than it saves.
+    With `zero` its blocks are written once, which makes later syncs cheaper; otherwise they are only
+    allocated, because appends are waiting for the file. Zeros are written in small parts with pauses: 64 MiB
+    at once would delay every concurrent sync. Once `hurry` is set, appends are waiting for this file and the
+    remaining zeros are skipped.
     """
     path = file_path(directory, seq)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -159,11 +156,11 @@ def prepare_file(
         os.posix_fallocate(fd, 0, size)
         remaining = size if zero else 0
         while remaining > 0 and not (hurry is not None and hurry.is_set()):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             remaining -= os.write(fd, _ZEROS[: min(len(_ZEROS), remaining)])
             if hurry is not None:
                 os.fdatasync(fd)
-                hurry.wait(IDLE_SHARE * (time.perf_counter() - begun))
+                hurry.wait(IDLE_SHARE * (time.perf_counter() - started))
         os.fsync(fd)
         sync_directory(directory)
     except OSError:
@@ -183,12 +180,12 @@ def open_file(path: Path, header: JournalHeader, descriptors: int) -> JournalFil
 
 
 def write_all(fd: int, data: bytes, position: int) -> None:
-    """One positioned write; more only if the kernel takes less."""
+    """Writes all bytes at a position, with more than one call only after a short write."""
     written = os.pwrite(fd, data, position)
     while written < len(data):
         more = os.pwrite(fd, memoryview(data)[written:], position + written)
         if more == 0:
-            raise OSError(errno.EIO, "the journal took no more bytes")
+            raise OSError(errno.EIO, "write to the journal returned 0 bytes")
         written += more
 
 
@@ -201,25 +198,25 @@ def encode_header(header: JournalHeader) -> bytes:
 def read_header(path: Path) -> JournalHeader | None:
     """The header, or None if it was never completely written: then nothing in the file was acknowledged.
 
-    A header is durable before anything is written behind it. So a file without one holds nothing but zeros;
-    where there is anything else, the header was there and is damaged.
+    A header is durable before anything is written after it. So if a file without a valid header holds
+    anything but zeros, its header is damaged.
     """
     with path.open("rb") as file:
         header = _parse_header(path, file.read(HEADER_BYTES))
         if header is not None or (found := _first_nonzero(file)) is None:
             return header
-        # A running server may have begun the file since its header was read.
+        # A running server may have started the file since its header was read.
         file.seek(0)
         header = _parse_header(path, file.read(HEADER_BYTES))
     if header is None:
         raise JournalCorruptError(
-            f"{path.name}: the header is damaged, but there is data from byte {found} on; {SALVAGE_HINT}"
+            f"{path.name}: the header is damaged, but the file has data at byte {found}; {SALVAGE_HINT}"
         )
     return header
 
 
 def _first_nonzero(file: BinaryIO) -> int | None:
-    """Where the first byte that is not zero is, from the present position on; None if there is none."""
+    """Position of the first non-zero byte from the current position on, or None."""
     position = file.tell()
     while data := file.read(len(_ZEROS)):
         if data != _ZEROS[: len(data)]:
@@ -237,20 +234,21 @@ def _parse_header(path: Path, raw: bytes) -> JournalHeader | None:
     if version > JOURNAL_VERSION:
         raise TailraceError(
             "unavailable",
-            f"{path.name} was written by a newer version of Tailrace (journal format {version})",
+            f"{path.name} was written by a newer version of Tailrace (journal format {version}); "
+            "start that version",
         )
     return JournalHeader(*fields)
 
 
 class JournalScan:
-    """Reads one file's records in order; afterwards `end` and `torn` say how it ended."""
+    """Iterates over the records of one file; afterwards `end` and `torn` describe how it ended."""
 
     def __init__(self, path: Path, header: JournalHeader, end: int | None = None) -> None:
         self.path = path
         self.header = header
         self.end = HEADER_BYTES
         self.torn = False
-        self.acknowledged = 0  # as the marks among the records say
+        self.acknowledged = 0  # according to the marks among the records
         self._known_end = end
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
@@ -285,9 +283,9 @@ class JournalScan:
 
 
 def last_mark(data: bytes, start: int, seed: int) -> int:
-    """How far the marks behind `start` say the file was acknowledged; 0 if there are none."""
+    """How far the file was acknowledged according to the marks after `start`; 0 if there are none."""
     found = 0
-    # One byte is looked for, not four: in zeros, which are what is normally there, that is 15 times as fast.
+    # Searching for one byte instead of four is 15 times as fast in zeros, the normal content.
     length = bytes((MARK.size,))
     position = data.find(length, start)
     while position >= 0:
@@ -307,10 +305,9 @@ def files_to_replay(
 ) -> list[tuple[Path, JournalHeader, int | None]]:
     """The files to replay, oldest first, each with the end its successor recorded (None for the last).
 
-    Files after `last_seq` are not looked at.
-
-    Files whose header was never completed, and files a successor passes over, hold nothing that was
-    acknowledged. A gap between what the checkpoint covers and the first file, or between files, is a loss.
+    Files after `last_seq` are ignored. Files without a complete header and files that a successor skips
+    hold nothing acknowledged. A gap between the checkpoint and the first file, or between files, is data
+    loss and raises JournalCorruptError.
     """
     found: list[tuple[Path, JournalHeader]] = []
     for seq, path in list_files(directory):
@@ -319,7 +316,7 @@ def files_to_replay(
         if (header := read_header(path)) is None:
             continue
         if header.seq != seq:
-            raise JournalCorruptError(f"{path.name}: the header says it is file {header.seq}; {SALVAGE_HINT}")
+            raise JournalCorruptError(f"{path.name}: the header is of file {header.seq}; {SALVAGE_HINT}")
         while found and found[-1][1].seq > header.previous_seq:
             found.pop()
         before = found[-1][1].seq if found else checkpoint_seq
@@ -335,13 +332,13 @@ def files_to_replay(
 
 logger = logging.getLogger("tailrace.log")
 
-# For a file descriptor, while connections that are about to be refused have all of them.
+# Retries when no file descriptor is free: connections over the limit hold some until they are refused.
 DESCRIPTOR_TRIES = 20
 DESCRIPTOR_PAUSE_S = 0.1
 
 
 class Journal:
-    """Hands out room in the journal. Used from the loop thread; files are prepared on another."""
+    """Allocates space in the active file and rotates files. Files are prepared on another thread."""
 
     def __init__(
         self, directory: Path, file_bytes: int, previous_seq: int, previous_end: int, descriptors: int
@@ -351,29 +348,29 @@ class Journal:
         self.directory = directory
         self.file_bytes = file_bytes
         self.active: JournalFile | None = None
-        self.durable_seq = previous_seq  # the last acknowledged byte: everything behind it is void
+        self.durable_seq = previous_seq  # file and end of the last acknowledged record
         self.durable_end = previous_end
-        # Called on the preparing thread when a file is ready, or cannot be had.
+        # Called on the preparing thread when a file is ready or could not be prepared.
         self.on_prepared: Callable[[], None] | None = None
         self._next: Path | None = None
         self._preparing = False
-        self._hurry = threading.Event()  # somebody waits for the file that is being prepared
+        self._hurry = threading.Event()  # a batch waits for the file that is being prepared
         self._thread: threading.Thread | None = None
-        self._error: OSError | None = None  # why a file that somebody waits for could not be prepared
+        self._error: OSError | None = None  # why a file that a batch waits for could not be prepared
         for _, path in list_files(directory):
             if read_header(path) is None:
-                path.unlink()  # prepared and never used: there is nothing but zeros behind its header
+                path.unlink()  # prepared and never used: it holds only zeros
         self.seq = max([previous_seq, *(seq for seq, _ in list_files(directory))])
 
     def open_first(self) -> None:
-        """Prepares the file of the first append, small so that starting is quick."""
+        """Prepares the file for the first append, small so that the server starts quickly."""
         size = min(FIRST_FILE_BYTES, self.file_bytes)
         self._next = prepare_file(self.directory, self.seq + 1, size, zero=True)
 
     def open_next(self) -> None:
-        """Proves that a new file can be written, after a failure. Raises OSError while it cannot.
+        """Prepares a new file after a failure; raises OSError if that fails again.
 
-        Takes as long as the disk does; while writes are refused it may run on any thread.
+        Blocks on the disk. While writes are refused it may run on any thread.
         """
         if self._thread is not None:
             self._hurry.set()
@@ -386,13 +383,12 @@ class Journal:
         self.open_first()
 
     def reserve(self, size: int, settled: bool) -> JournalFile | None:
-        """The file the next `size` bytes go to, with room for them.
+        """The file for the next `size` bytes, or None if the batch has to wait.
 
-        None if that is a new file and not everything before it is `settled`: the header of a file vouches for
-        every byte of the one before, so a crash must not be able to leave the header and take the bytes.
-        None while the first batch of a file is in flight, because nothing may be written behind a header that
-        is not durable.
-        None as well while the new file is being prepared; `on_prepared` tells when to ask again.
+        It waits for a new file while earlier batches are not `settled`: the header of a file records the end
+        of the previous one, so after a crash the header must not exist without those bytes. It waits while
+        the first batch of a file is in flight: nothing may be written after a header that is not durable.
+        And it waits while the new file is being prepared; `on_prepared` is called when to try again.
         """
         active = self.active
         if active is not None and max(active.end + MARK_BYTES, HEADER_BYTES) + size <= active.size:
@@ -402,29 +398,32 @@ class Journal:
         return self._rotate()
 
     def abandon(self) -> None:
-        """After a failed write: nothing more goes to the active file."""
+        """After a failed write: nothing more is written to the active file."""
         self.active = None
 
     def settled(self, file: JournalFile, end: int) -> None:
-        """Everything up to here is durable and acknowledged."""
+        """Records that everything up to `end` is durable and acknowledged."""
         assert (file.seq, end) > (self.durable_seq, self.durable_end)
         self.durable_seq = file.seq
         self.durable_end = file.durable = end
 
     def remove_through(self, seq: int) -> None:
-        """Deletes files the checkpoint covers. One that cannot be deleted does no harm until next time."""
+        """Deletes checkpointed files; a failure is logged and retried after the next checkpoint."""
         try:
             for number, path in list_files(self.directory):
                 if number <= seq:
                     path.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("journal files up to %d cannot be deleted yet: %s", seq, error)
+            logger.warning(
+                "cannot delete checkpointed journal files, retrying after the next checkpoint",
+                extra=log_fields(through=seq, error=str(error)),
+            )
 
     def size_bytes(self) -> int:
         return sum(path.stat().st_size for _, path in list_files(self.directory))
 
     def _is_ready(self, needed: int) -> bool:
-        """Whether the next file is there and large enough; if not, it soon will be."""
+        """Whether the next file exists and is large enough; otherwise starts to prepare one."""
         if self._preparing:
             self._hurry.set()
             return False
@@ -436,7 +435,7 @@ class Journal:
                 return True
             self._next.unlink()
             self._next = None
-        # More may arrive while it is being prepared, and all of that goes into it.
+        # The batch may grow while the file is being prepared.
         self._prepare(max(self.file_bytes, 2 * needed), in_advance=False)
         return False
 
@@ -451,8 +450,8 @@ class Journal:
         self._prepare(self.file_bytes, in_advance=True)
         return self.active
 
-    def _prepared(self, seq: int, size: int, *, zero: bool) -> Path:
-        """On the preparing thread. A process that has no file descriptor left will have one again soon."""
+    def _prepare_with_retries(self, seq: int, size: int, *, zero: bool) -> Path:
+        """Runs on the preparing thread. Retries while the process has no free file descriptor."""
         for _ in range(DESCRIPTOR_TRIES):
             try:
                 return prepare_file(self.directory, seq, size, zero=zero, hurry=self._hurry)
@@ -463,14 +462,14 @@ class Journal:
         return prepare_file(self.directory, seq, size, zero=zero, hurry=self._hurry)
 
     def _prepare(self, size: int, *, in_advance: bool) -> None:
-        """Has the file after the present one made on a thread, so that no disk holds up the loop."""
+        """Prepares the next file on a thread, so that the disk does not block the loop."""
         seq = self.seq + 1
 
         def work() -> None:
             try:
-                self._next = self._prepared(seq, size, zero=in_advance)
+                self._next = self._prepare_with_retries(seq, size, zero=in_advance)
             except OSError as error:
-                # Nobody waits for a file made in advance: it is tried again when somebody does.
+                # No batch waits for a file prepared in advance: it is prepared again when one does.
                 self._error = None if in_advance else error
             self._preparing = False
             if self.on_prepared is not None:

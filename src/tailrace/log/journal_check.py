@@ -1,13 +1,8 @@
-"""Read-only diagnosis of a journal: whether it could be replayed, and what its files hold.
+"""Read-only diagnosis of a journal: whether it can be replayed, and what its files hold.
 
-Whether a journal could be replayed: every file that a start would read, without changing anything.
-
-It may run beside a server. A file that is retired meanwhile is not missed: the caller asks again with what
-the hot store has by then.
-
-What the journal's files hold, for people: nothing is changed, and damage is reported instead of raised.
-
-Safe beside a running server: files are only read, and one that is retired meanwhile is said to be gone.
+`check_journal` reads every file that a start would replay; `inspect_journal` describes files and records for
+people. Damage is reported instead of raised. Both are safe while a server is running: a file that is
+checkpointed and deleted meanwhile is not reported as missing.
 """
 
 from __future__ import annotations
@@ -59,7 +54,7 @@ class JournalProblem(NamedTuple):
 
 
 class JournalCheck(msgspec.Struct):
-    """What was looked at, and what is wrong with it. `torn` is no damage: a crash left it behind."""
+    """What was checked, and the problems found. `torn` is not damage: a crash leaves a torn record."""
 
     files: int = 0
     records: int = 0
@@ -69,7 +64,7 @@ class JournalCheck(msgspec.Struct):
 
 
 def check_journal(directory: Path, checkpoint_seq: int | None) -> JournalCheck:
-    """`checkpoint_seq` is the last file that the hot store has; None if the hot store cannot say."""
+    """`checkpoint_seq` is the last checkpointed file; None if the hot store cannot be read."""
     found = JournalCheck()
     try:
         files = readable_files(directory, checkpoint_seq, found.problems)
@@ -91,7 +86,7 @@ def check_journal(directory: Path, checkpoint_seq: int | None) -> JournalCheck:
 def readable_files(
     directory: Path, checkpoint_seq: int | None, problems: list[JournalProblem]
 ) -> list[tuple[Path, JournalHeader, int | None]]:
-    """The files that a start would replay, or where these do not form a chain, all that have a header."""
+    """The files that a start would replay; if these do not form a chain, all files with a header."""
     if checkpoint_seq is None:
         checkpoint_seq = _first_previous(directory)
     try:
@@ -166,7 +161,7 @@ _KINDS: dict[type, str] = {
 
 
 def inspect_journal(data_dir: Path) -> Iterator[dict[str, object]]:
-    """Each file, its records in order, and how it ends. Damaged places carry a `problem`."""
+    """Each file, its records in order, and its end. Damaged places have a `problem`."""
     try:
         files = list_files(data_dir / "journal")
     except OSError as error:
@@ -194,12 +189,12 @@ def inspect_journal(data_dir: Path) -> Iterator[dict[str, object]]:
 
 
 def _file_ends(headers: dict[int, JournalHeader]) -> dict[int, int]:
-    """Where each file ends according to the files after it; 0 for those that are passed over."""
+    """The end of each file according to later files; 0 for files that a later one skips."""
     ends: dict[int, int] = {}
     for seq in sorted(headers):
         previous = headers[seq].previous_seq
-        for passed_over in range(previous + 1, seq):
-            ends[passed_over] = 0
+        for skipped in range(previous + 1, seq):
+            ends[skipped] = 0
         ends[previous] = headers[seq].previous_end
     return ends
 
@@ -216,7 +211,7 @@ def _inspect_file(
         "created_ns": header.created_ns,
     }
     if header.seq != int(path.stem):
-        described["problem"] = f"the header says it is file {header.seq}"
+        described["problem"] = f"the header is of file {header.seq}"
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -248,7 +243,7 @@ def _inspect_records(
         payload = data[start : start + length]
         if not 0 < length <= limit - start or crc32c_extend(seed, payload) != crc:
             damaged = position if damaged is None else damaged
-            # A damaged body leaves its length intact: what follows can still be shown.
+            # If the length is intact the next record can still be read.
             if not _is_record(data, start + length, limit, seed):
                 break
             yield {"file": name, "position": position, "bytes": length, "problem": "torn or damaged"}

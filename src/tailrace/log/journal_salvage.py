@@ -1,8 +1,8 @@
-"""Reads what can be read of a damaged journal file, record by record, and says what cannot.
+"""Reading what is readable of a damaged journal file, record by record, and reporting the rest.
 
-A record is found by its checksum, which starts from the random id of its file: whatever passes it is a record
-of this file. Behind a damaged place the next one is searched for. A file whose header is damaged has no id to
-start from; it is computed from the records themselves, since a checksum is a linear function of it.
+A record is recognized by its checksum, which is seeded with the random id of its file. After a damaged place
+the next record is searched for. If the header is damaged the id is unknown; the seed is then computed from
+the records themselves, since the checksum is a linear function of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_ZERO: Final = re.compile(rb"[^\0]")
 
 
 class SalvagedPiece(NamedTuple):
-    """A record, or a damaged place if there is no payload."""
+    """A record, or a damaged range if there is no payload."""
 
     position: int
     bytes: int
@@ -44,14 +44,14 @@ class SalvagedPiece(NamedTuple):
 class SalvagedFile(NamedTuple):
     seq: int
     path: Path
-    header: JournalHeader | None  # None: it is damaged
-    end: int | None  # as the next file has recorded it
+    header: JournalHeader | None  # None if it is damaged
+    end: int | None  # as recorded in the next file
 
 
 def files_after(directory: Path, seq: int) -> list[SalvagedFile]:
-    """The files that a start would replay, also those without a header that can be read.
+    """The files that a start would replay, including those with an unreadable header.
 
-    Left out are those that were never used, and those that a later file passes over.
+    Files that were never used and files that a later one skips are left out.
     """
     found: list[tuple[int, Path, JournalHeader | None]] = []
     for number, path in list_files(directory):
@@ -64,28 +64,28 @@ def files_after(directory: Path, seq: int) -> list[SalvagedFile]:
         except (OSError, JournalCorruptError, TailraceError):
             header = None
         found.append((number, path, header if header is not None and header.seq == number else None))
-    kept: list[SalvagedFile] = []
+    chain: list[SalvagedFile] = []
     for number, path, header in found:
         if header is not None:
-            while kept and kept[-1].seq > header.previous_seq:
-                kept.pop()
-            if kept and kept[-1].seq == header.previous_seq:
-                kept[-1] = kept[-1]._replace(end=header.previous_end)
-        kept.append(SalvagedFile(number, path, header, None))
-    return kept
+            while chain and chain[-1].seq > header.previous_seq:
+                chain.pop()
+            if chain and chain[-1].seq == header.previous_seq:
+                chain[-1] = chain[-1]._replace(end=header.previous_end)
+        chain.append(SalvagedFile(number, path, header, None))
+    return chain
 
 
 def read_readable(path: Path) -> tuple[bytes, int]:
-    """The bytes of a file, with zeros for blocks that the disk does not give; how many bytes those are."""
+    """The bytes of a file, with zeros for unreadable blocks, and the number of unreadable bytes."""
     with path.open("rb", buffering=0) as file:
         parts = list(readable_blocks(file.fileno()))
     return b"".join(part for part, _ in parts), sum(lost for _, lost in parts)
 
 
 def readable_blocks(fd: int) -> Iterator[tuple[bytes, int]]:
-    """A file in parts; with each, how many of its bytes the disk does not give, which are zeros.
+    """A file in parts, each with the number of its unreadable bytes, which are zeros.
 
-    Where a large read fails, its blocks are read one by one.
+    If a large read fails, its blocks are read one by one.
     """
     size = os.fstat(fd).st_size
     for at in range(0, size, READ_BYTES):
@@ -94,14 +94,14 @@ def readable_blocks(fd: int) -> Iterator[tuple[bytes, int]]:
         if part is not None:
             yield part, 0
             continue
-        for place in range(at, at + length, BLOCK_BYTES):
-            wanted = min(BLOCK_BYTES, at + length - place)
-            block = _read_at(fd, wanted, place)
-            yield block or bytes(wanted), 0 if block else wanted
+        for block_at in range(at, at + length, BLOCK_BYTES):
+            size_bytes = min(BLOCK_BYTES, at + length - block_at)
+            block = _read_at(fd, size_bytes, block_at)
+            yield block or bytes(size_bytes), 0 if block else size_bytes
 
 
 def _read_at(fd: int, length: int, at: int) -> bytes | None:
-    """None if the disk does not give all of it."""
+    """None if not all of it can be read."""
     try:
         found = os.pread(fd, length, at)
     except OSError:
@@ -110,13 +110,13 @@ def _read_at(fd: int, length: int, at: int) -> bytes | None:
 
 
 def read_pieces(file: SalvagedFile) -> Iterator[SalvagedPiece]:
-    """Every record that can be read, and the damaged places between and before them."""
+    """Every readable record, and the damaged ranges between and before them."""
     data, _ = read_readable(file.path)
     seed = find_seed(data) if file.header is None else checksum_seed(file.header.id)
     if seed is None:
         yield SalvagedPiece(0, len(data.rstrip(b"\0")), None)
         return
-    # Behind the last record that was acknowledged there may be the beginning of one that was not.
+    # After the last acknowledged record there may be the start of one that was not acknowledged.
     limit = len(data) if file.end is None else min(file.end, len(data))
     position = HEADER_BYTES
     while position < limit:
@@ -145,7 +145,7 @@ def record_at(data: bytes, position: int, limit: int, seed: int) -> bytes | None
 
 
 def next_record(data: bytes, start: int, limit: int, seed: int) -> int | None:
-    """Where the next record behind a damaged place begins. Runs of zeros are passed over at once."""
+    """The position of the next record after a damaged place. Runs of zeros are skipped at once."""
     position = start
     while position + FRAME_BYTES < limit:
         if data[position : position + FRAME_BYTES] == bytes(FRAME_BYTES):
@@ -161,7 +161,7 @@ def next_record(data: bytes, start: int, limit: int, seed: int) -> int | None:
 
 
 def find_seed(data: bytes) -> int | None:
-    """The checksum's start of a file whose header is damaged; None if no two records agree on one."""
+    """The checksum seed of a file whose header is damaged; None if no two records agree on one."""
     mark_length = MARK.size.to_bytes(4, "little")
     position = data.find(mark_length)
     while position >= 0:
@@ -177,9 +177,9 @@ def find_seed(data: bytes) -> int | None:
 
 
 def solve_seed(payload: bytes, crc: int) -> int:
-    """The start with which a payload has this checksum: 32 linear equations for the bits of the start."""
+    """The seed with which a payload has this checksum: 32 linear equations for the bits of the seed."""
     base = crc32c_extend(0, payload)
-    wanted = crc ^ base
+    remaining = crc ^ base
     rows: dict[int, tuple[int, int]] = {}  # highest bit of an image to the image and the bits that make it
     for bit in range(32):
         image, made_of = crc32c_extend(1 << bit, payload) ^ base, 1 << bit
@@ -189,7 +189,7 @@ def solve_seed(payload: bytes, crc: int) -> int:
         if image:
             rows[image.bit_length()] = (image, made_of)
     seed = 0
-    while wanted:
-        image, bits = rows[wanted.bit_length()]
-        wanted, seed = wanted ^ image, seed ^ bits
+    while remaining:
+        image, bits = rows[remaining.bit_length()]
+        remaining, seed = remaining ^ image, seed ^ bits
     return seed

@@ -1,12 +1,11 @@
 """Listing streams in name order, and republishing `__registry__` from that list after a restore.
 
-Listing streams: a merge of two ordered sources, the hot store's name index and what changed since.
+A listing merges two ordered sources: the hot store's name index and the names changed since the checkpoint.
 
-`__registry__` after a loss: what it told last may be missing, so it tells everything again.
-
-A reset says that what readers have made of it so far counts no more; then follow all streams there are. That
-this is due is a fact of the log, so a server that is killed meanwhile begins again. Of several logs each
-tells of its own streams, and only the one that has `__registry__` itself says when that begins.
+After a restore the last messages of `__registry__` may be missing, so it is published again: a `reset`, which
+tells readers to discard their state, then all streams. That this is due is a fact of the log, so a server
+that is killed in between starts over. With several logs each publishes its own streams; the control messages
+are written only by the log without a suffix.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tailrace.log.transaction import ignore_reply
 
 
 def list_streams(log: Log, after: str, prefix: str, limit: int, system: bool) -> list[Stream]:
-    """Up to `limit` streams in byte order of their names. The cost grows with the limit, not with the log."""
+    """Up to `limit` streams in byte order of their names. The cost depends on the limit, not on the log."""
     now_ns = log.clock.now_ns()
     found: list[Stream] = []
     while len(found) < limit:
@@ -49,7 +48,7 @@ def list_streams(log: Log, after: str, prefix: str, limit: int, system: bool) ->
 def _names_after(
     log: Log, after: str, prefix: str, limit: int
 ) -> tuple[list[tuple[str, Stream | None]], bool]:
-    """The next names of either source; a stored stream comes with its image, one in memory without."""
+    """The next names of both sources, with the stream if it is only in the hot store; whether that is all."""
     streams = log.streams
     merged: dict[str, Stream | None] = {}
     rows = log.store.db.images_after(after, prefix, limit)
@@ -65,7 +64,7 @@ def _names_after(
             merged[name] = None
             taken += 1
     ordered = sorted(merged.items())
-    # A source that was cut at the limit may have more in between; only names up to its cut are complete.
+    # A source that reached the limit may have more names: the merge is complete up to its last name only.
     cuts = [rows[-1][0]] if len(rows) == limit else []
     if taken >= limit:
         cuts.append(max(name for name in merged if name in streams.changed_names))
@@ -82,7 +81,7 @@ SNAPSHOT_RETRY_S: Final = 0.2
 
 
 async def republish_registry(log: Log) -> None:
-    """Returns when it is durable. Does nothing unless it is due."""
+    """Publishes the registry again if that is due; returns when it is durable."""
     if REGISTRY_SNAPSHOT_DUE not in log.streams.meta or log.refusal is not None:
         return
     is_whole = not log.own_suffix
@@ -91,7 +90,7 @@ async def republish_registry(log: Log) -> None:
     after = ""
     while page := list_streams(log, after, "", SNAPSHOT_PAGE_COUNT, system=False):
         now_ns = log.clock.now_ns()
-        # Nothing comes between the look and the append: a stream deleted later is told so later.
+        # No await between listing and append: the message of a later deletion comes later.
         await _append_messages(
             log, [system_streams.registry_snapshot_entry(stream, now_ns) for stream in page]
         )
@@ -110,11 +109,11 @@ async def _append_messages(log: Log, messages: list[bytes]) -> None:
     request = AppendRequest(b",".join(messages), "application/json", lengths=[len(one) for one in messages])
     while True:
         try:
-            log.append(log.existing(log.own.registry_name), request, ignore_reply, None)
+            log.append(log.existing(log.system_streams.registry_name), request, ignore_reply, None)
         except TailraceError as refusal:
             if refusal.retry_after_s is None:
                 raise
-            await asyncio.sleep(SNAPSHOT_RETRY_S)  # memory is full until a checkpoint has come through
+            await asyncio.sleep(SNAPSHOT_RETRY_S)  # memory is full until the next checkpoint
         else:
             await log.committer.drain()
             return

@@ -1,10 +1,8 @@
 """The log: every change of every stream, decided on the loop thread and handed to the commit path.
 
-The log: which changes there are, and what becomes of them. One owner per stream: all on the loop thread.
-
-Each verb decides, and hands what it decided to the commit path.
-
-Entries for several streams of the server itself, as one change: all of them are durable, or none is.
+Each method decides (`decide`), applies the operations to the assigned state (`Streams.assign`) and submits
+them as one journal record (`CommitPath.commit`). Refusals are raised, or passed to `reply` if they depend on
+a change that is not durable yet. Everything runs on the loop thread, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ from tailrace.storage.segments.index_files import PlanHistory
 
 
 class Log(CommitPath):
-    """Every change of every stream goes through here, and through the journal."""
+    """The changes of streams, documents and facts on top of `CommitPath`."""
 
     def __init__(
         self,
@@ -65,11 +63,11 @@ class Log(CommitPath):
         own_suffix: str = "",
     ) -> None:
         super().__init__(directory, limits, clock, loop)
-        # Logs that share an object store must not use the same names: all but one have a suffix for those of
-        # the server's own streams that each of them writes.
+        # Logs of several workers share an object store: all but one append a suffix to the names of the
+        # system streams that each of them writes.
         self.own_suffix = own_suffix
-        self.own = SystemStreams(self.streams, limits, clock, own_suffix)
-        self.is_elsewhere: Callable[[str], bool] = lambda _: False  # whether another log may have a stream
+        self.system_streams = SystemStreams(self.streams, limits, clock, own_suffix)
+        self.is_elsewhere: Callable[[str], bool] = lambda _: False  # whether another log may own a stream
         self._ahead_ns = limits.timestamp_ahead_ms * 1_000_000
         self.reader = Reader(self.streams, self.store, limits.block_cache_bytes)
         self.catalogue = IndexFileCatalogue(self.streams, self.store, loop)
@@ -79,25 +77,25 @@ class Log(CommitPath):
         self.expiry.recovered()
 
     def open(self) -> None:
-        """Makes the journal writable and the log's own streams present."""
+        """Makes the journal writable and creates missing system streams."""
         super().open()
-        self._open_own_streams()
+        self._open_system_streams()
 
     def resume(self) -> None:
-        """The journal has a file that can be written (`Journal.open_next`): writes are accepted again."""
+        """Accepts writes again, after `Journal.open_next` has opened a new file."""
         super().resume()
-        self._open_own_streams()
+        self._open_system_streams()
 
-    def _open_own_streams(self) -> None:
+    def _open_system_streams(self) -> None:
         if self.refusal is not None:
             return
         transaction = Transaction(None, ignore_reply, None)
-        self.own.open(transaction)
+        self.system_streams.open(transaction)
         if transaction.ops:
             self.commit(transaction)
 
     async def close(self) -> None:
-        """Everything submitted is settled; nothing more is accepted."""
+        """Waits for all submitted changes, then refuses new ones."""
         await super().close()
         self.expiry.stop()
         self.reader.close()
@@ -105,7 +103,7 @@ class Log(CommitPath):
     # -- finding ---------------------------------------------------------------------------------------
 
     def find(self, name: str) -> Stream | None:
-        """The stream, soft-deleted ones included; one that has expired is gone from this very moment."""
+        """The stream, also if it is soft-deleted. An expired stream is removed here."""
         streams = self.streams
         stream = streams.by_name.get(name) or streams.find(name)
         if stream is None or stream.lifetime is NO_LIFETIME or stream.gone:
@@ -113,31 +111,31 @@ class Log(CommitPath):
         if not stream.expired(self.clock.now_ns()):
             return stream
         if self.refusal is not None:
-            return None  # cannot be written down now; it is gone for everybody all the same
+            return None  # the removal cannot be written now, but the stream has expired
         self.remove(stream, "expired", ignore_reply, None)
         return self.streams.find(name)
 
     def existing(self, name: str) -> Stream:
-        """The stream to write to, or the refusal its absence calls for."""
+        """The stream to write to; raises if it does not exist or is soft-deleted."""
         stream = self.find(name)
         if stream is None:
-            raise self.absent(name)
+            raise self.not_found_error(name)
         if stream.gone:
             refusal = TailraceError("stream_gone", "the stream was deleted; its forks live on")
             raise refuse_after_commit(refusal, stream.batch)
         return stream
 
     def readable(self, name: str) -> Stream:
-        """The stream to read from: its creation is durable."""
+        """The stream to read from; raises if its creation is not durable."""
         stream = self.existing(name)
         if stream.visible < 0:
-            raise self.absent(name, stream)
+            raise self.not_found_error(name, stream)
         return stream
 
-    def absent(self, name: str, stream: Stream | None = None) -> TailraceError:
-        """The refusal for a name without a stream, or with one whose creation is not durable.
+    def not_found_error(self, name: str, stream: Stream | None = None) -> TailraceError:
+        """The error for a name without a stream, or with one whose creation is not durable.
 
-        It has to wait if there was one before whose deletion is not durable either: that one still exists.
+        It is delayed if the deletion of an earlier stream of this name is not durable: that one still exists.
         """
         refusal = TailraceError("not_found", f"there is no stream {name!r}")
         if self.streams.changed_names.get(name) == UNPUBLISHED and (stream is None or stream.incarnation):
@@ -145,14 +143,14 @@ class Log(CommitPath):
         return refusal
 
     def count_streams(self) -> int:
-        """Streams that exist, those that are not in memory included."""
+        """Number of streams, in memory or not."""
         stored = self.store.db.count_streams()
         changed = self.streams.changed_names
         created = sum(1 for name in changed if name in self.streams.by_name)
         return stored + created
 
     def touch(self, stream: Stream) -> None:
-        """Renews a sliding lifetime. Written down only when a tenth of the window has passed."""
+        """Renews a TTL. The renewal is journaled only after a tenth of the TTL, to save writes."""
         ttl_s = stream.lifetime.ttl_s
         if ttl_s is None or stream.removed:
             return
@@ -166,7 +164,7 @@ class Log(CommitPath):
     # -- entries ---------------------------------------------------------------------------------------
 
     def append(self, stream: Stream, request: AppendRequest, reply: Reply, context: object) -> None:
-        """Appends, or refuses by raising. `reply` comes when the outcome is durable."""
+        """Appends entries, or raises. `reply` is called when the outcome is durable."""
         self._admit(stream, len(request.body))
         if request.producer is not None and not stream.producers_known:
             self.streams.load_producer(stream, request.producer[0])
@@ -199,9 +197,9 @@ class Log(CommitPath):
         context: object,
         key: bytes | None = None,
     ) -> None:
-        """`append` for entries and nothing else, on a stream that is open, of their type, without a lifetime.
+        """`append` of entries without producer, Stream-Seq or close, to an open stream without a lifetime.
 
-        There is nothing to decide but the time: the case is common enough to have its own, shorter way.
+        The fast path of most appends: only the time has to be decided. The caller has checked the type.
         """
         assert not stream.closed
         assert not stream.removed
@@ -213,7 +211,7 @@ class Log(CommitPath):
         first = stream.tail + 1
         if lengths is None:
             op = Append(stream.number, first, 1, body, None, now_ns, key)
-            # `assign_append` and `encode` for this case.
+            # `Streams.assign_append` and `Append.encode` inlined for this case.
             stream.tail = first
             stream.last_ns = now_ns
             stream.size_bytes += body_bytes
@@ -234,23 +232,24 @@ class Log(CommitPath):
             self._stalls.watch()
 
     def _append_with_more(self, stream: Stream, op: Append, now_ns: int, transaction: Transaction) -> None:
-        """An append that closes the stream, binds its type or renews its window: one record for all of it."""
+        """An append that also closes the stream, binds its type or renews its TTL, in one record."""
         transaction.add(self.streams, op)
         if stream.lifetime.ttl_s is not None:
-            # By the clock: the entry's own time may be one the client asked for.
+            # By the clock: the time of the entry may be a hint of the client.
             transaction.add(self.streams, Touch(stream.number, now_ns))
         if op.closes or op.binds is not None:
-            self.own.tell_updated(transaction, stream, now_ns)
+            self.system_streams.register_updated(transaction, stream, now_ns)
         self.commit(transaction)
 
     # -- streams ---------------------------------------------------------------------------------------
 
     def create(
-        self, request: CreateRequest, reply: Reply, context: object, at_hand: Sequence[FetchedBlock] = ()
+        self, request: CreateRequest, reply: Reply, context: object, fetched: Sequence[FetchedBlock] = ()
     ) -> bool:
-        """Creates or confirms a stream; True if it is new. `reply` comes when that is durable.
+        """Creates or confirms a stream; True if it is new. `reply` is called when that is durable.
 
-        Raises NotAtHandError if the place where a fork leaves its source has to be fetched first.
+        Raises NotLocalError if a block of the fork's source has to be fetched first; the caller retries with
+        it in `fetched`.
         """
         stream = self.find(request.name)
         source = None if request.source is None else self.find(request.source)
@@ -262,8 +261,8 @@ class Log(CommitPath):
         fork = None
         if request.source is not None:
             if source is None or source.visible < 0:
-                raise self.absent(request.source, source)
-            fork = fork_point(self.reader, source, request, at_hand)
+                raise self.not_found_error(request.source, source)
+            fork = fork_point(self.reader, source, request, fetched)
         streams = self.streams
         tombstone = streams.tombstone(request.name)
         create = decide_create(request, streams.next_number, tombstone, fork, now_ns, streams.first_epoch)
@@ -283,7 +282,7 @@ class Log(CommitPath):
             self._add_append(transaction, created, head, now_ns)
         if request.initial is not None:
             self._add_append(transaction, created, request.initial, now_ns)
-        self.own.tell_created(transaction, created)
+        self.system_streams.register_created(transaction, created)
         self.commit(transaction)
         return True
 
@@ -308,18 +307,18 @@ class Log(CommitPath):
             return
         self._admit(stream, 0)
         transaction.add(self.streams, bind)
-        self.own.tell_updated(transaction, stream, now_ns)
+        self.system_streams.register_updated(transaction, stream, now_ns)
         self.commit(transaction)
 
     def _add_append(
         self, transaction: Transaction, stream: Stream, request: AppendRequest, now_ns: int
     ) -> None:
         op = decide_append(stream, request, now_ns, self._ahead_ns)
-        assert op is not None, "a new stream takes its first entries"
+        assert op is not None, "an append to a new stream is not a duplicate"
         transaction.add(self.streams, op)
 
     def remove(self, stream: Stream, reason: str, reply: Reply, context: object) -> None:
-        """Deletes a stream; with living forks only its name goes."""
+        """Deletes a stream; if it has forks it is soft-deleted and only they can read it."""
         if self.refusal is not None:
             raise self.refusal
         transaction = Transaction(stream, reply, context)
@@ -327,7 +326,7 @@ class Log(CommitPath):
         self.commit(transaction)
 
     def add_removal(self, transaction: Transaction, stream: Stream, reason: str, now_ns: int) -> None:
-        """The deletion of a stream as part of a larger change."""
+        """Adds the deletion of a stream to a transaction."""
         ancestors: list[Stream] = []
         owner = stream
         while owner.parent:
@@ -337,12 +336,12 @@ class Log(CommitPath):
             removed = transaction.add(self.streams, op)
             assert removed is not None
             if removed is stream:
-                self.own.tell_deleted(transaction, removed, reason, now_ns)
+                self.system_streams.register_deleted(transaction, removed, reason, now_ns)
             events = system_streams.events_of_removal(self.store, self.streams, removed, reason, now_ns)
-            self.own.tell(transaction, events, now_ns)
+            self.system_streams.add_segment_events(transaction, events, now_ns)
 
     def confirm_deleted(self, name: str, reply: Reply, context: object) -> bool:
-        """Whether the name was deleted before. If so, `reply` comes when that is durable."""
+        """Whether the name was deleted before. If so, `reply` is called when that is durable."""
         tombstone = self.streams.tombstone(name)
         if tombstone is None or tombstone.reason != "deleted":
             return False
@@ -365,7 +364,7 @@ class Log(CommitPath):
         reply: Reply = ignore_reply,
         context: object = None,
     ) -> None:
-        """Sets or removes one document of a stream; the next append is decided by it."""
+        """Sets or removes one document of a stream; it applies from the next append on."""
         self.describe_all(stream, [(key, value)], reply, context)
 
     def describe_all(
@@ -375,7 +374,7 @@ class Log(CommitPath):
         reply: Reply = ignore_reply,
         context: object = None,
     ) -> None:
-        """Sets or removes several documents of a stream: all of them, or none."""
+        """Sets or removes several documents of a stream atomically."""
         self._admit(stream, sum(len(value or b"") for _, value in documents))
         transaction = Transaction(stream, reply, context)
         for key, value in documents:
@@ -385,13 +384,13 @@ class Log(CommitPath):
     def put_meta(
         self, key: str, value: bytes | None, reply: Reply = ignore_reply, context: object = None
     ) -> None:
-        """Sets or removes one durable fact of the server itself."""
+        """Sets or removes one fact, a durable key-value pair of the server."""
         self.put_metas([(key, value)], reply, context)
 
     def put_metas(
         self, facts: Sequence[tuple[str, bytes | None]], reply: Reply = ignore_reply, context: object = None
     ) -> None:
-        """Sets or removes several facts: all of them, or none."""
+        """Sets or removes several facts atomically."""
         if self.refusal is not None:
             raise self.refusal
         transaction = Transaction(None, reply, context)
@@ -401,10 +400,10 @@ class Log(CommitPath):
 
     # -- the object store ------------------------------------------------------------------------------
 
-    def record(
+    def record_objects(
         self, op: Sealed | Trim | Recorded | Published | Compacted, reply: Reply = ignore_reply
     ) -> None:
-        """Writes down what was done on the object store, and tells of it in the same record."""
+        """Journals a change on the object store, and its `__segments__` events in the same record."""
         if self.refusal is not None:
             raise self.refusal
         transaction = Transaction(None, reply, None)
@@ -412,23 +411,22 @@ class Log(CommitPath):
         events = system_streams.events_of_op(op, self.store, self.streams, now_ns)
         stream = transaction.add(self.streams, op)
         if stream is not None and isinstance(op, Sealed) and op.keyed:
-            self._note_keys(transaction, stream)
+            self._mark_keyed(transaction, stream)
         if isinstance(op, Compacted):
-            transaction.add(
-                self.streams, Meta(segment_catalogue.compaction_fact_key(op.stream), None)
-            )  # what was begun is done
-        self.own.tell(transaction, events, now_ns)
+            # The compaction is complete: its intent is removed.
+            transaction.add(self.streams, Meta(segment_catalogue.compaction_fact_key(op.stream), None))
+        self.system_streams.add_segment_events(transaction, events, now_ns)
         self.commit(transaction)
 
-    def _note_keys(self, transaction: Transaction, stream: Stream) -> None:
-        """The first keyed entry of a stream that is sealed: from now on its keys are indexed."""
+    def _mark_keyed(self, transaction: Transaction, stream: Stream) -> None:
+        """The first keyed entries of a stream were sealed: from now on its keys are indexed."""
         plans = decode_plans(stream.documents)
         if not plans.keyed and system_streams.has_index_files(stream.name):
-            noted = encode_plans(msgspec.structs.replace(plans, keyed=True))
-            transaction.add(self.streams, Describe(stream.number, INDEX_DOCUMENT, noted))
+            document = encode_plans(msgspec.structs.replace(plans, keyed=True))
+            transaction.add(self.streams, Describe(stream.number, INDEX_DOCUMENT, document))
 
-    def plan(self, stream: Stream, plans: PlanHistory, reply: Reply = ignore_reply) -> None:
-        """Sets the stream's index plans; a new one is told of in the same record."""
+    def set_index_plans(self, stream: Stream, plans: PlanHistory, reply: Reply = ignore_reply) -> None:
+        """Sets the stream's index plans, with a `__segments__` event for a new one in the same record."""
         if self.refusal is not None:
             raise self.refusal
         transaction = Transaction(stream, reply, None)
@@ -436,16 +434,16 @@ class Log(CommitPath):
         transaction.add(self.streams, Describe(stream.number, INDEX_DOCUMENT, encode_plans(plans)))
         if plans.wanted is not None and plans.wanted != known:
             now_ns = self.clock.now_ns()
-            self.own.tell(
+            self.system_streams.add_segment_events(
                 transaction, [system_streams.plan_insert_event(stream, plans.wanted, now_ns)], now_ns
             )
         self.commit(transaction)
 
     def open_outbox(self) -> None:
-        """Makes `__segments__` present, for those who want to follow it before anything happened."""
-        if self.refusal is None and self.streams.find(self.own.outbox_name) is None:
+        """Creates `__segments__` if it is missing, so that clients can follow it before the first event."""
+        if self.refusal is None and self.streams.find(self.system_streams.outbox_name) is None:
             transaction = Transaction(None, ignore_reply, None)
-            self.own.outbox(transaction)
+            self.system_streams.outbox(transaction)
             self.commit(transaction)
 
 
@@ -458,12 +456,12 @@ def append_to_streams(
     facts: Sequence[tuple[str, bytes | None]] = (),
     removed: Sequence[Stream] = (),
 ) -> None:
-    """Appends to JSON streams, by name; those that are missing are made in the same record.
+    """Appends to several JSON system streams atomically, creating those that are missing.
 
-    Facts of the server are set, and streams removed, in the same record. An entry's time is `now_ns`, or that
-    of the entry before it if the clock was set back.
+    Facts are set and streams removed in the same record. An entry's time is `now_ns`, or that of the previous
+    entry if the clock was set back.
     """
-    found = [log.find(name) for name, _ in parts]  # one that has expired goes before, in a record of its own
+    found = [log.find(name) for name, _ in parts]  # `find` removes expired streams in their own record
     transaction = log.begin(sum(len(entry) for _, entries in parts for entry in entries), reply, context)
     for (name, entries), stream in zip(parts, found, strict=True):
         stream = stream or create_system_stream(log.streams, transaction, name, now_ns)

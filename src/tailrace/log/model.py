@@ -1,9 +1,9 @@
-"""What the log is made of: streams, blocks of entries, tombstones.
+"""The data model of the log: streams, blocks of entries, tombstones.
 
 A stream has five positions, always in this order: `earliest <= sealed <= stored <= visible <= tail`.
-`tail` is the last entry that was *assigned* a number (its commit may still be under way), `visible` the last
-one that is durable and *published* to readers, `stored` the last one the hot store was given, `sealed` the
-last one that is in a recorded segment, `earliest` the last one that retention has taken away.
+`tail` is the last entry that was *assigned* a number (its commit may still be running), `visible` the last
+one that is durable and *published* to readers, `stored` the last one that is in the hot store, `sealed` the
+last one that is in a recorded segment, `earliest` the last one that retention has removed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ReadPart = bytes | memoryview
 
 
 class Block:
-    """Consecutive entries of one stream as one run of bytes, the form in which they are kept and read.
+    """Consecutive entries of one stream as one run of bytes, as they are stored and read.
 
-    On JSON streams entries are joined by a comma, so a page is cut out of blocks without touching entries.
+    On JSON streams entries are joined by a comma, so a page is a slice of blocks.
     `ends[i]` is where entry `first + i` ends in `body`.
     """
 
@@ -57,7 +57,7 @@ class Block:
         return len(self.body) + 12 * len(self.ends) + 200
 
     def payload(self, entry: int, separator: int) -> bytes:
-        """One entry; `separator` is how many bytes lie between two."""
+        """One entry; `separator` is the number of bytes between two."""
         index = entry - self.first
         return self.body[self.ends[index - 1] + separator if index else 0 : self.ends[index]]
 
@@ -68,7 +68,7 @@ class Producer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tombstone(msgspec.Struct, frozen=True, array_like=True):
-    """What remains of a deleted name, so that its old offsets are never mistaken for new ones."""
+    """The record of a deleted name: a new stream of that name must not reuse its offsets."""
 
     epoch: int
     incarnation: int
@@ -89,7 +89,7 @@ NO_LIFETIME = Lifetime()
 
 
 class ColdTotals(msgspec.Struct, frozen=True, array_like=True):
-    """What a stream shows of the object store, summed up so that nobody has to count it."""
+    """Totals of a stream's segments on the object store."""
 
     segments: int = 0
     segment_bytes: int = 0  # size of their files
@@ -101,16 +101,15 @@ NO_COLD_TOTALS = ColdTotals()
 
 
 class LiveReader(Protocol):
-    """Somebody who waits at a stream's tail."""
+    """A connection that waits for entries at a stream's tail."""
 
     def on_published(self, stream: Stream) -> None: ...
 
 
 class Stream:
-    """One stream's state: what `decide` looks at, what `apply` changes. Owned by the loop thread."""
+    """One stream's state: read by `decide`, changed by `Streams`. Owned by the loop thread."""
 
     __slots__ = (
-        "asked",
         "batch",
         "blocks",
         "closed",
@@ -127,6 +126,7 @@ class Stream:
         "gone",
         "gone_reason",
         "incarnation",
+        "is_system",
         "json",
         "last_ns",
         "leaving",
@@ -134,7 +134,6 @@ class Stream:
         "live",
         "name",
         "number",
-        "own",
         "parent",
         "producers",
         "producers_known",
@@ -144,6 +143,7 @@ class Stream:
         "recent_bytes",
         "recent_file",
         "removed",
+        "requested_lifetime",
         "sealed",
         "sealed_bytes",
         "seq",
@@ -160,14 +160,14 @@ class Stream:
     def __init__(self, number: int, name: str, created_ns: int) -> None:
         self.number = number
         self.name = name
-        self.own = name.startswith("__")  # one of the server's own
+        self.is_system = name.startswith("__")
         self.incarnation = 0
         self.epochs = FIRST_EPOCH
         self.content_type: str | None = None
         self.json = False
         self.created_ns = created_ns
         self.lifetime = NO_LIFETIME
-        self.asked = NO_LIFETIME  # lifetime of the creating request; a fork may have inherited another
+        self.requested_lifetime = NO_LIFETIME  # of the creating request; a fork may inherit another
         self.touched_ns = created_ns
         self.touched_saved_ns = created_ns
         self.closed = False
@@ -186,15 +186,15 @@ class Stream:
         self.gone = False  # soft-deleted: only forks may read it
         self.gone_reason = ""  # "deleted" or "expired", once it is
         self.removed = False
-        # What is said about the stream as a whole, by key; None for nearly every stream. The dictionaries
-        # are never changed in place. An image that was decoded alone has an empty one: there are some.
+        # Documents about the stream by key (schema, profile, index plans); None for nearly every stream.
+        # The dictionaries are never changed in place. Empty: there are some, which are not loaded yet.
         self.documents: dict[str, bytes] | None = None
-        self.visible_documents: dict[str, bytes] | None = None  # those that are durable
+        self.visible_documents: dict[str, bytes] | None = None  # the durable ones
         # Publication and memory.
         self.visible = -1  # -1 until the creation itself is durable
         self.visible_closed = False
         self.stored = 0
-        self.sealed = 0  # of the stream's own entries: a fork's begins where it leaves its source
+        self.sealed = 0  # of the stream's own entries: a fork starts with its fork point
         self.sealed_bytes = 0  # payload in recorded segments
         self.cold = NO_COLD_TOTALS
         self.earliest = 0
@@ -238,13 +238,13 @@ class Stream:
             return self.touched_ns + self.lifetime.ttl_s * 1_000_000_000
         return None
 
-    def grant_grace(self) -> None:
-        """Renewals by reads are written down late, so a window read back from disk gets a tenth more."""
+    def extend_window(self) -> None:
+        """Extends a TTL loaded from disk by a tenth, because renewals by reads are journaled late."""
         if self.lifetime.ttl_s is not None:
             self.touched_ns = self.touched_saved_ns + self.lifetime.ttl_s * 100_000_000
 
     def expired(self, now_ns: int) -> bool:
-        """A TTL does not run out under an open live reader; a fixed expiry does."""
+        """Whether the stream has expired. A TTL does not end while a live reader is connected."""
         lifetime = self.lifetime
         if lifetime.expires_ns is not None:
             return now_ns >= lifetime.expires_ns
@@ -254,7 +254,7 @@ class Stream:
 
 
 class AppendRecord(Protocol):
-    """What a published append leaves in the memory tail until it is folded into a block."""
+    """A published append in the memory tail, until it is folded into a block."""
 
     first: int
     count: int

@@ -1,15 +1,11 @@
 """Reading pages and single entries from memory, the hot store, segments and a fork's ancestors.
 
-Reading: one page of entries from memory, the hot store, segments and a fork's ancestors, without a seam.
+`Reader._gather` runs on the loop thread and reads memory only. When a block is not in memory it returns a
+`MissingBlock`; `Reader.read` fetches that block (`History`) and continues. Blocks never change, so a page
+assembled in several steps is still one consistent slice.
 
-`gather` runs on the loop thread and touches memory only. Where it comes to a block it does not have, it says
-which; `Reader.read` has that block fetched and goes on. Blocks never change, so a page put together in
-several steps is still one consistent slice.
-
-Single entries that lie far apart, as the hits of a search do.
-
-Of a segment only their payloads are decoded, several row groups at a time, and only they are kept: the blocks
-around fifty hits would be fifty megabytes, and push everything else out of the cache.
+`PointReader` reads single entries that are far apart, such as search hits. It decodes and caches only their
+payloads: the blocks around fifty hits would be fifty megabytes and evict everything else from the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from tailrace.log.streams import Streams
 
 
 class EntryLabels:
-    """What is known of each entry of a page beside its bytes: when it was appended, and with which key."""
+    """Append time and routing key of each entry of a page."""
 
     __slots__ = ("keys", "times")
 
@@ -45,11 +41,11 @@ class EntryLabels:
         self.times: array[int] = array("q")
         self.keys: list[bytes | None] = []
 
-    def of_block(self, block: Block, begin: int, end: int) -> None:
+    def add_block(self, block: Block, begin: int, end: int) -> None:
         self.times += block.times[begin:end]
         self.keys += [None] * (end - begin) if block.keys is None else block.keys[begin:end]
 
-    def of_record(self, record: AppendRecord, begin: int, end: int) -> None:
+    def add_record(self, record: AppendRecord, begin: int, end: int) -> None:
         self.times += array("q", [record.time_ns]) * (end - begin)
         self.keys += [record.key] * (end - begin) if record.keys is None else record.keys[begin:end]
 
@@ -57,7 +53,7 @@ class EntryLabels:
 class Page:
     """A slice `(after, next_entry]`; `parts` are runs of entries, to be joined by the stream's separator.
 
-    A page by key, asked for with each entry apart, also says which entries those are.
+    A page by key that was read with `apart` also has the entry numbers.
     """
 
     __slots__ = ("count", "labels", "next_entry", "numbers", "parts")
@@ -84,7 +80,7 @@ class Page:
 
 
 class PageBudget:
-    """What is left of a page, and what is in it so far."""
+    """A page being assembled: its parts so far and the remaining bytes and entries."""
 
     __slots__ = (
         *("apart", "bytes_left", "count", "entries_left", "key", "labels", "next_entry", "numbers", "parts"),
@@ -106,7 +102,7 @@ class PageBudget:
         self.bytes_left = bytes_max
         self.entries_left = entries_max
         self.key = key
-        self.apart = apart  # every entry a part of its own, without what joins entries in a block
+        self.apart = apart  # each entry is a separate part, without separators
         self.numbers: list[int] | None = [] if apart and key is not None else None
         self.labels = labels
 
@@ -119,7 +115,7 @@ class PageBudget:
 
 
 class BlockCache:
-    """Blocks read from the hot store, least recently used out first, bounded in bytes."""
+    """LRU cache of blocks read from the hot store and segments, bounded in bytes."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -174,9 +170,7 @@ class Reader:
         self._streams = streams
         self.history = History(store, streams)
         self.cache = BlockCache(cache_bytes)
-        self.served: TrafficCounts | None = (
-            None  # what pages had that were read for clients, if that is counted
-        )
+        self.served: TrafficCounts | None = None  # entries and bytes sent to clients, if counted
 
     def close(self) -> None:
         self.history.close()
@@ -191,7 +185,7 @@ class Reader:
         *,
         apart: bool = False,
     ) -> Page | MissingBlock:
-        """The page if memory has it all."""
+        """The page if all of it is in memory, or the first block that is not."""
         budget = PageBudget(after, bytes_max, entries_max, key, apart=apart)
         missing = self._gather(stream, budget, None)
         return budget.page() if missing is None else missing
@@ -206,13 +200,13 @@ class Reader:
         *,
         apart: bool = False,
     ) -> Page:
-        """The page, from wherever its entries are."""
+        """The page; fetches blocks that are not in memory."""
         return await self._fill(stream, PageBudget(after, bytes_max, entries_max, key, apart=apart))
 
     def try_read_labelled(
         self, stream: Stream, after: int, bytes_max: int, entries_max: int
     ) -> Page | MissingBlock:
-        """As `try_read`, each entry apart and with its labels."""
+        """As `try_read` with `apart`, and with the labels of each entry."""
         budget = PageBudget(after, bytes_max, entries_max, None, apart=True, labels=EntryLabels())
         missing = self._gather(stream, budget, None)
         return budget.page() if missing is None else missing
@@ -220,53 +214,53 @@ class Reader:
     async def read_labelled(
         self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None = None
     ) -> Page:
-        """As `read`, each entry apart and with its labels."""
+        """As `read` with `apart`, and with the labels of each entry."""
         budget = PageBudget(after, bytes_max, entries_max, key, apart=True, labels=EntryLabels())
         return await self._fill(stream, budget)
 
     async def _fill(self, stream: Stream, budget: PageBudget) -> Page:
         pinned: FetchedBlock | SkippedRange | None = None
         while (missing := self._gather(stream, budget, pinned)) is not None:
-            # One look-ahead's worth at a time; pinned so that a tiny cache cannot make us fetch it again.
+            # Fetches some blocks ahead; the first is pinned in case a small cache evicts it.
             try:
                 found = await self.history.fetch(missing, budget.bytes_left, budget.key)
             except TailraceError:
-                if budget.next_entry < stream.earliest:  # taken away while we were reading
+                if budget.next_entry < stream.earliest:  # removed by retention during the read
                     raise offset_gone(stream, stream.earliest) from None
                 raise
-            pinned = found if isinstance(found, SkippedRange) else self._keep(missing, found)
+            pinned = found if isinstance(found, SkippedRange) else self._cache_blocks(missing, found)
         return budget.page()
 
-    async def bring(self, missing: MissingBlock) -> FetchedBlock:
-        """The block that was not at hand (`NotAtHandError`), to be handed over at the next try."""
+    async def fetch_block(self, missing: MissingBlock) -> FetchedBlock:
+        """Fetches the block named by a `NotLocalError`, to be passed in `fetched` when retrying."""
         found = await self.history.fetch(missing, 1)
         assert isinstance(found, list)
-        return self._keep(missing, found)
+        return self._cache_blocks(missing, found)
 
-    def _keep(self, missing: MissingBlock, found: list[Block]) -> FetchedBlock:
+    def _cache_blocks(self, missing: MissingBlock, found: list[Block]) -> FetchedBlock:
         for block in found:
             self.cache.put(missing.number, block)
         return FetchedBlock(missing.number, found[0])
 
-    def entry_now(self, stream: Stream, entry: int, at_hand: Sequence[FetchedBlock]) -> bytes:
-        """One entry on the spot, for rare steps that must not be interleaved with others."""
+    def read_entry(self, stream: Stream, entry: int, fetched: Sequence[FetchedBlock]) -> bytes:
+        """One entry without awaiting, for rare steps that must not be interleaved with others."""
         budget = PageBudget(entry - 1, 1, 1, None)
         pinned: FetchedBlock | None = None
         while (missing := self._gather(stream, budget, pinned)) is not None:
-            pinned = FetchedBlock(missing.number, self._block_now(missing, at_hand))
+            pinned = FetchedBlock(missing.number, self._local_block(missing, fetched))
         return b"".join(budget.parts)
 
-    def time_of(self, stream: Stream, entry: int, at_hand: Sequence[FetchedBlock] = ()) -> int:
-        """When an entry was appended, to the stream itself or to the ancestor it is from; 0 for the start."""
+    def time_of(self, stream: Stream, entry: int, fetched: Sequence[FetchedBlock] = ()) -> int:
+        """When an entry was appended to the stream or to the ancestor it comes from; 0 for the start."""
         if entry <= stream.earliest:
-            return 0  # nothing before it is shown
+            return 0  # no earlier entry is visible
         owner = stream
         while owner.parent and entry <= owner.fork_entry:
             owner = self._streams.parent_of(owner)
         if entry == owner.tail:
             return owner.last_ns
         if entry <= owner.stored:
-            block = self._block_now(MissingBlock(owner, entry), at_hand)
+            block = self._local_block(MissingBlock(owner, entry), fetched)
             return block.times[entry - block.first]
         for block in owner.blocks or ():
             if entry <= block.last:
@@ -274,12 +268,12 @@ class Reader:
         recent = owner.recent or []
         return recent[bisect_left(recent, entry, key=_last_of_record)].time_ns
 
-    def _block_now(self, missing: MissingBlock, at_hand: Sequence[FetchedBlock]) -> Block:
-        """A block from the disk of this machine, or one that was brought for this purpose."""
-        for pinned in at_hand:
+    def _local_block(self, missing: MissingBlock, fetched: Sequence[FetchedBlock]) -> Block:
+        """A block from the local disk or from `fetched`; raises NotLocalError otherwise."""
+        for pinned in fetched:
             if pinned.holds(missing.number, missing.entry):
                 return pinned.block
-        found = self.history.look(missing, 1)
+        found = self.history.read_local(missing, 1)
         if isinstance(found, StoredSegment):
             raise NotLocalError(missing)
         return found[0]
@@ -287,7 +281,7 @@ class Reader:
     def entry_before(self, stream: Stream, since_ns: int) -> int:
         """The position before the first visible entry that was appended at or after the instant.
 
-        Raises NotAtHandError if a segment has to be opened for it: then `find_before` is the way.
+        Raises NotLocalError if a segment has to be read for it; use `find_before` then.
         """
         for owner, upto in self.levels(stream):
             found = self._own_entry_since(owner, since_ns)
@@ -298,7 +292,7 @@ class Reader:
         return stream.visible
 
     async def find_before(self, stream: Stream, since_ns: int) -> int:
-        """As `entry_before`, from wherever the entries are."""
+        """As `entry_before`; reads segments if necessary."""
         for owner, upto in self.levels(stream):
             found = self._own_entry_since(owner, since_ns)
             if isinstance(found, StoredSegment):
@@ -308,7 +302,7 @@ class Reader:
         return stream.visible
 
     def levels(self, stream: Stream) -> list[tuple[Stream, int]]:
-        """A stream and its ancestors, oldest first, each with the last of its entries that is shown."""
+        """A stream and its ancestors, oldest first, each with the last of its visible entries."""
         levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
         while (owner := levels[-1][0]).parent and stream.earliest < owner.fork_entry:
             levels.append((self._streams.parent_of(owner), min(owner.fork_entry, levels[-1][1])))
@@ -331,7 +325,7 @@ class Reader:
     def _gather(
         self, stream: Stream, budget: PageBudget, pinned: FetchedBlock | SkippedRange | None
     ) -> MissingBlock | None:
-        # A fork shows its ancestors' entries up to where it left them: oldest ancestor first.
+        # A fork shows its ancestors' entries up to the fork point: oldest ancestor first.
         levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
         owner = stream
         while owner.parent and budget.next_entry < owner.fork_entry:
@@ -357,7 +351,7 @@ class Reader:
 
 
 def read_memory_tail(stream: Stream, budget: PageBudget, upto: int) -> None:
-    """Takes from the memory tail: whole blocks first, then single appends."""
+    """Reads from the memory tail: blocks first, then single appends."""
     blocks = stream.blocks
     if blocks and budget.next_entry < blocks[-1].last:
         index = bisect_left(blocks, budget.next_entry + 1, key=_last_of_block)
@@ -381,7 +375,7 @@ def _last_of_record(record: AppendRecord) -> int:
 
 
 def read_block(block: Block, budget: PageBudget, upto: int, separator: int) -> None:
-    """Cuts as many entries out of a block as the budget allows, but at least one if the page is empty."""
+    """Adds as many entries of a block as the budget allows, but at least one if the page is empty."""
     begin = budget.next_entry + 1 - block.first
     end = min(upto, block.last) - block.first + 1
     assert 0 <= begin < end <= len(block.ends)
@@ -407,7 +401,7 @@ def read_block(block: Block, budget: PageBudget, upto: int, separator: int) -> N
         whole = begin == 0 and end == len(ends)
         budget.parts.append(block.body if whole else memoryview(block.body)[start:stop])
     if budget.labels is not None:
-        budget.labels.of_block(block, begin, end)
+        budget.labels.add_block(block, begin, end)
     taken = end - begin
     budget.count += taken
     budget.entries_left -= taken
@@ -431,7 +425,7 @@ def _read_keyed(block: Block, budget: PageBudget, begin: int, end: int, separato
             if budget.numbers is not None:
                 budget.numbers.append(block.first + index)
             if budget.labels is not None:
-                budget.labels.of_block(block, index, index + 1)
+                budget.labels.add_block(block, index, index + 1)
             budget.count += 1
             budget.entries_left -= 1
             budget.bytes_left -= size
@@ -439,7 +433,7 @@ def _read_keyed(block: Block, budget: PageBudget, begin: int, end: int, separato
 
 
 def read_record(record: AppendRecord, budget: PageBudget, upto: int, separator: int) -> None:
-    """Takes one append, or the part of a batch that is wanted."""
+    """Adds the entries of one append that are in the range and fit the budget."""
     last = record.first + record.count - 1
     if budget.key is not None and record.key != budget.key:
         if record.keys is not None:
@@ -453,7 +447,7 @@ def read_record(record: AppendRecord, budget: PageBudget, upto: int, separator: 
     if begin == 0 and end == record.count and end <= budget.entries_left:
         if len(record.body) <= budget.bytes_left or (not budget.count and record.count == 1):
             if budget.labels is not None:
-                budget.labels.of_record(record, 0, record.count)
+                budget.labels.add_record(record, 0, record.count)
             _add_part(budget, record.body, record.count, lengths, separator)
             return
         if record.count == 1:
@@ -473,7 +467,7 @@ def read_record(record: AppendRecord, budget: PageBudget, upto: int, separator: 
         budget.bytes_left = 0
         return
     if budget.labels is not None:
-        budget.labels.of_record(record, begin, begin + taken)
+        budget.labels.add_record(record, begin, begin + taken)
     _add_part(budget, memoryview(record.body)[start:stop], taken, lengths[begin : begin + taken], separator)
     if begin + taken < end:
         budget.bytes_left = 0  # the page ends inside this batch
@@ -499,60 +493,60 @@ def _add_part(
 
 
 POINT_CACHE_BYTES_MAX: Final = 8 << 20
-_OVERHEAD_BYTES: Final = 200  # of an entry that is kept
+_OVERHEAD_BYTES: Final = 200  # per cached entry
 
 
 class PointReader:
-    """Lives on the loop. What was read last stays: entries never change."""
+    """Reads and caches single payloads. Runs on the loop thread."""
 
     def __init__(self, reader: Reader, bytes_max: int = POINT_CACHE_BYTES_MAX) -> None:
         self._reader = reader
         self._bytes_max = bytes_max
-        self._kept: OrderedDict[tuple[int, int], bytes] = OrderedDict()  # by the owner's number, and entry
+        self._cached: OrderedDict[tuple[int, int], bytes] = OrderedDict()  # by owner's number and entry
         self.bytes = 0
 
     async def payloads(self, stream: Stream, entries: Sequence[int]) -> dict[int, bytes]:
-        """The payload of each entry, from wherever it is."""
+        """The payload of each entry; fetches those that are not in memory."""
         found: dict[int, bytes] = {}
         missing: list[MissingBlock] = []
         for entry in entries:
             page = self._reader.try_read(stream, entry - 1, 1, 1, apart=True)
             if not isinstance(page, MissingBlock):
                 found[entry] = bytes(page.parts[0])
-            elif (kept := self._find(page)) is not None:
-                found[entry] = kept
+            elif (cached := self._find(page)) is not None:
+                found[entry] = cached
             else:
                 missing.append(page)
         if missing:
             try:
                 fetched = await self._reader.history.payloads(missing)
             except TailraceError:
-                if any(one.entry <= stream.earliest for one in missing):  # taken away while we were reading
+                if any(one.entry <= stream.earliest for one in missing):  # removed by retention meanwhile
                     raise offset_gone(stream, stream.earliest) from None
                 raise
             for one, payload in zip(missing, fetched, strict=True):
                 found[one.entry] = payload
-                self._keep(one, payload)
+                self._cache(one, payload)
         return found
 
     def _find(self, missing: MissingBlock) -> bytes | None:
         key = (missing.number, missing.entry)
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._kept.move_to_end(key)
-        return kept
+        cached = self._cached.get(key)
+        if cached is not None:
+            self._cached.move_to_end(key)
+        return cached
 
-    def _keep(self, missing: MissingBlock, payload: bytes) -> None:
+    def _cache(self, missing: MissingBlock, payload: bytes) -> None:
         key = (missing.number, missing.entry)
-        if key in self._kept:
-            return  # somebody else has read it meanwhile
-        self._kept[key] = payload
+        if key in self._cached:
+            return  # another request has read it meanwhile
+        self._cached[key] = payload
         self.bytes += len(payload) + _OVERHEAD_BYTES
         while self.bytes > self._bytes_max:
-            _, old = self._kept.popitem(last=False)
+            _, old = self._cached.popitem(last=False)
             self.bytes -= len(old) + _OVERHEAD_BYTES
 
     def shed(self) -> None:
-        """Memory is short: everything can be had again."""
-        self._kept.clear()
+        """Evicts everything, when memory is short."""
+        self._cached.clear()
         self.bytes = 0

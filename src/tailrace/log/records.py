@@ -1,7 +1,7 @@
-"""Journal records: what is written, byte for byte, and read back. See docs/formats.md.
+"""Journal records: the operations and their encoding. See docs/formats.md.
 
-A record is one transaction: one or more operations that become durable together or not at all. Numbers that
-name kinds and flags are on disk and never change.
+A record is one transaction: one or more operations that become durable together or not at all. The numbers of
+kinds and flags are on disk and never change.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ APPEND_HEAD_BYTES = _APPEND_HEAD.size
 pack_append_head = _APPEND_HEAD.pack
 
 
-# What decoding and applying a payload may raise if it is not a record of ours.
+# Raised by decoding or applying a payload that is not a valid record.
 UNREADABLE_ERRORS = (AssertionError, LookupError, UnicodeDecodeError, struct.error, msgspec.MsgspecError)
 
 
 class Append(msgspec.Struct, eq=False, gc=False):
-    """Entries added to a stream, with all that the same commit changes: producer, seq, type, closing.
+    """Entries added to a stream, with the producer, Stream-Seq, content type and closing of the same commit.
 
-    A Struct for its compiled constructor; it can be in no cycle, so the collector need not know it.
+    A Struct for its compiled constructor; `gc=False` because it cannot be part of a reference cycle.
     """
 
     stream: int
@@ -51,7 +51,7 @@ class Append(msgspec.Struct, eq=False, gc=False):
     seq: bytes | None = None
     binds: str | None = None
     closes: bool = False
-    keys: Sequence[bytes | None] | None = None  # of each entry, where they differ
+    keys: Sequence[bytes | None] | None = None  # of each entry, if they differ
 
     def encode(self) -> bytes:
         body = self.body
@@ -86,7 +86,7 @@ class Append(msgspec.Struct, eq=False, gc=False):
 
 
 def pack_single_append(stream: int, first: int, time_ns: int, body: bytes, key: bytes | None) -> bytes:
-    """`Append.encode` for one entry and nothing else but its key: the case is common enough."""
+    """`Append.encode` for one entry with or without a key, the most common case."""
     if key is None:
         return pack_append_head(APPEND, 0, stream, first, time_ns, 1, len(body)) + body
     head = pack_append_head(APPEND, HAS_KEY, stream, first, time_ns, 1, len(body))
@@ -110,7 +110,7 @@ class Create(msgspec.Struct, array_like=True):
 
 
 class Delete(msgspec.Struct, array_like=True):
-    """`soft` keeps the data for forks; a later Delete of the same stream removes it for good."""
+    """`soft` retains the data for forks; a later Delete of the same stream removes it."""
 
     stream: int
     at_ns: int
@@ -134,9 +134,9 @@ class Bind(msgspec.Struct, array_like=True):
 
 
 class Sealed(msgspec.Struct, array_like=True):
-    """Segments that are on the object store and in the stream's manifest: hot copies may go.
+    """Segments that are on the object store and in the stream's manifest: hot copies can be deleted.
 
-    `as_of_file` is the last journal file that the manifest speaks for, 0 if only its segments are new.
+    `as_of_file` is the last journal file that the manifest covers, 0 if only its segments are new.
     """
 
     stream: int
@@ -154,21 +154,21 @@ class Trim(msgspec.Struct, array_like=True):
     stream: int
     earliest: int
     payload_bytes: int = 0
-    segments: int = 0  # of the stream's own that it shows no more
+    segments: int = 0  # of the stream's own that are no longer visible
     segment_bytes: int = 0
 
 
 class Recorded(msgspec.Struct, array_like=True):
-    """Manifests that now say what the hot store said after `as_of_file`, and what was deleted as of it."""
+    """Manifests that are up to date with the hot store as of `as_of_file`, and objects deleted since."""
 
     as_of_file: int
     heads: list[tuple[int, int]]  # stream, generation
-    buried: list[int]  # streams of which nothing is left
-    trimmed: list[int] = []  # streams of which nothing is left that retention took away
+    buried: list[int]  # streams whose objects are all deleted
+    trimmed: list[int] = []  # streams whose objects removed by retention are all deleted
 
 
 class Describe(msgspec.Struct, array_like=True):
-    """One document about a stream as a whole, such as its registry: set, or removed with nil."""
+    """Sets one document of a stream, such as its schema registry; removes it if the value is nil."""
 
     stream: int
     key: str
@@ -176,9 +176,9 @@ class Describe(msgspec.Struct, array_like=True):
 
 
 class Published(msgspec.Struct, array_like=True):
-    """Companions that are in the stream's manifest now, and objects that are not any more.
+    """Index files added to the stream's manifest, and objects removed from it.
 
-    `quarantined` segments are given up under the plan they name; one that is in `removed` is tried again.
+    `quarantined` segments are not indexed with the plan they name; one in `removed` is tried again.
     """
 
     stream: int
@@ -190,13 +190,13 @@ class Published(msgspec.Struct, array_like=True):
 
 
 class Compacted(msgspec.Struct, array_like=True):
-    """A segment that has taken the place of several in the stream's manifest. It holds their very entries."""
+    """A segment that has replaced several in the stream's manifest. It has the same entries."""
 
     stream: int
     generation: int
     segment: SegmentInfo
     footer: bytes
-    replaced: list[tuple[int, int]]  # first and last entries of those that it stands for
+    replaced: list[tuple[int, int]]  # first and last entries of the replaced segments
     replaced_bytes: int = 0  # of their files
     at_ns: int = 0
 
@@ -225,7 +225,7 @@ _KEYS = msgspec.msgpack.Decoder(list[bytes | None])
 
 
 def encode_record(ops: Sequence[Op]) -> bytes:
-    """One record's payload."""
+    """The payload of one record."""
     parts: list[bytes] = []
     for op in ops:
         if isinstance(op, Append):
@@ -237,7 +237,7 @@ def encode_record(ops: Sequence[Op]) -> bytes:
 
 
 def decode_record(payload: bytes) -> Iterator[Op]:
-    """The operations of one record. Its checksum was right: anything odd here is a bug, not a disk."""
+    """The operations of one record. Its checksum is valid, so an error here is a bug and not disk damage."""
     position = 0
     while position < len(payload):
         if payload[position] == APPEND:
@@ -252,7 +252,7 @@ def decode_record(payload: bytes) -> Iterator[Op]:
 
 
 def decode_plain_append(payload: bytes) -> Append | None:
-    """The operation of a record that is one entry and nothing else, as most are; None for any other."""
+    """The operation of a record with one plain entry, as most are; None for any other record."""
     if payload[0] != APPEND or payload[1] or len(payload) < APPEND_HEAD_BYTES:
         return None
     _, _, stream, first, time_ns, count, body_bytes = _APPEND_HEAD.unpack_from(payload)

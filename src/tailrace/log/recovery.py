@@ -1,4 +1,4 @@
-"""Replay: the journal's records applied to the last checkpoint give the state that was acknowledged."""
+"""Recovery: replays the journal on top of the last checkpoint to rebuild the acknowledged state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from tailrace.common.logging_setup import log_fields
 from tailrace.log.journal import (
     HEADER_BYTES,
     SALVAGE_HINT,
@@ -25,9 +26,9 @@ logger = logging.getLogger("tailrace.log")
 
 class ReplayResult(NamedTuple):
     streams: Streams
-    seq: int  # last file and where its acknowledged part ends
+    seq: int  # last file and the end of its acknowledged part
     end: int
-    files: list[tuple[int, int]]  # every file that was replayed, with its end
+    files: list[tuple[int, int]]  # the replayed files with their ends
     records: int
     torn: bool
     acknowledged: int  # the part of the last file that is known to have been acknowledged
@@ -36,9 +37,9 @@ class ReplayResult(NamedTuple):
 def replay_journal(
     directory: Path, store: StoredStreams, upto: tuple[int, int] | None = None
 ) -> ReplayResult:
-    """Rebuilds all state. With `upto`, what lies behind that position of the journal never happened.
+    """Rebuilds all state. With `upto`, records after that position of the journal are ignored.
 
-    The hot store is seen as of one moment: the checkpointer of a killed server may still be at work on it.
+    Reads a snapshot of the hot store: the checkpointer of a killed server may still be writing to it.
     """
     with store.snapshot():
         return _replay_files(directory, store, upto)
@@ -65,7 +66,7 @@ def _replay_files(directory: Path, store: StoredStreams, upto: tuple[int, int] |
             except UNREADABLE_ERRORS as error:
                 why = str(error).partition("\n")[0] or type(error).__name__
                 raise JournalCorruptError(
-                    f"{path.name}: the record at byte {position} does not fit ({why}); {SALVAGE_HINT}"
+                    f"{path.name}: the record at byte {position} cannot be applied ({why}); {SALVAGE_HINT}"
                 ) from error
         seq, end, torn, acknowledged = header.seq, scan.end, scan.torn, scan.acknowledged
         files.append((seq, end))
@@ -73,11 +74,11 @@ def _replay_files(directory: Path, store: StoredStreams, upto: tuple[int, int] |
 
 
 def sync_tail(directory: Path, replayed: ReplayResult) -> None:
-    """What a killed server wrote may be in the page cache only; from now on it counts as acknowledged.
+    """Makes the replayed tail durable: a killed server may have left it in the page cache only.
 
     A sync is not enough. If write-back failed and the error was reported to the killed server, the pages are
-    clean, and no later sync writes them or reports the error again. So what was not acknowledged is written
-    once more, over itself. A file that takes no write at all is synced only, so that reads can be served.
+    clean, and no later sync writes them or reports the error again. So the part that was not acknowledged is
+    rewritten in place. If the file cannot be written it is only synced, so that reads can be served.
     """
     if not replayed.files:
         return
@@ -88,21 +89,22 @@ def sync_tail(directory: Path, replayed: ReplayResult) -> None:
         try:
             write_all(fd, os.pread(fd, end - start, start), start)
         except OSError as error:
-            logger.warning("journal file cannot be written again, syncing it only: %s: %s", path.name, error)
+            fields = log_fields(file=path.name, error=str(error))
+            logger.warning("cannot rewrite the journal tail, syncing it only", extra=fields)
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
 def apply_record(streams: Streams, payload: bytes) -> None:
-    """Both halves of `apply`, one after the other: what is in the journal is durable."""
+    """Assigns and publishes the operations of a record: everything in the journal is durable."""
     if not apply_plain_append(streams, payload):
         for op in decode_record(payload):
             streams.publish(op, streams.assign(op))
 
 
 def apply_plain_append(streams: Streams, payload: bytes) -> bool:
-    """The short way for what most records are; False if this one is something else."""
+    """The fast path for a record with one plain entry; False for any other record."""
     plain = decode_plain_append(payload)
     if plain is None:
         return False

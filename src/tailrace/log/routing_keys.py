@@ -1,7 +1,7 @@
-"""The distinct routing keys of a stream in byte order, a page at a time, wherever its entries are.
+"""Listing the distinct routing keys of a stream in byte order, a page at a time.
 
 Four sources are merged: the memory tail, blocks of the hot store, lexicons, and the segments that no lexicon
-speaks for. The keys of a segment never change, so what a scan found is kept, bounded in bytes.
+covers. The keys of a segment never change, so those found by a scan are cached, bounded in bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.storage.segments.model import make_stream_id, stream_prefix
 
 CACHE_BYTES_MAX = 16 << 20
-SEGMENT_KEY_BYTES_MAX = 4 << 20  # of one segment, to be kept
-SCAN_BYTES = 4 << 20  # of a segment, at once
+SEGMENT_KEY_BYTES_MAX = 4 << 20  # segments with more keys are not cached
+SCAN_BYTES = 4 << 20  # read from a segment at once
 KEY_OVERHEAD_BYTES = 50
 SCANS_AT_ONCE = 2
 SCANS_WAITING_MAX = 32
@@ -35,7 +35,7 @@ _KEYS = msgspec.msgpack.Decoder(list[bytes | None])
 
 
 class AncestorLevel(NamedTuple):
-    """A stream or an ancestor of it, and what is shown of it: the entries behind `after` up to `upto`."""
+    """A stream or an ancestor of it, and its visible entries: those after `after` up to `upto`."""
 
     owner: Stream
     after: int
@@ -43,7 +43,7 @@ class AncestorLevel(NamedTuple):
 
 
 class LexiconTimes:
-    """Seconds that a page spent on lexicons, by what they were spent on. The work runs one step at a time."""
+    """Seconds that a page spent on lexicons, by step."""
 
     __slots__ = ("decode_s", "enumerate_s", "get_s", "merge_s")
 
@@ -55,13 +55,13 @@ class LexiconTimes:
 
 
 class LexiconKeys(NamedTuple):
-    """Keys from lexicons, and the ranges of entries that these speak for."""
+    """Keys from lexicons, and the ranges of entries that these cover."""
 
     covered: list[tuple[int, int]]
     keys: list[bytes]
 
-    def speaks_for(self, first: int, last: int) -> bool:
-        """Whether every entry of a stretch lies in some range; ranges are in order."""
+    def covers(self, first: int, last: int) -> bool:
+        """Whether the ranges, which are sorted, contain all entries from `first` to `last`."""
         for begin, end in self.covered:
             if begin <= first <= end:
                 if last <= end:
@@ -81,10 +81,10 @@ class LexiconReader(Protocol):
 class KeyPage(NamedTuple):
     keys: list[bytes]
     more: bool
-    segments: int  # that were looked at
-    indexed_segments: int  # that lexicons spoke for
+    segments: int  # scanned
+    indexed_segments: int  # covered by lexicons
     runs: int  # of lexicons
-    missing_segments: int  # that there was no time for
+    missing_segments: int  # not scanned because the time was used up
     unsealed_rows: int
     unsealed_s: float
     lexicon_s: float
@@ -93,7 +93,7 @@ class KeyPage(NamedTuple):
 
 
 class SmallestKeys:
-    """The smallest keys behind `after`, or of all; a few more than are wanted, whatever is put in."""
+    """The smallest `wanted` keys after `after`, in bounded memory."""
 
     def __init__(self, after: bytes | None, wanted: int) -> None:
         self.after = after
@@ -101,40 +101,40 @@ class SmallestKeys:
         self._keys: set[bytes] = set()
 
     def add(self, keys: Iterable[bytes | None]) -> None:
-        after, held = self.after, self._keys
-        held.update([key for key in keys if key is not None and (after is None or key > after)])
-        if len(held) > 8 * self.wanted + 4096:
-            self._keys = set(sorted(held)[: self.wanted])
+        after, found = self.after, self._keys
+        found.update([key for key in keys if key is not None and (after is None or key > after)])
+        if len(found) > 8 * self.wanted + 4096:
+            self._keys = set(sorted(found)[: self.wanted])
 
     def first(self) -> list[bytes]:
         return sorted(self._keys)[: self.wanted]
 
 
 class KeyCache:
-    """Sorted keys of segments, least recently used out first."""
+    """LRU cache of the sorted keys of segments, bounded in bytes."""
 
     def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        self._held: OrderedDict[str, tuple[list[bytes], int]] = OrderedDict()
+        self._cached: OrderedDict[str, tuple[list[bytes], int]] = OrderedDict()
         self.bytes = 0
 
     def find(self, key: str) -> list[bytes] | None:
-        found = self._held.get(key)
+        found = self._cached.get(key)
         if found is None:
             return None
-        self._held.move_to_end(key)
+        self._cached.move_to_end(key)
         return found[0]
 
     def put(self, key: str, keys: list[bytes], size: int) -> None:
-        if key not in self._held:
-            self._held[key] = (keys, size)
+        if key not in self._cached:
+            self._cached[key] = (keys, size)
             self.bytes += size
         while self.bytes > self._bytes_max:
-            _, (_, old) = self._held.popitem(last=False)
+            _, (_, old) = self._cached.popitem(last=False)
             self.bytes -= old
 
     def clear(self) -> None:
-        self._held.clear()
+        self._cached.clear()
         self.bytes = 0
 
 
@@ -147,11 +147,13 @@ class KeyListing:
         self.lexicons: LexiconReader | None = None
 
     async def page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
-        """Up to `limit` keys behind `after`. Segments that do not fit into the time are counted instead."""
+        """Up to `limit` keys after `after`. Segments that cannot be scanned in time are only counted."""
         if self._log.pressure is not None:
             raise self._log.pressure
         if self._waiting >= SCANS_WAITING_MAX:
-            raise TailraceError("overloaded", "too many listings of routing keys wait")
+            raise TailraceError(
+                "overloaded", f"{SCANS_WAITING_MAX} listings of routing keys are already waiting"
+            )
         self._waiting += 1
         try:
             async with self._gate:
@@ -163,7 +165,7 @@ class KeyListing:
         loop = asyncio.get_running_loop()
         begun_s = time.monotonic()
         levels = list(self._levels(stream))
-        # Memory first: what leaves it meanwhile is in the hot store by then.
+        # Memory first: entries evicted meanwhile are in the hot store by then.
         recent = [run for level in levels for run in _memory_keys(level)]
         smallest = SmallestKeys(after, limit + 1)
         segment_of = self._log.reader.history.segment_of
@@ -199,7 +201,7 @@ class KeyListing:
     async def _from_lexicons(
         self, levels: list[AncestorLevel], smallest: SmallestKeys, times: LexiconTimes
     ) -> dict[str, LexiconKeys]:
-        """What lexicons know, by the folder of the stream whose segments they stand for."""
+        """The keys of lexicons, by the prefix of the stream whose segments they cover."""
         found: dict[str, LexiconKeys] = {}
         for owner, after, upto in levels if self.lexicons is not None else ():
             assert self.lexicons is not None
@@ -213,7 +215,7 @@ class KeyListing:
         return found
 
     def _levels(self, stream: Stream) -> Iterator[AncestorLevel]:
-        """The stream itself, then those it inherits entries from."""
+        """The stream itself, then the ancestors it inherits entries from."""
         owner, upto = stream, stream.visible
         while True:
             below = max(stream.earliest, owner.fork_entry if owner.parent else 0)
@@ -227,7 +229,7 @@ class KeyListing:
     async def _scan(
         self, segment: StoredSegment, low: int, high: int, smallest: SmallestKeys, until_s: float
     ) -> bool:
-        """Looks at the keys of entries behind `low` up to `high`; False if there is no time left."""
+        """Adds the keys of entries after `low` up to `high`; False if the time is used up."""
         prefix, info, _ = segment
         whole = low < info.first and info.last <= high
         known = self.cache.find(prefix + info.key) if whole else None
@@ -238,20 +240,20 @@ class KeyListing:
         cold = self._log.reader.history.cold
         if cold is None:
             raise TailraceError("unavailable", "this server has no object store to read from")
-        kept: set[bytes] | None = set() if whole else None
+        to_cache: set[bytes] | None = set() if whole else None
         size = 0
         async for keys in _segment_keys(cold, segment, max(low + 1, info.first), min(high, info.last)):
             found = {key for key in keys if key is not None}
             smallest.add(found)
-            if kept is not None:
-                size += sum(len(key) + KEY_OVERHEAD_BYTES for key in found - kept)
-                kept |= found
+            if to_cache is not None:
+                size += sum(len(key) + KEY_OVERHEAD_BYTES for key in found - to_cache)
+                to_cache |= found
                 if size > SEGMENT_KEY_BYTES_MAX:
-                    kept = None
+                    to_cache = None
             if time.monotonic() > until_s:
                 return False
-        if kept is not None:
-            self.cache.put(prefix + info.key, sorted(kept), size + KEY_OVERHEAD_BYTES)
+        if to_cache is not None:
+            self.cache.put(prefix + info.key, sorted(to_cache), size + KEY_OVERHEAD_BYTES)
         return True
 
 
@@ -259,11 +261,11 @@ def _is_covered(found: tuple[StoredSegment, int, int], lexicals: dict[str, Lexic
     segment, low, high = found
     lexical = lexicals.get(segment.prefix)
     first, last = max(segment.info.first, low + 1), min(segment.info.last, high)
-    return lexical is not None and lexical.speaks_for(first, last)
+    return lexical is not None and lexical.covers(first, last)
 
 
 def _memory_keys(level: AncestorLevel) -> Iterator[Sequence[bytes | None]]:
-    """Keys of the memory tail: a look at lists that nobody changes in place, or at copies of them."""
+    """Keys of the memory tail, from lists that are copied or never changed in place."""
     owner = level.owner
     for block in tuple(owner.blocks or ()):
         if block.keys is not None and block.last > level.after and block.first <= level.upto:
@@ -287,7 +289,7 @@ def _collect_local_keys(
     smallest: SmallestKeys,
     segment_of: Callable[[Stream, SegmentRow], StoredSegment],
 ) -> list[tuple[StoredSegment, int, int]]:
-    """On a thread: memory and hot store into `smallest`; the segments that are left to be looked at."""
+    """Runs on a thread: adds keys of memory and hot store to `smallest`; returns the segments to scan."""
     for keys in recent:
         smallest.add(keys)
     segments: list[tuple[StoredSegment, int, int]] = []
@@ -297,7 +299,7 @@ def _collect_local_keys(
             for row in store.db.cold.segments_within(owner.number, after, upto):
                 segment = segment_of(owner, row)
                 through = row.last
-                # Several rows may have become one segment that the hot store has not heard of.
+                # A compaction that is not checkpointed yet may have merged several rows into one segment.
                 if not segments or segments[-1][0] != segment:
                     segments.append((segment, after, upto))
             for first, raw in store.db.keys_within(owner.number, through, upto):

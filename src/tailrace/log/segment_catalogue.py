@@ -1,17 +1,10 @@
-"""Segments and index files of a stream as of now: the hot store's list and what the journal adds.
+"""The current segments and index files of a stream: those of the hot store and of later journal files.
 
-Compaction as the log knows it: what is about to be replaced, and what has been since the last checkpoint.
+Queries use `IndexFileCatalogue`. An `IndexFileSet` is an immutable snapshot: index files that were published
+together are in it together or not at all.
 
-Before the manifest is touched, a fact of the log says which segment is to stand for which. A server that is
-killed in between finds it at its next start and finishes: it never goes on with segments that the manifest
-has given up.
-
-Which companions a stream has: the hot store's book, and what the journal says beyond it.
-
-Whoever answers queries asks here. An answer is of one moment and never changes: companions that were
-published together are in it together or not at all.
-
-The segments of a stream as they are now: the hot store's book, and what the journal says beyond it.
+Before a compaction changes the manifest, a fact of the log records the intent: the new segment and those it
+replaces. A server that is killed in between finds the intent at its next start and completes the compaction.
 """
 
 from __future__ import annotations
@@ -32,11 +25,11 @@ from tailrace.log.streams import Streams
 from tailrace.storage.segments.index_files import IndexFile, PlanHistory, QuarantinedSegment, sort_index_files
 from tailrace.storage.segments.model import SegmentInfo
 
-COMPACTION_FACT_PREFIX: Final = "compact/"  # of the facts, which go on with the number of the stream
+COMPACTION_FACT_PREFIX: Final = "compact/"  # followed by the number of the stream
 
 
 class CompactionIntent(msgspec.Struct, frozen=True, array_like=True):
-    """One segment, and those in whose place it is put."""
+    """A new segment, and the segments it replaces."""
 
     segment: SegmentInfo
     replaced: tuple[SegmentInfo, ...]
@@ -48,7 +41,7 @@ class CompactionIntent(msgspec.Struct, frozen=True, array_like=True):
 
 
 def compaction_fact_key(number: int) -> str:
-    """The key of the fact about a stream: one compaction at a time."""
+    """The key of a stream's compaction intent. A stream has one compaction at a time."""
     return f"{COMPACTION_FACT_PREFIX}{number}"
 
 
@@ -61,39 +54,39 @@ def decode_intent(raw: bytes) -> CompactionIntent:
 
 
 def pending_compactions(streams: Streams) -> Iterator[tuple[int, CompactionIntent]]:
-    """Everything that was begun, with the number of its stream."""
+    """Compactions that were started and not completed, with the number of their stream."""
     for key, raw in list(streams.meta.items()):
         if key.startswith(COMPACTION_FACT_PREFIX):
             yield int(key.removeprefix(COMPACTION_FACT_PREFIX)), decode_intent(raw)
 
 
 def replacement_segment(streams: Streams, number: int, entry: int) -> Compacted | None:
-    """What stands for the segment of an entry since the last checkpoint. Also asked on other threads."""
-    for _, op in reversed(tuple(streams.unfolded.get(number, ()))):
+    """The segment that replaced the one of an entry since the last checkpoint. Called on any thread."""
+    for _, op in reversed(tuple(streams.uncheckpointed.get(number, ()))):
         if isinstance(op, Compacted) and op.segment.first <= entry <= op.segment.last:
             return op
     return None
 
 
 def has_uncheckpointed_compaction(streams: Streams, number: int, earliest: int) -> bool:
-    """Whether the hot store does not know some of the segments that begin up to an entry.
+    """Whether the hot store lacks a compacted segment that starts at or before an entry.
 
-    Retention is decided by what it knows, and takes whole segments.
+    Retention is decided from the hot store and removes whole segments, so it has to wait then.
     """
     raw = streams.meta.get(compaction_fact_key(number))
-    begun: Sequence[SegmentInfo] = () if raw is None else (decode_intent(raw).segment,)
-    fresh = (op.segment for _, op in streams.unfolded.get(number, ()) if isinstance(op, Compacted))
-    return any(info.first <= earliest for info in (*begun, *fresh))
+    started: Sequence[SegmentInfo] = () if raw is None else (decode_intent(raw).segment,)
+    fresh = (op.segment for _, op in streams.uncheckpointed.get(number, ()) if isinstance(op, Compacted))
+    return any(info.first <= earliest for info in (*started, *fresh))
 
 
-INDEX_DOCUMENT: Final = "index"  # key of the stream's document with its plans
-CACHED_INDEX_FILES_MAX: Final = 200_000  # companions held in memory, of all streams; each is about 500 bytes
+INDEX_DOCUMENT: Final = "index"  # key of the stream's document with its index plans
+CACHED_INDEX_FILES_MAX: Final = 200_000  # of all streams; each is about 500 bytes
 
 UncheckpointedOps = Sequence[tuple[int, Sealed | Published | Compacted]]
 
 
 class IndexFileSet(msgspec.Struct, frozen=True):
-    """The companions of one stream, by family and first entry, and the plans they were built by."""
+    """The index files of one stream by family and first entry, and the plans they were built with."""
 
     companions: tuple[IndexFile, ...] = ()
     quarantined: tuple[QuarantinedSegment, ...] = ()
@@ -126,63 +119,63 @@ def _decode_plan_history(document: bytes) -> PlanHistory:
 
 
 class IndexFileCatalogue:
-    """Owned by the loop thread. What is asked for often is held, up to a bound."""
+    """Loads and caches the index files of streams. Runs on the loop thread."""
 
     def __init__(self, streams: Streams, store: StoredStreams, loop: asyncio.AbstractEventLoop) -> None:
         self._streams = streams
         self._store = store
         self._loop = loop
         self._threads: ThreadPoolExecutor | None = None
-        self._held: OrderedDict[int, IndexFileSet] = OrderedDict()
+        self._cached: OrderedDict[int, IndexFileSet] = OrderedDict()
         self._count = 0
-        self._loading: dict[int, object] = {}  # so that what was read before a change is not held after it
+        self._loading: dict[int, object] = {}  # removed by a change, so that a stale result is not cached
 
     def changed(self, op: Op, stream: Stream) -> None:
-        """What is held of a stream is read again when it is asked for."""
+        """Drops the cached index files of a stream that an operation has changed."""
         if isinstance(op, Published | Trim) or stream.removed:
             self.forget(stream.number)
 
     def forget(self, number: int) -> None:
         self._loading.pop(number, None)
-        held = self._held.pop(number, None)
-        if held is not None:
-            self._count -= len(held.companions)
+        dropped = self._cached.pop(number, None)
+        if dropped is not None:
+            self._count -= len(dropped.companions)
 
-    def held(self, stream: Stream) -> IndexFileSet | None:
-        """At once, if it is in memory or there is nothing to know."""
+    def cached(self, stream: Stream) -> IndexFileSet | None:
+        """The index files if they are in memory or the stream has no plans, else None."""
         plans = durable_plans(stream)
         if not plans.plans:
             return IndexFileSet(plans=plans)
-        found = self._held.get(stream.number)
+        found = self._cached.get(stream.number)
         if found is None:
             return None
-        self._held.move_to_end(stream.number)
+        self._cached.move_to_end(stream.number)
         return found if found.plans is plans else msgspec.structs.replace(found, plans=plans)
 
-    async def of(self, stream: Stream) -> IndexFileSet:
-        """The companions of a stream as they are now."""
-        found = self.held(stream)
+    async def load(self, stream: Stream) -> IndexFileSet:
+        """The current index files of a stream."""
+        found = self.cached(stream)
         if found is not None:
             return found
         loading, plans = object(), durable_plans(stream)
         self._loading[stream.number] = loading
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "catalogue")
-        unfolded = tuple(self._streams.unfolded.get(stream.number, ()))
+        uncheckpointed = tuple(self._streams.uncheckpointed.get(stream.number, ()))
         found = await self._loop.run_in_executor(
-            self._threads, read_index_files, self._store, stream.number, stream.earliest, unfolded
+            self._threads, read_index_files, self._store, stream.number, stream.earliest, uncheckpointed
         )
         found = msgspec.structs.replace(found, plans=plans)
         if self._loading.get(stream.number) is loading:
-            self._hold(stream.number, found)
+            self._cache(stream.number, found)
         return found
 
-    def _hold(self, number: int, found: IndexFileSet) -> None:
+    def _cache(self, number: int, found: IndexFileSet) -> None:
         self.forget(number)
-        self._held[number] = found
+        self._cached[number] = found
         self._count += len(found.companions)
-        while self._count > CACHED_INDEX_FILES_MAX and len(self._held) > 1:
-            self.forget(next(iter(self._held)))
+        while self._count > CACHED_INDEX_FILES_MAX and len(self._cached) > 1:
+            self.forget(next(iter(self._cached)))
 
     def close(self) -> None:
         if self._threads is not None:
@@ -190,42 +183,42 @@ class IndexFileCatalogue:
 
 
 def read_index_files(
-    store: StoredStreams, number: int, earliest: int, unfolded: UncheckpointedOps
+    store: StoredStreams, number: int, earliest: int, uncheckpointed: UncheckpointedOps
 ) -> IndexFileSet:
-    """On a thread. Journal files that the hot store has by now are not counted twice."""
+    """Runs on a thread. Skips operations of journal files that the hot store has by now."""
     with store.snapshot():
         seq = store.db.journal_seq
         found = {one.object: one for one in store.db.companions.of(number)}
-        given_up = {one.object: one for one in store.db.companions.quarantined(number)}
-    for file, op in unfolded:
+        quarantined = {one.object: one for one in store.db.companions.quarantined(number)}
+    for file, op in uncheckpointed:
         if file <= seq or not isinstance(op, Published):
             continue
         for key in op.removed:
             found.pop(key, None)
-            given_up.pop(key, None)
+            quarantined.pop(key, None)
         found |= {one.object: one for one in op.added}
-        given_up |= {one.object: one for one in op.quarantined}
-    shown = (one for one in found.values() if is_index_file_valid(one, earliest))
-    kept = tuple(one for one in given_up.values() if one.last > earliest)
-    return IndexFileSet(sort_index_files(shown), kept)
+        quarantined |= {one.object: one for one in op.quarantined}
+    valid = (one for one in found.values() if is_index_file_valid(one, earliest))
+    retained = tuple(one for one in quarantined.values() if one.last > earliest)
+    return IndexFileSet(sort_index_files(valid), retained)
 
 
-def is_index_file_valid(companion: IndexFile, earliest: int) -> bool:
-    """Whether retention has left it something to say. Sums over trimmed entries are no longer right."""
-    if companion.family == "agg":
-        return companion.first > earliest
-    return companion.last > earliest
+def is_index_file_valid(index_file: IndexFile, earliest: int) -> bool:
+    """Whether retention has left the file usable. Aggregates that include removed entries are not."""
+    if index_file.family == "agg":
+        return index_file.first > earliest
+    return index_file.last > earliest
 
 
 _decode_segment_info = msgspec.msgpack.Decoder(SegmentInfo).decode
 
 
 def read_segments(
-    store: StoredStreams, number: int, earliest: int, unfolded: UncheckpointedOps
+    store: StoredStreams, number: int, earliest: int, uncheckpointed: UncheckpointedOps
 ) -> list[SegmentInfo]:
-    """On a thread. The segments with entries behind `earliest`, oldest first.
+    """Runs on a thread. The segments with entries after `earliest`, oldest first.
 
-    Journal files that the hot store has by now are not counted twice.
+    Skips operations of journal files that the hot store has by now.
     """
     with store.snapshot():
         seq = store.db.journal_seq
@@ -233,7 +226,7 @@ def read_segments(
             info.first: info
             for info in map(_decode_segment_info, store.db.cold.infos_from(number, earliest + 1))
         }
-    for file, op in unfolded:
+    for file, op in uncheckpointed:
         if file <= seq:
             continue
         if isinstance(op, Sealed):

@@ -1,4 +1,4 @@
-"""Streams and blocks as the hot store keeps them."""
+"""Encoding of streams and blocks in the hot store, and reading them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tailrace.storage.hot_store.database import BlockRow, HotDatabase
 
 
 class StreamImage(msgspec.Struct, array_like=True):
-    """Everything of a stream that outlives memory, apart from its entries and producers."""
+    """The durable state of a stream except its entries, producers and documents."""
 
     number: int
     name: str
@@ -71,7 +71,7 @@ def encode_stream(stream: Stream) -> bytes:
             stream.content_type,
             stream.created_ns,
             stream.lifetime,
-            stream.asked,
+            stream.requested_lifetime,
             stream.touched_saved_ns,
             stream.closed,
             stream.closed_by,
@@ -103,7 +103,7 @@ def decode_stream(raw: bytes) -> Stream:
     stream.bind(image.content_type)
     if image.lifetime != NO_LIFETIME:
         stream.lifetime = image.lifetime
-    stream.asked = image.asked
+    stream.requested_lifetime = image.asked
     stream.touched_ns = stream.touched_saved_ns = image.touched_ns
     stream.closed = stream.visible_closed = image.closed
     stream.closed_by = image.closed_by
@@ -124,7 +124,7 @@ def decode_stream(raw: bytes) -> Stream:
     stream.cold = image.cold
     if image.has_documents:
         stream.documents = stream.visible_documents = {}
-    stream.grant_grace()
+    stream.extend_window()
     return stream
 
 
@@ -144,12 +144,12 @@ def decode_block(row: BlockRow) -> Block:
     times.frombytes(row.times)
     keys = None if row.keys is None else msgspec.msgpack.decode(row.keys, type=list[bytes | None])
     block = Block(row.first, row.body, ends, times, keys)
-    assert block.last == row.last, "a stored block does not hold what its row says"
+    assert block.last == row.last, "a stored block does not match its row"
     return block
 
 
 class StoredStreams:
-    """The hot store in the log's own terms. One connection per thread; SQLite wants it so."""
+    """The hot store as objects of the log. One connection per thread, as SQLite requires."""
 
     def __init__(self, path: Path, *, writer: bool = False) -> None:
         self._path = path
@@ -166,19 +166,19 @@ class StoredStreams:
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
-        """Every look-up of this thread inside sees the store as it was at the first one."""
+        """All look-ups of this thread inside the context see the same state of the store."""
         with self.db.connection:
             yield
 
     def stream_by_name(self, name: str) -> Stream | None:
         raw = self.db.image_by_name(name)
-        return None if raw is None else self._whole(raw)
+        return None if raw is None else self._load_stream(raw)
 
     def stream_by_number(self, number: int) -> Stream | None:
         raw = self.db.image_by_number(number)
-        return None if raw is None else self._whole(raw)
+        return None if raw is None else self._load_stream(raw)
 
-    def _whole(self, raw: bytes) -> Stream:
+    def _load_stream(self, raw: bytes) -> Stream:
         stream = decode_stream(raw)
         if stream.documents is not None:
             stream.documents = stream.visible_documents = self.db.documents.of(stream.number) or None

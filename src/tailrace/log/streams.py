@@ -1,6 +1,6 @@
-"""All streams, and `apply`: the only way their state changes, live or at recovery.
+"""The streams in memory, and the only code that changes their state, live or at recovery.
 
-Applying an operation has two halves. `assign` happens when it is decided, so that the next decision sees it;
+Applying an operation has two steps: `assign` when it is decided, so that the next decision sees it, and
 `publish` when it is durable, so that readers see it. Replaying the journal does both at once.
 """
 
@@ -37,14 +37,14 @@ from tailrace.log.records import (
 )
 from tailrace.storage.hot_store.tables import meta_subject
 
-# Appends kept one by one at the very tail before they are folded into a block.
+# Single appends at the tail before they are folded into a block.
 RECENT_COUNT_MAX = 256
 RECENT_BYTES_MAX = 64 * 1024
 UNPUBLISHED = 2**62  # a journal file number no checkpoint reaches
 
 
 class StreamStore(Protocol):
-    """What the log needs from the checkpoint below it. Every method is a point look-up by an index."""
+    """What the log reads from the hot store. Every method is a point look-up by an index."""
 
     def stream_by_name(self, name: str) -> Stream | None: ...
     def stream_by_number(self, number: int) -> Stream | None: ...
@@ -60,22 +60,22 @@ class Streams:
         self.by_name: dict[str, Stream] = {}
         self.by_number: dict[int, Stream] = {}
         self.tombstones: dict[str, Tombstone] = {}
-        # Names created or removed since the checkpoint, and the journal file that says so: for these the
-        # hot store must not be asked whether the name exists.
+        # Names created or removed since the checkpoint, with the journal file: for these the hot store is
+        # out of date.
         self.changed_names: SortedDict[str, int] = SortedDict()
         self.meta: dict[str, bytes] = {}
         self.next_number = 1
-        self.first_epoch = 0  # of a name that is used for the first time, as far as anybody knows
+        self.first_epoch = 0  # of a name without a tombstone
         self.memory_bytes = 0
-        self.document_bytes = 0  # of the streams in memory: registries, profiles and their like
-        self.file = 0  # journal file of what is being published
-        self.closed_file = 0  # the last one in which a stream was closed
-        self.meta_file = 0  # the last one with a fact that the object store keeps too
+        self.document_bytes = 0  # of the streams in memory: schema registries, profiles and others
+        self.file = 0  # journal file of the operations being published
+        self.closed_file = 0  # the last file in which a stream was closed
+        self.meta_file = 0  # the last file with a fact that is also stored on the object store
         self.touched: dict[int, list[Stream]] = {}  # streams with records in a file not yet checkpointed
-        # Streams removed since the checkpoint, likewise: the hot store still has their rows.
+        # Streams removed since the checkpoint, with the journal file: the hot store still has their rows.
         self.removed: dict[int, int] = {}
-        # Segments and companions that the hot store has not heard of, by stream, with their journal files.
-        self.unfolded: dict[int, list[tuple[int, Sealed | Published | Compacted]]] = {}
+        # Changes of segments and index files since the checkpoint, by stream, with their journal files.
+        self.uncheckpointed: dict[int, list[tuple[int, Sealed | Published | Compacted]]] = {}
         self.on_loaded: Callable[[Stream], None] | None = None
 
     # -- look-up ---------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Streams:
         return found
 
     def load_producer(self, stream: Stream, producer_id: str) -> None:
-        """Makes the producer's state available to `decide`, which does no I/O."""
+        """Loads the producer's state for `decide`, which does no I/O."""
         if stream.producers_known or self.store is None:
             return
         if stream.producers is None:
@@ -134,7 +134,7 @@ class Streams:
         if self.by_name.get(stream.name) is stream:
             del self.by_name[stream.name]
 
-    # -- apply, first half: when it is decided -----------------------------------------------------------
+    # -- assign: when an operation is decided ------------------------------------------------------------
 
     def assign(self, op: Op) -> Stream | None:
         if isinstance(op, Append):
@@ -153,7 +153,7 @@ class Streams:
                 self.meta[op.key] = op.value
             return None
         if isinstance(op, Recorded):
-            # About objects, of which the hot store keeps book; streams in memory only show it.
+            # The hot store records the objects; streams in memory only show the manifest's generation.
             for number, generation in op.heads:
                 if (known := self.by_number.get(number)) is not None:
                     known.cold = msgspec.structs.replace(known.cold, generation=generation)
@@ -216,9 +216,9 @@ class Streams:
         if op.epochs != stream.epochs:
             stream.epochs = op.epochs
         stream.bind(op.content_type)
-        if op.lifetime != NO_LIFETIME:  # else the shared one: `find` tells it by identity
+        if op.lifetime != NO_LIFETIME:  # else the shared constant: `Log.find` compares by identity
             stream.lifetime = op.lifetime
-        stream.asked = op.asked
+        stream.requested_lifetime = op.asked
         stream.closed = op.closed
         stream.parent = op.parent
         stream.fork_entry = stream.tail = stream.stored = stream.sealed = op.fork_entry
@@ -258,13 +258,13 @@ class Streams:
         self.forget(stream)
         return stream
 
-    # -- apply, second half: when it is durable ---------------------------------------------------------
+    # -- publish: when an operation is durable ----------------------------------------------------------
 
     def publish(self, op: Op, stream: Stream | None) -> None:
         if stream is None and isinstance(op, Meta) and meta_subject(op.key) is not None:
             self.meta_file = self.file
         if stream is None or (stream.removed and not isinstance(op, Delete)):
-            return  # nothing to show, or deleted by a later operation; if that fails, disk brings this back
+            return  # not visible, or deleted by a later operation; if that fails, the rollback restores it
         if isinstance(op, Append):
             self.publish_append(op, stream)
             return
@@ -275,13 +275,13 @@ class Streams:
                 self.closed_file = self.file
             self.changed_names[op.name] = self.file
             if op.parent:
-                self.touch_file(self.parent_of(stream))
+                self.mark_touched(self.parent_of(stream))
         elif isinstance(op, Delete) and not op.soft:
             if stream.parent and (parent := self.by_number.get(stream.parent)) is not None:
                 parent.leaving -= 1
-                self.touch_file(parent)
+                self.mark_touched(parent)
             self.removed[stream.number] = self.file
-            self.unfolded.pop(stream.number, None)
+            self.uncheckpointed.pop(stream.number, None)
             if self.by_name.get(stream.name) is None:
                 self.changed_names[stream.name] = self.file
             self._release(stream)
@@ -291,17 +291,17 @@ class Streams:
             stream.visible_documents = with_document(stream.visible_documents, op)
             self.document_bytes += documents_bytes(stream.visible_documents)
         elif isinstance(op, Sealed | Published | Compacted):
-            self.unfolded.setdefault(stream.number, []).append((self.file, op))
-        self.touch_file(stream)
+            self.uncheckpointed.setdefault(stream.number, []).append((self.file, op))
+        self.mark_touched(stream)
 
-    def folded(self, seq: int) -> None:
-        """The hot store has everything up to and including this journal file."""
-        for number, ops in list(self.unfolded.items()):
+    def checkpointed(self, seq: int) -> None:
+        """Drops the changes up to and including this journal file: the hot store has them."""
+        for number, ops in list(self.uncheckpointed.items()):
             later = [(file, op) for file, op in ops if file > seq]
             if later:
-                self.unfolded[number] = later
+                self.uncheckpointed[number] = later
             else:
-                del self.unfolded[number]
+                del self.uncheckpointed[number]
 
     def _release(self, stream: Stream) -> None:
         for block in stream.blocks or ():
@@ -310,17 +310,17 @@ class Streams:
         stream.blocks = stream.recent = None
         stream.recent_bytes = 0
 
-    def touch_file(self, stream: Stream) -> None:
-        """Notes that the current journal file has something about the stream."""
+    def mark_touched(self, stream: Stream) -> None:
+        """Records that the current journal file has an operation on the stream."""
         if stream.recent_file != self.file:
-            self.settle(stream)
+            self.fold_tail(stream)
             stream.recent_file = self.file
             self.touched.setdefault(self.file, []).append(stream)
 
     def publish_append(self, op: Append, stream: Stream) -> None:
-        """Adds durable entries to the memory tail and shows them to readers."""
+        """Adds durable entries to the memory tail and makes them visible."""
         if stream.recent_file != self.file:
-            self.touch_file(stream)
+            self.mark_touched(stream)
         if op.count:
             recent = stream.recent
             if recent is None:
@@ -329,15 +329,15 @@ class Streams:
                 recent.append(op)
             size = len(op.body)
             self.memory_bytes += size + 100
-            stream.recent_bytes = held = stream.recent_bytes + size
-            if held >= RECENT_BYTES_MAX or len(recent) >= RECENT_COUNT_MAX:
-                self.settle(stream)
+            stream.recent_bytes = recent_bytes = stream.recent_bytes + size
+            if recent_bytes >= RECENT_BYTES_MAX or len(recent) >= RECENT_COUNT_MAX:
+                self.fold_tail(stream)
             stream.visible = op.first + op.count - 1
         if op.closes:
             stream.visible_closed = True
             self.closed_file = self.file
 
-    def settle(self, stream: Stream) -> None:
+    def fold_tail(self, stream: Stream) -> None:
         """Folds the single appends at the tail into a block."""
         recent = stream.recent
         if not recent:
@@ -352,9 +352,9 @@ class Streams:
         stream.recent_bytes = 0
 
     def drop_through(self, stream: Stream, file: int) -> None:
-        """Frees what the hot store now has: everything published while `file` or an older one was written."""
+        """Frees entries that the hot store has: those published in `file` or an older one."""
         if stream.recent_file <= file:
-            self.settle(stream)
+            self.fold_tail(stream)
         stream.producers_known = stream.producers_known and not stream.producers
         blocks = stream.blocks
         while blocks and blocks[0].file <= file:
@@ -395,7 +395,7 @@ def documents_bytes(documents: dict[str, bytes] | None) -> int:
 
 
 def with_document(documents: dict[str, bytes] | None, op: Describe) -> dict[str, bytes] | None:
-    """The documents with one of them set or removed; whoever holds the old ones keeps them as they were."""
+    """A copy of the documents with one of them set or removed."""
     changed: dict[str, bytes] = {} if documents is None else dict(documents)
     if op.value is None:
         changed.pop(op.key, None)

@@ -1,18 +1,11 @@
-"""Streams of the server itself: `__registry__`, `__segments__`, their events and their bounds.
+"""System streams: `__registry__` and `__segments__`, their events and their retention.
 
-`__registry__`: the life of every stream, as state messages on a stream of its own.
+`__registry__` has state messages for the creation, change and deletion of every stream, `__segments__` for
+segments, index files and plans on the object store. An event is an entry in the same journal record as the
+change it reports, so it is never lost, repeated or out of order. With several workers each writes its own
+`__segments__` stream (an outbox), from which the events are delivered.
 
-`__segments__`: what happens on the object store, as state messages on a stream of its own.
-
-The journal record that commits a fact holds its events too, so that none is lost, told twice or out of order.
-While one process owns all streams, being in that record is being delivered: an event is an entry of
-`__segments__` at once. Where several do, it is an entry of one such stream of each, and delivered from there.
-
-Streams of the server itself whose bounds are settings, not something the journal says.
-
-Which events an operation on the object store puts into `__segments__`.
-
-What the log tells of itself: `__registry__` and `__segments__`, written in the records they speak of.
+The retention of system streams is a setting and not part of the journal.
 """
 
 from __future__ import annotations
@@ -41,12 +34,12 @@ REGISTRY_STREAM = "__registry__"
 
 
 def is_registered(name: str) -> bool:
-    """Streams of the server itself do not appear in the registry."""
+    """Whether a stream appears in the registry: system streams and those of the hub do not."""
     return not name.startswith("__") and not name.startswith("hub/")
 
 
 def registry_lifetime(limits: Limits) -> Lifetime:
-    """Its bounds are a setting of the server, and may be others after a restart."""
+    """The retention of `__registry__` according to the settings of this start."""
     age_ms, size_bytes = limits.registry_retention_ms, limits.registry_retention_bytes
     if not age_ms and not size_bytes:
         return NO_LIFETIME
@@ -66,7 +59,7 @@ def registry_delete(name: str, reason: str, now_ns: int) -> bytes:
 
 
 def registry_snapshot_entry(stream: Stream, now_ns: int) -> bytes:
-    """For a stream that exists, as a snapshot has it."""
+    """The message for an existing stream in a registry snapshot."""
     return _registry_message(stream.name, "insert", now_ns, _registry_value(stream, stream.visible_closed))
 
 
@@ -93,23 +86,21 @@ def _registry_message(
 
 
 SEGMENTS_STREAM: Final = "__segments__"
-SEGMENT_EVENTS_MAX: Final = (
-    1000  # about one deletion; whoever follows drops what it knows of a deleted stream
-)
+SEGMENT_EVENTS_MAX: Final = 1000  # per deletion; followers drop all segments of a deleted stream anyway
 
 
 def has_segment_events(name: str) -> bool:
-    """Segments of every stream are, the server's own included, but for those that hold the reports."""
+    """Whether segments of a stream are reported: all except those of `__segments__` itself."""
     return not name.startswith(SEGMENTS_STREAM)
 
 
 def has_index_files(name: str) -> bool:
-    """Streams of the server itself have no companions."""
+    """Whether a stream gets index files: system streams and those of the hub do not."""
     return not name.startswith("__") and not name.startswith("hub/")
 
 
 def segments_stream_lifetime(limits: Limits) -> Lifetime:
-    """Its bounds are a setting of the server, and may be others after a restart."""
+    """The retention of `__segments__` according to the settings of this start."""
     age_ms = limits.segments_retention_ms
     return Lifetime(retention_s=-(-age_ms // 1000)) if age_ms else NO_LIFETIME
 
@@ -117,7 +108,7 @@ def segments_stream_lifetime(limits: Limits) -> Lifetime:
 def segment_insert_events(
     stream: Stream, segments: Sequence[SegmentInfo], generation: int, now_ns: int
 ) -> list[bytes]:
-    """Segments that are in the manifest now: whoever hears of one can read it."""
+    """Segments that were added to the manifest, so that followers can read them."""
     folder = make_stream_id(stream.name, stream.incarnation)
     prefix = stream_prefix(folder)
     return [
@@ -146,7 +137,7 @@ def segment_insert_events(
 def segment_delete_events(
     stream: Stream, segments: Iterable[SegmentInfo], reason: str, now_ns: int
 ) -> list[bytes]:
-    """Segments that the stream shows no more: `retention` or `deleted`."""
+    """Segments that are no longer part of the stream, for the reason `retention` or `deleted`."""
     folder = make_stream_id(stream.name, stream.incarnation)
     headers = {"operation": "delete", "timestamp": format_rfc3339(now_ns), "reason": reason}
     return [
@@ -158,7 +149,7 @@ def segment_delete_events(
 def segment_compacted_events(
     stream: Stream, epoch: int, ranges: Iterable[tuple[int, int]], now_ns: int
 ) -> list[bytes]:
-    """Segments that have become part of a larger one."""
+    """Segments that were replaced by a larger one."""
     folder = make_stream_id(stream.name, stream.incarnation)
     headers = {"operation": "delete", "timestamp": format_rfc3339(now_ns), "reason": "compacted"}
     return [
@@ -174,13 +165,13 @@ def plan_insert_event(stream: Stream, plan: PlanRecord, now_ns: int) -> bytes:
 
 
 def plan_delete_event(stream: Stream, reason: str, now_ns: int) -> bytes:
-    """The stream is gone, and with it everything that was said about it."""
+    """The stream was removed, and its plan with it."""
     headers = {"operation": "delete", "timestamp": format_rfc3339(now_ns), "reason": reason}
     return _segments_message("plan", make_stream_id(stream.name, stream.incarnation), headers)
 
 
 def index_published_events(stream: Stream, op: Published) -> list[bytes]:
-    """One event for each range that got companions."""
+    """One event for each range that got index files."""
     folder = make_stream_id(stream.name, stream.incarnation)
     headers = {"operation": "insert", "timestamp": format_rfc3339(op.at_ns)}
     ranges: dict[tuple[int, int, str], list[str]] = {}
@@ -223,7 +214,7 @@ def events_of_op(
     streams: Streams,
     now_ns: int,
 ) -> list[bytes]:
-    """What to tell, as long as the operation has not been applied."""
+    """The `__segments__` events of an operation, computed before it is applied."""
     if isinstance(op, Recorded):
         return []
     stream = streams.get(op.stream)
@@ -249,11 +240,11 @@ def events_of_op(
 def events_of_removal(
     store: StoredStreams, streams: Streams, stream: Stream, reason: str, now_ns: int
 ) -> list[bytes]:
-    """A stream that is gone for good, if anybody was told of it. One that forks still need is not."""
+    """Events for a removed stream that had segments or plans; none for a soft-deleted one."""
     if not stream.removed or not has_segment_events(stream.name):
         return []
-    told = bool(stream.cold.segments) or bool(decode_plans(stream.documents).plans)
-    if not told:
+    has_events = bool(stream.cold.segments) or bool(decode_plans(stream.documents).plans)
+    if not has_events:
         return []
     found = store.db.cold.infos_within(stream.number, stream.earliest, stream.sealed, SEGMENT_EVENTS_MAX)
     shown = _current_segments(map(_decode_segment_info, found), streams, stream, stream.sealed)[
@@ -268,9 +259,9 @@ def events_of_removal(
 def _current_segments(
     stored: Iterable[SegmentInfo], streams: Streams, stream: Stream, upto: int
 ) -> list[SegmentInfo]:
-    """Segments of the hot store with what the journal says beyond it, as far as they end by an entry."""
+    """Segments of the hot store and of later journal files that end at or before entry `upto`."""
     found = {info.first: info for info in stored}
-    for _, op in streams.unfolded.get(stream.number, ()):
+    for _, op in streams.uncheckpointed.get(stream.number, ()):
         if isinstance(op, Sealed):
             found |= {info.first: info for info in op.segments if info.first not in found}
         elif isinstance(op, Compacted):
@@ -284,7 +275,7 @@ JSON_TYPE = "application/json"
 
 
 class SystemStreams:
-    """Adds to a change the events it calls for. Being in one record, they happen with it or not at all."""
+    """Adds the events of a change to its transaction, so that they are durable together."""
 
     def __init__(self, streams: Streams, limits: Limits, clock: Clock, suffix: str) -> None:
         self._streams = streams
@@ -294,7 +285,7 @@ class SystemStreams:
         self.outbox_name = SEGMENTS_STREAM + suffix
 
     def open(self, transaction: Transaction) -> None:
-        """Makes the registry if it is missing. Bounds are settings, so they are those of this start."""
+        """Creates the registry if it is missing, and sets the retention of this start."""
         found = self._streams.find(self.registry_name)
         if found is None:
             found = create_system_stream(self._streams, transaction, self.registry_name, self._clock.now_ns())
@@ -303,38 +294,38 @@ class SystemStreams:
             events.lifetime = segments_stream_lifetime(self._limits)
 
     def outbox(self, transaction: Transaction) -> Stream:
-        """`__segments__`; made in this very record if it has to be."""
+        """The `__segments__` stream; created in this transaction if it is missing."""
         found = self._streams.find(self.outbox_name)
         if found is None:
             found = create_system_stream(self._streams, transaction, self.outbox_name, self._clock.now_ns())
             found.lifetime = segments_stream_lifetime(self._limits)
         return found
 
-    def tell(self, transaction: Transaction, events: Sequence[bytes], now_ns: int) -> None:
-        """What happens on the object store."""
+    def add_segment_events(self, transaction: Transaction, events: Sequence[bytes], now_ns: int) -> None:
+        """Adds events to `__segments__`."""
         if events:
             transaction.add_entries(self._streams, self.outbox(transaction), events, now_ns)
 
-    def tell_created(self, transaction: Transaction, stream: Stream) -> None:
+    def register_created(self, transaction: Transaction, stream: Stream) -> None:
         if is_registered(stream.name):
-            self._register(transaction, registry_insert(stream), stream.created_ns)
+            self._append_registry(transaction, registry_insert(stream), stream.created_ns)
 
-    def tell_updated(self, transaction: Transaction, stream: Stream, now_ns: int) -> None:
+    def register_updated(self, transaction: Transaction, stream: Stream, now_ns: int) -> None:
         if is_registered(stream.name):
-            self._register(transaction, registry_update(stream, now_ns), now_ns)
+            self._append_registry(transaction, registry_update(stream, now_ns), now_ns)
 
-    def tell_deleted(self, transaction: Transaction, stream: Stream, reason: str, now_ns: int) -> None:
+    def register_deleted(self, transaction: Transaction, stream: Stream, reason: str, now_ns: int) -> None:
         if is_registered(stream.name):
-            self._register(transaction, registry_delete(stream.name, reason, now_ns), now_ns)
+            self._append_registry(transaction, registry_delete(stream.name, reason, now_ns), now_ns)
 
-    def _register(self, transaction: Transaction, event: bytes, now_ns: int) -> None:
+    def _append_registry(self, transaction: Transaction, event: bytes, now_ns: int) -> None:
         found = self._streams.find(self.registry_name)
-        assert found is not None, "the registry stream is made when the log opens"
+        assert found is not None, "the registry stream is created when the log opens"
         transaction.add_entries(self._streams, found, [event], now_ns)
 
 
 def create_system_stream(streams: Streams, transaction: Transaction, name: str, now_ns: int) -> Stream:
-    """A JSON stream of the server itself, made as part of a larger change."""
+    """Creates a JSON system stream as part of a transaction."""
     request, tombstone = CreateRequest(name, JSON_TYPE), streams.tombstone(name)
     create = decide_create(request, streams.next_number, tombstone, None, now_ns, streams.first_epoch)
     created = transaction.add(streams, create)

@@ -1,9 +1,4 @@
-"""A unit of change: decided at once, durable at once, answered once; and awaiting its commit.
-
-A unit of change: decided at once, durable at once, answered once.
-
-Waiting for the log, for those who have nothing else to do meanwhile.
-"""
+"""Transactions: operations that share one journal record, with one reply; and awaiting a commit."""
 
 from __future__ import annotations
 
@@ -19,21 +14,21 @@ from tailrace.log.streams import Streams
 
 
 class Transaction(msgspec.Struct, eq=False):
-    """Operations that share one journal record, and who is told when it is durable.
+    """Operations that share one journal record, and the callback for their outcome.
 
-    `reply(transaction, error)` is called exactly once. `context` is the caller's; `subject` the stream the
-    request was about; `duplicate` tells a request that changed nothing from one that did.
+    `reply(transaction, error)` is called exactly once. `context` belongs to the caller; `subject` is the
+    stream of the request; `duplicate` is set if the request changed nothing.
     """
 
     subject: Stream | None
     reply: Reply
     context: object
-    append: Append | None = None  # the only operation, on the subject; else it is in `ops`
+    append: Append | None = None  # the only operation, on the subject; otherwise operations are in `ops`
     ops: tuple[Op, ...] = ()
     streams: tuple[Stream | None, ...] = ()
     duplicate: bool = False
     size: int = 0
-    producer: tuple[int, int] | None = None  # of a duplicate: the epoch and sequence accepted last
+    producer: tuple[int, int] | None = None  # of a duplicate: the last accepted epoch and sequence number
 
     def steps(self) -> Iterable[tuple[Op, Stream | None]]:
         """Every operation with the stream it changed."""
@@ -49,7 +44,7 @@ class Transaction(msgspec.Struct, eq=False):
         return stream
 
     def add_entries(self, streams: Streams, stream: Stream, entries: Sequence[bytes], now_ns: int) -> None:
-        """Entries of a JSON stream. Where the clock was set back their time is that of the one before."""
+        """Appends to a JSON stream; if the clock was set back, with the time of the previous entry."""
         assert entries
         lengths = None if len(entries) == 1 else [len(entry) for entry in entries]
         time_ns = max(stream.last_ns, now_ns)
@@ -61,19 +56,19 @@ Reply = Callable[[Transaction, TailraceError | None], None]
 
 
 def ignore_reply(transaction: Transaction, error: TailraceError | None) -> None:
-    """For changes nobody waits for. Losing one is harmless: it is decided again when it matters."""
+    """The reply of changes that need none. Losing one is harmless: it is decided again when needed."""
 
 
 async def await_commit(change: Callable[[Reply], object]) -> None:
-    """Returns when the change is durable; raises what it was refused or failed with.
+    """Returns when the change is durable; raises if it was refused or failed.
 
-    `change` asks something of the log and hands it the reply: `partial(log.put_meta, key, value)`.
+    `change` calls a method of the log with the given reply, e.g. `partial(log.put_meta, key, value)`.
     """
     settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def reply(_: Transaction, error: TailraceError | None) -> None:
         if settled.done():
-            return  # whoever waited has been cancelled
+            return  # the waiting task was cancelled
         if error is None:
             settled.set_result(None)
         else:

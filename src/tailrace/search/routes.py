@@ -208,7 +208,7 @@ class SearchRoutes:
 
     def _segments_of(self, number: int) -> list[SegmentInfo]:
         """On a thread. What the hot store has not heard of yet is in the journal."""
-        fresh = tuple(self._log.streams.unfolded.get(number, ()))
+        fresh = tuple(self._log.streams.uncheckpointed.get(number, ()))
         return read_segments(self._log.store, number, 0, fresh)
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:

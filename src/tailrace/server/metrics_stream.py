@@ -234,13 +234,13 @@ def _sync_timing(distribution: Histogram) -> tuple[int, float]:
 
 def _object_store_calls(node: ServerParts, kind: str) -> tuple[int, float]:
     """To the object store: the sealer's and those of readers."""
-    books = [node.sealing.book, *(parts.book for parts in node.readers)]
+    books = [node.sealing.request_stats, *(parts.book for parts in node.readers)]
     timings = [book.timing(kind) for book in books]
     return sum(timing.calls for timing in timings), sum(timing.seconds for timing in timings)
 
 
 def _ingest_sources(node: ServerParts) -> list[MetricSource]:
-    log, limits, pressure = node.context.log, node.context.limits, node.sealing.pressure
+    log, limits, pressure = node.context.log, node.context.limits, node.sealing.backlog
     committer = log.committer
     return [
         MetricSource("tieredstore.ingest.queue.bytes", "bytes", "gauge", lambda: committer.queued_bytes),
@@ -279,9 +279,11 @@ def _process_sources(node: ServerParts) -> list[MetricSource]:
 def _object_store_sources(node: ServerParts) -> list[MetricSource]:
     sealing = node.sealing
     return [
-        MetricSource("tieredstore.upload.segments", "count", "counter", lambda: sealing.runs.segments),
-        MetricSource("tieredstore.upload.bytes", "bytes", "counter", lambda: sealing.runs.segment_bytes),
-        MetricSource("tieredstore.upload.failures", "count", "counter", lambda: sealing.standing.failures),
+        MetricSource("tieredstore.upload.segments", "count", "counter", lambda: sealing.dispatcher.segments),
+        MetricSource(
+            "tieredstore.upload.bytes", "bytes", "counter", lambda: sealing.dispatcher.segment_bytes
+        ),
+        MetricSource("tieredstore.upload.failures", "count", "counter", lambda: sealing.health.failures),
         MetricSource("tieredstore.upload.pending_streams", "count", "gauge", lambda: sealing.queued),
     ]
 
@@ -395,7 +397,7 @@ class MetricsWriter:
             return
         window = MetricInterval(self._since_ms, self._now_ms())
         self._since_ms = window.end_ms
-        records = self._book.records(window, *traffic.take(), served.take())
+        records = self._book.records(window, *traffic.drain(), served.drain())
         if not records:
             return
         entries = [orjson.dumps(record) for record in records]

@@ -176,7 +176,7 @@ class PipelinePlanner:
         registry = Registry(name=stream.name) if schema is None else read_registry(schema)
         data = store_plan(plan, registry, documents.get(PROFILE))
         publication = ManifestPublication(stream_id=folder, objects={plan_name(plan.hash): data})
-        report = await self._sealing.ask("plan", [stream.number], publication=publication)
+        report = await self._sealing.run_job("plan", [stream.number], publication=publication)
         if report.error:
             raise TailraceError("unavailable", f"the plan cannot be stored: {report.error}")
         self._stored[folder] = (entry.hash, entry.generation)
@@ -469,7 +469,7 @@ class PipelineRoutes:
     async def _rebuild(self, asked: RebuildRequest) -> Json:
         """Companions are taken out, so that they are built again; queries scan meanwhile."""
         stream = self._log.readable(asked.stream)
-        known = await self._log.catalogue.of(stream)
+        known = await self._log.catalogue.load(stream)
         if asked.family is not None and asked.family not in FAMILIES:
             raise TailraceError("invalid_request", f"there are the families {', '.join(FAMILIES)}")
         keys = [one.object for one in known.companions if asked.family in (None, one.family)]

@@ -84,15 +84,15 @@ def connect_storage_metrics(
         sealer = 0 if sealing.sealer is None else sealing.sealer.bytes_in
         return sealer + sum(parts.fetched_bytes for parts in readers)
 
-    telemetry.hot_bytes.read = lambda: sealing.pressure.stored_bytes
-    telemetry.unsealed_bytes.read = lambda: sealing.pressure.waiting_bytes
+    telemetry.hot_bytes.read = lambda: sealing.backlog.stored_bytes
+    telemetry.unsealed_bytes.read = lambda: sealing.backlog.waiting_bytes
     telemetry.spooled_bytes.read = sealing.spooled_bytes
     telemetry.seal_queue.read = lambda: sealing.queued
-    telemetry.sealed_segments.read = lambda: sealing.runs.segments
-    telemetry.sealed_bytes.read = lambda: sealing.runs.segment_bytes
-    telemetry.seal_failures.read = lambda: sealing.standing.failures
-    telemetry.seal_conflicts.read = lambda: len(sealing.runs.conflicts)
-    trims, sweeps = sealing.trims, sealing.sweeps
+    telemetry.sealed_segments.read = lambda: sealing.dispatcher.segments
+    telemetry.sealed_bytes.read = lambda: sealing.dispatcher.segment_bytes
+    telemetry.seal_failures.read = lambda: sealing.health.failures
+    telemetry.seal_conflicts.read = lambda: len(sealing.dispatcher.conflicts)
+    trims, sweeps = sealing.retention, sealing.sweep
     telemetry.trimmed_entries.read = lambda: trims.entries
     telemetry.trimmed_segments.read = lambda: trims.segments
     telemetry.trimmed_bytes.read = lambda: trims.segment_bytes
@@ -101,7 +101,7 @@ def connect_storage_metrics(
     telemetry.swept_orphans.read = lambda: sweeps.seen.orphans
     telemetry.swept_orphan_bytes.read = lambda: sweeps.seen.orphan_bytes
     telemetry.swept_tombstones.read = lambda: sweeps.seen.forgotten
-    telemetry.object_store_ok.read = lambda: float(sealing.standing.state == "ok")
+    telemetry.object_store_ok.read = lambda: float(sealing.health.state == "ok")
     telemetry.object_requests.each = requests
     telemetry.object_sent_bytes.read = sent
     telemetry.object_received_bytes.read = received

@@ -272,7 +272,7 @@ class MemoryGuard:
         if not log.checkpoint_pending and log.committer.idle and log.refusal is None:
             if log.streams.memory_bytes + log.streams.document_bytes > MOVE_BYTES:
                 # Recent entries go to the hot store early, and idle streams with their documents after them.
-                log.move_on()
+                log.rotate_journal()
         now_s = self._loop.time()
         if now_s - self._collected_s >= COLLECT_S:
             self._collected_s = now_s

@@ -371,7 +371,7 @@ class ServerRoutes:
     def _queues(self) -> dict[str, object]:
         node = self._node
         committer, limits = node.context.log.committer, node.context.limits
-        pressure = node.sealing.pressure
+        pressure = node.sealing.backlog
         return {
             "ingest_queue": {
                 "requests": committer.queued_records,

@@ -439,14 +439,14 @@ def connect_details(
 
     def requests_of(stream: Stream) -> dict[str, Counter[str]]:
         folder = make_stream_id(stream.name, stream.incarnation)
-        found = sealing.book.requests(folder)
+        found = sealing.request_stats.requests(folder)
         for parts in readers:
             for artifact, counters in parts.book.requests(folder).items():
                 found[artifact] = found.get(artifact, Counter()) + counters
         return found
 
     def head_of(stream: Stream) -> UploadedHead | None:
-        return sealing.book.head(make_stream_id(stream.name, stream.incarnation))
+        return sealing.request_stats.head(make_stream_id(stream.name, stream.incarnation))
 
     def tail_of(stream: Stream) -> TailIndexStatus:
         index = tail.find(stream.number)
@@ -457,7 +457,7 @@ def connect_details(
     routes.tail_of = tail_of
     routes.requests_of = requests_of
     routes.head_of = head_of
-    routes.is_in_conflict = lambda stream: stream.number in sealing.runs.conflicts
+    routes.is_in_conflict = lambda stream: stream.number in sealing.dispatcher.conflicts
     routes.cached_of = lambda stream: cached_bytes_by_artifact(readers, stream)
 
 

@@ -427,7 +427,7 @@ class StreamRoutes:
         try:
             async with asyncio.timeout(self._limits.request_ms / 1000):
                 while needed is not None:
-                    at_hand.append(await self._log.reader.bring(needed.missing))
+                    at_hand.append(await self._log.reader.fetch_block(needed.missing))
                     needed = None
                     try:
                         self._log.create(request, self._answer_create, exchange, at_hand)

@@ -189,7 +189,7 @@ class Tracing:
         reads[("dropped",)] = lambda: self._exporter.dropped
 
     def connect(self, sealing: SealingService, pipeline: PipelineState, webhooks: WebhookSender) -> None:
-        sealing.runs.on_run = self.tracer.sealed
+        sealing.dispatcher.on_run = self.tracer.sealed
         pipeline.on_beat = self.tracer.heard
         webhooks.trace = self.tracer.webhook
 

@@ -1,14 +1,10 @@
 """Bootstrap: a server with an empty disk restores everything from the object store.
 
-What a bootstrap has done so far: a bar for people who watch, lines in the log for everybody else.
+1. Take the bucket over with a higher fence, so that a server that still runs cannot change it any more.
+2. Read every manifest and record in each that its stream continues in a new epoch.
+3. Build a hot store from the manifests. Entries stay on the object store.
 
-Where a bootstrap may work: a data directory that nobody would miss.
-
-Bootstrap: a server with an empty disk gets everything back from the object store.
-
-It takes the bucket over, so that a server that still runs somewhere can change nothing any more, reads every
-manifest, records in each that its stream goes on in a new epoch, and builds a hot store out of them. Entries
-stay where they are. The hot store gets its name at the very end: killed before, a bootstrap begins again.
+The hot store gets its final name at the very end: a bootstrap that is killed before starts over.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ import msgspec
 from tailrace.common import failpoints
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.settings import Settings
 from tailrace.log import system_streams
 from tailrace.log.journal import JournalCorruptError, list_files
@@ -98,14 +95,14 @@ class BootstrapReport(msgspec.Struct):
         self.problems_count += 1
         if len(self.problems) < PROBLEMS_MAX:
             self.problems.append(text)
-            logger.warning("bootstrap: %s", text)
+            logger.warning("bootstrap problem", extra=log_fields(problem=text))
 
     def summary(self) -> str:
         return (
             f"restored {self.streams} streams ({self.forks} of them forks) with {self.entries} entries and "
             f"{self.payload_bytes} bytes in {self.segments} segments, {self.tombstones} tombstones, "
             f"{self.producers} producers and {self.subscriptions} subscriptions in {self.seconds:.1f} s; "
-            f"{self.problems_count} could not be restored as they were"
+            f"{self.problems_count} problems"
         )
 
 
@@ -127,13 +124,13 @@ async def show_progress(restored: BootstrapReport) -> AsyncGenerator[None]:
 async def _log_progress(restored: BootstrapReport) -> None:
     while True:
         await asyncio.sleep(LINE_S)
-        logger.info(
-            "bootstrap: %d of %d manifests, %d entries, %d bytes",
-            restored.done,
-            restored.found,
-            restored.entries,
-            restored.payload_bytes,
+        fields = log_fields(
+            done=restored.done,
+            manifests=restored.found,
+            entries=restored.entries,
+            bytes=restored.payload_bytes,
         )
+        logger.info("bootstrap progress", extra=fields)
 
 
 async def _draw_progress_bar(restored: BootstrapReport) -> None:
@@ -170,16 +167,16 @@ def is_bootstrapped(path: Path) -> bool:
         finished = store.db.fact("bootstrapped_ns", None) is not None and not found.records
         store.db.close()
     except JournalCorruptError as error:
-        raise _refusal(path, f"it holds a journal that cannot be read ({error})") from error
+        raise _refusal(path, f"its journal cannot be read ({error})") from error
     if finished:
         return True
     if count or subscriptions:
-        raise _refusal(path, f"it holds {count} streams and {subscriptions} subscriptions")
+        raise _refusal(path, f"it has {count} streams and {subscriptions} subscriptions")
     return False
 
 
 def _count_streams(store: StoredStreams, found: ReplayResult) -> int:
-    """Apart from the server's own as long as the registry is empty: one started by mistake makes them."""
+    """Whether only system streams exist and the registry is empty, as after a start by mistake."""
     names = {name for name, _ in store.db.images_after("", "", 3)} | found.streams.by_name.keys()
     own = found.streams.find(system_streams.REGISTRY_STREAM)
     if names <= set(system_streams.BOUNDED_STREAMS) and (own is None or own.tail == 0):
@@ -189,7 +186,7 @@ def _count_streams(store: StoredStreams, found: ReplayResult) -> int:
 
 def _refusal(path: Path, why: str) -> TailraceError:
     message = (
-        f"--bootstrap needs a data directory without streams, and {path} is none: {why}. To go on with what "
+        f"--bootstrap needs a data directory without streams, but {path}: {why}. To continue with what "
         "is there, start without --bootstrap; to restore from the object store, move hot.db, hot.db-* and "
         "journal/ away first"
     )
@@ -200,7 +197,7 @@ WORK_DIRECTORY = "bootstrap"  # what is being built, in the data directory
 LISTS_IN_PARALLEL = 16
 RESTORE_BATCH = 1000
 SEGMENTS_HELD = 20_000
-EPOCHS_PER_OWNER = 1024  # more than one owner can use up on a name without any manifest that says so
+EPOCHS_PER_OWNER = 1024  # more than one owner can use up on a name without a manifest that records it
 T = TypeVar("T")
 
 
@@ -208,7 +205,7 @@ async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) 
     """Fills an empty data directory from the object store, or raises TailraceError and changes nothing."""
     restored = BootstrapReport()
     if is_bootstrapped(directory.path):
-        logger.warning("the bootstrap was finished before; starting from what it restored")
+        logger.warning("bootstrap was completed before, starting from the restored directory")
         shutil.rmtree(directory.path / WORK_DIRECTORY, ignore_errors=True)
         return restored
     try:
@@ -219,16 +216,16 @@ async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) 
         await Bootstrap(settings, directory, clock, objects, restored).run()
     except ObjectStoreError as error:
         raise TailraceError(
-            "unavailable", f"the bootstrap stopped and can be started again: {error}"
+            "unavailable", f"the bootstrap failed and can be started again: {error}"
         ) from error
     finally:
         await objects.close()
-    logger.warning("bootstrap: %s", restored.summary())
+    logger.warning("bootstrap completed", extra=log_fields(summary=restored.summary()))
     return restored
 
 
 class Bootstrap:
-    """One run. Requests to the object store are made on the loop, everything with SQLite on one thread."""
+    """One run. Requests to the object store are made on the loop, SQLite is used on one thread."""
 
     def __init__(
         self,
@@ -262,7 +259,7 @@ class Bootstrap:
                 self._store = await self._on_thread(lambda: RestoreStore(work))
                 await self._round()
                 if taken_over:
-                    # The server before us may write for a moment before it notices.
+                    # The previous server may write for a moment before it notices.
                     settle_s = self._settings.limits.bootstrap_settle_ms / 1000
                     await asyncio.sleep(max(0.0, claimed_s + settle_s - loop.time()))
                     await self._round()
@@ -272,7 +269,7 @@ class Bootstrap:
             self._thread.shutdown(wait=True)
 
     def _clear(self) -> Path:
-        """Removes what an earlier try left, and becomes a deployment that never had this bucket before."""
+        """Removes what an earlier attempt left, and becomes a deployment that never owned this bucket."""
         path = self._directory.path
         for old in (path / "hot.db", path / "hot.db-wal", path / "hot.db-shm"):
             old.unlink(missing_ok=True)
@@ -285,12 +282,12 @@ class Bootstrap:
         return work
 
     async def _claim(self) -> bool:
-        """Whether somebody else had the bucket."""
+        """Claims the bucket; whether it had an owner before."""
         ownership = BucketOwnership(self._objects, self._clock)
         before = await ownership.current()
         fence = await ownership.claim(self._directory.deployment, take_over=True)
         self._manifests = TakeoverManifestStore(self._objects, fence, clock=self._clock)
-        logger.warning("bootstrap: restoring from %s with fence %d", self._objects.url, fence)
+        logger.warning("bootstrap started", extra=log_fields(url=self._objects.url, fence=fence))
         return before is not None
 
     async def _round(self) -> None:
@@ -357,7 +354,7 @@ class Bootstrap:
         except (ManifestError, ObjectMissingError) as error:
             found = decode_manifest(waiting.head, ManifestHead, waiting.stream_id, HEAD_KEY)
             self.restored.problem(f"{found.name}: {error}")
-            # As a stream of no kind: nobody may wait for it.
+            # Recorded as unusable, so that no fork waits for it.
             stream = restored_stream(waiting.number, found, None, SegmentTotals(), 0)
             self._outcomes.append(RestoreOutcome("passed", stream))
         self.restored.done += 1
@@ -367,7 +364,7 @@ class Bootstrap:
         known = StoredHead(
             decode_manifest(waiting.head, ManifestHead, waiting.stream_id, HEAD_KEY), waiting.etag
         )
-        # Recorded before anything is served: the entries that come next are of another epoch.
+        # Recorded before anything is served: new entries are of another epoch.
         head = await self._manifests.take(
             waiting.stream_id, lambda current: restored_head(current, source), known=known
         )
@@ -391,7 +388,7 @@ class Bootstrap:
             restored.forks += 1
             if source is None:
                 restored.problem(
-                    f"{head.name}: its source {head.parent.name} is missing; what it inherits is gone"
+                    f"{head.name}: its source {head.parent.name} is missing; inherited entries are lost"
                 )
             elif source.tail < known.head.fork_entry:
                 lost = (
@@ -412,7 +409,7 @@ class Bootstrap:
             self._outcomes.append(RestoreOutcome("passed", stream))
 
     async def _take_documents(self, head: ManifestHead, tail: int) -> dict[str, bytes] | None:
-        """A registry that cannot be read is told of; the entries are there without it."""
+        """Reports a schema registry that cannot be read; the entries are restored without it."""
         documents: dict[str, bytes] = {}
         for key in head.meta_keys:
             objects = DocumentObjects(MetaObjects(self._objects, self._manifests.fence))
@@ -482,7 +479,7 @@ class Bootstrap:
         removed = self._store.settle_forks(now_ns)
         self.restored.streams -= removed
         self.restored.tombstones += removed
-        # Names that nothing tells of may have been used as well, and more than once.
+        # Names without a manifest may have been used as well, more than once.
         self._store.finish((self._manifests.fence - 1) * EPOCHS_PER_OWNER, now_ns)
         self._store.close()
         path = self._directory.path

@@ -1,4 +1,4 @@
-"""How we stand with the object store: whether it can be used, whether it is ours, and when to try again."""
+"""Bucket health: whether the object store is available, whether this server owns it, and when to retry."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.manifests.model import FencedError
 from tailrace.storage.ownership import BucketOwner
 from tailrace.storage.sealer_process import JobKind, SealerReport
@@ -21,28 +22,28 @@ LOGGED_ERRORS_MAX = 1000
 
 
 class BucketHealth:
-    """Learns from the sealer's reports and from the owner's mark in the bucket."""
+    """Tracks the state of the bucket from the sealer's reports and the owner object."""
 
     def __init__(self, owner: BucketOwner, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
         self.owner = owner
         self._loop = loop
-        self.failure = ""  # why the object store cannot be used just now
-        self.fenced = ""
+        self.failure = ""  # why the object store is unavailable
+        self.fenced = ""  # why this server may not write to it any more
         self.failures = 0
-        self.on_back: Callable[[], None] | None = None  # it can be used again
-        self.on_lost: Callable[[], None] | None = None  # it is somebody else's from now on
-        self._owner_said = ""  # what was wrong when it was asked last
+        self.on_recovered: Callable[[], None] | None = None  # it is available again
+        self.on_fenced: Callable[[], None] | None = None  # another server owns it from now on
+        self._owner_failure = ""  # of the last confirmation
         self._confirming = False
         self._confirmed_s = loop.time()
         self._confirm_s = max(limits.seal_interval_ms / 1000, CONFIRM_S_MIN)
         self._paused_until_s = 0.0
         self._pause_s = BUCKET_PAUSE_S_MIN
         self.pause_s_max = limits.seal_pause_ms / 1000
-        self._told_s: dict[str, float] = {}  # errors of single streams and when they were logged
+        self._logged_s: dict[str, float] = {}  # errors of single streams and when they were logged
 
     @property
     def owned(self) -> bool:
-        """Whether the bucket is ours, as far as we know."""
+        """Whether this server owns the bucket, as far as is known."""
         return bool(self.owner.fence) and not self.fenced
 
     def usable(self, now_s: float) -> bool:
@@ -50,7 +51,7 @@ class BucketHealth:
 
     @property
     def state(self) -> str:
-        """One line, for whoever asks whether the server is well."""
+        """One line for health reports."""
         if self.fenced:
             return f"fenced: {self.fenced}"
         return f"failing: {self.failure}" if self.failure else "ok"
@@ -58,90 +59,91 @@ class BucketHealth:
     # -- the owner -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Claims the bucket; raises if it is somebody else's."""
+        """Claims the bucket; raises if another server owns it."""
         await self.owner.start()
-        self.failure = self._owner_said = self.owner.failure
+        self.failure = self._owner_failure = self.owner.failure
 
     def is_confirmation_due(self, now_s: float) -> bool:
         wait_s = self._confirm_s if self.owner.fence else self._pause_s
         return not self._confirming and now_s - self._confirmed_s >= wait_s
 
     async def confirm(self) -> None:
-        """A store that is down answers late: nobody should wait for this."""
+        """Reads the owner object. May take long if the store is down, so no other work should await it."""
         self._confirming = True
         try:
             await self.owner.confirm()
         except FencedError as error:
-            self._give_up(str(error))
+            self._fence(str(error))
         except TailraceError as error:
-            logger.error("the owner of the object store cannot be told: %s", error)
+            fields = log_fields(error=str(error))
+            logger.error("cannot determine the owner of the object store", extra=fields)
         else:
-            said, self._owner_said = self._owner_said, self.owner.failure
-            if self._owner_said and not self.owner.fence:
+            previous, self._owner_failure = self._owner_failure, self.owner.failure
+            if self._owner_failure and not self.owner.fence:
                 self._pause_s = min(2 * self._pause_s, self.pause_s_max)
-                self.failure = self._owner_said
-            elif self.failure == said and not self._owner_said:
+                self.failure = self._owner_failure
+            elif self.failure == previous and not self._owner_failure:
                 self.failure = ""
         finally:
             self._confirming = False
             self._confirmed_s = self._loop.time()
 
-    def _give_up(self, reason: str) -> None:
-        """Somebody else owns the bucket: what we would acknowledge from now on could never get there."""
+    def _fence(self, reason: str) -> None:
+        """Another server owns the bucket: new entries could never be sealed."""
         if not self.fenced:
             self.fenced = reason
             logger.critical(
-                "this server no longer owns its object store and takes no more entries: %s", reason
+                "object store is owned by another server, refusing appends", extra=log_fields(reason=reason)
             )
-            if self.on_lost is not None:
-                self.on_lost()
+            if self.on_fenced is not None:
+                self.on_fenced()
 
     # -- reports ---------------------------------------------------------------------------------------
 
-    def learn(self, kind: JobKind, numbers: list[int], report: SealerReport) -> None:
-        """From the outcome of a job. A failure is logged, counted and followed by a pause."""
+    def on_report(self, kind: JobKind, numbers: list[int], report: SealerReport) -> None:
+        """Handles the outcome of a job. A failure is logged, counted and followed by a pause."""
         if not report.error:
-            self._went_well()
+            self._on_success()
             return
         self.failures += 1
         if report.trouble == "fenced":
-            self._give_up(report.error)
+            self._fence(report.error)
         elif report.trouble == "unavailable":
             if not self.failure:
-                logger.error("the object store cannot be used: %s; trying again for ever", report.error)
+                logger.error("object store unavailable, retrying", extra=log_fields(error=report.error))
             self.failure = report.error
             self._pause()
         elif report.trouble == "ended":
-            logger.error("%s of streams %s: %s", kind, numbers[:5], report.error)
+            fields = log_fields(kind=kind, stream_numbers=numbers[:5], error=report.error)
+            logger.error("sealer process exited during a job, retrying", extra=fields)
             self._pause()
         elif kind == "seal" and report.trouble == "conflict":
-            pass  # told by those who keep book of them
-        elif self._is_news(report.error):
-            logger.error(
-                "%s of streams %s failed: %s; trying again for ever", kind, numbers[:5], report.error
-            )
+            pass  # logged by `SealConflicts`
+        elif self._should_log(report.error):
+            fields = log_fields(kind=kind, stream_numbers=numbers[:5], error=report.error)
+            logger.error("sealer job failed, retrying", extra=fields)
 
-    def _went_well(self) -> None:
+    def _on_success(self) -> None:
         self._pause_s = BUCKET_PAUSE_S_MIN
         if self.failure:
-            logger.warning("the object store can be used again")
+            logger.warning("object store available again")
             self.failure = ""
-            if self.on_back is not None:
-                self.on_back()
+            if self.on_recovered is not None:
+                self.on_recovered()
 
     def _pause(self) -> None:
-        """Longer each time; several jobs that fail at once are one failure."""
+        """Backs off, doubling the pause; several jobs that fail at once count as one failure."""
         now_s = self._loop.time()
         if now_s >= self._paused_until_s:
             self._paused_until_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, self.pause_s_max)
 
-    def _is_news(self, error: str) -> bool:
-        """What is wrong with one stream stays wrong: it is told once an hour, not once a minute."""
+    def _should_log(self, error: str) -> bool:
+        """Whether an error of a single stream was not logged within the last hour."""
         now_s = self._loop.time()
-        if now_s - self._told_s.get(error, -LOG_AGAIN_S) < LOG_AGAIN_S:
+        if now_s - self._logged_s.get(error, -LOG_AGAIN_S) < LOG_AGAIN_S:
             return False
-        if len(self._told_s) >= LOGGED_ERRORS_MAX:
-            self._told_s.clear()
-        self._told_s[error] = now_s
+        if len(self._logged_s) >= LOGGED_ERRORS_MAX:
+            self._logged_s.clear()
+        self._logged_s[error] = now_s
         return True

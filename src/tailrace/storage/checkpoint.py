@@ -1,4 +1,5 @@
-"""Keeps the checkpointer running, feeds it retired journal files, tells the log when they are safe."""
+"""The server's side of the checkpointer: runs the process, feeds it retired journal files, reports
+progress."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.checkpointer import is_vacuum_due
 
 if TYPE_CHECKING:
@@ -17,13 +19,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tailrace.checkpoint")
 
 RETRY_S = 1.0
-VACUUM_RETRY_S = 60.0  # after a vacuum that could not give anything back
+VACUUM_RETRY_S = 60.0  # after a vacuum that could not free anything
 # A restart need not fold a journal that replays in a blink.
 CHECKPOINT_AT_START_BYTES = 4 * 1024 * 1024
 
 
 class CheckpointService:
-    """One file at a time, oldest first. The child is started when there is work, and kept while there is."""
+    """Checkpoints one file at a time, oldest first. The child runs while there is work."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -95,7 +97,7 @@ class CheckpointService:
                 async with asyncio.timeout(self._log.limits.helper_idle_ms / 1000):
                     await self._wake.wait()
             except TimeoutError:
-                # A child with nothing to do holds some 50 MB; the next one is there in a blink.
+                # An idle child uses some 50 MB, and starting one is fast.
                 await self._end_child()
                 await self._wake.wait()
             while self._files:
@@ -108,23 +110,25 @@ class CheckpointService:
                     self._log.checkpointed(seq)
                     continue
                 self.failures += 1
-                logger.error("checkpoint of journal file %d failed: %s", seq, answer or "the process ended")
+                fields = log_fields(file=seq, error=answer or "the process exited")
+                logger.error("checkpoint failed, retrying", extra=fields)
                 await asyncio.sleep(RETRY_S)
             self._wake.clear()
 
     async def _vacuum(self) -> None:
-        """Gives free pages of the hot store back to the disk, step by step, while no journal file waits."""
+        """Returns free pages of the hot store to the file system, in steps, while no journal file waits."""
         loop = asyncio.get_running_loop()
         while not self._wake.is_set() and loop.time() >= self._vacuum_after_s and self._vacuum_due():
             answer = await self._ask(f"vacuum {int(self._disk_short)}")
             self._rebuilding = False
             verdict, _, detail = answer.partition(" ")
             if verdict == "vacuumed" and int(detail) > 0:
-                logger.debug("hot store gave pages back to the disk: %s", detail)
+                logger.debug("hot store vacuumed", extra=log_fields(pages=int(detail)))
                 continue
             if verdict != "vacuumed":
                 self.failures += 1
-                logger.error("hot store vacuum failed: %s", answer or "the process ended")
+                fields = log_fields(error=answer or "the process exited")
+                logger.error("hot store vacuum failed", extra=fields)
             self._vacuum_after_s = loop.time() + VACUUM_RETRY_S
             loop.call_later(VACUUM_RETRY_S, self._wake.set)
 
@@ -132,13 +136,13 @@ class CheckpointService:
         try:
             space = self._log.store.db.space()
         except TailraceError:
-            return False  # logged where it was found; reads say so as well
+            return False  # already logged; reads report it as well
         due = is_vacuum_due(space, short=self._disk_short)
         self._rebuilding = due and not space.incremental
         return due
 
     async def _ask(self, line: str) -> str:
-        """The child's answer; empty if it ended, `failed` if it could not be asked."""
+        """The child's response; empty if it exited, `failed` if the line could not be sent."""
         try:
             if self._child is None or self._child.returncode is not None:
                 self._child = await asyncio.create_subprocess_exec(

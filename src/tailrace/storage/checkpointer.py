@@ -1,26 +1,17 @@
 """The checkpointer process: folds retired journal files into the hot store and vacuums it.
 
-Gives the free pages of the hot store back to the disk.
+It replays a file with the same code as the server and writes the changes in one transaction, together with
+the number of the file. As a separate process it does not block the server's loop, and it needs nothing from
+the server's memory. It may be killed at any moment.
 
-SQLite reuses pages that were freed, but keeps the file as large as it ever was. The checkpointer process, the
-only writer of the file, moves pages from its end into free ones and cuts the end off: a bounded number per
-step and only while no journal file waits. A file that an older version made has no map of its pages; it is
-rebuilt once, within the write-ahead log, so that a crash leaves the old content or the new one. Readers are
-not disturbed.
+Between files it returns free pages of the hot store to the file system: SQLite reuses freed pages but never
+shrinks the file by itself. Pages are moved from the end of the file and the end is truncated, in bounded
+steps and only while no journal file waits. A file created by an older version has no pointer map and is
+rebuilt once within the write-ahead log, so that a crash leaves either the old or the new content.
 
-What a journal file says about the object store, gathered during its replay, written with the rest.
-
-The checkpointer: a process of its own that folds retired journal files into the hot store.
-
-It replays a file with the same `apply` the server uses and writes what changed in one transaction, together
-with the number of the file. Being another process, it takes no time from the server's loop; being a fold of
-the journal, it needs nothing from the server's memory. It may be killed at any moment.
-
-Between files it gives free pages of the hot store back to the disk, when the server asks for it.
-
-Lines in: `<file> <end>`, answered by `done <file>` or `failed <file> <why>`; `vacuum <1 if the disk is
-short>`, answered by `vacuumed <pages>` or `failed vacuum <why>`; `stop`, which ends a vacuum early and has no
-answer of its own. It ends when its input does.
+Protocol, one line each: `<file> <end>` is answered by `done <file>` or `failed <file> <why>`; `vacuum <1 if
+the disk is nearly full>` by `vacuumed <pages>` or `failed vacuum <why>`; `stop` ends a vacuum early and has
+no response. The process exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -74,7 +65,7 @@ from tailrace.storage.segments.model import RetainedRanges, make_stream_id
 logger = logging.getLogger("tailrace.checkpoint")
 
 STEP_PAGES: Final = 2048  # 16 MiB: some 60 ms
-# Free pages that are kept, because the next checkpoints need them again.
+# Free pages that are not returned, because the next checkpoints need them again.
 SLACK_BYTES: Final = 64 * 1024 * 1024
 SLACK_SHARE: Final = 0.5  # of what is used
 # A rebuilt file is written twice, to a temporary file and to the write-ahead log, before the old one is cut.
@@ -83,7 +74,7 @@ REBUILD_MARGIN_BYTES: Final = 1024 * 1024
 
 
 def excess_pages(space: FileSpace, *, short: bool) -> int:
-    """Free pages to be given back; all of them if the disk is `short` of room."""
+    """Free pages to return; all of them if the disk is `short` of space."""
     kept = 0 if short else max(SLACK_BYTES, int(space.used_bytes * SLACK_SHARE)) // space.page_bytes
     return max(0, space.free_pages - kept)
 
@@ -92,12 +83,12 @@ def is_vacuum_due(space: FileSpace, *, short: bool) -> bool:
     excess = excess_pages(space, short=short)
     if space.incremental:
         return excess > 0
-    # A rebuild costs what is used, and should give more than that back.
+    # A rebuild writes all used pages, and should free more than that.
     return excess > 0 and space.free_bytes >= space.used_bytes
 
 
 def vacuum_step(data_dir: Path, db: HotDatabase, *, short: bool) -> int:
-    """Gives some pages back; how many. 0 if there is nothing to do, or no room to do it."""
+    """Returns some pages; how many. 0 if there is nothing to do, or no space to do it."""
     space = db.space()
     if not is_vacuum_due(space, short=short):
         return 0
@@ -108,8 +99,8 @@ def vacuum_step(data_dir: Path, db: HotDatabase, *, short: bool) -> int:
         free = os.statvfs(data_dir)
         if free.f_bavail * free.f_frsize < REBUILD_COPIES * space.used_bytes + REBUILD_MARGIN_BYTES:
             return 0
-        # The temporary file would else be made in /tmp, which may be memory. It has no name there: a crash
-        # leaves nothing behind.
+        # Otherwise the temporary file would be in /tmp, which may be memory. It is unlinked at once, so a
+        # crash leaves nothing.
         os.environ["SQLITE_TMPDIR"] = str(data_dir)
         db.execute("PRAGMA auto_vacuum=INCREMENTAL")
         db.execute("VACUUM")
@@ -152,7 +143,7 @@ class ObjectStoreChanges:
         elif isinstance(op, Create | Bind | Describe):
             self._changed[op.stream] = None
             if isinstance(op, Create) and op.parent:
-                self._changed[op.parent] = None  # a manifest tells how many forks need it
+                self._changed[op.parent] = None  # a manifest has the number of its forks
                 if stream is not None and stream.earliest:
                     self._trimmed[op.stream] = None
         elif isinstance(op, Delete):
@@ -177,10 +168,10 @@ class ObjectStoreChanges:
             self._recorded.append(op)
 
     def dig_graves(self, store: StoredStreams) -> None:
-        """For removed streams that the sealer may have seen. Before their rows are deleted."""
+        """For removed streams that the sealer may have seen; called before their rows are deleted."""
         for op, stream in self._removed:
             if store.db.image_by_number(stream.number) is None:
-                continue  # made and removed within this file: nothing of it ever left the journal
+                continue  # created and removed within this file: the sealer never saw it
             folder = make_stream_id(stream.name, stream.incarnation)
             image = encode_deleted(stream, op.at_ns, op.reason)
             store.db.cold.put_grave(DeletedStreamRow(stream.number, stream.name, folder, image))
@@ -247,7 +238,7 @@ class ObjectStoreChanges:
             if stream is None:
                 continue
             if stream.parent:
-                affected.append(stream.parent)  # may have kept something for this one
+                affected.append(stream.parent)  # may have retained entries for this one
             if not stream.earliest:
                 continue
             db.companions.trim(number, stream.earliest)
@@ -263,10 +254,10 @@ IMAGES_AT_ONCE = 1000
 
 
 def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, tombstone_ns: int) -> None:
-    """Folds one journal file into the hot store. Doing it again changes nothing.
+    """Folds one journal file into the hot store. Idempotent.
 
-    It is all one transaction, from the look at what is done: the checkpointer of a server that was killed may
-    still be at the same file.
+    It is one transaction including the check of what is done: the checkpointer of a killed server may
+    still be working on the same file.
     """
     db = store.db
     with db.write():
@@ -308,7 +299,7 @@ class FileCheckpoint:
 
     def take(self, payload: bytes) -> None:
         if apply_plain_append(self.streams, payload):
-            return  # says nothing about objects or documents
+            return  # nothing about objects or documents
         for op in decode_record(payload):
             self.apply(op)
 
@@ -352,7 +343,7 @@ def write_streams(store: StoredStreams, streams: Streams, cold: ObjectStoreChang
     for stream in streams.touched.get(streams.file, ()):
         if stream.removed:
             continue
-        streams.settle(stream)
+        streams.fold_tail(stream)
         write_blocks(store, stream)
         for producer_id, producer in (stream.producers or {}).items():
             db.put_producer(stream.number, producer_id, producer.epoch, producer.seq)
@@ -364,7 +355,7 @@ def write_streams(store: StoredStreams, streams: Streams, cold: ObjectStoreChang
 
 
 def write_fork_rows(db: HotDatabase) -> None:
-    """Once, in a store that was made before there was such a book."""
+    """Once, in a store that was created before these tables existed."""
     name = ""
     while found := db.images_after(name, "", IMAGES_AT_ONCE):
         name = found[-1][0]
@@ -422,7 +413,7 @@ def merge_blocks(blocks: list[Block], separator: int) -> Block:
 
 
 class CommandReader:
-    """Lines of the server, read on a thread of their own."""
+    """Lines from the server, read on a separate thread."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -439,7 +430,7 @@ class CommandReader:
                     continue
                 self._lines.append(line)
                 self._ready.notify()
-        os._exit(0)  # the server is gone; an unfinished transaction rolls back by itself
+        os._exit(0)  # the server has exited; SQLite rolls an unfinished transaction back
 
     def next(self) -> list[str]:
         with self._ready:

@@ -1,15 +1,9 @@
-"""Compaction: which segments become one, proof, replacement in the manifest, completion after a crash.
+"""Compaction: which segments become one, verification, replacement in the manifest, completion after a crash.
 
-Which small segments should become one, and whether what was made of them may stand for them.
-
-Pure: what is listed in, work or a decision out.
-
-The sealer's part in a compaction: the joined segment is read once more, then put into the manifest.
-
-Compactions carried out: written down as begun, put into the manifest, written down as done.
-
-A crash before the manifest leaves an object that nobody names. After it, the owner would go on with segments
-whose objects are deleted some day. So what was begun is a fact of the log, and whoever starts finishes it.
+The decisions are pure functions of the listed segments. The sealer reads the new segment once more before it
+puts it into the manifest. The log records the intent before the manifest changes and removes it afterwards:
+without it, a server killed in between would continue with segments whose objects are deleted later. At start
+pending intents are completed.
 """
 
 from __future__ import annotations
@@ -26,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.log import segment_catalogue
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.segment_catalogue import CompactionIntent
@@ -63,7 +58,7 @@ HOUR_NS: Final = 3600 * 10**9
 BYTES_MAX: Final = 64 << 20  # payload of a joined segment, with something for each entry
 ENTRY_BYTES: Final = 32
 INPUTS_MAX: Final = 512
-COMPACTIONS_OFFERED_MAX: Final = 4  # of one stream in one answer
+COMPACTIONS_OFFERED_MAX: Final = 4  # of one stream in one response
 RETENTION_SHARE: Final = 10  # so many parts of what a stream retains are trimmed one by one
 
 
@@ -78,8 +73,8 @@ class CompactionRule(NamedTuple):
 class CompactionBorders(NamedTuple):
     """What no segment may reach across."""
 
-    cuts: Sequence[int]  # entries, in order: none of them shares a segment with the one behind it
-    bucket_ns: int  # append times of one segment lie in one of the parts of this length; 0: anywhere
+    cuts: Sequence[int]  # sorted entries that must be the last of their segment
+    bucket_ns: int  # append times of one segment are in one interval of this length; 0: any
     bytes_max: int
 
     def is_cut(self, first: int, last: int) -> bool:
@@ -88,7 +83,7 @@ class CompactionBorders(NamedTuple):
         return index < len(self.cuts) and self.cuts[index] < last
 
     def bucket(self, info: SegmentInfo) -> int | None:
-        """The part of time a segment lies in; None if it lies in several."""
+        """The time interval of a segment; None if it is in several."""
         if not self.bucket_ns:
             return 0
         first, last = info.first_ns // self.bucket_ns, info.last_ns // self.bucket_ns
@@ -103,7 +98,7 @@ class DueCompactions(NamedTuple):
 
 
 def borders_of(lifetime: Lifetime, cuts: Collection[int]) -> CompactionBorders:
-    """Retention trims whole segments: what it keeps too long is a tenth of its bound, or an hour."""
+    """Retention trims whole segments: a compacted one may delay it by a tenth of its bound, or an hour."""
     bucket_ns, bytes_max = 0, BYTES_MAX
     if lifetime.retention_s is not None:
         bucket_ns = max(lifetime.retention_s * 10**9 // RETENTION_SHARE, HOUR_NS)
@@ -119,7 +114,7 @@ def due_compactions(
     is_settled: Callable[[SegmentInfo], bool],
     now_ns: int,
 ) -> DueCompactions:
-    """`is_settled` tells whether anything is still to be built of a segment: then it is left alone."""
+    """Due compactions. `is_settled` is whether nothing is left to build for a segment: others are skipped."""
     found: list[tuple[SegmentInfo, ...]] = []
     next_ns: int | None = None
     for run in _runs(segments, rule, borders, is_settled):
@@ -138,7 +133,7 @@ def _runs(
     borders: CompactionBorders,
     is_settled: Callable[[SegmentInfo], bool],
 ) -> Iterator[list[SegmentInfo]]:
-    """Small segments that follow each other and may be one, whatever their age."""
+    """Adjacent small segments that may be merged, regardless of their age."""
     run: list[SegmentInfo] = []
     size = 0
     for info in segments:
@@ -179,41 +174,41 @@ def decide_compaction(
     companions: Sequence[IndexFile],
     segments: Mapping[str, SegmentInfo],
 ) -> CompactionIntent | None:
-    """What takes the place of what; None if that has happened already.
+    """The intent of a compaction; None if it was completed already.
 
     `segments` are all that the stream shows, by key.
     """
     if len(offer.add) != 1 or offer.add[0].family != SEGMENT_FAMILY:
-        raise TailraceError("invalid_request", "a compaction has one output, which is a segment")
+        raise TailraceError("invalid_request", "a compaction must have one output, a segment")
     prefix = stream_prefix(offer.stream_id)
     named = {one.object.removeprefix(prefix): one.sha256 for one in offer.inputs}
     if named.keys() != {key.removeprefix(prefix) for key in offer.replace} or len(named) < 2:
-        raise TailraceError("invalid_request", "a compaction replaces exactly its inputs, two at least")
+        raise TailraceError("invalid_request", "a compaction must replace exactly its inputs, at least two")
     joined = offered_segment(offer.add[0], prefix)
     listed = [info for info in segments.values() if info.first <= joined.last and joined.first <= info.last]
     if len(listed) == 1 and (listed[0].first, listed[0].last) == (joined.first, joined.last):
         return None
     inputs = sorted((info for info in listed if info.key in named), key=lambda info: info.first)
     if len(inputs) != len(named) or len(listed) != len(named):
-        raise TailraceError("inputs_changed", "one of the segments is not listed any more")
+        raise TailraceError("inputs_changed", "an input segment is no longer listed")
     if any(info.sha256 != named[info.key] for info in inputs):
-        raise TailraceError("inputs_changed", "one of the segments is another object")
+        raise TailraceError("inputs_changed", "an input segment is a different object")
     _check_sums(joined, inputs)
     _check_companions(joined, plan, companions)
     return CompactionIntent(joined, tuple(inputs))
 
 
 def offered_segment(one: PublishedObject, prefix: str) -> SegmentInfo:
-    """What is recorded about an offered segment, taken at its word."""
+    """The recorded fields of an offered segment, not verified yet."""
     values = [one.stats.get(name) for name in ("epoch", "raw_bytes", "first_ns", "last_ns")]
     numbers = [value for value in values if isinstance(value, int)]
     if len(numbers) != len(values):
-        raise TailraceError("invalid_request", "stats must tell epoch, raw_bytes, first_ns and last_ns")
+        raise TailraceError("invalid_request", "stats must have epoch, raw_bytes, first_ns and last_ns")
     epoch, payload_bytes, first_ns, last_ns = numbers
     key = one.object.removeprefix(prefix)
     sound = 0 < one.first <= one.last and one.rows == one.last - one.first + 1 and one.bytes > 0
     if not sound or key != segment_name(epoch, one.first, one.last, one.sha256):
-        raise TailraceError("invalid_request", "the object is not named as this segment would be")
+        raise TailraceError("invalid_request", "the object name does not match the segment")
     return SegmentInfo(
         key=key,
         epoch=epoch,
@@ -232,19 +227,19 @@ def _check_sums(joined: SegmentInfo, inputs: Sequence[SegmentInfo]) -> None:
     following = joined.first
     for info in inputs:
         if info.first != following or info.epoch != joined.epoch:
-            raise TailraceError("range_conflict", "the segments do not follow each other in one epoch")
+            raise TailraceError("range_conflict", "the segments are not adjacent in one epoch")
         following = info.last + 1
     if following != joined.last + 1:
-        raise TailraceError("range_conflict", "the joined segment has other entries than its inputs")
+        raise TailraceError("range_conflict", "the entries of the new segment differ from its inputs")
     told = (joined.payload_bytes, joined.first_ns, joined.last_ns)
     if told != (sum(info.payload_bytes for info in inputs), inputs[0].first_ns, inputs[-1].last_ns):
-        raise TailraceError("range_conflict", "the joined segment has other bytes or times than its inputs")
+        raise TailraceError("range_conflict", "the bytes or times of the new segment differ from its inputs")
 
 
 def _check_companions(joined: SegmentInfo, plan: PlanRecord | None, companions: Sequence[IndexFile]) -> None:
-    """Either everything that is wanted of the inputs is built, or nothing: a half could never be completed.
+    """Either all index files of the inputs are built, or none: a part could never be completed.
 
-    Companions are built for whole segments, and none may overlap another.
+    Index files are built for whole segments, and none may overlap another.
     """
     if plan is None:
         return
@@ -279,7 +274,7 @@ class CompactionSealer:
         self._manifests = manifests
         self._threads = threads
         self._grace_ns = limits.gc_segment_grace * MS_NS
-        # A sweep may be about to take what is older than its age: half of that is surely safe.
+        # A sweep may be about to delete objects older than its age limit: half of that is safe.
         self._age_ns_max = limits.sweep_age_ms * MS_NS // 2
 
     async def do(self, job: SealerJob, report: SealerReport) -> None:
@@ -294,7 +289,7 @@ class CompactionSealer:
         try:
             stored = await self._manifests.load(facts.stream_id)
             if stored is None or stored.head.fence < self._manifests.fence:
-                await self._manifests.publish(facts, known=stored)  # ours from before somebody took over
+                await self._manifests.publish(facts, known=stored)  # ours from before a takeover
             if not await self._is_listed(stored, joined):
                 await self._check(facts, joined)
             failpoints.reached("compact.before_manifest")
@@ -328,13 +323,13 @@ class CompactionSealer:
             found = await self._objects.head(key)
             if found.size != joined.bytes:
                 raise UnfitSegmentError(
-                    f"{joined.key} has {found.size} bytes, and {joined.bytes} were reported"
+                    f"{joined.key} has {found.size} bytes instead of the reported {joined.bytes}"
                 )
             if time.time_ns() - found.modified_ns > self._age_ns_max:
-                raise UnfitSegmentError(f"{joined.key} has lain there for too long; it has to be built again")
+                raise UnfitSegmentError(f"{joined.key} is too old to be published; build it again")
             raw, _etag = await self._objects.get(key)
         except ObjectMissingError:
-            raise UnfitSegmentError(f"{joined.key} is not there") from None
+            raise UnfitSegmentError(f"{joined.key} does not exist") from None
         loop = asyncio.get_running_loop()
         problems = await loop.run_in_executor(self._threads, _segment_problems, raw, joined, facts)
         if problems:
@@ -348,9 +343,9 @@ def _segment_problems(raw: bytes, joined: SegmentInfo, facts: StreamFacts) -> li
     try:
         told = file_footer(raw).facts
     except CorruptSegmentError:
-        return problems  # said already
+        return problems  # already reported
     if (told.get("name"), told.get("stream_id")) != (facts.name, facts.stream_id):
-        problems.append("it is of another stream")
+        problems.append("it belongs to another stream")
     return problems
 
 
@@ -361,7 +356,7 @@ _REFUSAL_CODES: Final = {"missing": "object_missing", "changed": "inputs_changed
 
 
 class CompactionService:
-    """Owned by the loop thread. Whoever calls holds the lock of the stream."""
+    """Runs on the loop thread. The caller holds the lock of the stream."""
 
     def __init__(
         self, log: Log, sealing: SealingService, locks: StreamLocks, loop: asyncio.AbstractEventLoop
@@ -374,7 +369,7 @@ class CompactionService:
         self.segments = self.rows = 0  # that became part of others, since the start
 
     def start(self) -> None:
-        """Finishes what an earlier life of the server began."""
+        """Completes compactions that an earlier run of the server started."""
         self._finish_later()
 
     async def stop(self) -> None:
@@ -387,9 +382,9 @@ class CompactionService:
         await self._note(stream.number, intent)
         failpoints.reached("compact.after_intent")
         if intent.segment.first <= stream.earliest:
-            # Retention had decided before it could know of this.
+            # Retention was decided before the intent was known.
             await self._note(stream.number, None)
-            raise TailraceError("inputs_changed", "retention has taken some of the entries")
+            raise TailraceError("inputs_changed", "retention has removed some of the entries")
         try:
             return await self._carry_out(stream, intent)
         except TailraceError:
@@ -397,7 +392,7 @@ class CompactionService:
             raise
 
     async def finish(self, stream: Stream) -> None:
-        """What was begun before and is not known to be done."""
+        """Completes a compaction that was started and is not recorded as done."""
         raw = self._log.streams.meta.get(segment_catalogue.compaction_fact_key(stream.number))
         if raw is not None:
             try:
@@ -405,7 +400,8 @@ class CompactionService:
             except TailraceError as error:
                 if segment_catalogue.compaction_fact_key(stream.number) in self._log.streams.meta:
                     raise
-                logger.info("a compaction of %s was given up: %s", stream.name, error)
+                fields = log_fields(stream=stream.name, error=str(error))
+                logger.info("compaction abandoned", extra=fields)
 
     async def _carry_out(self, stream: Stream, intent: CompactionIntent) -> int:
         publication = ManifestPublication(
@@ -413,9 +409,9 @@ class CompactionService:
             segment=intent.segment,
             replaced=list(intent.replaced),
         )
-        if not self._sealing.standing.owned:
-            raise TailraceError("unavailable", "the object store cannot be used just now")
-        report = await self._sealing.ask("compact", [stream.number], publication=publication)
+        if not self._sealing.health.owned:
+            raise TailraceError("unavailable", "the object store is unavailable; retry later")
+        report = await self._sealing.run_job("compact", [stream.number], publication=publication)
         if report.error:
             raise TailraceError("unavailable", f"the manifest cannot be written: {report.error}")
         if report.refused or stream.removed:
@@ -442,15 +438,18 @@ class CompactionService:
             self._task = self._loop.create_task(self._finish_all())
 
     async def _finish_all(self) -> None:
-        """Until nothing is left that was begun."""
+        """Retries until no started compaction is left."""
         while numbers := [number for number, _ in segment_catalogue.pending_compactions(self._log.streams)]:
             for number in numbers:
                 try:
                     await self._finish_one(number)
                 except TailraceError as error:
-                    logger.warning("a compaction of stream %d is not finished yet: %s", number, error)
+                    fields = log_fields(stream_number=number, error=str(error))
+                    logger.warning("cannot complete a started compaction, retrying", extra=fields)
                 except Exception:
-                    logger.exception("a compaction of stream %d cannot be finished", number)
+                    logger.exception(
+                        "completing a started compaction failed", extra=log_fields(stream_number=number)
+                    )
             if any(True for _ in segment_catalogue.pending_compactions(self._log.streams)):
                 await asyncio.sleep(COMPACTION_RETRY_S)
 
@@ -459,5 +458,5 @@ class CompactionService:
         if stream is None or stream.removed:
             await self._note(number, None)
             return
-        async with self._locks.hold(make_stream_id(stream.name, stream.incarnation)):
+        async with self._locks.lock(make_stream_id(stream.name, stream.incarnation)):
             await self.finish(stream)

@@ -1,4 +1,4 @@
-"""The data directory: one server at a time, one format, one identity."""
+"""The data directory: its lock (one server at a time), format version and identity."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tailrace.common import private_files
 from tailrace.common.errors import TailraceError
 
 DIRECTORY_VERSION = 1
-# The streams are in the directories of several workers, where an older server would not look for them.
+# The streams are in the directories of several workers, where an older server would not find them.
 DIRECTORY_VERSION_SHARED = 2
 LOCK_WAIT_S = 5.0
-# What lies in the directory. Older versions left these open to other users.
+# The content of the directory. Older versions left these readable by other users.
 SUBDIRECTORIES = ("cache", "journal", "spool")
 
 
 class DataDirectory:
-    """Holds the lock for as long as the process lives."""
+    """Holds the lock while the process is running."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class DataDirectory:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                # A server that was killed a moment ago may still be letting go.
+                # A server that was just killed may still be releasing the lock.
                 if time.monotonic() > deadline:
                     os.close(fd)
                     raise TailraceError(
@@ -67,15 +67,15 @@ class DataDirectory:
             raise TailraceError(
                 "unavailable",
                 f"the data directory has format {found!r}; "
-                f"this version knows {DIRECTORY_VERSION_SHARED} and older",
+                f"this version supports {DIRECTORY_VERSION_SHARED} and older",
             )
 
     def become_shared(self) -> None:
-        """From now on only servers that know of workers may use the directory."""
+        """From now on only servers that support workers may use the directory."""
         write_file_durably(self.path / "VERSION", f"{DIRECTORY_VERSION_SHARED}\n")
 
     def become_new(self) -> None:
-        """A new identity: what holds the old one, be it a server that still runs, is somebody else."""
+        """A new identity: a server with the old one becomes another deployment."""
         write_file_durably(self.path / "deployment", secrets.token_hex(8) + "\n")
         self.deployment = self._deployment()
 
@@ -87,7 +87,7 @@ class DataDirectory:
 
 
 def write_file_durably(file: Path, text: str) -> None:
-    """A file that is there completely or not at all, whatever happens meanwhile."""
+    """Writes a file atomically: after a crash it is complete or absent."""
     temporary = file.with_name(file.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as opened:
         opened.write(text)
@@ -98,7 +98,7 @@ def write_file_durably(file: Path, text: str) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Made if it is not there, and there after a crash: what is synced inside it counts on that."""
+    """Creates a directory durably, so that synced files in it survive a crash."""
     private_files.make_private_directory(path)
     sync_directory(path.parent)
 

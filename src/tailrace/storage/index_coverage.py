@@ -1,9 +1,4 @@
-"""Index coverage: segments without index files, due merges, stale files, a summary. Pure.
-
-Which segments lack companions, and which companions are to be merged. Pure: lists in, work out.
-
-How far the index families of a stream are, in numbers. Pure: lists in, a summary out.
-"""
+"""Index coverage: segments without index files, due merges, stale files, and a summary. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,14 +21,14 @@ Range = tuple[int, int]
 
 
 class UncoveredSegment(NamedTuple):
-    """A segment and the families it has no companion of."""
+    """A segment and the families it has no index file of."""
 
     info: SegmentInfo
     families: tuple[str, ...]
 
 
 class IndexMerge(NamedTuple):
-    """Adjacent companions that are to become one of the next level."""
+    """Adjacent index files that are to be merged into one of the next level."""
 
     family: str
     level: int
@@ -49,7 +44,7 @@ class IndexMerge(NamedTuple):
 
 
 class MergeRule(NamedTuple):
-    """How many adjacent companions of a level make one of the next, and up to which level."""
+    """How many adjacent index files of a level make one of the next, and the highest level."""
 
     span: int  # of level 0
     fan_out: int  # of the others
@@ -57,7 +52,7 @@ class MergeRule(NamedTuple):
 
 
 class Coverage:
-    """The entries for which a stream has companions of each family of a plan."""
+    """The entries for which a stream has index files of each family of a plan."""
 
     def __init__(self, plan: PlanRecord, companions: Iterable[IndexFile]) -> None:
         ranges: dict[str, list[Range]] = {family: [] for family in plan.families}
@@ -90,7 +85,7 @@ def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 def uncovered_segments(
     segments: Sequence[SegmentInfo], coverage: Coverage, given_up: set[str]
 ) -> tuple[list[UncoveredSegment], list[SegmentInfo]]:
-    """Segments without all of their companions, oldest first, and those of them that were given up."""
+    """Segments without all of their index files, oldest first, and those of them that are quarantined."""
     found: list[UncoveredSegment] = []
     stuck: list[SegmentInfo] = []
     for info in segments:
@@ -103,13 +98,13 @@ def uncovered_segments(
 
 
 def build_order(found: list[UncoveredSegment]) -> list[UncoveredSegment]:
-    """The newest few first, since recent entries are asked for most; then from the oldest on."""
+    """The newest few first, since recent entries are queried most; then from the oldest on."""
     newest = found[-NEWEST_FIRST:]
     return [*reversed(newest), *found[: len(found) - len(newest)]]
 
 
 def stale_index_files(plan: PlanRecord, companions: Iterable[IndexFile], coverage: Coverage) -> list[str]:
-    """Objects of older plans that nothing is answered from any more: a newer one covers all they say."""
+    """Objects of older plans that are no longer used: a newer one covers all their entries."""
     return [
         one.object
         for one in companions
@@ -126,7 +121,7 @@ def due_merges(
 ) -> list[IndexMerge]:
     """At most one merge of each family and level: the oldest that is due.
 
-    Sums are merged only with those of the same `part_of` time; None: with nobody.
+    Aggregates are merged only within the same `part_of` time; None: not at all.
     """
     found: list[IndexMerge] = []
     groups: dict[tuple[str, int, int], dict[Range, list[IndexFile]]] = {}
@@ -165,7 +160,7 @@ def _adjacent(
 
 
 class FamilySummary(msgspec.Struct, frozen=True):
-    """One family under the wanted plan. Files of older plans are counted as stale, and in no other number."""
+    """One family under the current plan. Files of older plans are counted only as stale."""
 
     covered: int = 0  # segments
     contiguous: int = 0  # of them, from the first segment on

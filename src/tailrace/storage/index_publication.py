@@ -1,15 +1,9 @@
-"""Publication of index files: whether a request is acceptable, the manifest change, the record.
+"""Publication of index files: validation of a request, the manifest change, and the journal record.
 
-Whether what the pipeline has built may be published. Pure: what is listed and offered in, a change out.
-
-The condition is that inputs and plan are still those it was built from, not that nothing else has changed.
-
-The sealer's part in the work of the pipeline: plans into the bucket, companions into manifests.
-
-Publications of the pipeline: decided, put into the manifest, written down. One at a time for each stream.
-
-The manifest comes first, then the journal. Whoever is killed in between has published: the same offer finds
-it in the manifest and only the journal is written.
+A request is valid if its inputs and its plan are still those it was built from; other changes do not matter.
+The manifest is changed first, then the journal is written, one publication per stream at a time. If the
+server is killed in between, a repeated request finds the files in the manifest and only the journal is
+written.
 """
 
 from __future__ import annotations
@@ -74,11 +68,11 @@ def decide_publication(
     earliest: int,
     now_ns: int,
 ) -> AcceptedPublication:
-    """`segments` are those that the stream shows, by key, as far as the inputs name them. Entries up to
-    `earliest` are trimmed: nothing has to speak of them.
+    """`segments` are those that the stream shows, by key, as far as the inputs name them.
+    Entries up to `earliest` are trimmed and need no index file.
     """
     if offer.plan_hash != plan.hash:
-        raise TailraceError("plan_superseded", "another plan is wanted now; read the plan again")
+        raise TailraceError("plan_superseded", "the plan has changed; read it again")
     added = [_index_file(offer, one, plan, now_ns) for one in offer.add]
     if offer.job == "merge":
         return _accept_merge(offer, added, plan, known)
@@ -126,7 +120,9 @@ def _index_file(offer: PublishRequest, one: PublishedObject, plan: PlanRecord, n
     )
     sound = 0 < one.first <= one.last and one.rows >= 0 and one.bytes > 0
     if not sound or not has_valid_name(made):
-        raise TailraceError("invalid_request", f"{made.object[:TEXT_MAX]!r} is no name for this companion")
+        raise TailraceError(
+            "invalid_request", f"{made.object[:TEXT_MAX]!r} is not a valid name for this index file"
+        )
     return made
 
 
@@ -144,7 +140,7 @@ def _input_segments(offer: PublishRequest, segments: Mapping[str, SegmentInfo]) 
 
 
 def _inputs_changed(key: str) -> TailraceError:
-    return TailraceError("inputs_changed", f"{key[:TEXT_MAX]} is not listed any more, or is another object")
+    return TailraceError("inputs_changed", f"{key[:TEXT_MAX]} is no longer listed, or is a different object")
 
 
 def _quarantined(
@@ -162,7 +158,7 @@ def _quarantined(
 
 
 def _check_tiled(one: IndexFile, inputs: Mapping[str, SegmentInfo]) -> None:
-    """A companion speaks of whole inputs that follow each other."""
+    """An index file covers whole, adjacent inputs."""
     inside = [info for info in inputs.values() if one.first <= info.first and info.last <= one.last]
     inside.sort(key=lambda info: info.first)
     _check_run(one, [(info.first, info.last) for info in inside])
@@ -175,7 +171,7 @@ def _check_run(one: IndexFile, ranges: Sequence[tuple[int, int]]) -> None:
             break
         following = last + 1
     if following != one.last + 1:
-        message = f"{one.family} of entries {one.first} to {one.last} is not made of whole inputs"
+        message = f"{one.family} of entries {one.first} to {one.last} does not cover whole inputs"
         raise TailraceError("range_conflict", message)
 
 
@@ -187,7 +183,7 @@ def _accept_segments(
     known: IndexFileSet,
     gone: Sequence[IndexFile],
 ) -> AcceptedPublication:
-    """`gone` are those that the others take the place of, as far as there are still entries."""
+    """`gone` are those that the others replace, as far as there are still entries."""
     replaced = {one.object for one in gone}
     rest = [one for one in known.companions if one.object not in replaced]
     new = _unlisted(added, rest, set())
@@ -203,14 +199,14 @@ def _accept_segments(
     fresh = [one for one in given_up if (one.object, one.plan_hash, one.code) not in told]
     if not new:
         return AcceptedPublication(quarantined=tuple(fresh))
-    # Segments that could be built after all, and companions of older plans that these make needless.
+    # Quarantined segments that could be built after all, and files of older plans that are replaced.
     healed = [one.object for one in known.quarantined if one.object in inputs and one.object not in stuck]
     removed = [*stale_index_files(plan, rest, coverage), *healed, *(one.object for one in gone)]
     return AcceptedPublication(tuple(new), tuple(removed), tuple(fresh))
 
 
 def _check_replaced(gone: Sequence[IndexFile], plan: PlanRecord, coverage: Coverage) -> None:
-    """What is taken out has to be said by the others."""
+    """What is removed has to be covered by the others."""
     for one in gone:
         wanted = plan.families.get(one.family) == one.fingerprint
         if wanted and not coverage.covers(one.family, one.first, one.last):
@@ -252,14 +248,14 @@ def _unlisted(added: Iterable[IndexFile], listed: Iterable[IndexFile], replaced:
 def _accept_merge(
     offer: PublishRequest, added: list[IndexFile], plan: PlanRecord, known: IndexFileSet
 ) -> AcceptedPublication:
-    """Several files may share the range of the output; they take the place of all inputs at once."""
+    """Several files may share the range of the output; together they replace all inputs."""
     if not added or len({(one.family, one.first, one.last) for one in added}) != 1:
-        raise TailraceError("invalid_request", "a merge has one output, of one family and one range")
+        raise TailraceError("invalid_request", "a merge must have one output, of one family and one range")
     output = added[0]
     replaced = {relative_key(key, offer.stream_id) for key in offer.replace}
     named = {relative_key(one.object, offer.stream_id): one.sha256 for one in offer.inputs}
     if named.keys() != replaced or not named:
-        raise TailraceError("invalid_request", "a merge replaces exactly its inputs")
+        raise TailraceError("invalid_request", "a merge must replace exactly its inputs")
     listed = {one.object: one for one in known.companions}
     made = [
         one
@@ -280,7 +276,9 @@ def _accept_merge(
         inputs.append(found)
     _check_run(output, sorted({(one.first, one.last) for one in inputs}))
     if _unlisted(added, known.companions, replaced) != added:
-        raise TailraceError("range_conflict", f"{output.object} overlaps companions that it does not replace")
+        raise TailraceError(
+            "range_conflict", f"{output.object} overlaps index files that it does not replace"
+        )
     level = 1 + max(one.level for one in inputs)
     outputs = [msgspec.structs.replace(one, level=level) for one in added]
     return AcceptedPublication(tuple(outputs), tuple(sorted(replaced)))
@@ -304,7 +302,7 @@ class IndexFileSealer:
         self._manifests = manifests
         self._threads = threads
         self._clock = clock
-        # A sweep may be about to take what is older than its age: half of that is surely safe.
+        # A sweep may be about to delete objects older than its age limit: half of that is safe.
         self._age_ns_max = limits.gc_orphan_age * MS_NS // 2
 
     async def do(self, job: SealerJob, report: SealerReport) -> None:
@@ -321,8 +319,8 @@ class IndexFileSealer:
             await self._publish(facts, job, report)
 
     async def _create(self, stream_id: str, objects: dict[str, bytes]) -> None:
-        """Their names hold hashes: one that is there is the same. No sweep may be judging it meanwhile."""
-        async with self._manifests.hold(stream_id):
+        """Names contain hashes: an existing object is the same. The sweep must not be judging it."""
+        async with self._manifests.lock(stream_id):
             for key, data in objects.items():
                 try:
                     await self._objects.create(stream_prefix(stream_id) + key, data)
@@ -330,7 +328,7 @@ class IndexFileSealer:
                     await self._renew(stream_prefix(stream_id) + key)
 
     async def _renew(self, key: str) -> None:
-        """A plan of long ago is wanted again: from now on it is a young object."""
+        """An old plan is used again: rewritten, so that the sweep sees a young object."""
         found = await self._objects.head(key)
         if found.modified_ns < self._clock.now_ns() - self._age_ns_max:
             data, etag = await self._objects.get(key)
@@ -342,7 +340,7 @@ class IndexFileSealer:
         try:
             stored = await self._manifests.load(facts.stream_id)
             if stored is None or stored.head.fence < self._manifests.fence:
-                await self._manifests.publish(facts, known=stored)  # ours from before somebody took over
+                await self._manifests.publish(facts, known=stored)  # ours from before a takeover
             head, added = await self._manifests.publish_companions(
                 facts.stream_id, job.publication.added, job.publication.removed
             )
@@ -357,7 +355,7 @@ class IndexFileSealer:
         report.added = added
 
 
-PUBLICATIONS_MAX = 64  # under way or waiting; more are told to come back
+PUBLICATIONS_MAX = 64  # running or waiting; more are refused with a retry hint
 
 
 class PublishOutcome(NamedTuple):
@@ -390,10 +388,10 @@ class PublicationService:
 
     async def _admitted(self, stream: Stream, offer: PublishRequest) -> PublishOutcome:
         if self._under_way >= PUBLICATIONS_MAX:
-            raise TailraceError("overloaded", "too many publications at once")
+            raise TailraceError("overloaded", "too many concurrent publications; retry later")
         self._under_way += 1
         try:
-            async with self._locks.hold(offer.stream_id):
+            async with self._locks.lock(offer.stream_id):
                 return await self._publish(stream, offer)
         finally:
             self._under_way -= 1
@@ -404,8 +402,8 @@ class PublicationService:
         if offer.job == "compact":
             return await self._compact(stream, offer, plan)
         if plan is None:
-            raise TailraceError("plan_superseded", "no companions are wanted of this stream")
-        known = await self._log.catalogue.of(stream)
+            raise TailraceError("plan_superseded", "this stream has no index plan")
+        known = await self._log.catalogue.load(stream)
         segments = await self._segments(stream)
         accepted = decide_publication(offer, plan, known, segments, stream.earliest, self._log.clock.now_ns())
         return await self._accept(stream, offer, accepted, segments)
@@ -426,9 +424,9 @@ class PublicationService:
     async def _compact(
         self, stream: Stream, offer: PublishRequest, plan: PlanRecord | None
     ) -> PublishOutcome:
-        """The condition is that the segments are still those that were joined, whatever the plan is."""
+        """The segments must still be those that were merged; the plan does not matter."""
         await self.compacting.finish(stream)
-        known: IndexFileSet = await self._log.catalogue.of(stream)
+        known: IndexFileSet = await self._log.catalogue.load(stream)
         segments = await self._segments(stream)
         if offer.quarantine:
             accepted = decide_quarantine(offer, known, segments, self._log.clock.now_ns())
@@ -442,11 +440,11 @@ class PublicationService:
         return PublishOutcome("published", generation)
 
     async def unlist(self, stream: Stream, keys: tuple[str, ...]) -> None:
-        """Takes out companions that nobody wants, and quarantines that are to be tried again."""
+        """Removes unneeded index files, and quarantines that are to be tried again."""
         folder = make_stream_id(stream.name, stream.incarnation)
-        async with self._locks.hold(folder):
+        async with self._locks.lock(folder):
             self._check_there(stream)
-            known = await self._log.catalogue.of(stream)
+            known = await self._log.catalogue.load(stream)
             listed = {one.object for one in known.companions} | {one.object for one in known.quarantined}
             removed = tuple(key for key in keys if key in listed)
             if removed:
@@ -457,9 +455,9 @@ class PublicationService:
             raise TailraceError("stream_gone", "the stream was deleted")
 
     async def _segments(self, stream: Stream) -> dict[str, SegmentInfo]:
-        unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
+        uncheckpointed = tuple(self._log.streams.uncheckpointed.get(stream.number, ()))
         store, number, earliest = self._log.store, stream.number, stream.earliest
-        found = await self._sealing.on_thread(lambda: read_segments(store, number, earliest, unfolded))
+        found = await self._sealing.on_thread(lambda: read_segments(store, number, earliest, uncheckpointed))
         return {info.key: info for info in found}
 
     async def _record(self, stream: Stream, accepted: AcceptedPublication) -> int:
@@ -470,7 +468,7 @@ class PublicationService:
             publication = ManifestPublication(
                 stream_id=folder, added=list(accepted.added), removed=list(accepted.removed)
             )
-            report = await self._sealing.ask("publish", [stream.number], publication=publication)
+            report = await self._sealing.run_job("publish", [stream.number], publication=publication)
             if report.error:
                 raise TailraceError("unavailable", f"the manifest cannot be written: {report.error}")
             if report.refused == "missing":

@@ -1,16 +1,11 @@
 """Index work per stream: what has to be built, merged, rewritten for retention, or compacted.
 
-Merged companions and retention.
+A stream is examined when it is sealed, trimmed, configured or published to, and once at start. Lists are read
+from the hot store on a thread; everything else runs on the loop thread.
 
-Sums over many segments are no use once some of their entries are trimmed: so they are only merged within a
-part of the time that is retained, and taken apart again before retention comes to that part. Other merged
-files stay right, but carry trimmed entries along: when these are too many, the rest is built again. Pure:
-lists in, work out.
-
-What there is to do for the pipeline, stream by stream.
-
-A stream is looked at when it is sealed, trimmed, configured or published to, and once at the start of the
-server. Reading lists from the hot store happens on a thread; everything else is on the loop thread.
+Aggregates over many segments are useless once some of their entries are trimmed. So they are merged only
+within a part of the retention time, and split again before retention reaches that part. Other merged files
+stay valid but contain trimmed entries; when these are too many, the rest is built again.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, ParamSpec, Protocol, TypeVa
 import msgspec
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log import system_streams
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Compacted, Delete, Describe, Op, Published, Sealed, Trim
@@ -63,9 +59,9 @@ if TYPE_CHECKING:
     from tailrace.log.log import Log
 
 ROLLUP_FAMILY: Final = "agg"
-REWRITES_OFFERED_MAX: Final = 4  # of one stream in one answer
+REWRITES_OFFERED_MAX: Final = 4  # of one stream in one response
 REWRITE_SEGMENTS_MAX: Final = 512  # of one rewrite: all are published at once
-TRIMMED_SHARE: Final = 0.3  # of a merged file, beyond which the rest of it is built again
+TRIMMED_SHARE: Final = 0.3  # of trimmed entries in a merged file, beyond which the rest of it is built again
 
 
 class RollupRewrite(NamedTuple):
@@ -85,7 +81,7 @@ class RollupRetention:
         self._firsts = [info.first for info in segments]
         self._lifetime = lifetime
         self._borders = borders_of(lifetime, ())
-        self.soon = self._soon(shown_bytes, now_ns)  # entries up to this one go within one part of the time
+        self.soon = self._soon(shown_bytes, now_ns)  # entries up to this one are trimmed within one interval
 
     def _soon(self, newer_bytes: int, now_ns: int) -> int:
         through = 0
@@ -107,7 +103,7 @@ class RollupRetention:
         return info.last_ns + self._lifetime.retention_s * 10**9 - self._borders.bucket_ns
 
     def part(self, companion: IndexFile) -> int | None:
-        """The part of time in which it may be merged with others; None if with nobody."""
+        """The time interval in which a file may be merged with others; None if it may not be merged."""
         parts = {self._borders.bucket(info) for info in self._touched(companion)}
         return parts.pop() if len(parts) == 1 and companion.first > self.soon else None
 
@@ -116,13 +112,13 @@ class RollupRetention:
         return self._segments[begin : bisect_right(self._firsts, companion.last)]
 
     def _within(self, companion: IndexFile) -> Sequence[SegmentInfo]:
-        """The segments it speaks of, if these are whole ones."""
+        """The segments that a file covers, if these are whole ones."""
         found = self._touched(companion)
         whole = found and (found[0].first, found[-1].last) == (companion.first, companion.last)
         return found if whole else ()
 
     def _left(self, companion: IndexFile, earliest: int) -> Sequence[SegmentInfo]:
-        """The segments that are left of a merged file, if it speaks of trimmed entries for the most part."""
+        """The remaining segments of a merged file, if most of its entries are trimmed."""
         trimmed, rows = earliest - companion.first + 1, companion.last - companion.first + 1
         if not companion.level or trimmed <= rows * TRIMMED_SHARE:
             return ()
@@ -154,12 +150,12 @@ class RollupRetention:
 
 logger = logging.getLogger("tailrace.pipeline")
 
-SEGMENTS_OFFERED_MAX: Final = 512  # segments of one stream in one answer
+SEGMENTS_OFFERED_MAX: Final = 512  # segments of one stream in one response
 SUMMARIES_MAX: Final = 10_000
 PLANS_MAX: Final = 8  # that are remembered of a stream
 START_PAGE: Final = 256
 INDEX_RETRY_S: Final = 5.0
-TIMERS_MAX: Final = 100_000  # streams that are looked at again later; others when something happens to them
+TIMERS_MAX: Final = 100_000  # streams with a timer for the next scan; others wait for their next change
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -184,11 +180,11 @@ class StreamIndexWork(msgspec.Struct, frozen=True):
     merges: tuple[IndexMerge, ...] = ()
     compactions: tuple[tuple[SegmentInfo, ...], ...] = ()  # segments that should become one, each
     rewrites: tuple[RollupRewrite, ...] = ()
-    segments: int = 0  # all that lack companions, those given up included
+    segments: int = 0  # all without index files, including quarantined ones
     raw_bytes: int = 0
-    oldest_ns: int = 0  # last append time of the oldest of those that are not given up
+    oldest_ns: int = 0  # last append time of the oldest that is not quarantined
     given_up: int = 0
-    stale: tuple[str, ...] = ()  # objects of older plans that may go
+    stale: tuple[str, ...] = ()  # objects of older plans that may be deleted
     summary: IndexSummary = EMPTY_SUMMARY
     look_at_ns: int | None = None  # when there will be more to do without anything new
 
@@ -209,7 +205,7 @@ class IndexWorkScope(NamedTuple):
 
 
 class IndexWork:
-    """Owned by the loop thread. `wanted` makes the plan of a stream from its documents."""
+    """Runs on the loop thread. `wanted` computes the plan of a stream from its documents."""
 
     def __init__(
         self, log: Log, wanted: Callable[[Stream, bool], WantedPlan], loop: asyncio.AbstractEventLoop
@@ -226,7 +222,7 @@ class IndexWork:
         self.summaries: OrderedDict[int, StreamIndexWork] = (
             OrderedDict()
         )  # of streams that were looked at lately
-        self.given_up: dict[int, int] = {}  # streams with segments that were given up, and how many
+        self.given_up: dict[int, int] = {}  # streams with quarantined segments, and how many
         self._dirty: dict[int, None] = {}
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -242,7 +238,7 @@ class IndexWork:
         for number, stream in self._log.streams.by_number.items():
             if stream.visible_documents:
                 self._dirty[number] = None
-        for number in self._log.streams.unfolded:
+        for number in self._log.streams.uncheckpointed:
             self._dirty[number] = None
         self._task = self._loop.create_task(self._run())
         self._wake.set()
@@ -273,10 +269,10 @@ class IndexWork:
 
     @property
     def settled(self) -> bool:
-        """Whether everything that changed has been looked at."""
+        """Whether everything that changed has been scanned."""
         return self._scanned and not self._dirty
 
-    # -- looking ---------------------------------------------------------------------------------------
+    # -- scanning --------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         await self._find_described()
@@ -289,10 +285,14 @@ class IndexWork:
                 try:
                     await self._look(number)
                 except TailraceError as error:
-                    logger.warning("the work of stream %d is not known yet: %s", number, error)
+                    fields = log_fields(stream_number=number, error=str(error))
+                    logger.warning("cannot determine the index work of a stream, retrying", extra=fields)
                     self._loop.call_later(INDEX_RETRY_S, self.look_at, number)
                 except Exception:
-                    logger.exception("the work of stream %d cannot be told", number)
+                    logger.exception(
+                        "determining the index work of a stream failed",
+                        extra=log_fields(stream_number=number),
+                    )
             self._tell()
 
     def _tell(self) -> None:
@@ -300,7 +300,7 @@ class IndexWork:
         changed.set()
 
     async def _find_described(self) -> None:
-        """Once: every stream that has documents an index plan is made of, or many segments."""
+        """Once at start: every stream with documents that define an index plan, or with many segments."""
         store, count = self._log.store, self._compact.segments_min
         for find in (_described_after, partial(_segmented_after, count=count)):
             after = 0
@@ -328,18 +328,18 @@ class IndexWork:
         work = await self._find(stream, decode_plans(stream.documents) if planned else NO_PLANS)
         self._set(number, work)
         if planned:
-            self._log.publisher.waker.wake(stream)  # whoever watches how far its indexes are
+            self._log.publisher.waker.wake(stream)  # readers that follow its index status
         if work.stale and self.on_stale is not None:
             self.on_stale(stream, work.stale)
 
     async def _find(self, stream: Stream, plans: PlanHistory) -> StreamIndexWork:
-        unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
+        uncheckpointed = tuple(self._log.streams.uncheckpointed.get(stream.number, ()))
         schema = None if stream.documents is None else stream.documents.get("schema")
         scope = IndexWorkScope(
             self._merge, self._compact, stream.lifetime, stream.size_bytes, schema, self._log.clock.now_ns()
         )
         return await self._on_thread(
-            find_index_work, self._log.store, stream.number, stream.earliest, unfolded, plans, scope
+            find_index_work, self._log.store, stream.number, stream.earliest, uncheckpointed, plans, scope
         )
 
     def _look_later(self, number: int, at_ns: int | None) -> None:
@@ -351,14 +351,14 @@ class IndexWork:
             self._timers[number] = self._loop.call_later(delay_s, self.look_at, number)
 
     async def _plan(self, stream: Stream) -> PlanRecord | None:
-        """The plan that holds now. One that was not known before is written down first."""
+        """The current plan. A new one is journaled first."""
         known = decode_plans(stream.documents)
         entry = desired_plan(known, self._wanted(stream, known.keyed))
         if entry is None or entry == known.wanted:
             return entry
         older = [plan for plan in known.plans if plan.hash != entry.hash]
         plans = PlanHistory(known.keyed, (*older[-(PLANS_MAX - 1) :], entry))
-        await await_commit(partial(self._log.plan, stream, plans))
+        await await_commit(partial(self._log.set_index_plans, stream, plans))
         return entry
 
     def _set(self, number: int, work: StreamIndexWork | None) -> None:
@@ -377,10 +377,10 @@ class IndexWork:
         else:
             self.given_up[number] = work.given_up
 
-    # -- for whoever asks --------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------
 
     def known(self, stream: Stream) -> StreamIndexWork | None:
-        """What the last look at a stream found; None if it has to be looked at first."""
+        """The result of the last scan of a stream; None if it has to be scanned first."""
         if not durable_plans(stream).plans or not system_streams.has_index_files(stream.name):
             return StreamIndexWork(stream.number, NO_PLAN)
         return self.summaries.get(stream.number)
@@ -395,7 +395,7 @@ class IndexWork:
         return await self._find(stream, known)
 
     def after(self, place: tuple[int, int], limit: int) -> list[StreamIndexWork]:
-        """Streams with work, those that wait longest first, behind a place in that order."""
+        """Streams with work, longest waiting first, after a position in that order."""
         waiting = sorted((work.oldest_ns, work.number) for work in self.by_stream.values())
         found = [number for key in waiting if key > place for number in (key[1],)]
         return [self.by_stream[number] for number in found[:limit]]
@@ -431,15 +431,17 @@ def find_index_work(
     store: StoredStreams,
     number: int,
     earliest: int,
-    unfolded: UncheckpointedOps,
+    uncheckpointed: UncheckpointedOps,
     plans: PlanHistory,
     scope: IndexWorkScope,
 ) -> StreamIndexWork:
-    """On a thread: one look at everything that is known of a stream's segments and companions."""
+    """Runs on a thread: reads all segments and index files of a stream at once."""
     plan = plans.wanted or NO_PLAN
     with store.snapshot():
-        segments = read_segments(store, number, earliest, unfolded)
-        known = msgspec.structs.replace(read_index_files(store, number, earliest, unfolded), plans=plans)
+        segments = read_segments(store, number, earliest, uncheckpointed)
+        known = msgspec.structs.replace(
+            read_index_files(store, number, earliest, uncheckpointed), plans=plans
+        )
         cuts = fork_points(store.db, number)
     coverage = Coverage(plan, known.companions)
     given_up = {one.object for one in known.quarantined if one.plan_hash == plan.hash}

@@ -1,9 +1,4 @@
-"""Bringing manifests up to date: streams whose manifest is stale, and streams that were deleted.
-
-A stream as its manifest tells it, and as it is remembered until its objects are deleted.
-
-Manifests that are behind their streams, and streams to be buried: found and worked off in pages.
-"""
+"""Bringing manifests up to date: streams whose manifest is stale, and streams that were deleted."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DeletedStreamFacts(msgspec.Struct, array_like=True):
-    """What a row of `graves` holds about a stream that was removed."""
+    """The row of a deleted stream in the table `graves`."""
 
     stream: bytes  # its last image
     at_ns: int
@@ -43,7 +38,7 @@ def decode_deleted(raw: bytes) -> tuple[Stream, int, str]:
 
 
 def manifest_facts(stream: Stream, as_of: int, store: StoredStreams | None = None) -> StreamFacts:
-    """The manifest's view of a stream that was read from the hot store after journal file `as_of`."""
+    """The manifest fields of a stream that was read from the hot store after journal file `as_of`."""
     parent: ForkParent | None = None
     if stream.parent and store is not None:
         source = store.stream_by_number(stream.parent)
@@ -59,7 +54,7 @@ def manifest_facts(stream: Stream, as_of: int, store: StoredStreams | None = Non
         as_of=as_of,
         content_type=stream.content_type,
         lifetime=_recorded_lifetime(stream.lifetime),
-        asked=_recorded_lifetime(stream.asked),
+        asked=_recorded_lifetime(stream.requested_lifetime),
         touched_ns=stream.touched_saved_ns,
         parent=parent,
         fork_entry=stream.fork_entry,
@@ -77,7 +72,7 @@ def manifest_facts(stream: Stream, as_of: int, store: StoredStreams | None = Non
 
 
 def stored_manifest_facts(store: StoredStreams, number: int) -> StreamFacts | None:
-    """The manifest's view of a stream, as the hot store has it now. None if it has none."""
+    """The manifest fields of a stream in the hot store; None if it is not there."""
     with store.snapshot():
         stream = store.stream_by_number(number)
         return None if stream is None else manifest_facts(stream, store.db.journal_seq, store)
@@ -92,50 +87,50 @@ def _recorded_lifetime(lifetime: Lifetime) -> RecordedLifetime:
 HEADS_PAGE_COUNT = 64
 RECORD_PAUSE_S_MIN = 2.0
 RECORD_PAUSE_S_MAX = 300.0
-# Recorded in the journal and not yet in the hot store; more have to wait for a checkpoint.
+# Recorded in the journal and not checkpointed; more have to wait for a checkpoint.
 REMEMBERED_MAX = 65_536
 
 
 class ManifestRecorder:
-    """One round at a time through what the hot store lists. A checkpoint asks for the next round."""
+    """Runs one round at a time over what the hot store lists. Each checkpoint requests the next round."""
 
     def __init__(self, sealing: SealingService) -> None:
         self._sealing = sealing
-        self._wanted = True
+        self._requested = True
         self._running = False
-        self.rounds = 0  # that have ended, well or not
+        self.rounds = 0  # finished, successful or not
         self._pause_s = RECORD_PAUSE_S_MIN
-        self._recorded: dict[int, int] = {}  # stream to the journal file its manifest speaks for
-        self._buried: set[int] = set()
-        self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
+        self._recorded: dict[int, int] = {}  # stream to the journal file its manifest covers
+        self._deleted: set[int] = set()
+        self._by_file: dict[int, list[int]] = {}  # journal file to the streams it records as done
 
     @property
-    def unfolded(self) -> bool:
-        """Whether the hot store still lists graves that are closed, or very many manifests as behind."""
-        return bool(self._buried) or len(self._recorded) >= REMEMBERED_MAX // 2
+    def uncheckpointed(self) -> bool:
+        """Whether the hot store still lists deleted streams that are done, or many recorded manifests."""
+        return bool(self._deleted) or len(self._recorded) >= REMEMBERED_MAX // 2
 
-    def want(self) -> int:
-        """Asks for a round that begins after now; the number of `rounds` at which it has ended."""
-        self._wanted = True
+    def request_round(self) -> int:
+        """Requests a round that starts after now; returns the value of `rounds` when it has finished."""
+        self._requested = True
         return self.rounds + self._running + 1
 
     def checkpointed(self, seq: int) -> None:
-        for file in [file for file in self._noted if file <= seq]:
-            for number in self._noted.pop(file):
+        for file in [file for file in self._by_file if file <= seq]:
+            for number in self._by_file.pop(file):
                 self._recorded.pop(number, None)
-                self._buried.discard(number)
-        self._wanted = True
+                self._deleted.discard(number)
+        self._requested = True
 
     def dispatch(self) -> None:
-        if self._wanted and not self._running:
-            self._wanted = False
+        if self._requested and not self._running:
+            self._requested = False
             self._running = True
             self._sealing.spawn(self._round())
 
     async def _round(self) -> None:
         try:
             stale = await self._record_stale()
-            done = await self._bury() and stale
+            done = await self._delete_streams() and stale
             done = await self._sealing.meta.record() and done
         except TailraceError:
             done = False
@@ -145,14 +140,14 @@ class ManifestRecorder:
         if done:
             self._pause_s = RECORD_PAUSE_S_MIN
         else:
-            self._sealing.call_later(self._pause_s, self._want)
+            self._sealing.call_later(self._pause_s, self._request)
             self._pause_s = min(2 * self._pause_s, RECORD_PAUSE_S_MAX)
 
-    def _want(self) -> None:
-        self._wanted = True
+    def _request(self) -> None:
+        self._requested = True
 
     async def _record_stale(self) -> bool:
-        """True if all went well. What is wrong with one stream does not hold up the others."""
+        """True if all succeeded. A failure of one stream does not stop the others."""
         clean = True
         cold = self._sealing.stored
         after = 0
@@ -163,17 +158,17 @@ class ManifestRecorder:
                 number
                 for number, changed_file in rows
                 if self._recorded.get(number, 0) < changed_file
-                and number not in self._sealing.runs.busy
+                and number not in self._sealing.dispatcher.busy
                 and not (number in forks and self._must_wait(number))
             ]
             if stale:
-                report = await self._sealing.ask("heads", stale)
+                report = await self._sealing.run_job("heads", stale)
                 heads = [(number, generation) for number, generation in report.done if generation]
                 if heads:
                     await self._sealing.journal(Recorded(report.as_of, heads, []))
                     for number, _ in heads:
                         self._recorded[number] = report.as_of
-                        self._note(number)
+                        self._mark_done(number)
                 clean = clean and not report.error
                 if report.trouble in ("unavailable", "fenced", "ended"):
                     return False
@@ -183,29 +178,29 @@ class ManifestRecorder:
         return clean
 
     def _must_wait(self, number: int) -> bool:
-        """A fork comes after what it inherits. The checkpoint that knows of it asks for the next round."""
+        """Whether a fork waits for its source to be sealed; that checkpoint requests the next round."""
         stream = self._sealing.stream(number)
-        return stream is not None and self._sealing.lineage.must_wait(stream)
+        return stream is not None and self._sealing.fork_dependencies.must_wait(stream)
 
-    async def _bury(self) -> bool:
+    async def _delete_streams(self) -> bool:
         clean = True
         cold = self._sealing.stored
         after = 0
-        while len(self._buried) < REMEMBERED_MAX:
+        while len(self._deleted) < REMEMBERED_MAX:
             rows = await self._sealing.on_thread(partial(_deleted_streams, cold, after))
-            open_graves = [
+            to_delete = [
                 row.number
                 for row in rows
-                if row.number not in self._buried and row.number not in self._sealing.runs.busy
+                if row.number not in self._deleted and row.number not in self._sealing.dispatcher.busy
             ]
-            if open_graves:
-                report = await self._sealing.ask("bury", open_graves)
-                buried = [number for number, _ in report.done]
-                if buried:
-                    await self._sealing.journal(Recorded(0, [], buried))
-                    for number in buried:
-                        self._buried.add(number)
-                        self._note(number)
+            if to_delete:
+                report = await self._sealing.run_job("bury", to_delete)
+                deleted = [number for number, _ in report.done]
+                if deleted:
+                    await self._sealing.journal(Recorded(0, [], deleted))
+                    for number in deleted:
+                        self._deleted.add(number)
+                        self._mark_done(number)
                 clean = clean and not report.error
                 if report.trouble in ("unavailable", "fenced", "ended"):
                     return False
@@ -214,8 +209,8 @@ class ManifestRecorder:
             after = rows[-1].number
         return clean
 
-    def _note(self, number: int) -> None:
-        self._noted.setdefault(self._sealing.journal_file, []).append(number)
+    def _mark_done(self, number: int) -> None:
+        self._by_file.setdefault(self._sealing.journal_file, []).append(number)
 
 
 def _stale_heads(cold: Callable[[], ColdTables], after: int) -> list[tuple[int, int]]:

@@ -1,27 +1,15 @@
 """`meta/` objects: documents, subscriptions and encrypted secrets in the bucket; recording and restoring.
 
-`meta/` objects: what the server knows and no segment holds. Replaced conditionally, the newest wins.
+Each object has the fence of the owner that wrote it, a generation that increases with each change, and the
+journal file it covers. Objects are replaced conditionally; the newest wins. See docs/formats.md, "Bucket".
 
-Each carries the fence of the owner who wrote it, a generation that grows with each change, and the journal
-file it speaks for. See docs/formats.md, "Bucket".
-
-Documents of streams in the bucket: `meta/<key>.json` in the stream's folder, named by its manifest.
-
-They are written before the manifest that tells of entries decided by them: a registry in the bucket may be
-newer than the entries there, and is never older.
-
-A subscription between the two forms it is kept in: facts of the log, and one object in the bucket.
-
-The facts are MessagePack arrays that the subscriptions write. Their order is part of the format on disk, and
-named here once more, because nothing below the subscriptions may import them.
-
-The sealer's part of `meta/` objects: facts that changed go from the hot store to the bucket.
-
-The server's part of `meta/` objects: knows how far the bucket is behind, and has the sealer catch up.
-
-That is a fact of the log itself, so nothing is written again after a restart.
-
-A bootstrap's part of `meta/` objects: subscriptions with their cursors, and webhook keys.
+- Documents of a stream are `meta/<key>.json` in its folder, named by its manifest. They are written before
+  the manifest with entries that depend on them: a schema registry in the bucket is never older than the
+  entries.
+- A subscription is several facts of the log and one object in the bucket. The facts are MessagePack arrays
+  written by the subscriptions; their field order is repeated here because storage may not import them.
+- The sealer copies changed facts from the hot store to the bucket. The server knows how far the bucket is
+  behind from a fact of the log, so nothing is written again after a restart.
 """
 
 from __future__ import annotations
@@ -96,14 +84,14 @@ class SecretsObject(MetaObject, frozen=True, kw_only=True):
 
 
 class MetaCorruptError(Exception):
-    """An object that cannot be read, or not with the key that was given."""
+    """An object that cannot be read, or not with the given key."""
 
 
 M = TypeVar("M", bound=MetaObject)
 
 
 def subscription_key(subscription_id: str) -> str:
-    """Ids may hold anything; the name of an object may not."""
+    """Escapes an id, which may contain any characters, for an object name."""
     name = quote(subscription_id, safe="").replace("%", "=")
     if len(name) > NAME_BYTES_MAX:
         name = f"{name[:100]}={xxhash.xxh3_128_hexdigest(subscription_id.encode())}"
@@ -131,16 +119,16 @@ class MetaObjects:
         return found, etag
 
     async def put(self, key: str, value: MetaObject) -> None:
-        """Record it, unless we recorded a newer one."""
+        """Records it, unless a newer one of ours is recorded."""
         await self.change(key, type(value), lambda _: value)
 
     async def change(self, key: str, kind: type[M], become: Callable[[M | None], M]) -> M:
-        """Replace an object by what it becomes; `become` is asked again if it changed meanwhile."""
+        """Replaces an object by `become(current)`, which is called again after a lost race."""
         for _attempt in range(META_ATTEMPTS_MAX):
             try:
                 found = await self.load(key, kind)
             except MetaCorruptError:
-                # Nobody can use it, so what it said does not matter; only its version of the object does.
+                # It is unusable, so its content does not matter; only its version does.
                 _, etag = await self._objects.get(key)
                 found, current = None, None
             else:
@@ -171,7 +159,7 @@ class MetaObjects:
 
 
 def key_fingerprint(recovery_key: str) -> str:
-    """Tells two keys apart and says nothing about either."""
+    """Identifies a key without revealing it."""
     return hashlib.sha256(b"fingerprint" + _derive_key(recovery_key)).hexdigest()[:16] if recovery_key else ""
 
 
@@ -228,7 +216,7 @@ class DocumentObjects:
                 self._written.popitem(last=False)
 
     async def take(self, stream_id: str, key: str, tail: int) -> bytes:
-        """A document for a stream that goes on behind entry `tail`. The object says so first."""
+        """A document for a stream that continues after entry `tail`. The object is updated first."""
         name = document_key(stream_id, key)
         found = await self._objects.load(name, DocumentObject)
         if found is None:
@@ -242,7 +230,7 @@ class DocumentObjects:
 
 
 def restored_document(key: str, document: bytes, tail: int) -> bytes:
-    """A registry whose versions began with entries that are lost: they begin with the next ones instead."""
+    """A registry whose versions start with lost entries: they start with the next ones instead."""
     if key != "schema":
         return document
     registry = msgspec.json.decode(document, type=dict[str, object])
@@ -255,7 +243,7 @@ def restored_document(key: str, document: bytes, tail: int) -> bytes:
 
 
 def versions_within(document: bytes, first: int, last: int) -> str:
-    """Where versions begin among these entries, as JSON pairs of entry and version; 0 is before the first."""
+    """Where versions start among these entries, as JSON pairs of entry and version; 0 is before the first."""
     boundaries = msgspec.json.decode(document, type=_Boundaries).boundaries
     if not boundaries:
         return ""
@@ -271,7 +259,7 @@ def versions_within(document: bytes, first: int, last: int) -> str:
 
 
 def version_cuts(document: bytes) -> list[int]:
-    """Entries of which the next one begins another schema version."""
+    """Entries after which another schema version starts."""
     boundaries = msgspec.json.decode(document, type=_Boundaries).boundaries
     return [boundary["offset"] for boundary in boundaries]  # numbers count from 0, entries from 1
 
@@ -320,7 +308,7 @@ def subscription_object(subject: str, facts: Mapping[str, bytes], as_of: int) ->
 def restored_subscription(
     found: SubscriptionObject, tail_of: Callable[[str], str | None]
 ) -> SubscriptionObject:
-    """The subscription to go on with: cursors are set back to the tails there are, old wakes are void."""
+    """The restored subscription: cursors are set back to the existing tails, old wakes are void."""
     links: list[SubscriptionLink] = []
     for link in found.links:
         tail = tail_of(link.stream)
@@ -332,7 +320,7 @@ def restored_subscription(
 
 
 def subscription_facts(found: SubscriptionObject) -> dict[str, bytes]:
-    """The facts of a subscription without a wake under way."""
+    """The facts of a subscription without a pending wake."""
     config = None if found.config is None else [found.config[name] for name in CONFIG_FIELDS]
     head = [config, found.created_ms, found.wake_generation, None, found.deleted_ms, found.base_url]
     facts = {SUBSCRIPTION_PREFIX + found.id: msgspec.msgpack.encode(head)}
@@ -365,7 +353,7 @@ class MetaObjectSealer:
         self._secrets_due = bool(recovery_key)  # the key may be another than the last time
 
     async def record(self, since_file: int) -> int:
-        """Everything that changed in later journal files; the one that the bucket now speaks for."""
+        """Records all changes in later journal files; returns the file that the bucket now covers."""
         as_of = await self._on_thread(lambda: self._store.db.journal_seq)
         if self._secrets_due:
             await self._write(SECRETS_PREFIX, as_of)
@@ -378,7 +366,7 @@ class MetaObjectSealer:
         return as_of
 
     async def _write(self, subject: str, as_of: int) -> None:
-        """What a subject is by now. If that is more than it was at `as_of`, it is written once more."""
+        """The current state of a subject. If it is newer than `as_of`, it is written once more."""
         facts = await self._on_thread(lambda: self._facts(subject))
         if subject == SECRETS_PREFIX:
             if self._recovery_key and facts:
@@ -415,15 +403,15 @@ class MetaRecorder:
 
     def waits_for_checkpoint(self, seq: int, now_s: float) -> bool:
         """Whether facts have been in the journal only for as long as entries may be."""
-        if not self.unfolded(seq):
+        if not self.uncheckpointed(seq):
             self._waits_since_s = None
             return False
         if self._waits_since_s is None:
             self._waits_since_s = now_s
         return now_s - self._waits_since_s >= self._age_s
 
-    def unfolded(self, seq: int) -> bool:
-        """Whether there are facts behind this journal file."""
+    def uncheckpointed(self, seq: int) -> bool:
+        """Whether there are facts after this journal file."""
         return self._log.streams.meta_file > seq
 
     async def record(self) -> bool:
@@ -432,7 +420,7 @@ class MetaRecorder:
         newest = await self._sealing.on_thread(lambda: MetaTables(self._log.store.db).newest_file())
         if newest < 0 or (newest <= int(file) and key == self._fingerprint):
             return True
-        report = await self._sealing.ask("meta", [], int(file))
+        report = await self._sealing.run_job("meta", [], int(file))
         if report.error:
             return False
         value = f"{report.as_of} {self._fingerprint}".encode()
@@ -460,7 +448,7 @@ def put_server_facts(db: HotDatabase, facts: Mapping[str, bytes]) -> None:
 async def restore_subscription(
     objects: MetaObjects, key: str, found: SubscriptionObject, tails: Mapping[str, str]
 ) -> dict[str, bytes]:
-    """The facts to go on with. The object says so first: its generations must not be used twice."""
+    """The restored facts. The object is updated first: its generations must not be used twice."""
 
     def become(current: SubscriptionObject | None) -> SubscriptionObject:
         return restored_subscription(current or found, tails.get)
@@ -469,7 +457,7 @@ async def restore_subscription(
 
 
 async def restore_secrets(objects: MetaObjects, recovery_key: str) -> dict[str, bytes]:
-    """The webhook keys, or nothing if there are none to be had: then the server makes new ones."""
+    """The webhook keys, or nothing if they cannot be read: then the server creates new ones."""
     loaded = await objects.load(WEBHOOK_KEYS_OBJECT, SecretsObject) if recovery_key else None
     if loaded is None:
         return {}

@@ -1,22 +1,13 @@
 """Bucket ownership: claim and fence, and the checks before a claim.
 
-Who owns a bucket: one deployment at a time, by a number that only grows.
+A bucket is owned by one deployment at a time. The fence is a number that only grows: taking a bucket over
+increments it, and it is written into every head its owner changes. A head with a higher fence cannot be
+changed by an owner with a lower one. See docs/decisions.
 
-The number, the fence, is written into every head its owner changes. Taking a bucket over raises it, and a
-head with a higher fence refuses everybody with a lower one. See docs/decisions.
-
-Whether everything that a bucket records is known here: asked before a server makes a bucket its own.
-
-A stream that somebody else recorded cannot be gone on with by a server that does not have it: whatever that
-server made under the same name could never be sealed, and nobody would notice before the disk is lost.
-
-Whether the data directory is older than its bucket: asked before a server goes on with the two.
-
-A backup that is put back has the identity of the server that went on after it was made, so nothing else would
-refuse it: its next entries would get numbers that the bucket has other entries for. A few streams are asked,
-however many there are. Whichever difference they do not show is found when its stream is sealed.
-
-This server's claim to its bucket: made at start, checked now and then, lost when somebody takes over.
+Before a server claims a bucket it checks that it knows every stream recorded there: a stream that another
+server recorded could not be continued, and its entries could never be sealed. It also checks, with a sample
+of streams, that its data directory is not older than the bucket, as after restoring a backup: new entries
+would get numbers that the bucket has other entries for. What the sample does not show is found at sealing.
 """
 
 from __future__ import annotations
@@ -33,6 +24,7 @@ import msgspec
 
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log import system_streams
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed
@@ -63,18 +55,18 @@ if TYPE_CHECKING:
 
 
 OWNER_KEY = "meta/owner.json"
-# Each lost race means that somebody else became the owner meanwhile.
+# A lost race means that another server became the owner.
 CLAIM_ATTEMPTS_MAX = 16
 
 
 class OwnedElsewhereError(TailraceError):
-    """Another deployment owns the bucket, and nobody asked to take it over."""
+    """Another deployment owns the bucket, and --take-over was not given."""
 
     def __init__(self, url: str, owner: OwnerRecord) -> None:
         super().__init__(
             "unavailable",
-            f"the object store {url} belongs to deployment {owner.deployment}; stop that server and take its "
-            "bucket over, or use another bucket or prefix",
+            f"the object store {url} belongs to deployment {owner.deployment}; stop that server and take "
+            "over its bucket, or use another bucket or prefix",
         )
         self.owner = owner
 
@@ -85,11 +77,11 @@ class OwnerRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int = MANIFEST_VERSION
     deployment: str
     fence: int
-    at_ns: int  # when this owner took it
+    at_ns: int  # when this owner claimed it
 
 
 class BucketOwnership:
-    """Claims a bucket, and says whether the claim still holds."""
+    """Claims a bucket and confirms the claim."""
 
     def __init__(self, objects: ObjectStore, clock: Clock = SYSTEM_CLOCK) -> None:
         self._objects = objects
@@ -100,9 +92,9 @@ class BucketOwnership:
         return None if found is None else found[0]
 
     async def claim(self, deployment: str, take_over: bool = False) -> int:
-        """Become the owner, or find that we are; the fence to write with.
+        """Claims the bucket, or confirms that this deployment owns it; returns the fence.
 
-        A deployment keeps its fence when it claims again, so a crash in between changes nothing.
+        A deployment has the same fence when it claims again, so a crash in between changes nothing.
         """
         for _attempt in range(CLAIM_ATTEMPTS_MAX):
             found = await self._load()
@@ -116,19 +108,22 @@ class BucketOwnership:
             try:
                 await self._objects.replace(OWNER_KEY, data, None if found is None else found[1])
             except ObjectConflictError:
-                continue  # somebody else was first, or it was us and the answer got lost
+                continue  # another server was first, or it was this one and the response was lost
             return fence
         raise TailraceError(
-            "unavailable", f"{CLAIM_ATTEMPTS_MAX} others took {self._objects.url} over meanwhile"
+            "unavailable",
+            f"the owner of {self._objects.url} changed {CLAIM_ATTEMPTS_MAX} times during the claim",
         )
 
     async def confirm(self, deployment: str, fence: int) -> None:
-        """Raises once somebody else owns the bucket."""
+        """Raises once another server owns the bucket."""
         owner = await self.current()
         if owner is None:
-            raise FencedError(f"{OWNER_KEY} is gone: nobody owns the bucket any more")
+            raise FencedError(f"{OWNER_KEY} does not exist: the bucket has no owner")
         if (owner.deployment, owner.fence) != (deployment, fence):
-            raise FencedError(f"deployment {owner.deployment} took the bucket over (fence {owner.fence})")
+            raise FencedError(
+                f"deployment {owner.deployment} has taken over the bucket (fence {owner.fence})"
+            )
 
     async def _load(self) -> tuple[OwnerRecord, str] | None:
         try:
@@ -145,19 +140,19 @@ class BucketOwnership:
 
 
 class ForeignStreamsError(TailraceError):
-    """The bucket has streams of somebody else. Nothing was changed."""
+    """The bucket has streams of another server. Nothing was changed."""
 
     def __init__(self, url: str, name: str) -> None:
         super().__init__(
             "unavailable",
-            f"the object store {url} holds streams that this data directory does not have, such as {name!r}. "
-            "To go on with them, start with --bootstrap on an empty data directory; to begin without them, "
+            f"the object store {url} has streams that this data directory does not have, such as {name!r}. "
+            "To restore them, start with --bootstrap on an empty data directory; to start without them, "
             "name another bucket or prefix",
         )
 
 
 async def refuse_foreign_streams(objects: ObjectStore, stores: Sequence[StoredStreams]) -> None:
-    """Raises at the first stream of the bucket that none of our hot stores has.
+    """Raises at the first stream of the bucket that none of the hot stores has.
 
     Reads every manifest, a few at a time.
     """
@@ -183,7 +178,7 @@ async def refuse_foreign_streams(objects: ObjectStore, stores: Sequence[StoredSt
 
 
 def is_known_stream(store: StoredStreams, head: ManifestHead) -> bool:
-    """Whether the hot store has the very stream a manifest speaks of, or knows that it is gone."""
+    """Whether the hot store has the stream of a manifest, or knows that it was deleted."""
     with store.snapshot():
         stream = store.stream_by_name(head.name)
         if head.deleted is None:
@@ -195,35 +190,35 @@ def is_known_stream(store: StoredStreams, head: ManifestHead) -> bool:
         epoch = max(
             -1 if stream is None else stream.epochs[-1][0], -1 if tombstone is None else tombstone.epoch
         )
-        return epoch >= head.deleted.epoch  # nobody here begins in one that was used
+        return epoch >= head.deleted.epoch  # no stream here starts in a used epoch
 
 
 SAMPLED_OF_EACH = 8
 
 
 class RolledBackError(TailraceError):
-    """The bucket tells of what this directory has yet to do. Nothing was changed."""
+    """The bucket is ahead of this directory. Nothing was changed."""
 
     def __init__(self, url: str, name: str) -> None:
         super().__init__(
             "unavailable",
-            f"the data directory is older than the object store {url}, which has something of {name!r} that "
-            "never happened here: it is a backup, or a copy that others went on from. To go on with what the "
+            f"the data directory is older than the object store {url}, which has changes of {name!r} that "
+            "are missing here: it is a backup, or a copy of a directory in use. To continue with what the "
             "bucket has, start with --bootstrap on an empty data directory. To go back to the backup, name a "
-            "copy of the bucket that was made together with it. To look at what is here nevertheless, add "
-            "--take-over: streams that differ are not sealed then",
+            "copy of the bucket that was made together with it. To serve this directory nevertheless, add "
+            "--take-over: streams that differ are then not sealed",
         )
 
 
 async def refuse_rolled_back(objects: ObjectStore, log: Log, fence: int) -> None:
-    """Raises if a manifest speaks of what has not happened here. The fence is that of this deployment."""
+    """Raises if a manifest is ahead of this directory. The fence is that of this deployment."""
     manifests = ManifestStore(objects, fence)
 
     async def look(stream: Stream) -> bool:
         try:
             stored = await manifests.load(make_stream_id(stream.name, stream.incarnation))
         except ManifestError:
-            return False  # whoever needs it is told what is wrong with it
+            return False  # reported when the stream is used
         return stored is not None and is_manifest_ahead(stored.head, stream, fence, log.recovered.seq)
 
     streams = sampled_streams(log)
@@ -236,7 +231,7 @@ async def refuse_rolled_back(objects: ObjectStore, log: Log, fence: int) -> None
 
 
 def is_manifest_ahead(head: ManifestHead, stream: Stream, fence: int, journal_seq: int) -> bool:
-    """Whether a manifest tells of entries, or was made from a journal file, that this directory never had."""
+    """Whether a manifest has entries, or a journal file, that this directory never had."""
     later_file = head.fence == fence and head.as_of > journal_seq
     return is_same_incarnation(manifest_facts(stream, 0), head) and (
         later_file or head.uploaded_through > stream.tail
@@ -244,7 +239,7 @@ def is_manifest_ahead(head: ManifestHead, stream: Stream, fence: int, journal_se
 
 
 def sampled_streams(log: Log) -> list[Stream]:
-    """Those that a server which went on would have sealed more of, most likely."""
+    """Streams of which a server that continued would most likely have sealed more."""
     found = (log.streams.get(number) for number in dict.fromkeys(_sampled_numbers(log)))
     return [stream for stream in found if stream is not None]
 
@@ -263,7 +258,7 @@ def _sampled_numbers(log: Log) -> Iterator[int]:
 
 logger = logging.getLogger("tailrace.seal")
 
-# A server must come up although its object store does not answer: the claim is then made later.
+# A server starts even if its object store does not respond: the bucket is then claimed later.
 START_S_MAX = 5.0
 
 
@@ -273,20 +268,20 @@ class SealedElsewhereError(TailraceError):
     def __init__(self, url: str) -> None:
         super().__init__(
             "unavailable",
-            f"the object store {url} has nothing of the history that this data directory sealed before; name "
-            "the store that has it, or copy all of it there. To go on without it, start with --take-over",
+            f"the object store {url} does not have the segments that this data directory has sealed; name "
+            "the store that has it, or copy all of it there. To continue without it, start with --take-over",
         )
 
 
 def has_sealed(log: Log) -> bool:
-    """Whether there are segments, be it that only the journal knows of them."""
-    unfolded = (op for ops in log.streams.unfolded.values() for _, op in ops)
-    in_journal = any(isinstance(op, Sealed) and op.segments for op in unfolded)
+    """Whether there are segments, including those that only the journal knows."""
+    uncheckpointed = (op for ops in log.streams.uncheckpointed.values() for _, op in ops)
+    in_journal = any(isinstance(op, Sealed) and op.segments for op in uncheckpointed)
     return in_journal or log.store.db.cold.any_segments()
 
 
 class BucketOwner:
-    """The fence we write with, 0 while we have none."""
+    """The fence to write with, 0 without one."""
 
     def __init__(self, url: str, deployment: str, take_over: bool, log: Log) -> None:
         try:
@@ -307,25 +302,25 @@ class BucketOwner:
         return self._objects.requests
 
     async def start(self) -> None:
-        """Refuses to start beside another owner; without an answer, the question stays open."""
+        """Raises if another server owns the bucket; if the store is unavailable, it is claimed later."""
         try:
-            # Whoever asks for a bucket that is somebody's waits until all that is in it has been looked at.
+            # A start with --take-over waits until the whole bucket is checked.
             async with asyncio.timeout(None if self._take_over else START_S_MAX):
                 await self.claim()
         except OwnedElsewhereError as error:
             raise TailraceError(
                 "unavailable",
-                f"the object store {self._url} belongs to deployment {error.owner.deployment}; give this "
-                "server another bucket or prefix. If the disk of the other one is lost, start this one with "
-                "--bootstrap to get its streams back; else stop the other one and start this one with "
-                "--take-over",
+                f"the object store {self._url} belongs to deployment {error.owner.deployment}; use another "
+                "bucket or prefix. If the disk of the other server is lost, start this one with --bootstrap "
+                "to restore its streams; otherwise stop it and start this one with --take-over",
             ) from error
         except (TimeoutError, ObjectStoreError, OSError) as error:
-            self.failure = str(error) or "no answer"
-            logger.error("the object store %s cannot be used yet: %s", self._url, self.failure)
+            self.failure = str(error) or "no response"
+            fields = log_fields(url=self._url, error=self.failure)
+            logger.error("object store unavailable at start, retrying", extra=fields)
 
     async def claim(self) -> None:
-        """Before the bucket becomes ours, everything in it must be; found again later, it is not asked."""
+        """Claims the bucket. Before the first claim every stream in it must be known here."""
         owner = await self._ownership.current()
         if owner is None and self._sealed and not self._take_over:
             raise SealedElsewhereError(self._url)
@@ -337,7 +332,7 @@ class BucketOwner:
         self.failure = ""
 
     async def confirm(self) -> None:
-        """Raises FencedError once the bucket is somebody else's. A store without an answer says nothing."""
+        """Raises FencedError once another server owns the bucket. An unavailable store is only recorded."""
         try:
             if not self.fence:
                 await self.claim()
@@ -348,7 +343,8 @@ class BucketOwner:
             raise FencedError(error.message) from error
         except (ObjectStoreError, OSError) as error:
             if not self.failure:
-                logger.warning("the owner of %s cannot be confirmed: %s", self._url, error)
+                fields = log_fields(url=self._url, error=str(error))
+                logger.warning("cannot confirm the owner of the object store, retrying", extra=fields)
             self.failure = str(error)
 
     async def close(self) -> None:

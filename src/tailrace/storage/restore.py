@@ -1,14 +1,10 @@
-"""Streams as they come back from manifests, and the hot store that a bootstrap builds from them.
+"""Restoring streams from manifests, and the hot store that a bootstrap builds from them.
 
-A stream as it comes back from its manifest. Pure: heads in, heads and streams out.
+Entries that were acknowledged after the last recorded one are lost with the disk. So every stream continues
+in a new epoch, and an offset of a lost entry never resolves to a new one.
 
-What was acknowledged behind the last recorded entry is lost with the disk. So everything goes on in a new
-epoch, and an offset that was handed out for a lost entry never finds a new one.
-
-The hot store that a bootstrap builds, and beside it what it has found so far.
-
-Both lie in a directory of their own until all is done, so a bootstrap that was killed leaves nothing that
-anybody could take for a hot store. Everything here runs on one thread, in large transactions.
+The hot store and the list of what was found are in a separate directory until all is done, so a killed
+bootstrap leaves nothing that looks like a hot store. Everything runs on one thread, in large transactions.
 """
 
 from __future__ import annotations
@@ -32,12 +28,12 @@ from tailrace.storage.segments.index_files import IndexFile
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id
 
 Epochs = tuple[tuple[int, int], ...]
-# Consecutive entries: those behind the first number, up to and including the second.
+# Consecutive entries: those after the first number, up to and including the second.
 RestoredRange = tuple[int, int]
 
 
 class ForkSource(NamedTuple):
-    """What a fork has to know about the restored stream it comes from."""
+    """What a fork needs from the restored stream it comes from."""
 
     number: int
     tail: int
@@ -46,7 +42,7 @@ class ForkSource(NamedTuple):
 
 
 class SegmentTotals:
-    """What the segments of a stream say together, oldest first."""
+    """Totals of the segments of a stream, added oldest first."""
 
     def __init__(self, earliest: int = 0) -> None:
         self._earliest = earliest
@@ -57,7 +53,7 @@ class SegmentTotals:
     def add(self, info: SegmentInfo) -> None:
         self.entries += info.rows
         self.last_ns = info.last_ns
-        if info.last > self._earliest:  # an older one is kept for forks only
+        if info.last > self._earliest:  # an older one is retained for forks only
             self.payload_bytes += info.payload_bytes
             self.segments += 1
             self.segment_bytes += info.bytes
@@ -68,15 +64,15 @@ class SegmentTotals:
 
 
 def raise_epoch(epochs: Epochs, through: int) -> Epochs:
-    """The epochs of a stream that goes on behind entry `through`. Epochs without entries are passed over."""
+    """The epochs of a stream that continues after entry `through`. Epochs without entries are skipped."""
     kept = tuple(pair for pair in epochs if pair[1] <= through) or epochs[:1]
     return (*kept, (epochs[-1][0] + 1, through + 1))
 
 
 def restored_head(head: ManifestHead, source: ForkSource | None) -> ManifestHead:
-    """What the manifest says from now on. It is recorded first: the next loss must know of this one."""
+    """The new head of a restored stream. It is recorded first: the next restore must know of this one."""
     if head.deleted is not None:
-        # A later use of the name may be lost that nothing tells of.
+        # A later use of the name may be lost without a trace.
         deleted = msgspec.structs.replace(head.deleted, epoch=head.deleted.epoch + 1)
         return msgspec.structs.replace(head, deleted=deleted)
     if source is not None and source.tail < head.fork_entry == head.uploaded_through:
@@ -102,7 +98,7 @@ def restored_ranges(
 
 
 def restored_earliest(head: ManifestHead, source: ForkSource | None) -> int:
-    """The entry behind which a restored stream can be read: retention, or a loss, took those before."""
+    """The entry after which a restored stream can be read: earlier ones were removed by retention or lost."""
     inherits = () if source is None else source.runs
     stored = (after for after, last in inherits if after < head.fork_entry <= last)
     return max(head.earliest, min(stored, default=head.fork_entry))
@@ -117,8 +113,8 @@ def restored_stream(
     stream.epochs = head.epochs
     stream.bind(head.content_type)
     stream.lifetime = _restored_lifetime(head.lifetime)
-    stream.asked = _restored_lifetime(head.asked)
-    # When it was last used is not known, so its window begins again.
+    stream.requested_lifetime = _restored_lifetime(head.asked)
+    # When it was last used is not known, so its TTL starts again.
     stream.touched_ns = stream.touched_saved_ns = (
         now_ns if head.lifetime.ttl_s is not None else head.touched_ns
     )
@@ -183,9 +179,9 @@ class WaitingHead(NamedTuple):
 
 
 class RestoreOutcome(NamedTuple):
-    """What a head became: a stream, a tombstone, or a grave for what should have been deleted before.
+    """The result of a head: a stream, a tombstone, or a deleted stream whose objects remain.
 
-    The tombstone of an earlier use of a name is `passed` over.
+    The tombstone of an earlier use of a name is skipped (`passed`).
     """
 
     kind: Literal["stream", "tombstone", "grave", "passed"]
@@ -359,7 +355,7 @@ class RestoreStore:
         return decode_stream(raw)
 
     def finish(self, first_epoch: int, at_ns: int) -> None:
-        """What makes it a hot store that a server can start from."""
+        """Completes the database, so that a server can start from it."""
         row = self._found("SELECT coalesce(max(number), 0) FROM found").fetchone()
         assert row is not None
         with self.db.write():

@@ -1,12 +1,8 @@
-"""Retention rules: which entries are over their bounds, and the same for streams of the hot store.
+"""Retention rules: which entries of a stream are over its bounds, and its view of the hot store.
 
-What retention takes away. Pure: what a stream shows, its bounds and the time in, a decision out.
-
-A stream shows its own entries and, being a fork, entries of its ancestors. Its retention bounds what *it*
-shows: its `earliest` moves on and its readers are told. Whether an entry is also deleted is another question,
-asked of the stream that stores it: not before every stream that shows it has moved on.
-
-Streams as the hot store is given them, and what it tells about their retention.
+A stream shows its own entries and, if it is a fork, entries of its ancestors. Its retention applies to what
+it shows: its `earliest` advances. An entry is deleted from the stream that stores it only after `earliest` of
+every stream that shows it has advanced past it.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ class ShownSegment(NamedTuple):
 
 
 class RetentionDecision(NamedTuple):
-    """Entries up to `earliest` go; look again at `next_ns`, or never if only new entries can matter."""
+    """Entries up to `earliest` are removed; check again at `next_ns`, or after new entries if it is None."""
 
     earliest: int
     payload_bytes: int  # of the stream's own entries among them
@@ -57,8 +53,8 @@ def decide_retention(
 ) -> RetentionDecision:
     """Whole segments from the oldest, as long as all their entries are over one of the bounds.
 
-    `shown` begins behind `earliest`, oldest first, and is read only as far as it is needed. `shown_bytes` is
-    the payload of everything the stream shows, that which is not sealed included.
+    `shown` starts after `earliest`, oldest first, and is read only as far as needed. `shown_bytes` is the
+    payload of everything the stream shows, including unsealed entries.
     """
     decided = RetentionDecision(earliest, 0, None)
     for segment in shown:
@@ -94,9 +90,9 @@ def is_over_bounds(lifetime: Lifetime, size_bytes: int, age_s: float) -> bool:
 def ranges_reached_by_forks(
     source: int, forks: int, forks_of: Callable[[int], Sequence[ForkRow]]
 ) -> list[EntryRange]:
-    """The entries below their fork points that the forks of a stream show, and the forks of those, and so on.
+    """The entries below their fork points that the forks of a stream show, recursively.
 
-    Runs may overlap. If the book of forks does not have as many as there are, everything counts as shown.
+    Ranges may overlap. If the table of forks is incomplete, everything counts as shown.
     """
     runs: list[EntryRange] = []
     open_streams = [(source, forks, FOREVER)]
@@ -114,7 +110,7 @@ def ranges_reached_by_forks(
     return runs
 
 
-# One decision looks at no more than so many segments; the next one goes on behind them.
+# One decision examines no more than so many segments; the next one continues after them.
 SHOWN_SEGMENTS_MAX = 1000
 
 _INFO = msgspec.msgpack.Decoder(SegmentInfo)
@@ -130,7 +126,7 @@ def put_stream(db: HotDatabase, stream: Stream) -> None:
 
 
 def put_due(db: HotDatabase, stream: Stream) -> None:
-    """When retention has to look at the stream. After its segments and those of its ancestors are written."""
+    """When retention has to examine the stream. Called after its segments and its ancestors' are written."""
     if has_bounds(stream.lifetime):
         sealed_ns = decide_stored_retention(db, stream, stream.lifetime, now_ns=-1).next_ns
         unsealed_ns = unsealed_over_bounds_ns(db, stream, stream.lifetime)
@@ -139,7 +135,7 @@ def put_due(db: HotDatabase, stream: Stream) -> None:
 
 
 def stored_deadline_ns(stream: Stream) -> int | None:
-    """When the sweep of the hot store may look at the stream; errs towards later."""
+    """When the retention scan may examine the stream; errs towards later."""
     if stream.gone:
         return None
     deadline_ns = stream.deadline_ns()
@@ -156,7 +152,7 @@ def stored_stream(db: HotDatabase, number: int) -> Stream | None:
 def decide_stored_retention(
     db: HotDatabase, stream: Stream, lifetime: Lifetime, now_ns: int, upto: int | None = None
 ) -> RetentionDecision:
-    """What retention does to a stream as the hot store has it; entries behind `upto` stay in any case."""
+    """The retention decision for a stream in the hot store; entries after `upto` stay in any case."""
     shown_bytes = stream.size_bytes
     inherits = stream.parent and stream.earliest < stream.fork_entry
     if inherits and lifetime.retention_bytes is not None:
@@ -166,15 +162,15 @@ def decide_stored_retention(
         shown = takewhile(lambda segment: segment.last <= upto, shown)
     decision = decide_retention(stream.earliest, shown, lifetime, shown_bytes, now_ns)
     if decision.to_the_end and inherits and decision.earliest < stream.fork_entry:
-        # Its source has yet to seal what it shows of it, and nobody will say when that is done.
+        # Its source has yet to seal what it shows of it, and there is no event when that is done.
         return decision._replace(next_ns=0)
     return decision
 
 
 def unsealed_over_bounds_ns(db: HotDatabase, stream: Stream, lifetime: Lifetime) -> int | None:
-    """When the oldest of the entries that are not sealed is over a bound, and they have to be, to go at all.
+    """When the oldest unsealed entry is over a bound: unsealed entries must be sealed to be removed.
 
-    0 if it is by size. None: there are none, or only newer entries can bring it about.
+    0 if it is by size. None: there are none, or only new entries can bring it about.
     """
     oldest_ns = db.cold.hot_time_ns(stream.number, stream.sealed + 1)
     if oldest_ns is None:

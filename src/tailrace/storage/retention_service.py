@@ -1,9 +1,9 @@
-"""Retention at work: streams are looked at when they are due, and what they no longer show is deleted.
+"""The retention service: trims streams when they are due, and deletes what no stream shows any more.
 
-Strictly in this order: the journal says that the entries are gone, and from then on readers are told so; a
-checkpoint takes the segments that no stream shows any more out of the hot store; the sealer takes them out of
-the manifest, then deletes them; the journal says that this is done. Each step is found to be missing by the
-next look and done again, so a crash between any two of them loses nothing but time.
+The order is: the journal records that entries are removed, and readers see it; a checkpoint removes segments
+that no stream shows from the hot store; the sealer removes them from the manifest, then deletes the objects;
+the journal records the deletion. A missing step is found and repeated in the next round, so a crash loses
+nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tailrace.log.log import Log
     from tailrace.storage.sealing import SealingService
 
-SCAN_COUNT = 100  # streams in one look
+SCAN_COUNT = 100  # streams in one scan
 TRIM_PAGE_COUNT = 64  # streams in one job of the sealer
-REMEMBERED_MAX = 65_536  # deletions in the journal and not in the hot store; more wait for a checkpoint
+REMEMBERED_MAX = 65_536  # deletions that are not checkpointed; more wait for a checkpoint
 TRIM_PAUSE_S = 5.0
 SCAN_S_MAX = 60.0
 _START = (-(2**63), 0)
@@ -41,7 +41,7 @@ NO_END = 2**62
 
 
 class TrimCandidate(NamedTuple):
-    """What the hot store says should be trimmed, as long as the stream is still as it was there."""
+    """A trim decided from the hot store, valid while the stream's `earliest` is still the same."""
 
     number: int
     earliest_was: int
@@ -49,7 +49,7 @@ class TrimCandidate(NamedTuple):
 
 
 class RetentionBound(NamedTuple):
-    """A stream whose bounds are not its own: nothing behind `upto` may go, whatever the lifetime says."""
+    """A stream whose bounds are set by another part of the server: nothing after `upto` may be removed."""
 
     number: int
     lifetime: Lifetime
@@ -57,10 +57,10 @@ class RetentionBound(NamedTuple):
 
 
 class RetentionScan(NamedTuple):
-    """What one look at the hot store found, how far it got, and when the next stream is due."""
+    """The result of one scan of the hot store, its position, and when the next stream is due."""
 
-    wanted: list[TrimCandidate]
-    unsealed: list[int]  # streams that have to be sealed before anything more of them can go
+    candidates: list[TrimCandidate]
+    unsealed: list[int]  # streams that have to be sealed before more of them can be removed
     seen: tuple[int, int]
     next_ns: int | None
 
@@ -68,10 +68,10 @@ class RetentionScan(NamedTuple):
 def scan_due_streams(
     store: StoredStreams, seen: tuple[int, int], bounds: Sequence[RetentionBound], now_ns: int
 ) -> RetentionScan:
-    """On a thread: some of the streams that are due, behind those seen, and all with bounds of others."""
+    """Runs on a thread: the next due streams after those seen, and all in `bounds`."""
     db = store.db
     next_ns: int | None = None
-    wanted: list[TrimCandidate] = []
+    candidates: list[TrimCandidate] = []
     unsealed: list[int] = []
 
     def decide(number: int, lifetime: Lifetime | None, upto: int = NO_END) -> None:
@@ -87,7 +87,7 @@ def scan_due_streams(
                 decision.segments,
                 decision.segment_bytes,
             )
-            wanted.append(TrimCandidate(number, stream.earliest, trim))
+            candidates.append(TrimCandidate(number, stream.earliest, trim))
         over_ns = unsealed_over_bounds_ns(db, stream, lifetime or stream.lifetime)
         if over_ns is not None and over_ns <= now_ns:
             unsealed.append(number)
@@ -105,55 +105,55 @@ def scan_due_streams(
         else:
             if len(found) == SCAN_COUNT:
                 next_ns = now_ns  # there are more
-    return RetentionScan(wanted, unsealed, seen, next_ns)
+    return RetentionScan(candidates, unsealed, seen, next_ns)
 
 
 class RetentionService:
-    """One look and one round of deletions at a time. A checkpoint asks for the next ones."""
+    """Runs one scan and one round of deletions at a time. Each checkpoint requests the next ones."""
 
     def __init__(self, sealing: SealingService, log: Log) -> None:
         self._sealing = sealing
         self._log = log
-        self._looking = False
-        self._look_at_s = 0.0
+        self._scanning = False
+        self._scan_at_s = 0.0
         self._checkpoints = 0
-        self._seen = _START  # time and number up to which due streams were looked at
-        self._file = 0  # the last journal file that takes entries away
+        self._seen = _START  # time and number up to which due streams were scanned
+        self._file = 0  # the last journal file with a trim
         self._deleting = False
-        self._wanted = True
+        self._requested = True
         self._early = False  # forks wait for their sources to be sealed
-        self.bounds: Callable[[], Sequence[RetentionBound]] | None = None  # streams for which others decide
+        self.bounds: Callable[[], Sequence[RetentionBound]] | None = None  # of other parts of the server
         self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
-        self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
-        self.entries = self.segments = self.segment_bytes = 0  # taken away so far
+        self._recorded: dict[int, list[int]] = {}  # journal file to the streams whose deletion it records
+        self.entries = self.segments = self.segment_bytes = 0  # removed so far
 
     @property
     def pending(self) -> bool:
-        return self._wanted or self._deleting
+        return self._requested or self._deleting
 
     def waits_for_checkpoint(self, checkpointed_seq: int) -> bool:
-        """Whether objects can only be deleted, or struck off the list, after the next checkpoint."""
+        """Whether objects can be deleted, or removed from the list, only after the next checkpoint."""
         return self._file > checkpointed_seq or bool(self._done) or self._early
 
     def checkpointed(self, seq: int) -> None:
-        for file in [file for file in self._noted if file <= seq]:
-            for number in self._noted.pop(file):
+        for file in [file for file in self._recorded if file <= seq]:
+            for number in self._recorded.pop(file):
                 self._done.pop(number, None)
         self._checkpoints += 1
         self._early = False
         self._seen = _START
-        self._look_at_s = 0.0
-        self._wanted = True
+        self._scan_at_s = 0.0
+        self._requested = True
 
-    # -- what is over a bound --------------------------------------------------------------------------
+    # -- trimming streams over their bounds ------------------------------------------------------------
 
-    def look(self, now_s: float) -> None:
-        """Called every turn; does something when a stream is due."""
-        if not self._looking and now_s >= self._look_at_s and self._log.refusal is None:
-            self._looking = True
-            self._sealing.spawn(self._look(now_s))
+    def poll(self, now_s: float) -> None:
+        """Starts a scan if a stream is due."""
+        if not self._scanning and now_s >= self._scan_at_s and self._log.refusal is None:
+            self._scanning = True
+            self._sealing.spawn(self._scan(now_s))
 
-    async def _look(self, now_s: float) -> None:
+    async def _scan(self, now_s: float) -> None:
         delay_s = TRIM_PAUSE_S
         try:
             now_ns = self._log.clock.now_ns()
@@ -162,19 +162,19 @@ class RetentionService:
             found = await self._sealing.on_thread(work)
             for number in found.unsealed:
                 self._sealing.seal_soon(number)
-            await self._trim(found.wanted)
+            await self._trim(found.candidates)
             delay_s = 0.0
-            if checkpoints == self._checkpoints:  # else there may be more to see
+            if checkpoints == self._checkpoints:  # else the scan starts over
                 self._seen = found.seen
                 delay_s = SCAN_S_MAX if found.next_ns is None else (found.next_ns - now_ns) / 1e9
         except TailraceError:
-            self._seen = _START  # the journal or the hot store cannot be used just now
+            self._seen = _START  # the journal or the hot store is unavailable
         finally:
-            self._looking = False
-            self._look_at_s = now_s + min(delay_s, SCAN_S_MAX)
+            self._scanning = False
+            self._scan_at_s = now_s + min(delay_s, SCAN_S_MAX)
 
     def _bounded(self) -> list[RetentionBound]:
-        """Streams whose bounds are a setting of the server: these are in no book."""
+        """Streams whose bounds are a setting of the server, which the hot store does not have."""
         if self._seen != _START:
             return []
         suffix = self._log.own_suffix
@@ -187,16 +187,16 @@ class RetentionService:
         return own if self.bounds is None else [*own, *self.bounds()]
 
     def look_again(self) -> None:
-        """Others have decided something new."""
+        """The bounds of other parts of the server have changed: scans from the start."""
         self._seen = _START
-        self._look_at_s = 0.0
+        self._scan_at_s = 0.0
 
-    async def _trim(self, wanted: Sequence[TrimCandidate]) -> None:
+    async def _trim(self, candidates: Sequence[TrimCandidate]) -> None:
         trims: list[Trim] = []
-        for number, earliest_was, trim in wanted:
+        for number, earliest_was, trim in candidates:
             stream = self._log.streams.get(number)
-            # The hot store may be behind: then the checkpoint that brings it forward asks again.
-            # A trim leaves all or nothing of segments that have become one.
+            # The hot store may be behind: the next checkpoint requests another scan.
+            # Segments that were compacted into one are removed together or not at all.
             same = stream is not None and not stream.removed and stream.earliest == earliest_was
             if same and not has_uncheckpointed_compaction(self._log.streams, number, trim.earliest):
                 trims.append(trim)
@@ -209,11 +209,11 @@ class RetentionService:
             failpoints.reached("retain.after_trim")
             self._file = self._sealing.journal_file
 
-    # -- what nobody shows any more --------------------------------------------------------------------
+    # -- deleting what no stream shows any more --------------------------------------------------------
 
     def dispatch(self) -> None:
-        if self._wanted and not self._deleting:
-            self._wanted = False
+        if self._requested and not self._deleting:
+            self._requested = False
             self._deleting = True
             self._sealing.spawn(self._delete())
 
@@ -226,13 +226,13 @@ class RetentionService:
         finally:
             self._deleting = False
         if not clean:
-            self._sealing.call_later(TRIM_PAUSE_S, self.want)
+            self._sealing.call_later(TRIM_PAUSE_S, self.request_round)
 
-    def want(self) -> None:
-        self._wanted = True
+    def request_round(self) -> None:
+        self._requested = True
 
     async def _delete_pending(self) -> bool:
-        """True if all went well. What is wrong with one stream does not hold up the others."""
+        """True if all succeeded. A failure of one stream does not stop the others."""
         clean = True
         after = 0
         while len(self._done) < REMEMBERED_MAX:
@@ -243,12 +243,12 @@ class RetentionService:
             self._early = self._early or bool(early)
             numbers = [number for number in numbers if number not in early]
             if numbers:
-                report = await self._sealing.ask("trim", numbers)
+                report = await self._sealing.run_job("trim", numbers)
                 done = [number for number, _ in report.done]
                 if done:
                     await self._sealing.journal(Recorded(report.as_of, [], [], done))
                     self._done.update((number, report.as_of) for number in done)
-                    self._noted.setdefault(self._sealing.journal_file, []).extend(done)
+                    self._recorded.setdefault(self._sealing.journal_file, []).extend(done)
                 clean = clean and not report.error
                 if report.trouble in ("unavailable", "fenced"):
                     return False
@@ -261,9 +261,9 @@ class RetentionService:
         return self._log.store.db.trims.pending(after, TRIM_PAGE_COUNT)
 
     def _must_wait(self, number: int) -> bool:
-        """A fork gets its first manifest after what it inherits is sealed."""
+        """Whether a fork waits for its source to be sealed before its first manifest."""
         stream = self._log.streams.get(number)
-        return stream is not None and self._sealing.lineage.must_wait(stream)
+        return stream is not None and self._sealing.fork_dependencies.must_wait(stream)
 
     def _unrecorded_forks(self, numbers: list[int]) -> set[int]:
         db = self._log.store.db

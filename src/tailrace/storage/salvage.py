@@ -1,15 +1,11 @@
-"""Copies everything readable out of a damaged data directory into a new one.
+"""Salvage: copies everything readable from a damaged data directory into a new one.
 
-Copies the rows of a damaged hot store that can be read into a new one.
+The old directory is only read. A log has no gaps: entries after a lost range follow those before it, with new
+numbers in a new epoch, so that an offset issued before never resolves to another entry. Missing entries are
+counted for each stream.
 
-SQLite gives up on a query when it meets a damaged page. So rows are read in order up to that place, then from
-behind it on: by their row numbers where a table has them, else from the end backwards.
-
-Copies everything that can be read out of a damaged data directory into a new one.
-
-The old directory is only read. Entries behind a place that is lost follow those before it: a log has no
-holes. They get new numbers in a new epoch, so that an offset which was handed out before never finds another
-entry. What is missing is counted for each stream.
+SQLite aborts a query at a damaged page. So rows of the hot store are read up to that place and then from
+after it: by row id if the table has them, else from the end backwards.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ Row = tuple[object, ...]
 
 
 def copy_file(source: Path, target: Path, copied: Callable[[int], None]) -> int:
-    """Copies a file as far as the disk gives it, with zeros for the rest; how many bytes those are."""
+    """Copies the readable part of a file, with zeros for the rest; returns the number of unreadable bytes."""
     lost = 0
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -59,7 +55,7 @@ def copy_file(source: Path, target: Path, copied: Callable[[int], None]) -> int:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether SQLite finds nothing wrong with a copy of a database. What its WAL holds is taken in."""
+    """Whether SQLite finds no damage in a copy of a database, after applying its WAL."""
     connection = apsw.Connection(str(path))
     try:
         execute = cast("Execute", connection.execute)  # pyright: ignore[reportUnknownMemberType]
@@ -112,7 +108,7 @@ def _insert(target: HotDatabase, table: str, rows: list[Row]) -> None:
 
 
 class TableReader:
-    """The rows of one table, as far as they can be read; then `damaged` says whether any cannot."""
+    """The readable rows of one table; afterwards `damaged` is whether some are not readable."""
 
     def __init__(self, execute: Execute, table: str, *, has_rowid: bool) -> None:
         self._execute = execute
@@ -178,8 +174,8 @@ class TableReader:
 
 STREAMS_AT_ONCE: Final = 1000
 CENTURY_NS: Final = 100 * 365 * 86_400 * 10**9
-UNNAMED_PREFIX: Final = "salvaged/"  # streams whose names are lost get their number behind this
-# Made again by a server: copies of what is in the bucket, and what was not finished.
+UNNAMED_PREFIX: Final = "salvaged/"  # streams whose names are lost get their number after this prefix
+# Rebuilt by a server: copies of what is in the bucket, and unfinished work.
 _DERIVED: Final = frozenset({"cache", "companions", "lexicons", "spool", "lock"})
 _DATABASES: Final = ("hot.db", "watch.db")
 Hole = tuple[int, int]  # the first and the last entry that are lost
@@ -244,7 +240,7 @@ def copy_rest(source: Path, target: Path, skipped: set[Path], report: SalvageRep
         if name in _DERIVED or name == "journal" or database or name.endswith(".tmp"):
             continue
         if path in skipped or any(path in other.parents for other in skipped):
-            continue  # a worker of its own
+            continue  # a separate worker
         _copy_tree(path, target / name, report)
     if (source / "watch.db").exists():
         _copy_view(source, target, report)
@@ -270,7 +266,7 @@ def _copy_tree(source: Path, target: Path, report: SalvageReport) -> None:
 
 
 def _copy_view(source: Path, target: Path, report: SalvageReport) -> None:
-    """The documents of collections. They are derived from streams, as far as those are kept."""
+    """The documents of collections. They are derived from the salvaged streams."""
     for name in ("watch.db", "watch.db-wal"):
         if (source / name).exists():
             _copy_tree(source / name, target / name, report)
@@ -320,7 +316,7 @@ class DirectorySalvage:
     # -- the hot store -------------------------------------------------------------------------------------
 
     def _hot_store(self) -> bool:
-        """Copies it, or the rows of it that can be read; False if its place in the journal is not known."""
+        """Copies it, or its readable rows; False if its position in the journal is unknown."""
         lost = 0
         for name in ("hot.db", "hot.db-wal"):
             if (self._old / name).exists():
@@ -370,7 +366,7 @@ class DirectorySalvage:
                 try:
                     stream = decode_stream(image)
                 except UNREADABLE_ERRORS:
-                    self._report.problems.append(f"what is known about stream {name!r} cannot be decoded")
+                    self._report.problems.append(f"the image of stream {name!r} cannot be decoded")
                     db.execute("DELETE FROM streams WHERE number=?", (number,))
                     continue
                 self._close_holes(db, stream, max(stream.sealed, sealed_later.get(number, 0)))
@@ -421,7 +417,7 @@ class DirectorySalvage:
             bounds = (shifted_entry(block.first, holes), shifted_entry(block.last, holes), rowid)
             db.execute("UPDATE blocks SET first=?, last=? WHERE rowid=?", bounds)
         through = shifted_entry(holes[0][0] - 1, holes)
-        # What is listed before the hole stays as it is; the first one behind it begins the new epoch.
+        # What is listed before the gap stays; the first one after it starts the new epoch.
         stream.epochs = raise_epoch(stream.epochs, through)
         stream.tail = stream.visible = stream.stored = shifted_entry(stream.tail, holes)
         stream.fork_entry = shifted_entry(stream.fork_entry, holes)
@@ -480,7 +476,7 @@ class DirectorySalvage:
     # -- the journal ---------------------------------------------------------------------------------------
 
     def _note_gaps(self, files: list[SalvagedFile], seq: int | None) -> None:
-        """Whole files that are missing. What they held is counted where entries follow."""
+        """Missing files. Their entries are counted when later entries follow."""
         for file in files:
             before = file.header.previous_seq if file.header is not None else (file.seq - 1 if seq else None)
             if seq is not None and before is not None and before > seq:
@@ -490,7 +486,7 @@ class DirectorySalvage:
             seq = file.seq
 
     def _sealed_in(self, files: list[SalvagedFile]) -> dict[int, int]:
-        """How far the journal says that streams are sealed: what is before needs no block."""
+        """How far streams are sealed according to the journal: earlier entries need no block."""
         found: dict[int, int] = {}
         for file in files:
             for piece in read_pieces(file):
@@ -524,7 +520,7 @@ class DirectorySalvage:
                 folding.apply(fitting)
         except UNREADABLE_ERRORS as error:
             why = str(error).partition("\n")[0] or type(error).__name__
-            self._report.problems.append(f"{place}: {type(op).__name__.lower()} does not fit ({why})")
+            self._report.problems.append(f"{place}: {type(op).__name__.lower()} cannot be applied ({why})")
 
     def _fitted(self, folding: FileCheckpoint, op: Op) -> Op | None:
         """The operation as it can be applied to what is left; None if it cannot."""
@@ -556,7 +552,7 @@ class DirectorySalvage:
         return op
 
     def _next(self, stream: Stream, op: Append) -> Append | None:
-        """The append behind the last entry that there is, whatever its number was."""
+        """The append moved to follow the last existing entry, whatever its number was."""
         holes = self._holes.get(stream.number, [])
         lost = sum(last - first + 1 for first, last in holes)
         expected = stream.tail + lost + 1
@@ -591,7 +587,7 @@ class DirectorySalvage:
 
 
 def shifted_entry(entry: int, holes: Sequence[Hole]) -> int:
-    """The number of an entry when those in the holes are gone; of a lost one, that of the entry before it."""
+    """The number of an entry without the gaps; of a lost one, that of the previous entry."""
     return entry - sum(min(last, entry) - first + 1 for first, last in holes if first <= entry)
 
 
@@ -600,7 +596,7 @@ def payload_bytes(block: Block, stream: Stream) -> int:
 
 
 def guess_type(body: bytes, entries: int) -> str:
-    """By the first entries of a stream of which nothing else is known."""
+    """Restores a stream from its first entries if nothing else is known of it."""
     try:
         msgspec.json.decode(b"[" + body + b"]" if entries > 1 else body)
     except msgspec.DecodeError:

@@ -1,18 +1,11 @@
-"""The seal schedule: due streams, forks that wait, the unsealed backlog, early journal rotation.
+"""The seal schedule: due streams, forks that wait for their sources, the unsealed backlog, early rotation.
 
-Which streams are due to be sealed: by size, by count, by age, or because they are closed.
-
-Forks and their sources on the object store: what a fork inherits is there before the fork is.
-
-A fork copies nothing. Recorded before its source is sealed as far as the fork shows it, its manifest would
-name entries that the bucket does not have, and a server restored from there would show the fork with a gap.
-
-How much is waiting for the object store, and the refusal of more when that is too much.
-
-When the journal file that is being written ends early: something that is due is only in there.
-
-Only what is in the hot store can be sealed, trimmed or recorded, and it gets there with the checkpoint of a
-file that has ended. Left to itself, a file ends when it is full.
+- `DueStreams`: streams are due by size, count, age, or because they are closed.
+- `ForkDependencies`: a fork's manifest must not name entries of its source that are not in the bucket yet, so
+  the source is sealed first.
+- `SealBacklog`: bytes that wait for the object store; appends are refused above a limit.
+- `EarlyRotation`: only what is in the hot store can be sealed, trimmed or recorded, and it gets there with
+  the checkpoint of a finished journal file. If due work is in the active file, the file is rotated early.
 """
 
 from __future__ import annotations
@@ -25,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.log.model import Stream
 from tailrace.storage.retention import is_over_bounds
 
@@ -33,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class AgingStreams:
-    """Streams that got entries in one journal file and are due at the same time: two numbers for each."""
+    """Streams with new entries in one journal file, which are due at the same time."""
 
     __slots__ = ("due_s", "lasts", "numbers", "position")
 
     def __init__(self, due_s: float) -> None:
         self.due_s = due_s
         self.numbers: array[int] = array("Q")
-        self.lasts: array[int] = array("Q")  # sealed up to here, these entries are no longer a reason
+        self.lasts: array[int] = array("Q")  # the last new entry: once sealed, the stream is not due
         self.position = 0
 
     def add(self, number: int, last: int) -> None:
@@ -49,7 +43,7 @@ class AgingStreams:
 
 
 class DueStreams:
-    """The queue of due streams, and those that wait for their age. Times are those of the loop."""
+    """The queue of due streams, and streams that become due by age. Times are those of the loop."""
 
     def __init__(self, limits: Limits) -> None:
         self._bytes_max = limits.seal_bytes
@@ -68,15 +62,15 @@ class DueStreams:
         self._queue[number] = None
 
     def pop(self, busy: Set[int]) -> int | None:
-        """The one that waits longest, unless it is being sealed already."""
+        """Removes and returns the stream that waits longest and is not being sealed."""
         number = next((number for number in self._queue if number not in busy), None)
         if number is not None:
             del self._queue[number]
         return number
 
-    def checkpointed(self, touched: Iterable[Stream], begun_s: float) -> None:
-        """Streams of which the hot store has more now; their new entries came after `begun_s`."""
-        group = AgingStreams(begun_s + self._age_s)
+    def checkpointed(self, touched: Iterable[Stream], started_s: float) -> None:
+        """Adds streams with new entries in the hot store, appended after `started_s`."""
+        group = AgingStreams(started_s + self._age_s)
         for stream in touched:
             if stream.removed or stream.stored <= stream.sealed:
                 continue
@@ -87,7 +81,7 @@ class DueStreams:
         self.wait(group)
 
     def wait(self, group: AgingStreams) -> None:
-        """Groups come in the order of their time, or a little late."""
+        """Adds a group. Groups are in order of their time, or slightly late."""
         if group.numbers:
             self._aging.append(group)
 
@@ -101,7 +95,7 @@ class DueStreams:
         return closed or entries >= self._entries_max or size_bytes >= self._bytes_max
 
     def aged(self, now_s: float, count_max: int) -> Iterator[tuple[int, int]]:
-        """Streams whose time has come, some at a time, each with the entry that has to be sealed by it."""
+        """Up to `count_max` streams that are due by age, each with the entry to seal up to."""
         while self._aging and count_max and self._aging[0].due_s <= now_s:
             group = self._aging[0]
             if group.position == len(group.numbers):
@@ -116,7 +110,7 @@ FindStream = Callable[[int], Stream | None]
 
 
 def unsealed_source(stream: Stream, find: FindStream) -> Stream | None:
-    """The nearest ancestor with entries that the stream shows and that are not sealed yet."""
+    """The nearest ancestor with unsealed entries that the stream shows."""
     earliest, upto = stream.earliest, stream.fork_entry
     while stream.parent and earliest < upto:
         source = find(stream.parent)
@@ -129,7 +123,7 @@ def unsealed_source(stream: Stream, find: FindStream) -> Stream | None:
 
 
 class ForkDependencies:
-    """Which forks wait for which sources. A source that somebody waits for is due."""
+    """Forks that wait for their sources. A source that a fork waits for is due."""
 
     def __init__(self, due: DueStreams, find: FindStream) -> None:
         self._due = due
@@ -137,7 +131,7 @@ class ForkDependencies:
         self._waiting: dict[int, set[int]] = {}
 
     def must_wait(self, stream: Stream) -> bool:
-        """Whether the stream may not be sealed or recorded yet; if so, its source is due from now on."""
+        """Whether the stream may not be sealed or recorded yet; if so, its source becomes due."""
         source = unsealed_source(stream, self._find)
         if source is None:
             return False
@@ -145,7 +139,7 @@ class ForkDependencies:
         return True
 
     def wait(self, stream: Stream) -> bool:
-        """The same, for a fork that is to be due again when its source is sealed."""
+        """As `must_wait`; the fork becomes due again when its source is sealed."""
         source = unsealed_source(stream, self._find)
         if source is None:
             return False
@@ -154,23 +148,23 @@ class ForkDependencies:
         return True
 
     def sealed(self, number: int) -> None:
-        """A source came further, or has nothing to seal."""
+        """A source was sealed further, or has nothing to seal: its forks are due."""
         for fork in self._waiting.pop(number, ()):
             self._due.add(fork)
 
 
 logger = logging.getLogger("tailrace.seal")
 
-# Refused from the bound on, until there is some room again: not once for every entry.
+# Appends are refused from the limit on, and accepted again below this share of it.
 RESUME_SHARE = 0.9
 URGENT_SHARE = 0.5
 
 
 class SealBacklog:
-    """Counts the entries that are only here.
+    """Counts the bytes that are not on the object store yet, and refuses appends above the limit.
 
-    What is in the hot store changes with checkpoints and reports of the sealer; the rest of the bound is what
-    the log may hold in its queue and in memory, and the log itself sees to that with every append.
+    The bytes in the hot store change with checkpoints and seals. The rest of the limit is set as
+    `Log.room_bytes` for the queue and memory, which the log checks with every append.
     """
 
     def __init__(self, log: Log) -> None:
@@ -182,11 +176,11 @@ class SealBacklog:
         self.refusing = False
 
     def start(self) -> None:
-        self._log.on_no_room = self._refuse
+        self._log.on_backpressure = self._refuse
         self.checkpointed(0)
 
     def sealed(self, size_bytes: int) -> None:
-        """Entries are on the object store; the journal file being written says so."""
+        """Entries were sealed; they leave the hot store with the checkpoint of the active journal file."""
         file = self._log.streams.file
         self._sealed[file] = self._sealed.get(file, 0) + size_bytes
         self._log.room_bytes = self._bound - self._in_hot_store
@@ -199,7 +193,7 @@ class SealBacklog:
 
     @property
     def untrimmed(self) -> bool:
-        """Whether a checkpoint would free room in the hot store."""
+        """Whether a checkpoint would free space in the hot store."""
         return bool(self._sealed)
 
     @property
@@ -208,7 +202,7 @@ class SealBacklog:
 
     @property
     def waiting_bytes(self) -> int:
-        """Payload that is in the journal, in memory or in the hot store, and not on the object store."""
+        """Payload bytes that are only in memory or in the hot store."""
         return self._in_hot_store + self._log.streams.memory_bytes
 
     @property
@@ -216,19 +210,19 @@ class SealBacklog:
         return max(0, self._stored_bytes - sum(self._sealed.values()))
 
     @property
-    def hurry(self) -> bool:
-        """Half of the room is used: nothing waits for its age any more."""
+    def urgent(self) -> bool:
+        """Whether half of the limit is used: streams are then sealed regardless of their age."""
         return self.waiting_bytes > URGENT_SHARE * self._bound
 
-    def look(self, failure: str) -> None:
-        """Closes or opens the gate. The log closes it as well, when an append would not fit."""
+    def update(self, failure: str) -> None:
+        """Refuses or accepts appends. The log calls `_refuse` as well, if an append does not fit."""
         self._failure = failure
         waiting = self.waiting_bytes
         if waiting >= self._bound:
             self._refuse()
         elif self.refusing and waiting < RESUME_SHARE * self._bound:
             self.refusing = False
-            logger.warning("the object store has taken enough; appends go on")
+            logger.warning("seal backlog below limit, accepting appends", extra=log_fields(bytes=waiting))
             self._log.set_shortage("spool", None)
 
     def _refuse(self) -> None:
@@ -236,80 +230,84 @@ class SealBacklog:
             return
         self.refusing = True
         waiting = self.waiting_bytes + self._log.committer.queued_bytes
-        reason = self._failure or "it cannot keep up"
-        logger.error("%d bytes wait for the object store (%s); appends are refused", waiting, reason)
-        message = "too many entries wait for the object store; appends go on when it has taken them"
+        fields = log_fields(
+            bytes=waiting, limit=self._bound, reason=self._failure or "sealing is slower than appends"
+        )
+        logger.error("seal backlog above limit, refusing appends", extra=fields)
+        message = "too many entries wait for the object store; retry later"
         self._log.set_shortage("spool", TailraceError("unavailable", message))
 
 
 EARLY_ROTATION_S_MAX = 1.0
-LARGE_PER_TURN = 1000
+LARGE_PER_POLL = 1000
 
 
 class EarlyRotation:
-    """Looks into the file now and then, and ends it if need be, but not too often. Times are the loop's."""
+    """Rotates the active journal file if due work is in it, at most once per interval (loop time)."""
 
     def __init__(
         self,
         log: Log,
         due: DueStreams,
-        pressure: SealBacklog,
-        others_wait: Callable[[float], bool],
+        backlog: SealBacklog,
+        checkpoint_needed: Callable[[float], bool],
         now_s: float,
     ) -> None:
         self._log = log
         self._due = due
-        self._pressure = pressure
-        self._others_wait = others_wait  # whether anybody else needs a checkpoint
+        self._backlog = backlog
+        self._checkpoint_needed = checkpoint_needed  # whether other work waits for a checkpoint
         self._interval_s = log.limits.seal_interval_ms / 1000
         self._age_s = log.limits.seal_age_ms / 1000
         self.checkpointed_seq = 0
-        self._begun_s: dict[int, float] = {}  # when a journal file was first seen to hold something
-        self._turned_s = now_s
-        self._looked_at = 0  # how many streams of the present journal file were asked for their size
+        self._started_s: dict[int, float] = {}  # when records were first seen in a journal file
+        self._rotated_s = now_s
+        self._checked = 0  # streams of the active journal file whose size was checked
         self._large = False
 
     def checkpointed(self, seq: int, now_s: float) -> float:
-        """The hot store has these files; since when they held something, as far as was seen."""
+        """The hot store has these files; returns when records were first seen in them."""
         self.checkpointed_seq = seq
-        return min((self._begun_s.pop(file) for file in list(self._begun_s) if file <= seq), default=now_s)
+        return min(
+            (self._started_s.pop(file) for file in list(self._started_s) if file <= seq), default=now_s
+        )
 
-    def look(self, now_s: float) -> None:
-        self._look_for_large(now_s)
-        self._turn_if_due(now_s)
+    def poll(self, now_s: float) -> None:
+        self._check_sizes(now_s)
+        self._rotate_if_due(now_s)
 
-    def _look_for_large(self, now_s: float) -> None:
-        """Some streams at a time of those in the present journal file: is one due by what is in memory?"""
+    def _check_sizes(self, now_s: float) -> None:
+        """Checks some streams of the active journal file: is one due by what is in memory?"""
         file = self._log.streams.file
         touched = self._log.streams.touched.get(file, ())
-        held_s = now_s - self._begun_s.get(file, now_s)
-        if self._looked_at >= len(touched):
-            self._looked_at = 0
-        for stream in touched[self._looked_at : self._looked_at + LARGE_PER_TURN]:
+        age_s = now_s - self._started_s.get(file, now_s)
+        if self._checked >= len(touched):
+            self._checked = 0
+        for stream in touched[self._checked : self._checked + LARGE_PER_POLL]:
             entries, size_bytes = stream.visible - stream.sealed, stream.size_bytes - stream.sealed_bytes
             self._large = (
                 self._large
                 or self._due.is_enough(entries, size_bytes, closed=False)
-                or (entries > 0 and is_over_bounds(stream.lifetime, size_bytes, held_s))
+                or (entries > 0 and is_over_bounds(stream.lifetime, size_bytes, age_s))
             )
-        self._looked_at += LARGE_PER_TURN
+        self._checked += LARGE_PER_POLL
 
-    def _turn_if_due(self, now_s: float) -> None:
+    def _rotate_if_due(self, now_s: float) -> None:
         streams = self._log.streams
         pending = [file for file, touched in streams.touched.items() if touched]
         for file in pending:
-            self._begun_s.setdefault(file, now_s)
-        hurry = self._pressure.hurry and streams.memory_bytes > 0
-        if now_s - self._turned_s < (
-            min(EARLY_ROTATION_S_MAX, self._interval_s) if hurry else self._interval_s
+            self._started_s.setdefault(file, now_s)
+        urgent = self._backlog.urgent and streams.memory_bytes > 0
+        if now_s - self._rotated_s < (
+            min(EARLY_ROTATION_S_MAX, self._interval_s) if urgent else self._interval_s
         ):
             return
         if self._log.checkpoint_pending or self._log.refusal is not None:
             return
-        aged = any(now_s - self._begun_s[file] >= self._age_s for file in pending)
+        aged = any(now_s - self._started_s[file] >= self._age_s for file in pending)
         closed = streams.closed_file > self.checkpointed_seq and streams.closed_file in pending
-        wanted = self._others_wait(now_s)
-        if aged or closed or hurry or self._large or wanted:
-            self._turned_s = now_s
-            self._looked_at, self._large = 0, False
-            self._log.move_on()
+        needed = self._checkpoint_needed(now_s)
+        if aged or closed or urgent or self._large or needed:
+            self._rotated_s = now_s
+            self._checked, self._large = 0, False
+            self._log.rotate_journal()

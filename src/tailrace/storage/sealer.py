@@ -1,21 +1,15 @@
 """The sealer process: moves entries from the hot store to segments and records them in manifests.
 
-Cutting a stream's hot entries into segments. Pure: runs of entries in, runs of entries out.
+It reads the hot store, one snapshot per stream and job, and is the only writer of segments and manifests. Its
+work becomes part of the log when the server journals its report. It may be killed at any moment: a repeated
+job finds what was done before.
 
-Segments in the bucket that the journal does not tell of: ours only if they hold the entries we hold.
+Segments in the bucket that the journal does not know may come from such a killed job. They may also come from
+a server that continued after the backup in use now was made, or that runs on a copy of this directory; then
+their entries differ. So they are accepted only if they hold the same entries as the hot store.
 
-A sealer whose server was killed leaves such segments behind, and their entries are still in the hot store.
-But so does a server that went on after the backup was made which is in use now, or one that runs on a copy of
-this directory: its entries have the same numbers and are others. Taking those for ours would drop what we
-acknowledged.
-
-The sealer: a process of its own that moves entries from the hot store to the object store.
-
-It only reads the hot store, one snapshot for each stream and job, and is the only one who writes segments and
-manifests. What it did becomes part of the log when the server journals its report. It may be killed at any
-moment: a job that is repeated finds what it did before.
-
-Lines in: `Job`. Lines out: `Report`. It ends when its input does.
+Protocol: one `SealerJob` per line in, one `SealerReport` per line out. The process exits at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from tailrace.common import failpoints, process
-from tailrace.common.logging_setup import configure_logging
+from tailrace.common.logging_setup import configure_logging, log_fields
 from tailrace.log.model import Stream
 from tailrace.log.stored_streams import StoredStreams, decode_block
 from tailrace.storage.compaction import CompactionSealer
@@ -91,7 +85,7 @@ class SegmentPortion(NamedTuple):
 
 
 def slice_run(run: SegmentRows, begin: int, end: int, separator: int) -> SegmentRows:
-    """Rows `begin` to `end` (not included) of a run, counted from 0."""
+    """Rows `begin` to `end` (exclusive) of a run, counted from 0."""
     if begin == 0 and end == len(run.ends):
         return run
     start = run.ends[begin - 1] + separator if begin else 0
@@ -163,7 +157,7 @@ class SegmentAdoption:
         self._threads = threads
 
     def is_ahead(self, head: ManifestHead, facts: StreamFacts, job: SealerJob) -> bool:
-        """Whether more is recorded than the server knows of; by somebody who may have been us."""
+        """Whether more is recorded than the server knows of, possibly by an earlier job of this server."""
         if head.deleted is not None or head.uploaded_through <= job.sealed:
             return False
         return head.fence == self._manifests.fence or is_same_incarnation(facts, head)
@@ -171,13 +165,13 @@ class SegmentAdoption:
     async def adopt(
         self, job: SealerJob, facts: StreamFacts, head: ManifestHead, report: SealerReport, count_max: int
     ) -> None:
-        """ManifestConflictError if an entry in the bucket is not the one we have; then nothing is taken."""
+        """Raises ManifestConflictError, changing nothing, if an entry differs from the hot store."""
         if not is_same_incarnation(facts, head):
             raise _conflict(facts, "that stream was created elsewhere")
         following = job.sealed + 1
         async for info in self._manifests.segments(head, following):
             if info.first != following:
-                raise _conflict(facts, f"entry {following} is not where it was left")
+                raise _conflict(facts, f"entry {following} is not recorded where it was sealed")
             report.footers.append(await self._footer(job.numbers[0], facts, info))
             report.segments.append(info)
             report.keyed = report.keyed or footer_has_keys(report.footers[-1])
@@ -187,10 +181,10 @@ class SegmentAdoption:
         if not report.segments:
             raise _conflict(facts, f"entry {following} was trimmed there")
         report.generation = head.generation
-        report.more = True  # the stream may have grown since, and its head may be behind
+        report.more = True  # the stream may have grown since, and its head may be stale
 
     async def _footer(self, number: int, facts: StreamFacts, info: SegmentInfo) -> bytes:
-        """The footer of a segment that holds what the hot store has."""
+        """The footer of a segment that has the same entries as the hot store."""
         raw, _etag = await self._objects.get(stream_prefix(facts.stream_id) + info.key)
         loop = asyncio.get_running_loop()
         footer = await loop.run_in_executor(self._threads, self._compared, number, info, raw)
@@ -210,12 +204,12 @@ class SegmentAdoption:
             if not is_prefix_of(read_all_rows(raw, file_footer(raw)), held, stream.separator):
                 return None
         tail = reader.find_tail(raw, len(raw))
-        assert isinstance(tail, bytes), "all of the file was given"
+        assert isinstance(tail, bytes), "the whole file was read"
         return reader.pack_tail(tail)
 
 
 def hot_runs_after(store: StoredStreams, stream: Stream, entry: int) -> Iterator[SegmentRows]:
-    """What the hot store has behind an entry of a stream, in order."""
+    """The entries of a stream in the hot store after an entry, in order."""
     following = entry + 1
     for row in store.db.blocks_from(stream.number, following):
         block = decode_block(row)
@@ -226,7 +220,7 @@ def hot_runs_after(store: StoredStreams, stream: Stream, entry: int) -> Iterator
 
 
 def is_prefix_of(some: Iterable[SegmentRows], all_of: Iterator[SegmentRows], separator: int) -> bool:
-    """Whether the one begins with exactly the entries of the other, however either is cut into runs."""
+    """Whether one starts with exactly the entries of the other, however they are split into runs."""
     held: SegmentRows | None = None
     for run in some:
         at, count = 0, len(run.ends)
@@ -245,7 +239,7 @@ def is_prefix_of(some: Iterable[SegmentRows], all_of: Iterator[SegmentRows], sep
 
 
 def _equal_runs(one: SegmentRows, other: SegmentRows) -> bool:
-    """A run may come with a list of keys that are all missing, or without any list."""
+    """A run may have a list of keys that are all missing, or no list."""
     return one[:4] == other[:4] and _run_keys(one) == _run_keys(other)
 
 
@@ -262,7 +256,7 @@ def _conflict(facts: StreamFacts, why: str) -> ManifestConflictError:
 logger = logging.getLogger("tailrace.sealer")
 
 SEGMENTS_PER_JOB = 8
-WRITER_THREADS = 2  # segments written at once; uploads of more jobs may be under way
+WRITER_THREADS = 2  # segments written at once; more uploads may be running
 HEADS_IN_PARALLEL = 8
 CONFIRM_S = 5.0
 MS_NS = 1_000_000
@@ -271,7 +265,7 @@ StreamJob = Callable[[int], Awaitable[int]]
 
 
 class SealSnapshot(NamedTuple):
-    """A stream as one look at the hot store shows it, and the segments written from that look."""
+    """A stream in one snapshot of the hot store, and the segments written from it."""
 
     facts: StreamFacts
     producers: dict[str, tuple[int, int]]
@@ -293,8 +287,8 @@ class Sealer:
         for leftover in self._spool.iterdir():
             leftover.unlink()  # of a sealer that was killed; its job is done again
         if setup.url.startswith("file:"):
-            # One that was killed may have left objects under names that a power cut would take back. What we
-            # find there we take for recorded, so it has to be.
+            # A killed sealer may have left objects whose names a power cut would remove. Existing objects are
+            # treated as durable, so they are synced here.
             os.sync()
         self._store = StoredStreams(Path(setup.data_dir) / "hot.db")
         self._book = RequestStats()
@@ -347,7 +341,7 @@ class Sealer:
         except ManifestError as error:
             report.error, report.trouble = str(error), "failed"
         except Exception as error:
-            logger.exception("a job failed")
+            logger.exception("sealer job failed", extra=log_fields(kind=job.kind))
             report.error, report.trouble = f"{type(error).__name__}: {error}", "failed"
         objects = self._objects
         counts, heads, timings = self._book.drain()
@@ -362,7 +356,7 @@ class Sealer:
         return report
 
     async def _confirm(self) -> None:
-        """A new stream has no head whose fence could refuse us, so the owner is asked now and then."""
+        """A new stream has no head whose fence could refuse a write, so ownership is checked periodically."""
         if time.monotonic() - self._confirmed_s > CONFIRM_S:
             await self._ownership.confirm(self._setup.deployment, self._setup.fence)
             self._confirmed_s = time.monotonic()
@@ -408,21 +402,21 @@ class Sealer:
         return await self._manifests.publish(snapshot.facts, added, snapshot.producers, known=stored)
 
     async def _upload(self, key: str, spooled: list[Path]) -> None:
-        """Uploads the first of the files in the spool and takes it out."""
+        """Uploads the first file in the spool and removes it."""
         loop = asyncio.get_running_loop()
         data = await loop.run_in_executor(None, spooled[0].read_bytes)
         failpoints.reached("seal.before_upload")
         try:
             await self._objects.create(key, data)
         except ObjectExistsError:
-            pass  # its name holds its hash: an earlier try got this far
+            pass  # its name contains its hash: an earlier attempt got this far
         failpoints.reached("seal.after_upload")
         await loop.run_in_executor(None, discard_file, spooled.pop(0))
 
     # -- on threads --------------------------------------------------------------------------------------
 
     def _write(self, number: int, sealed: int) -> SealSnapshot | None:
-        """Writes what the hot store has behind `sealed` into the spool, as far as one job goes."""
+        """Writes the entries after `sealed` from the hot store into the spool, up to the limit of one job."""
         spooled: list[Path] = []
         try:
             return self._write_into(spooled, number, sealed)
@@ -519,7 +513,7 @@ class Sealer:
         raw = await loop.run_in_executor(self._threads, self._grave, number)
         if raw is not None:
             stream, at_ns, reason = decode_deleted(raw)
-            await self._manifests.bury(manifest_facts(stream, 0), at_ns, reason)
+            await self._manifests.delete_stream(manifest_facts(stream, 0), at_ns, reason)
         return 0
 
     async def _trim(self, number: int) -> int:
@@ -527,21 +521,21 @@ class Sealer:
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._threads, self._retained, number)
         if found is None:
-            return 0  # removed meanwhile: all of it goes
+            return 0  # removed meanwhile: all of it is deleted
         facts, earliest, reached = found
         failpoints.reached("retain.before_manifest")
         try:
             stored = await self._manifests.load(facts.stream_id)
             if stored is None or stored.head.fence < self._manifests.fence:
-                # A fork of a trimmed stream that is still empty, or ours from before somebody took over.
+                # An empty fork of a trimmed stream, or ours from before another server took over.
                 await self._manifests.publish(facts, known=stored)
-            await self._manifests.retain(facts.stream_id, earliest, reached)
+            await self._manifests.trim(facts.stream_id, earliest, reached)
         except StreamDeletedError:
             pass
         return 0
 
     async def _sweep(self, job: SealerJob, report: SealerReport) -> None:
-        """One turn. Who owns the bucket is asked anew: tombstones are for its owner alone."""
+        """One step. Ownership is checked again, because only the owner deletes tombstones."""
         await self._ownership.confirm(self._setup.deployment, self._setup.fence)
         sweeper = Sweeper(
             self._objects,
@@ -580,7 +574,7 @@ class Sealer:
 
 
 def _log_orphan(orphan: Orphan) -> None:
-    logger.info("swept %s: %s", orphan.key, orphan.reason)
+    logger.info("deleted orphaned object", extra=log_fields(key=orphan.key, reason=orphan.reason))
 
 
 def schema_versions(documents: dict[str, bytes] | None, runs: Sequence[SegmentRows]) -> str:
@@ -597,7 +591,7 @@ def discard_file(path: Path) -> None:
 def _read_jobs(loop: asyncio.AbstractEventLoop, take: Callable[[SealerJob], None]) -> None:
     for line in sys.stdin.buffer:
         loop.call_soon_threadsafe(take, msgspec.json.decode(line, type=SealerJob))
-    os._exit(0)  # the server is gone; what is half done is done again
+    os._exit(0)  # the server has exited; unfinished work is repeated
 
 
 async def serve_jobs(setup: SealerSetup) -> None:

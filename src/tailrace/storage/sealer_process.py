@@ -1,8 +1,6 @@
-"""The sealer as a child process: jobs and reports as lines of JSON, and the server's end of the pipe.
+"""The server's side of the sealer: jobs and reports as lines of JSON, and the child process.
 
-What the server asks of the sealer, and what it is told. One JSON object per line, either way.
-
-The server's end of the sealer: started when there is something to do, ended when there is nothing.
+The process is started for the first job and stopped when idle.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from tailrace.storage.sweep import SweepReport, SweepShare
 
 JobKind = Literal["seal", "heads", "bury", "trim", "meta", "sweep", "publish", "plan", "compact"]
 
-# Where the sealer finds the one setting that is no argument.
+# The sealer's environment variable for the only setting that is not an argument.
 RECOVERY_KEY_VARIABLE = "TAILRACE_RECOVERY_KEY"
 
 
 class SealerSetup(msgspec.Struct, kw_only=True):
-    """How a sealer is started: its only argument."""
+    """The argument of the sealer process."""
 
     data_dir: str
     url: str
@@ -40,22 +38,22 @@ class SealerSetup(msgspec.Struct, kw_only=True):
 
 
 class ManifestPublication(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a `publish` adds to the manifest of a stream and takes out of it; objects a `plan` has created."""
+    """What a `publish` adds to and removes from a manifest; the objects that a `plan` creates."""
 
     stream_id: str
     added: list[IndexFile] = []
     removed: list[str] = []
-    objects: dict[str, bytes] = {}  # by their names in the folder of the stream
-    segment: SegmentInfo | None = None  # of a `compact`: what takes the place of `replaced`
+    objects: dict[str, bytes] = {}  # by name in the folder of the stream
+    segment: SegmentInfo | None = None  # of a `compact`: replaces those in `replaced`
     replaced: list[SegmentInfo] = []
 
 
 class SealerJob(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`seal`: one stream, from the entry behind `sealed`. `heads`, `bury`, `trim`: several streams at once.
+    """A request to the sealer. `heads`, `bury` (deleted streams) and `trim` are for several streams.
 
-    `meta`: facts of the server that changed after the journal file `sealed`. `sweep`: one turn of the sweep,
-    behind the key `after`. `publish`, `plan`, `compact`: one stream, and what belongs into its folder or
-    manifest.
+    `seal`: one stream, from the entry after `sealed`. `meta`: facts that changed after the journal file
+    `sealed`. `sweep`: one step of the sweep, after the key `after`. `publish`, `plan`, `compact`: one stream,
+    and the objects for its folder or manifest.
     """
 
     id: int
@@ -67,7 +65,7 @@ class SealerJob(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SealerUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the sealer has asked of the object store so far; by stream, since its last report."""
+    """The sealer's object store requests: totals, and by stream since its last report."""
 
     requests: dict[str, int] = {}
     bytes_out: int = 0
@@ -80,10 +78,9 @@ class SealerUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class SealerReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The outcome of a job. Of a `seal`: what to journal; `more` if there was too much for one job.
 
-    `as_of` is the journal file the manifests speak for. `trouble` tells what kind of failure `error` is:
-    the store cannot be used, somebody else owns it, the sealer died, the bucket has other entries of this
-    stream than we have, or something else is wrong with it.
-    Of a `sweep`: the key it has come to, empty at the end of the bucket.
+    `as_of` is the journal file that the manifests cover. `trouble` classifies `error`: the store is
+    unavailable, another server owns it, the sealer exited, the bucket has other entries of this stream than
+    the hot store, or another failure. `after`, of a `sweep`, is the last key, empty at the end of the bucket.
     """
 
     id: int
@@ -95,7 +92,7 @@ class SealerReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     after: str = ""
     swept: SweepReport = msgspec.field(default_factory=SweepReport)
     keyed: bool = False  # of a `seal`: some entries have keys
-    added: list[IndexFile] = []  # of a `publish`: those that the manifest did not list before
+    added: list[IndexFile] = []  # of a `publish`: those not listed in the manifest before
     refused: str = ""  # why nothing was changed: `missing`, `changed`; of a `seal` as well: `buried`
     detail: str = ""
     done: list[tuple[int, int]] = []  # heads: stream and generation; others: stream and 0
@@ -111,27 +108,27 @@ LINE_BYTES_MAX = 256 * 1024 * 1024
 
 
 class SealerProcess:
-    """Asks jobs of the child and hands out its reports. A child that ends fails what it was asked."""
+    """Sends jobs to the child process and returns its reports. If the child exits, its jobs fail."""
 
     def __init__(self, setup: SealerSetup, recovery_key: str = "") -> None:
         self._setup = setup
-        # A child with nothing to do holds some 40 MB; the next one is there in a blink.
+        # An idle child uses some 40 MB, and starting one is fast.
         self._idle_s = setup.limits.helper_idle_ms / 1000
         self._recovery_key = recovery_key
         self._child: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
-        self._asked: dict[int, asyncio.Future[SealerReport]] = {}
+        self._pending: dict[int, asyncio.Future[SealerReport]] = {}
         self._last_id = 0
         self._idle: asyncio.TimerHandle | None = None
-        self._earlier: Counter[str] = Counter()  # what children that have ended did
-        self._present: Counter[str] = Counter()
-        self._bytes = [0, 0, 0, 0]  # out and in, of earlier children and of the present one
+        self._earlier: Counter[str] = Counter()  # requests of earlier children
+        self._current: Counter[str] = Counter()
+        self._bytes = [0, 0, 0, 0]  # out and in, of earlier children and of the current one
 
     @property
     def requests(self) -> Counter[str]:
         """Requests to the object store, by kind."""
-        return self._earlier + self._present
+        return self._earlier + self._current
 
     @property
     def bytes_out(self) -> int:
@@ -141,7 +138,7 @@ class SealerProcess:
     def bytes_in(self) -> int:
         return self._bytes[1] + self._bytes[3]
 
-    async def ask(
+    async def run_job(
         self,
         kind: JobKind,
         numbers: list[int],
@@ -149,39 +146,40 @@ class SealerProcess:
         after: str = "",
         publication: ManifestPublication | None = None,
     ) -> SealerReport:
-        """The report of a job; if the child ends before it, one that says so."""
+        """Runs a job. If the child exits before its report, the report has `trouble="ended"`."""
         child = await self._running()
         self._last_id += 1
         job = SealerJob(
             id=self._last_id, kind=kind, numbers=numbers, sealed=sealed, after=after, publication=publication
         )
-        answer: asyncio.Future[SealerReport] = asyncio.get_running_loop().create_future()
-        self._asked[job.id] = answer
+        pending: asyncio.Future[SealerReport] = asyncio.get_running_loop().create_future()
+        self._pending[job.id] = pending
         try:
             assert child.stdin is not None
             child.stdin.write(msgspec.json.encode(job) + b"\n")
             await child.stdin.drain()
-            return await answer
+            return await pending
         except OSError as error:
-            return SealerReport(id=job.id, error=f"the sealer cannot be asked: {error}", trouble="ended")
+            message = f"cannot send a job to the sealer process: {error}"
+            return SealerReport(id=job.id, error=message, trouble="ended")
         finally:
-            self._asked.pop(job.id, None)
-            self._rest()
+            self._pending.pop(job.id, None)
+            self._schedule_idle_stop()
 
-    def _rest(self) -> None:
-        """Ends the child when nothing is asked of it for a while."""
+    def _schedule_idle_stop(self) -> None:
+        """Stops the child if it has no jobs for a while."""
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
-        if not self._asked:
+        if not self._pending:
             self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle)
 
     def _end_idle(self) -> None:
         self._idle = None
         child = self._child
-        if not self._asked and child is not None and child.returncode is None:
+        if not self._pending and child is not None and child.returncode is None:
             child.kill()
-            self._child = None  # the next job finds none, rather than one that is about to end
+            self._child = None  # so that the next job starts a new one
 
     async def stop(self) -> None:
         if self._idle is not None:
@@ -196,7 +194,7 @@ class SealerProcess:
         async with self._starting:
             if self._child is None or self._child.returncode is not None:
                 if self._reading is not None:
-                    await self._reading  # so that the end of the last child is not taken for this one's
+                    await self._reading  # so that the exit of the last child does not fail jobs of this one
                 self._child = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -215,18 +213,19 @@ class SealerProcess:
         try:
             while line := await child.stdout.readline():
                 report = msgspec.json.decode(line, type=SealerReport)
-                self._present = Counter(report.usage.requests)
+                self._current = Counter(report.usage.requests)
                 self._bytes[2:] = [report.usage.bytes_out, report.usage.bytes_in]
-                answer = self._asked.get(report.id)
-                if answer is not None and not answer.done():
-                    answer.set_result(report)
+                pending = self._pending.get(report.id)
+                if pending is not None and not pending.done():
+                    pending.set_result(report)
         except (ValueError, msgspec.MsgspecError):
-            logger.exception("the sealer said something that cannot be understood")
+            logger.exception("invalid message from sealer process")
             child.kill()
         await child.wait()
-        self._earlier += self._present
-        self._present = Counter()
+        self._earlier += self._current
+        self._current = Counter()
         self._bytes = [self._bytes[0] + self._bytes[2], self._bytes[1] + self._bytes[3], 0, 0]
-        for number, answer in list(self._asked.items()):
-            if not answer.done():
-                answer.set_result(SealerReport(id=number, error="the sealer ended", trouble="ended"))
+        for number, pending in list(self._pending.items()):
+            if not pending.done():
+                report = SealerReport(id=number, error="the sealer process exited", trouble="ended")
+                pending.set_result(report)

@@ -1,15 +1,10 @@
 """The sealing service: dispatches due streams to the sealer and journals what was sealed.
 
-Streams of which the bucket has other entries than we have: kept and served here, and not sealed.
+Everything runs on the loop thread in small steps. The hot store is read page by page on a thread; the object
+store is written by the sealer process. Several streams are sealed at a time, one job at a time for each.
 
-What the hot store holds that is not sealed, found page by page on a thread.
-
-Streams on their way to the object store: several at a time, one job after the other for each.
-
-Keeps the sealer at work: which streams are due, who asks it what, and when.
-
-Everything here runs on the loop thread and in small steps. What reads the hot store page by page does so on a
-thread; what writes to the object store is another process.
+If the bucket has other entries of a stream than this server, the stream is in conflict: it stays in the hot
+store, is served from there, and is retried much later.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
 from tailrace.log.records import Compacted, Delete, Op, Published, Recorded, Sealed, Trim
@@ -64,12 +60,12 @@ CONFLICT_ADVICE = (
 
 
 class SealConflicts:
-    """Told once for each stream; afterwards metrics, /readyz and the stream's details show it."""
+    """Streams in conflict. Logged once per stream; metrics, /readyz and the stream's details show them."""
 
     def __init__(self, find: Callable[[int], Stream | None]) -> None:
         self._find = find
         self._names: dict[int, str] = {}
-        self.resting: set[int] = set()  # those that are not tried again before their time
+        self.resting: set[int] = set()  # not retried before their time
 
     def __len__(self) -> int:
         return len(self._names)
@@ -77,19 +73,20 @@ class SealConflicts:
     def __contains__(self, number: int) -> bool:
         return number in self._names
 
-    def found(self, stream: Stream, why: str) -> None:
+    def add(self, stream: Stream, why: str) -> None:
         self.resting.add(stream.number)
         if stream.number not in self._names:
             self._names[stream.number] = stream.name
-            logger.error("stream %r is not sealed any more: %s. %s", stream.name, why, CONFLICT_ADVICE)
+            fields = log_fields(stream=stream.name, error=why, advice=CONFLICT_ADVICE)
+            logger.error("stream conflicts with the object store and is not sealed", extra=fields)
 
-    def over(self, number: int) -> None:
-        """The stream was sealed or removed, or somebody wants to know anew."""
+    def clear(self, number: int) -> None:
+        """The stream was sealed or removed, or is to be tried again."""
         self._names.pop(number, None)
         self.resting.discard(number)
 
     def refusal(self, stream: Stream) -> TailraceError | None:
-        """Why the stream cannot be sealed: it is in conflict, or the source of the fork that it is."""
+        """The error if the stream or an ancestor is in conflict and it cannot be sealed."""
         found: Stream | None = stream
         while found is not None and self._names:
             if found.number in self._names:
@@ -100,12 +97,12 @@ class SealConflicts:
 
     @property
     def state(self) -> str:
-        """One line, for whoever asks whether the server is well; nothing if there are none."""
+        """One line for health reports; empty if there are no conflicts."""
         if not self._names:
             return ""
         more = f" and {len(self._names) - 1} more" if len(self._names) > 1 else ""
         named = next(iter(self._names.values()))
-        return f"conflict: it has other entries than this server of stream {named!r}{more}"
+        return f"conflict: it has other entries of stream {named!r}{more} than this server"
 
 
 UNSEALED_PAGE_COUNT = 200
@@ -125,7 +122,7 @@ class UnsealedStream(NamedTuple):
 
 
 def unsealed_streams_after(store: StoredStreams, number: int) -> list[UnsealedStream]:
-    """The next streams that have entries in the hot store; fewer than a page mean that these are all."""
+    """The next streams with entries in the hot store; fewer than a page if there are no more."""
     found: list[UnsealedStream] = []
     with store.snapshot():
         for row in store.db.cold.hot_ranges(number, UNSEALED_PAGE_COUNT):
@@ -136,15 +133,15 @@ def unsealed_streams_after(store: StoredStreams, number: int) -> list[UnsealedSt
     return found
 
 
-# Small streams cost round trips, large ones memory and room in the spool: one of them counts as four.
+# A small stream costs round trips, a large one memory and spool space, so it counts as four.
 JOBS_MAX = 16
 LARGE_JOB_WEIGHT = 4
 LARGE_JOB_BYTES = 1024 * 1024
-CONFLICT_RETRY_S = 600.0  # nothing that the server does ends a conflict
+CONFLICT_RETRY_S = 600.0  # only an operator can resolve a conflict
 
 
 class SealRun(NamedTuple):
-    """One job for one stream, as it is told to whoever measures."""
+    """The outcome of one job for one stream, for tracing."""
 
     stream: str
     begun_ns: int
@@ -154,7 +151,7 @@ class SealRun(NamedTuple):
 
 
 class SealDispatcher:
-    """Takes due streams off the queue as there is room, and puts back what is not done yet."""
+    """Starts seal jobs for due streams up to a limit, and queues streams again that are not done."""
 
     def __init__(self, sealing: SealingService, log: Log, due: DueStreams) -> None:
         self._sealing = sealing
@@ -178,7 +175,7 @@ class SealDispatcher:
                 self._due.add(number)
                 raise
             if stream is None or number in self.conflicts.resting:
-                continue  # gone, or only its own time brings it back
+                continue  # removed, or queued again later
             large = stream.size_bytes - stream.sealed_bytes >= LARGE_JOB_BYTES
             self.busy.add(number)
             weight = LARGE_JOB_WEIGHT if large else 1
@@ -189,7 +186,8 @@ class SealDispatcher:
         try:
             again = await self._seal_once(number)
         except TailraceError as error:
-            logger.warning("stream %d is not sealed yet: %s", number, error)
+            fields = log_fields(stream_number=number, error=str(error))
+            logger.warning("cannot seal stream, retrying", extra=fields)
             again = False
             self._later(number, BUCKET_PAUSE_S_MIN)
         finally:
@@ -201,29 +199,29 @@ class SealDispatcher:
 
     async def _seal_once(self, number: int) -> bool:
         """One job for one stream; True if another has to follow."""
-        lineage = self._sealing.lineage
+        forks = self._sealing.fork_dependencies
         stream = self._log.streams.get(number)
         if stream is None or stream.removed or stream.stored <= stream.sealed:
-            lineage.sealed(number)
+            forks.sealed(number)
             return False
-        if lineage.wait(stream):
+        if forks.wait(stream):
             return False
         sealed = stream.sealed
         begun_ns = self._log.clock.now_ns()
-        report = await self._sealing.ask("seal", [number], sealed)
+        report = await self._sealing.run_job("seal", [number], sealed)
         if report.error:
             self._failed(number, report, begun_ns)
             return False
         stream = self._log.streams.get(number)
         if stream is None or stream.removed:
-            self.conflicts.over(number)
-            return False  # its objects are deleted when the hot store has heard of it
+            self.conflicts.clear(number)
+            return False  # its objects are deleted after the checkpoint of the deletion
         if stream.sealed != sealed:
-            return True  # a failed commit took the journal back meanwhile
+            return True  # a failed commit was rolled back meanwhile
         if report.refused == "buried":
-            self._stand_aside(stream, report.detail)
+            self._suspend_conflicting(stream, report.detail)
             return False
-        self.conflicts.over(number)
+        self.conflicts.clear(number)
         now_ns = self._log.clock.now_ns()
         await self._sealing.journal(
             Sealed(
@@ -240,59 +238,59 @@ class SealDispatcher:
         self.segments += len(report.segments)
         self.segment_bytes += size_bytes
         for segment in report.segments:
-            self._sealing.pressure.sealed(segment.payload_bytes)
-        self._tell(SealRun(stream.name, begun_ns, len(report.segments), size_bytes))
-        lineage.sealed(number)
+            self._sealing.backlog.sealed(segment.payload_bytes)
+        self._notify(SealRun(stream.name, begun_ns, len(report.segments), size_bytes))
+        forks.sealed(number)
         return report.more or self._due.is_due(stream)
 
     def _failed(self, number: int, report: SealerReport, begun_ns: int) -> None:
         stream = self._log.streams.get(number)
         if stream is None or stream.removed:
-            self.conflicts.over(number)
+            self.conflicts.clear(number)
             return
-        self._tell(SealRun(stream.name, begun_ns, error=report.error))
+        self._notify(SealRun(stream.name, begun_ns, error=report.error))
         if report.trouble == "conflict":
-            self._stand_aside(stream, report.error)
+            self._suspend_conflicting(stream, report.error)
             return
         everything_pauses = report.trouble in ("unavailable", "ended")
-        self._later(number, 0.0 if everything_pauses else self._sealing.standing.pause_s_max)
+        self._later(number, 0.0 if everything_pauses else self._sealing.health.pause_s_max)
 
-    def _stand_aside(self, stream: Stream, why: str) -> None:
-        """The stream stays in the hot store, where it is served from, and is tried again much later."""
-        self.conflicts.found(stream, why)
+    def _suspend_conflicting(self, stream: Stream, why: str) -> None:
+        """The stream stays in the hot store, is served from there, and is retried much later."""
+        self.conflicts.add(stream, why)
         self._sealing.call_later(CONFLICT_RETRY_S, lambda: self._try_again(stream.number))
 
     def _changed(self, op: Op, stream: Stream) -> None:
         if isinstance(op, Delete) and stream.removed:
-            self.conflicts.over(stream.number)
+            self.conflicts.clear(stream.number)
 
     def _try_again(self, number: int) -> None:
         self.conflicts.resting.discard(number)
         self._due.add(number)
 
     def retry_conflict(self, number: int) -> None:
-        """Somebody may have ended it."""
+        """An operator may have resolved the conflict: tries the stream again."""
         if number in self.conflicts:
-            self.conflicts.over(number)
+            self.conflicts.clear(number)
             self._due.add(number)
 
     def _later(self, number: int, pause_s: float) -> None:
-        """Again after a pause of its own; 0 where everything pauses."""
+        """Queues the stream again after a pause; 0 if all sealing pauses anyway."""
         self._sealing.call_later(pause_s, lambda: self._due.add(number))
 
-    def _tell(self, run: SealRun) -> None:
+    def _notify(self, run: SealRun) -> None:
         if self.on_run is not None:
             self.on_run(run)
 
 
 TICK_S = 1.0
-AGED_PER_TURN = 100
-QUEUE_SOFT_MAX = 2000  # leftovers wait while so many streams are due
+AGED_PER_STEP = 100
+QUEUE_SOFT_MAX = 2000  # the scan for unsealed streams pauses while so many are due
 T = TypeVar("T")
 
 
 class SealingService:
-    """The scheduler of cold history."""
+    """Schedules all work on the object store: sealing, recording of manifests, retention, sweep."""
 
     def __init__(
         self, log: Log, settings: Settings, deployment: str, loop: asyncio.AbstractEventLoop
@@ -302,39 +300,39 @@ class SealingService:
         self._settings = settings
         url = settings.object_store_url
         owner = BucketOwner(url, deployment, settings.take_over, log)
-        self.standing = BucketHealth(owner, log.limits, loop)
-        self.standing.on_back = self._back
-        self.standing.on_lost = self._lost
+        self.health = BucketHealth(owner, log.limits, loop)
+        self.health.on_recovered = self._on_recovered
+        self.health.on_fenced = self._on_fenced
         self._due = DueStreams(log.limits)
-        self.lineage = ForkDependencies(self._due, log.streams.get)
-        self.pressure = SealBacklog(log)
-        self.runs = SealDispatcher(self, log, self._due)
+        self.fork_dependencies = ForkDependencies(self._due, log.streams.get)
+        self.backlog = SealBacklog(log)
+        self.dispatcher = SealDispatcher(self, log, self._due)
         self.sealer: SealerProcess | None = None
-        self.book = RequestStats()
+        self.request_stats = RequestStats()
         self._threads = ThreadPoolExecutor(1, "leftovers")
         self._heads = ManifestRecorder(self)
         self.meta = MetaRecorder(self, log, settings.recovery_key)
-        self.trims = RetentionService(self, log)
-        self.sweeps = SweepSchedule(self, log)
+        self.retention = RetentionService(self, log)
+        self.sweep = SweepSchedule(self, log)
         self.share: SweepShare = "all"  # of the sweep, if this is one of several workers
-        self._turns = EarlyRotation(log, self._due, self.pressure, self._others_wait, loop.time())
+        self._rotation = EarlyRotation(log, self._due, self.backlog, self._checkpoint_needed, loop.time())
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._tick_s = min(TICK_S, log.limits.seal_interval_ms / 1000)
-        self._looked_s = 0.0
+        self._polled_s = 0.0
 
-    # -- life ------------------------------------------------------------------------------------------
+    # -- start and stop --------------------------------------------------------------------------------
 
     async def claim(self) -> None:
-        """Before anything is written here; raises if the bucket is somebody else's, or newer than we are."""
-        await self.standing.start()
+        """Claims the bucket before anything is written; raises if another server owns it or it is newer."""
+        await self.health.start()
 
     def start(self) -> None:
-        self.pressure.start()
+        self.backlog.start()
         self._log.on_checkpointed = self._checkpointed
         self.spawn(self._run())
-        self.spawn(self._look_back())
+        self.spawn(self._scan_unsealed())
 
     async def stop(self) -> None:
         for task in tuple(self._tasks):
@@ -342,11 +340,11 @@ class SealingService:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.sealer is not None:
             await self.sealer.stop()
-        await self.standing.owner.close()
+        await self.health.owner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:
-        while not self.standing.fenced:
+        while not self.health.fenced:
             try:
                 async with asyncio.timeout(self._tick_s):
                     await self._wake.wait()
@@ -355,76 +353,76 @@ class SealingService:
             self._wake.clear()
             now_s = self._loop.time()
             try:
-                if now_s - self._looked_s >= self._tick_s:
-                    self._looked_s = now_s
-                    self._look(now_s)
-                self._take_aged(now_s)
-                if self.standing.usable(now_s):
-                    self.runs.dispatch()
+                if now_s - self._polled_s >= self._tick_s:
+                    self._polled_s = now_s
+                    self._poll(now_s)
+                self._queue_aged(now_s)
+                if self.health.usable(now_s):
+                    self.dispatcher.dispatch()
                     self._heads.dispatch()
-                    self.trims.dispatch()
+                    self.retention.dispatch()
             except TailraceError as error:
-                logger.warning("sealing waits: %s", error)
+                logger.warning("cannot dispatch seal jobs, retrying", extra=log_fields(error=str(error)))
             except Exception:
-                logger.exception("a step of sealing failed")  # the next one may not
+                logger.exception("sealing step failed")  # the next one may succeed
 
-    def _look(self, now_s: float) -> None:
-        """What is looked at now and then, and not whenever a job ends."""
-        self.pressure.look(self.standing.failure)
-        self.trims.look(now_s)
-        if self.standing.usable(now_s):
-            self.sweeps.look(now_s)
-        self._turns.look(now_s)
-        if self.standing.is_confirmation_due(now_s):
+    def _poll(self, now_s: float) -> None:
+        """Periodic checks, independent of finished jobs."""
+        self.backlog.update(self.health.failure)
+        self.retention.poll(now_s)
+        if self.health.usable(now_s):
+            self.sweep.poll(now_s)
+        self._rotation.poll(now_s)
+        if self.health.is_confirmation_due(now_s):
             self.spawn(self._confirm())
 
     async def _confirm(self) -> None:
         try:
-            await self.standing.confirm()
+            await self.health.confirm()
         finally:
             self._wake.set()
 
-    def _back(self) -> None:
-        """The object store can be used again."""
-        self._heads.want()
-        self.trims.want()
+    def _on_recovered(self) -> None:
+        """The object store is available again."""
+        self._heads.request_round()
+        self.retention.request_round()
 
-    def _lost(self) -> None:
-        """The object store is somebody else's."""
-        message = "another server has taken this one's object store over"
+    def _on_fenced(self) -> None:
+        """Another server owns the object store."""
+        message = "another server has taken over the object store of this server"
         self._log.set_shortage("fence", TailraceError("unavailable", message))
         self.notify()
 
     # -- what is due -----------------------------------------------------------------------------------
 
     def _checkpointed(self, seq: int, touched: list[Stream]) -> None:
-        begun_s = self._turns.checkpointed(seq, self._loop.time())
-        self._due.checkpointed(touched, begun_s)
-        self.pressure.checkpointed(seq)
+        started_s = self._rotation.checkpointed(seq, self._loop.time())
+        self._due.checkpointed(touched, started_s)
+        self.backlog.checkpointed(seq)
         self._heads.checkpointed(seq)
-        self.trims.checkpointed(seq)
+        self.retention.checkpointed(seq)
         self.notify()
 
-    def _others_wait(self, now_s: float) -> bool:
-        """Whether anything but entries waits for a checkpoint."""
-        seq = self._turns.checkpointed_seq
+    def _checkpoint_needed(self, now_s: float) -> bool:
+        """Whether anything except entries waits for a checkpoint."""
+        seq = self._rotation.checkpointed_seq
         facts = self.meta.waits_for_checkpoint(seq, now_s)
-        trimmed = self.pressure.untrimmed or self.trims.waits_for_checkpoint(seq)
-        return facts or trimmed or self._heads.unfolded
+        trimmed = self.backlog.untrimmed or self.retention.waits_for_checkpoint(seq)
+        return facts or trimmed or self._heads.uncheckpointed
 
-    def _take_aged(self, now_s: float) -> None:
-        if len(self._due) > AGED_PER_TURN:
+    def _queue_aged(self, now_s: float) -> None:
+        if len(self._due) > AGED_PER_STEP:
             return
-        upto_s = float("inf") if self.pressure.hurry else now_s
-        for number, last in self._due.aged(upto_s, AGED_PER_TURN):
+        upto_s = float("inf") if self.backlog.urgent else now_s
+        for number, last in self._due.aged(upto_s, AGED_PER_STEP):
             stream = self._log.streams.get(number)
             if stream is not None and not stream.removed and stream.sealed < last:
                 self._due.add(number)
 
-    async def _look_back(self, forced: dict[int, int] | None = None) -> None:
-        """Finds what an earlier life of the server left in the hot store.
+    async def _scan_unsealed(self, forced: dict[int, int] | None = None) -> None:
+        """Finds streams with unsealed entries in the hot store, left by an earlier run of the server.
 
-        With `forced` all of it is due, and is listed there: stream and last entry.
+        With `forced` all of them are due and added to it, with their last entry.
         """
         number = 0
         now_ns, now_s = self._log.clock.now_ns(), self._loop.time()
@@ -453,13 +451,13 @@ class SealingService:
                 await self._step()
 
     def seal_soon(self, number: int) -> None:
-        """Whatever its age and size."""
+        """Seals a stream regardless of its age and size."""
         self._due.add(number)
         self._wake.set()
 
-    # -- for those who work with it --------------------------------------------------------------------
+    # -- used by the other services of storage ---------------------------------------------------------
 
-    async def ask(
+    async def run_job(
         self,
         kind: JobKind,
         numbers: list[int],
@@ -467,26 +465,26 @@ class SealingService:
         after: str = "",
         publication: ManifestPublication | None = None,
     ) -> SealerReport:
-        """The sealer's report. One that failed has been logged, counted and followed by a pause."""
+        """Runs a job in the sealer; a failed report has been logged, counted and followed by a pause."""
         if self.sealer is None:
             setup = SealerSetup(
                 data_dir=str(self._log.directory),
                 url=self._settings.object_store_url,
-                deployment=self.standing.owner.deployment,
-                fence=self.standing.owner.fence,
+                deployment=self.health.owner.deployment,
+                fence=self.health.owner.fence,
                 limits=self._log.limits,
                 share=self.share,
             )
             self.sealer = SealerProcess(setup, self._settings.recovery_key)
-        report = await self.sealer.ask(kind, numbers, sealed, after, publication)
+        report = await self.sealer.run_job(kind, numbers, sealed, after, publication)
         usage = report.usage
-        self.book.take(usage.by_stream, usage.heads, usage.timings, self._log.clock.now_ns())
-        self.standing.learn(kind, numbers, report)
+        self.request_stats.take(usage.by_stream, usage.heads, usage.timings, self._log.clock.now_ns())
+        self.health.on_report(kind, numbers, report)
         return report
 
     async def journal(self, op: Sealed | Trim | Recorded | Published | Compacted) -> None:
         """Returns when the operation is durable."""
-        await await_commit(partial(self._log.record, op))
+        await await_commit(partial(self._log.record_objects, op))
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
@@ -508,17 +506,17 @@ class SealingService:
         return self._loop.time()
 
     def notify(self) -> None:
-        """Something happened that somebody may wait for."""
+        """Wakes the service and tasks that wait for progress."""
         self._wake.set()
         progress, self._progress = self._progress, asyncio.Event()
         progress.set()
 
     def stored(self) -> ColdTables:
-        """The hot store's book of objects, for whoever is on a thread."""
+        """The hot store's tables of objects, for use on a thread."""
         return self._log.store.db.cold
 
     async def forks_among(self, numbers: list[int]) -> set[int]:
-        """Those of the streams that are forks, as the hot store knows."""
+        """Those of the streams that are forks according to the hot store."""
         return await self.on_thread(lambda: self._log.store.db.trims.forks_among(numbers))
 
     def stream(self, number: int) -> Stream | None:
@@ -528,22 +526,22 @@ class SealingService:
     def journal_file(self) -> int:
         return self._log.streams.file
 
-    # -- for people ------------------------------------------------------------------------------------
+    # -- operators and metrics -------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
-        """How the object store is, in one line."""
-        state = self.standing.state
-        return self.runs.conflicts.state or state if state == "ok" else state
+        """The state of the object store in one line."""
+        state = self.health.state
+        return self.dispatcher.conflicts.state or state if state == "ok" else state
 
     @property
     def queued(self) -> int:
-        return len(self._due) + len(self.runs.busy)
+        return len(self._due) + len(self.dispatcher.busy)
 
     @property
     def requests(self) -> Counter[str]:
-        """Requests to the object store, by kind: the sealer's and our own."""
-        made = Counter(self.standing.owner.requests)
+        """Requests to the object store by kind, of the sealer and this process."""
+        made = Counter(self.health.owner.requests)
         return made if self.sealer is None else made + self.sealer.requests
 
     def spooled_bytes(self) -> int:
@@ -551,49 +549,49 @@ class SealingService:
         try:
             return sum(entry.stat().st_size for entry in os.scandir(self._log.directory / "spool"))
         except OSError:
-            return 0  # none was ever written, or one is being removed
+            return 0  # the directory does not exist, or a file is being removed
 
     async def seal_now(self, name: str | None) -> None:
-        """Returns when the stream, or everything, is on the object store as it is now."""
-        await self._fold()
-        wanted: dict[int, int] = {}
+        """Returns when the stream, or all streams, are on the object store as they are now."""
+        await self._checkpoint_all()
+        to_seal: dict[int, int] = {}
         if name is None:
-            await self._look_back(wanted)
+            await self._scan_unsealed(to_seal)
         else:
             stream = self._log.readable(name)
-            wanted[stream.number] = stream.stored
+            to_seal[stream.number] = stream.stored
             self.seal_soon(stream.number)
-        for number in wanted:
-            self.runs.retry_conflict(number)
+        for number in to_seal:
+            self.dispatcher.retry_conflict(number)
         self._wake.set()
         refusal: TailraceError | None = None
-        for number, last in wanted.items():
+        for number, last in to_seal.items():
             while (found := self._log.streams.get(number)) is not None and found.sealed < last:
-                if (held_up := self.runs.conflicts.refusal(found)) is not None:
-                    refusal = held_up
+                if (conflict := self.dispatcher.conflicts.refusal(found)) is not None:
+                    refusal = conflict
                     break
                 await self._step()
-        through = self._heads.want()
+        through = self._heads.request_round()
         while self._heads.rounds < through:
             self._wake.set()
             await self._step()
         if refusal is not None:
             raise refusal
 
-    async def _fold(self) -> None:
-        """Everything that is durable now gets into the hot store."""
+    async def _checkpoint_all(self) -> None:
+        """Returns when everything that is durable now is in the hot store."""
         file = self._log.streams.file
-        touched = self._log.streams.touched or self.meta.unfolded(self._turns.checkpointed_seq)
-        if file > self._turns.checkpointed_seq and touched:
-            self._log.move_on()
-            while self._turns.checkpointed_seq < file:
+        touched = self._log.streams.touched or self.meta.uncheckpointed(self._rotation.checkpointed_seq)
+        if file > self._rotation.checkpointed_seq and touched:
+            self._log.rotate_journal()
+            while self._rotation.checkpointed_seq < file:
                 await self._step()
 
     async def _step(self) -> None:
-        """Waits for something to happen; raises if nothing can."""
-        trouble = self.standing.fenced or self.standing.failure
-        if trouble:
-            raise TailraceError("unavailable", f"the object store cannot be used: {trouble}")
+        """Waits for progress; raises if the object store is unavailable."""
+        problem = self.health.fenced or self.health.failure
+        if problem:
+            raise TailraceError("unavailable", f"the object store is unavailable: {problem}")
         try:
             async with asyncio.timeout(TICK_S):
                 await self._progress.wait()

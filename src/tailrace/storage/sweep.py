@@ -1,33 +1,25 @@
 """The sweep: finds objects that no manifest can name any more and deletes them; its schedule.
 
-Which plans in the folder of a stream are still needed. All others may be swept.
+Such objects are left by crashes, deletions and replacements. The sweep may run while a server is running and
+be killed at any moment. An object is deleted only if no head can name it again:
 
-Finds what no manifest names any more, and deletes it: leftovers of crashes, of deletions, of replacements.
-
-It may run beside a server, and be killed at any moment. An object goes only if no head can ever name it
-again, whoever is writing:
-
-- a segment, if its entries are recorded in other segments or its epoch is over: what follows the last
-  recorded entry may be an upload that is under way, or one that is about to be repeated. One that became
-  part of another stays for a day after that;
-- a companion that is not listed, a day later, if nobody can publish it meanwhile; likewise a plan that no
-  stream remembers and no companion was built by;
-- a page or producers object, if the head does not name it and it is old: every attempt to change a head makes
-  its own, and is over long before the grace time;
+- a segment, if its entries are recorded in other segments or its epoch has ended: after the last recorded
+  entry there may be a running or repeated upload. A compacted segment stays for one more day;
+- an index file that is not listed, after a day, if it cannot be published meanwhile; likewise a plan that no
+  stream has and no index file was built with;
+- a page or producers object, if the head does not name it and it is old: every attempt to change a head
+  creates its own, and ends long before the grace time;
 - anything in the folder of a deleted stream that was there around the time of the deletion.
 
-Tombstones that nobody needs any more go if the owner of the bucket sweeps (`owner`), or nobody uses it
-(`offline`). Folders without a head can only be told from new streams when nobody does.
+Unneeded tombstones are deleted if the owner of the bucket sweeps (`owner`), or no server uses it (`offline`).
+Folders without a head can be distinguished from new streams only when no server uses the bucket.
 
-Several workers are one owner in several processes (`share`): what anybody may take away is the first one's to
-find; what the pipeline made is for the worker that has the stream, since it keeps others from publishing
-meanwhile. Tombstones stay: a fork of that name may be recorded by any of them at that very moment.
+Several workers are one owner in several processes (`share`): general leftovers are deleted by the first one;
+those of the pipeline by the worker that owns the stream, since it can lock out publications. Tombstones stay:
+any worker may be recording a fork of that name.
 
-The sweep on a schedule: now and then the sealer walks the bucket and takes away what nobody can need.
-
-One page of the listing at a time, with pauses, so that it never holds up sealing. How far it came is a fact
-of the log, so a restart goes on there: a server that is restarted every day sweeps its whole bucket all the
-same. A turn that a crash cut short is done again, and finds less.
+On a server the sealer sweeps one page of the listing at a time, with pauses, so that sealing is not delayed.
+The position is a fact of the log, so a restart continues there. A step that a crash interrupted is repeated.
 """
 
 from __future__ import annotations
@@ -70,7 +62,7 @@ if TYPE_CHECKING:
 
 _PLAN: Final = re.compile(r"plans/[0-9a-f]{64}\.json")
 
-# The plans that the server itself remembers of a stream; those in the bucket may be behind.
+# The plans that the server has for a stream; those in the bucket may be older.
 LookUpPlans = Callable[[ManifestHead], Awaitable[PlanHistory]]
 
 
@@ -96,11 +88,11 @@ async def superseded_plans(
     oldest_ns: int,
     remembered: LookUpPlans | None,
 ) -> list[ObjectInfo]:
-    """Plans that are not the wanted one and no companion was built by. No plan may be stored meanwhile.
+    """Plans that are not current and that no index file was built with. No plan may be stored meanwhile.
 
-    A stream remembers the fingerprints of some plans before the wanted one; the object of such a plan is
-    needed only as long as a companion was built by it. One that is wanted again is stored again, so each is
-    looked at once more: the listing is of before.
+    A stream has the hashes of some plans before the current one; the object of such a plan is needed only
+    while an index file was built with it. A plan that is used again is stored again, so each object is
+    checked once more: the listing may be out of date.
     """
     prefix = stream_prefix(head.stream_id)
     plans = [info for info in found if _PLAN.fullmatch(info.key.removeprefix(prefix))]
@@ -117,7 +109,7 @@ async def superseded_plans(
 
 
 async def _recorded_plans(objects: ObjectStore, head: ManifestHead) -> PlanHistory | None:
-    """The plans that the bucket remembers of a stream; None if that cannot be told."""
+    """The plans of a stream according to the bucket; None if they cannot be determined."""
     if INDEX_DOCUMENT not in head.meta_keys:
         return PlanHistory()
     try:
@@ -142,18 +134,18 @@ GRACE_NS = 3600 * SECOND_NS
 INDEX_FILE_NS = 24 * 3600 * SECOND_NS
 # Another life of a name gets the same folder only after its tombstone was forgotten, much later than this.
 OLD_INCARNATION_NS = 24 * 3600 * SECOND_NS
-# Readers may be at segments that became part of another one, and queries elsewhere hold their names.
+# Readers and queries may still use segments that were merged.
 SEGMENT_NS = 24 * 3600 * SECOND_NS
 READ_ATTEMPTS_MAX = 5
 
-# What one of several sweepers of a bucket looks after: everything, or a worker's part of it.
+# The part of one of several sweepers of a bucket: everything, or a worker's part.
 SweepShare = Literal["all", "first", "rest"]
 # Whether a living stream is this worker's.
 OwnsStream = Callable[[ManifestHead], Awaitable[bool]]
 
 
 class Orphan(msgspec.Struct, frozen=True):
-    """An object that may go."""
+    """An object that may be deleted."""
 
     key: str
     bytes: int
@@ -163,7 +155,7 @@ class Orphan(msgspec.Struct, frozen=True):
 
 class SweepReport(msgspec.Struct, omit_defaults=True):
     streams: int = 0
-    objects: int = 0  # looked at
+    objects: int = 0  # examined
     orphans: int = 0
     orphan_bytes: int = 0
     unclaimed: int = 0  # objects in folders without a head
@@ -177,10 +169,10 @@ class SweepReport(msgspec.Struct, omit_defaults=True):
 
 
 class Sweeper:
-    """Sweeps one bucket. `report` is called with each orphan, before it is deleted.
+    """Sweeps one bucket. `report` is called with each orphan before it is deleted.
 
-    `owner`: the manifests of the server that owns the bucket and runs in this very process. `remembered`: the
-    plans that it knows. `owns`: the streams that are its own, if it is one of several workers.
+    `owner`: the manifests of the server that owns the bucket, if it runs in this process. `remembered`: the
+    plans that it knows. `owns`: the streams that it owns, if it is one of several workers.
     """
 
     def __init__(
@@ -225,7 +217,7 @@ class Sweeper:
         return self.seen
 
     async def turn(self, after: str = "") -> str | None:
-        """One page of the bucket's listing, behind a key: where the next one begins, None at the end."""
+        """One page of the bucket's listing after a key; returns where the next starts, None at the end."""
         found = await self._objects.list_after(STREAMS_PREFIX, after, LIST_PAGE)
         folders: dict[str, list[ObjectInfo]] = {}
         for info in found:
@@ -246,16 +238,16 @@ class Sweeper:
         return found[-1].key if len(found) == LIST_PAGE else None
 
     async def _folder(self, stream_id: str, found: list[ObjectInfo]) -> None:
-        """A part of what lies in the folder of a stream.
+        """A part of the objects in the folder of a stream.
 
-        The head is read after the listing: what a newer head names was made after it was listed, or is young.
-        It is read only if there is something to judge.
+        The head is read after the listing: what a newer head names was created later, or is young. It is read
+        only if there is something to judge.
         """
         self.seen.objects += len(found)
         head_key = stream_prefix(stream_id) + HEAD_KEY
         now_ns = self._clock.now_ns()
         old = [info for info in found if info.modified_ns <= now_ns - self._grace_ns and info.key != head_key]
-        # Plans of a deleted stream go with the rest; those of a living one only if nobody can store any.
+        # Plans of a deleted stream are deleted with it; others only if no plan can be stored meanwhile.
         kinds = ("companions", "plans") if self._owner or self._offline else ("companions",)
         pipelines = tuple(f"{stream_prefix(stream_id)}{kind}/" for kind in kinds)
         try:
@@ -285,14 +277,14 @@ class Sweeper:
             failpoints.reached("gc.after_sweep")
 
     async def _made_by_pipelines(self, stream_id: str, old: list[ObjectInfo], now_ns: int) -> None:
-        """Companions that no manifest lists and no pipeline is about to offer, plans that nobody needs.
+        """Index files that no manifest lists and no pipeline is about to publish, and unneeded plans.
 
-        A pipeline that repeats its work finds an object of the same name and offers that. So nobody may
-        publish while it is judged and deleted: only the owner can see to that, or whoever is alone.
+        A pipeline that repeats its work finds an object of the same name and publishes it. So nothing may be
+        published while an object is judged and deleted: only the owner, or an offline sweep, can ensure that.
         """
         if self._owner is None and not self._offline:
             return
-        async with self._manifests.hold(stream_id):
+        async with self._manifests.lock(stream_id):
             stored = await self._manifests.load(stream_id)
             if stored is None or stored.head.deleted is not None:
                 if self._share != "rest":
@@ -307,7 +299,7 @@ class Sweeper:
             plans = await superseded_plans(
                 self._objects, stored.head, listed, old, oldest_ns, self._remembered
             )
-            await self._drop([_orphan(info, "another plan has taken its place") for info in plans])
+            await self._drop([_orphan(info, "another plan has replaced it") for info in plans])
 
     async def _unlisted(self, head: ManifestHead, old: list[ObjectInfo], oldest_ns: int) -> list[Orphan]:
         prefix = stream_prefix(head.stream_id)
@@ -330,7 +322,7 @@ class Sweeper:
             try:
                 return await self._of_living(old, stored.head)
             except ObjectMissingError:
-                continue  # a page went while we looked: there is a newer head
+                continue  # a page was deleted meanwhile: there is a newer head
         return []
 
     async def _of_living(self, old: list[ObjectInfo], head: ManifestHead) -> list[Orphan]:
@@ -345,7 +337,7 @@ class Sweeper:
             if kind != "segments":
                 orphans.append(_orphan(info, "the manifest does not name it"))
             elif _is_obsolete(key, head) and not self._is_in_grace(key, head):
-                orphans.append(_orphan(info, "other segments are recorded in its place"))
+                orphans.append(_orphan(info, "other segments have replaced it"))
         return orphans
 
     def _is_in_grace(self, key: str, head: ManifestHead) -> bool:
@@ -390,7 +382,7 @@ class Sweeper:
 
 
 def _is_obsolete(key: str, head: ManifestHead) -> bool:
-    """Whether a segment that is not recorded can never be: only the entry after the last one is taken."""
+    """Whether an unrecorded segment can never be recorded: only the entry after the last one can follow."""
     entries, epoch = entry_range_of_key(key), epoch_of_key(key)
     if entries is None or epoch is None:
         return False
@@ -403,15 +395,15 @@ def _orphan(info: ObjectInfo, reason: str) -> Orphan:
 
 SWEEP_FACT: Final = "swept"
 MS_NS: Final = 1_000_000
-FIRST_S_MAX: Final = 600.0  # a server that has just started has other things to do
+FIRST_S_MAX: Final = 600.0  # until the first step after a start
 SWEEP_CHECK_S: Final = 60.0
 SWEEP_PAUSE_S: Final = 0.5
-SWEEP_PAUSE_SHARE: Final = 4.0  # a turn is followed by a pause of so many times its length
-TURNS_PER_NOTE: Final = 16  # so much is done again after a crash
+SWEEP_PAUSE_SHARE: Final = 4.0  # the pause after a step, as a multiple of its duration
+STEPS_PER_SAVE: Final = 16  # up to so many steps are repeated after a crash
 
 
 class SweepProgress(NamedTuple):
-    """When the present pass began, or the last one if `after` is empty; the key it has come to."""
+    """When the current pass started, or the last one if `after` is empty; the last key reached."""
 
     begun_ns: int
     after: str
@@ -426,7 +418,7 @@ class SweepProgress(NamedTuple):
 
 
 class SweepSchedule:
-    """One turn at a time."""
+    """Runs the sweep one step at a time."""
 
     def __init__(self, sealing: SealingService, log: Log) -> None:
         self._sealing = sealing
@@ -434,56 +426,56 @@ class SweepSchedule:
         self._interval_ns = log.limits.sweep_interval_ms * MS_NS
         self._progress: SweepProgress | None = None
         self._running = False
-        self._look_at_s: float | None = None
-        self._turns = 0
+        self._next_s: float | None = None
+        self._steps = 0
         self.passes = 0
         self.seen = SweepReport()
 
-    def look(self, now_s: float) -> None:
-        """Called every second; does something when a turn is due."""
+    def poll(self, now_s: float) -> None:
+        """Starts a step if one is due."""
         if not self._interval_ns or self._running or self._log.refusal is not None:
             return
-        if self._look_at_s is None:
-            self._look_at_s = now_s + min(self._interval_ns / 1e9, FIRST_S_MAX)
-        if now_s < self._look_at_s:
+        if self._next_s is None:
+            self._next_s = now_s + min(self._interval_ns / 1e9, FIRST_S_MAX)
+        if now_s < self._next_s:
             return
         progress = self._due()
         if progress is None:
-            self._look_at_s = now_s + min(self._interval_ns / 1e9, SWEEP_CHECK_S)
+            self._next_s = now_s + min(self._interval_ns / 1e9, SWEEP_CHECK_S)
             return
         self._running = True
-        self._sealing.spawn(self._turn(progress, now_s))
+        self._sealing.spawn(self._step(progress, now_s))
 
     def _due(self) -> SweepProgress | None:
-        """Where the next turn begins; None if there is none yet."""
+        """Where the next step starts; None if none is due."""
         now_ns = self._log.clock.now_ns()
-        noted = self._log.streams.meta.get(SWEEP_FACT)
-        if self._progress is None and noted is not None:
-            self._progress = SweepProgress.decode(noted)
+        saved = self._log.streams.meta.get(SWEEP_FACT)
+        if self._progress is None and saved is not None:
+            self._progress = SweepProgress.decode(saved)
         if self._progress is None:
-            # There is nothing to sweep before there was something to seal.
+            # There is nothing to sweep before the first seal.
             return None if self._sealing.sealer is None else SweepProgress(now_ns, "")
         if self._progress.after:
             return self._progress
-        # A clock that was set back must not stop it for ever.
+        # A clock that was set back must not stop the sweep.
         waited_ns = abs(now_ns - self._progress.begun_ns)
         return SweepProgress(now_ns, "") if waited_ns >= self._interval_ns else None
 
-    async def _turn(self, progress: SweepProgress, begun_s: float) -> None:
+    async def _step(self, progress: SweepProgress, started_s: float) -> None:
         pause_s = SWEEP_CHECK_S
         try:
-            report = await self._sealing.ask("sweep", [], after=progress.after)
+            report = await self._sealing.run_job("sweep", [], after=progress.after)
             if report.error:
                 return
             self.seen.add(report.swept)
-            self._turns += 1
+            self._steps += 1
             self.passes += not report.after
             self._progress = progress._replace(after=report.after)
-            if not report.after or self._turns % TURNS_PER_NOTE == 0:
+            if not report.after or self._steps % STEPS_PER_SAVE == 0:
                 self._log.put_meta(SWEEP_FACT, self._progress.encode())
-            pause_s = max(SWEEP_PAUSE_S, SWEEP_PAUSE_SHARE * (self._sealing.now_s() - begun_s))
+            pause_s = max(SWEEP_PAUSE_S, SWEEP_PAUSE_SHARE * (self._sealing.now_s() - started_s))
         except TailraceError:
-            pass  # the journal takes nothing just now; only the note is missing
+            pass  # the journal is unavailable: only the progress is not saved
         finally:
             self._running = False
-            self._look_at_s = self._sealing.now_s() + pause_s
+            self._next_s = self._sealing.now_s() + pause_s

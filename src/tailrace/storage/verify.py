@@ -1,11 +1,7 @@
-"""Verification of everything that manifests name, and of a journal and hot store.
+"""Verification of a bucket (everything that manifests name) and of a data directory (journal and hot store).
 
-Whether the journal and the hot store of a data directory are sound. Nothing is changed.
-
-Reads everything again that the manifests of a bucket name, and says what is not as it was recorded.
-
-Safe beside a running server: what retention or a deletion took away meanwhile is not reported. Memory is
-bounded by the bytes of segments in flight, whatever the size of the bucket.
+Nothing is changed. Safe while a server is running: what retention or a deletion removes meanwhile is not
+reported. Memory is bounded by the bytes of segments in flight, not by the size of the bucket.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ if TYPE_CHECKING:
 
 STREAMS_PER_PAGE = 1000
 HOT_PROBLEMS_MAX = 100
-# A checkpoint may retire files while they are looked at.
+# A checkpoint may retire files while they are read.
 CHECK_ATTEMPTS_MAX = 5
 
 
@@ -49,9 +45,9 @@ class HotStoreProblem(NamedTuple):
 
 
 class HotStoreCheck(msgspec.Struct):
-    """What was looked at in a hot store, and what is wrong with it."""
+    """What was checked in a hot store, and the problems found."""
 
-    journal_seq: int | None = None  # the last journal file it has; None if it cannot say
+    journal_seq: int | None = None  # the last journal file it has; None if unknown
     streams: int = 0
     blocks: int = 0
     entries: int = 0
@@ -60,7 +56,7 @@ class HotStoreCheck(msgspec.Struct):
 
 
 def check_directory(path: Path, *, deep: bool) -> tuple[JournalCheck, HotStoreCheck]:
-    """The journal, and the hot store: with `deep` all of its pages and blocks, else only that it answers."""
+    """Checks the journal and the hot store; with `deep` all pages and blocks of the latter."""
     seq = journal_seq(path / "hot.db")
     journal = check_journal(path / "journal", seq)
     for _ in range(CHECK_ATTEMPTS_MAX):
@@ -97,7 +93,7 @@ def check_hot_store(path: Path, *, deep: bool) -> HotStoreCheck:
         found.problems.append(HotStoreProblem("", _cause(error)))
         return found
     try:
-        with db.connection:  # one view of everything, whatever is written meanwhile
+        with db.connection:  # a snapshot
             _check_streams(db, found, deep=deep)
     except TailraceError as error:
         found.problems.append(HotStoreProblem("", _cause(error)))
@@ -180,7 +176,7 @@ class VerifyFinding(msgspec.Struct, frozen=True):
 
 
 class VerifyReport(msgspec.Struct):
-    """What was looked at so far. `bytes_known` grows as manifests are read."""
+    """What was checked so far. `bytes_known` grows as manifests are read."""
 
     streams: int = 0
     tombstones: int = 0
@@ -196,7 +192,7 @@ class VerifyReport(msgspec.Struct):
 
 
 class Verifier:
-    """Verifies the streams of one bucket. `report` is called with each finding as it is made."""
+    """Verifies the streams of one bucket. `report` is called with each finding."""
 
     def __init__(
         self,
@@ -241,7 +237,7 @@ class Verifier:
             self._find(stream_id, stream_id, HEAD_KEY, str(error))
             return
         if stored is None:
-            return  # left behind by a crash: a matter for the sweep
+            return  # left by a crash: the sweep deletes it
         head = stored.head
         self.seen.streams += 1
         self.seen.tombstones += head.deleted is not None
@@ -250,15 +246,15 @@ class Verifier:
             try:
                 await self._walk(head, tasks)
             except ManifestCorruptError as error:
-                self._find(head.name, stream_id, HEAD_KEY, f"{error}; the rest was not looked at")
+                self._find(head.name, stream_id, HEAD_KEY, f"{error}; the rest was not checked")
             except ObjectMissingError as error:
                 if not await self._moved_on(head):
                     key = error.key.removeprefix(stream_prefix(stream_id))
-                    problem = "it is named and not there; the rest was not looked at"
+                    problem = "it is named but does not exist; the rest was not checked"
                     self._find(head.name, stream_id, key, problem)
 
     async def _walk(self, head: ManifestHead, tasks: asyncio.TaskGroup) -> None:
-        """Checks the manifest itself, and begins to read the segments it names as there is room for them."""
+        """Checks the manifest itself, and starts to read the segments it names as memory permits."""
         self._facts(head)
         await self._manifests.producers(head)
         previous: SegmentInfo | None = None
@@ -277,16 +273,16 @@ class Verifier:
     def _facts(self, head: ManifestHead) -> None:
         problem = ""
         if stream_id_of(head.name, head.incarnation) != head.stream_id:
-            problem = "its name and incarnation do not give its stream id"
+            problem = "its stream id does not match its name and incarnation"
         elif max(head.tail, head.earliest, head.fork_entry) > head.uploaded_through:
-            problem = "it speaks of entries that are not uploaded"
+            problem = "it has entries that are not uploaded"
         if problem:
             self._find(head.name, head.stream_id, HEAD_KEY, problem)
 
     def _continues(self, head: ManifestHead, previous: SegmentInfo | None, info: SegmentInfo) -> None:
         problem = ""
         if info.key != segment_name(info.epoch, info.first, info.last, info.sha256):
-            problem = "its name is not made from what is recorded about it"
+            problem = "its name does not match what is recorded about it"
         elif info.rows != info.last - info.first + 1 or info.first_ns > info.last_ns:
             problem = "its rows or times are recorded wrongly"
         elif info.epoch > head.epoch:
@@ -297,11 +293,11 @@ class Verifier:
             if info.first > begin:
                 problem = f"entries {begin} to {info.first - 1} are missing"
             elif previous is not None and info.first <= previous.last:
-                problem = f"it begins at {info.first}, and the segment before ends at {previous.last}"
+                problem = f"it starts at {info.first}, but the previous segment ends at {previous.last}"
         elif info.first != previous.last + 1:
-            problem = f"it begins at {info.first}, and the segment before ends at {previous.last}"
+            problem = f"it starts at {info.first}, but the previous segment ends at {previous.last}"
         if not problem and previous is not None and _goes_back(previous, info):
-            problem = "its epoch or times are before those of the segment before"
+            problem = "its epoch or times are before those of the previous segment"
         if problem:
             self._find(head.name, head.stream_id, info.key, problem)
 
@@ -310,11 +306,11 @@ class Verifier:
             return
         reached = max(head.earliest, head.fork_entry, 0 if last is None else last.last)
         if reached != head.uploaded_through:
-            problem = f"its segments end at {reached}, and uploaded_through is {head.uploaded_through}"
+            problem = f"its segments end at {reached}, but uploaded_through is {head.uploaded_through}"
             self._find(head.name, head.stream_id, HEAD_KEY, problem)
 
     async def _moved_on(self, head: ManifestHead) -> bool:
-        """Whether the head was replaced since: then what it named may be gone with good reason."""
+        """Whether the head was replaced since: what it named may have been deleted rightly."""
         stored = await self._manifests.load(head.stream_id)
         return stored is None or stored.head.generation != head.generation
 
@@ -327,7 +323,7 @@ class Verifier:
         except ObjectMissingError:
             if await self._unlisted(head, info):
                 return
-            problems = ["it is not there"]
+            problems = ["it does not exist"]
         finally:
             await self._room.give_back(info.bytes)
         self.seen.segments += 1
@@ -337,20 +333,20 @@ class Verifier:
             self._find(head.name, head.stream_id, info.key, problem)
 
     async def _companion(self, head: ManifestHead, companion: IndexFile) -> None:
-        """The file as it was published. What it says is compared with segments by nobody here."""
+        """Checks the file as it was published. Its content is not compared with the segments."""
         problem = ""
         try:
             raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + companion.object)
             if len(raw) != companion.bytes:
-                problem = f"it has {len(raw)} bytes, and {companion.bytes} are recorded"
+                problem = f"it has {len(raw)} bytes instead of the recorded {companion.bytes}"
             elif (await asyncio.to_thread(hashlib.sha256, raw)).hexdigest() != companion.sha256:
                 problem = "its SHA-256 is not the recorded one"
             elif not has_valid_name(companion):
-                problem = "its name is not made from what is recorded about it"
+                problem = "its name does not match what is recorded about it"
         except ObjectMissingError:
             if await self._moved_on(head):
                 return  # replaced by another one, or trimmed
-            problem = "it is not there"
+            problem = "it does not exist"
         finally:
             await self._room.give_back(companion.bytes)
         self.seen.companions += 1
@@ -359,7 +355,7 @@ class Verifier:
             self._find(head.name, head.stream_id, companion.object, problem)
 
     async def _unlisted(self, head: ManifestHead, info: SegmentInfo) -> bool:
-        """Whether it is not listed any more: retention took it, or it became part of another one."""
+        """Whether it is no longer listed: removed by retention, or merged into another one."""
         stored = await self._manifests.load(head.stream_id)
         if stored is None or stored.head.deleted is not None or info.last <= stored.head.earliest:
             return True
@@ -405,15 +401,15 @@ class _InFlightLimit:
 
 
 def _segment_problems(raw: bytes, info: SegmentInfo, head: ManifestHead) -> list[str]:
-    """On a thread: hashing and unpacking take a while."""
+    """Runs on a thread: hashing and unpacking take a while."""
     from tailrace.storage.segments.reader import check_segment, file_footer
 
     problems = check_segment(raw, info)
     try:
         facts = file_footer(raw).facts
     except CorruptSegmentError:
-        return problems  # said already
+        return problems  # already reported
     for name, expected in (("name", head.name), ("stream_id", head.stream_id)):
         if facts.get(name) != expected:
-            problems.append(f"its {name} is {facts.get(name)!r}, and it lies with {expected!r}")
+            problems.append(f"its {name} is {facts.get(name)!r}, but its folder is of {expected!r}")
     return problems

@@ -104,13 +104,13 @@ class CollectionRegistry:
         for collection in self.collections():
             await self._begin(collection)
         publisher = self.log.publisher
-        publisher.on_own_streams.append(self._on_published)
+        publisher.on_system_append.append(self._on_published)
         publisher.on_change.append(self._on_change)
 
     def close(self) -> None:
         publisher = self.log.publisher
-        if self._on_published in publisher.on_own_streams:
-            publisher.on_own_streams.remove(self._on_published)
+        if self._on_published in publisher.on_system_append:
+            publisher.on_system_append.remove(self._on_published)
             publisher.on_change.remove(self._on_change)
         for task in self._catching_up.values():
             task.cancel()

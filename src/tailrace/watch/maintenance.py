@@ -46,7 +46,7 @@ class Maintenance:
     def connect(self, sealing: SealingService) -> None:
         """The tier tells what may go, and is told what must not."""
         self._sealing = sealing
-        sealing.trims.bounds = self._bounds
+        sealing.retention.bounds = self._bounds
         self.views.seal_soon = sealing.seal_soon
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class Maintenance:
             if not due or collection.lagging or collection.base == collection.applied:
                 return
             if any(collection.applied) and await self.views.publish(collection) and self._sealing is not None:
-                self._sealing.trims.look_again()
+                self._sealing.retention.look_again()
         except (ObjectStoreError, OSError, TailraceError) as error:
             logger.warning("the view of %s cannot be published: %s", collection.name, error)
 

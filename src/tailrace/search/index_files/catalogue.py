@@ -341,7 +341,7 @@ class IndexFileService:
         self.shelf = IndexFileCache(
             self.parts, self._work, self._readers, lexicons=self.lexicons, bytes_max=memory_bytes
         )
-        self.library = IndexCatalogue(self.shelf, log.catalogue.of, log.reader.levels)
+        self.library = IndexCatalogue(self.shelf, log.catalogue.load, log.reader.levels)
         self.keys = RoutingKeyIndex(self.library)
         log.reader.history.keys = self.keys
 

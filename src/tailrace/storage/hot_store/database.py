@@ -1,11 +1,7 @@
 """The hot store: SQLite as a checkpoint of the journal, and its read-only inspection.
 
-The hot store: SQLite as a checkpoint of the journal.
-
-One process writes it (the checkpointer), in one transaction per journal file; the server only reads. It
-knows rows and blobs; what they mean is the log's business. The tables are described in docs/formats.md.
-
-What the hot store holds, for people: read-only, and safe beside a running server.
+One process writes it (the checkpointer), in one transaction per journal file; the server only reads. This
+module handles rows and blobs; the log gives them meaning. The tables are described in docs/formats.md.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from urllib.parse import quote
 import apsw
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.hot_store.tables import (
     COLD_SCHEMA,
     DOCUMENT_SCHEMA,
@@ -65,7 +62,7 @@ class Rows(Protocol):
 
 
 class Execute(Protocol):
-    """What we use of a connection's `execute`; the library's own annotation is only partly known."""
+    """The part of a connection's `execute` that is used; apsw's own annotation is incomplete."""
 
     def __call__(self, query: str, bindings: tuple[object, ...] = ()) -> Rows: ...
 
@@ -76,7 +73,7 @@ class FileSpace(NamedTuple):
     pages: int
     free_pages: int
     page_bytes: int
-    incremental: bool  # free pages can be given back one by one; else the file has to be rebuilt
+    incremental: bool  # free pages can be returned one by one; else the file has to be rebuilt
 
     @property
     def free_bytes(self) -> int:
@@ -98,12 +95,12 @@ class BlockRow(NamedTuple):
 
 
 def hot_store_unreadable(error: apsw.Error) -> TailraceError:
-    logger.error("the hot store cannot be used: %s: %s", type(error).__name__, error)
-    return TailraceError("unavailable", "the hot store cannot be used; see 'tailrace inspect hot'")
+    logger.error("cannot read the hot store", extra=log_fields(kind=type(error).__name__, error=str(error)))
+    return TailraceError("unavailable", "the hot store cannot be read; see 'tailrace inspect hot'")
 
 
 class HotDatabase:
-    """One connection. Readers each have their own; SQLite's WAL keeps them out of the writer's way."""
+    """One connection. Each reader has its own; SQLite's WAL separates them from the writer."""
 
     def __init__(self, path: Path, *, writer: bool = False, read_only: bool = False) -> None:
         self.cold = ColdTables(self)
@@ -168,7 +165,7 @@ class HotDatabase:
 
     @contextmanager
     def write(self) -> Generator[None]:
-        """One transaction that nobody else can write in between, from its first look to its commit."""
+        """One transaction that holds the write lock from its first read to its commit."""
         self.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -180,7 +177,7 @@ class HotDatabase:
             raise
 
     def _create_tables(self) -> None:
-        """Only in a new store: a reader that asks for the write lock would collide with the checkpointer."""
+        """Only in a new store: a reader that requests the write lock would collide with the checkpointer."""
         with self.write():
             for statement in _FULL_SCHEMA.split(";\n"):
                 if statement.strip():
@@ -235,9 +232,9 @@ class HotDatabase:
         }
 
     def blocks_from(self, number: int, entry: int) -> Iterator[BlockRow]:
-        """The block that holds `entry` and what follows, in order; read as far as the caller goes.
+        """The block of `entry` and those after it, in order, read lazily.
 
-        Nothing if the entry is in no block: it is in a segment, or nowhere.
+        Nothing if the entry is in no block: it is in a segment, or does not exist.
         """
         row = self.one(
             "SELECT first, last FROM blocks WHERE number=? AND first<=? ORDER BY first DESC LIMIT 1",
@@ -251,7 +248,7 @@ class HotDatabase:
             yield BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", found))
 
     def keys_within(self, number: int, after: int, upto: int) -> Iterator[tuple[int, bytes]]:
-        """First entry and keys of the blocks with keyed entries behind `after`, up to `upto`."""
+        """First entry and keys of the blocks with keyed entries after `after`, up to `upto`."""
         rows = self.rows(
             "SELECT first, keys FROM blocks WHERE number=? AND first<=? AND last>? AND keys IS NOT NULL "
             "ORDER BY first",
@@ -292,7 +289,7 @@ class HotDatabase:
         return [cast("tuple[str, bytes]", row) for row in rows]
 
     def deadlines_after(self, deadline_ns: int, number: int, limit: int) -> list[tuple[int, int]]:
-        """Deadlines and numbers of streams that end by themselves, soonest first, behind the one named."""
+        """Deadlines and numbers of streams with a lifetime, soonest first, after the given one."""
         rows = self.rows(
             "SELECT deadline_ns, number FROM streams WHERE deadline_ns IS NOT NULL "
             "AND (deadline_ns, number)>(?, ?) ORDER BY deadline_ns, number LIMIT ?",
@@ -307,7 +304,7 @@ class HotDatabase:
         return dict(cast("tuple[str, bytes]", row) for row in rows)
 
     def newest_numbers(self, limit: int) -> list[int]:
-        """Of the streams that were made last."""
+        """Numbers of the streams that were created last."""
         rows = self.rows("SELECT number FROM streams ORDER BY number DESC LIMIT ?", limit)
         return [cast("int", row[0]) for row in rows]
 
@@ -418,7 +415,7 @@ def _read_summary(path: Path) -> dict[str, object]:
     try:
         connection.set_busy_timeout(5_000)
         execute = cast("Execute", connection.execute)  # pyright: ignore[reportUnknownMemberType]
-        execute("BEGIN")  # one view of everything, whatever is written meanwhile
+        execute("BEGIN")  # a snapshot
         facts = {str(key): value for key, value in execute("SELECT key, value FROM facts ORDER BY key")}
         rows: dict[str, object] = {}
         present = {name for (name,) in execute("SELECT name FROM sqlite_schema WHERE type='table'")}

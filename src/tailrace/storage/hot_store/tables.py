@@ -1,26 +1,10 @@
 """Further tables of the hot store: segments, manifests, retention, index files, documents, changed facts.
 
-The hot store's book of the object store: segments, manifests that are behind, streams to be buried.
+Written by the checkpointer in the same transactions as everything else. A store created by an older version
+has none of these tables until its checkpointer runs; reading them before that finds them empty.
 
-Written by the checkpointer in the same transactions as everything else. A store made by an older version has
-none of these tables until its checkpointer runs; whoever reads it before finds them empty.
-
-The hot store's book of retention: who forked whom, when a stream is due, what has yet to be deleted.
-
-Written by the checkpointer in the same transactions as everything else. A store made by an older version has
-none of these tables until its checkpointer runs; whoever reads it before finds them empty.
-
-The hot store's book of companions: which files count for a stream, and which segments have none.
-
-Written by the checkpointer in the same transactions as everything else. A store made by an older version has
-none of these tables until its checkpointer runs; whoever reads it before finds them empty.
-
-Documents of streams in the hot store: a stream's registry and what else is said about it as a whole.
-
-Which facts of the server itself have changed since the object store was told of them.
-
-Facts have keys; those that are kept together as one object share a subject: a subscription and its links, or
-all secrets. The table is made by the checkpointer; in a store that an older version left, everything is new.
+Facts that are stored together as one object in the bucket share a subject: a subscription and its links, or
+all secrets.
 """
 
 from __future__ import annotations
@@ -58,7 +42,7 @@ class SegmentRow(NamedTuple):
 
 
 class HotRange(NamedTuple):
-    """What the hot store holds of one stream's entries."""
+    """The range and size of one stream's entries in the hot store."""
 
     number: int
     first: int
@@ -89,7 +73,7 @@ class ColdTables:
     # -- reading ---------------------------------------------------------------------------------------
 
     def segment_at(self, number: int, entry: int) -> SegmentRow | None:
-        """The segment that holds an entry."""
+        """The segment of an entry."""
         if not self.exist():
             return None
         row = self._db.one(
@@ -124,7 +108,7 @@ class ColdTables:
                 yield SegmentRow(*cast("tuple[int, int, bytes, bytes]", row))
 
     def segments_within(self, number: int, after: int, upto: int) -> Iterator[SegmentRow]:
-        """Segments with entries behind `after`, up to `upto`, oldest first."""
+        """Segments with entries after `after`, up to `upto`, oldest first."""
         if self.exist():
             query = (
                 "SELECT first, last, info, footer FROM segments WHERE number=? AND first<=? AND last>? "
@@ -134,7 +118,7 @@ class ColdTables:
                 yield SegmentRow(*cast("tuple[int, int, bytes, bytes]", row))
 
     def infos_from(self, number: int, entry: int) -> Iterator[bytes]:
-        """What is recorded about the segment that holds an entry, and about those behind it."""
+        """The recorded fields of the segment of an entry, and of those after it."""
         if self.exist():
             query = (
                 "SELECT info FROM segments WHERE number=?1 AND last>=?2 AND first>=coalesce("
@@ -144,7 +128,7 @@ class ColdTables:
                 yield cast("bytes", row[0])
 
     def infos_within(self, number: int, after: int, upto: int, limit: int) -> list[bytes]:
-        """What is recorded about segments that end behind `after`, up to `upto`, oldest first."""
+        """The recorded fields of segments that end after `after`, up to `upto`, oldest first."""
         if not self.exist():
             return []
         rows = self._db.rows(
@@ -172,7 +156,7 @@ class ColdTables:
         return [cast("int", row[0]) for row in rows]
 
     def stale_heads(self, after: int, limit: int) -> list[tuple[int, int]]:
-        """Streams whose manifest is behind, by number, with the journal file of the last change.
+        """Streams whose manifest is stale, by number, with the journal file of the last change.
 
         Those with entries in the hot store are left out: their manifest is written when they are sealed.
         """
@@ -274,21 +258,21 @@ class ColdTables:
         )
 
     def join_segments(self, number: int, row: SegmentRow, last_ns: int) -> None:
-        """One segment in the place of all that lie within its range."""
+        """Replaces all segments within a range by one."""
         self._db.execute(
             "DELETE FROM segments WHERE number=? AND first>=? AND last<=?", (number, row.first, row.last)
         )
         self.put_segment(number, row, last_ns)
 
     def drop_segments(self, number: int, behind: int, upto: int) -> int:
-        """Segments that lie between two entries; how many there were."""
+        """Deletes segments between two entries; returns how many."""
         self._db.execute(
             "DELETE FROM segments WHERE number=? AND first>? AND last<=?", (number, behind, upto)
         )
         return self._db.connection.changes()
 
     def drop_blocks(self, number: int, last: int) -> None:
-        """Entries that are in segments now; a block that goes beyond them stays whole."""
+        """Deletes blocks of sealed entries; a block that also has later entries stays whole."""
         row = self._db.one(
             "SELECT coalesce(sum(length(body)), 0) FROM blocks WHERE number=? AND last<=?", number, last
         )
@@ -378,7 +362,7 @@ class RetentionTables:
         return {cast("int", row[0]) for row in rows}
 
     def due_after(self, at_ns: int, number: int, limit: int) -> list[tuple[int, int]]:
-        """Times and numbers of streams that retention has to look at, soonest first, behind the one named."""
+        """Times and numbers of streams that retention has to examine, soonest first, after the given one."""
         if not self.exist():
             return []
         rows = self._db.rows(
@@ -390,7 +374,7 @@ class RetentionTables:
         return [cast("tuple[int, int]", row) for row in rows]
 
     def pending(self, after: int, limit: int) -> list[tuple[int, int]]:
-        """Streams with objects that nobody needs any more, by number, with the journal file that says so."""
+        """Streams with unneeded objects, by number, with the journal file of the trim."""
         if not self.exist():
             return []
         rows = self._db.rows(
@@ -428,7 +412,7 @@ class RetentionTables:
         )
 
     def delete_pending(self, number: int, file: int) -> None:
-        """Objects are deleted as of the journal file; what a later one took away is still to be done."""
+        """Objects are deleted as of the journal file; later trims are still to be done."""
         self._db.execute("DELETE FROM trims WHERE number=? AND file<=?", (number, file))
 
     def delete_stream(self, number: int) -> None:
@@ -451,7 +435,7 @@ _decode_quarantined = msgspec.msgpack.Decoder(QuarantinedSegment).decode
 
 
 class IndexFileTables:
-    """Reached as `HotDb.companions`."""
+    """Available as `HotDatabase.companions`."""
 
     def __init__(self, db: HotDatabase) -> None:
         self._db = db
@@ -475,7 +459,7 @@ class IndexFileTables:
                 yield _decode_quarantined(cast("bytes", row[0]))
 
     def described_after(self, number: int, limit: int) -> list[int]:
-        """Streams with documents that an index plan is made of, by number."""
+        """Streams with documents that define an index plan, by number."""
         rows = self._db.rows(
             "SELECT DISTINCT number FROM documents WHERE number>? AND key IN ('index', 'profile', 'schema') "
             "ORDER BY number LIMIT ?",
@@ -505,12 +489,12 @@ class IndexFileTables:
         )
 
     def drop(self, number: int, key: str) -> None:
-        """A companion, or a segment's quarantine."""
+        """Deletes an index file, or a segment's quarantine."""
         for table in ("companions", "quarantined"):
             self._db.execute(f"DELETE FROM {table} WHERE number=? AND object=?", (number, key))  # noqa: S608
 
     def trim(self, number: int, earliest: int) -> None:
-        """What speaks of trimmed entries: sums that hold some of them are no longer right."""
+        """Deletes files of trimmed entries, and aggregates that include some."""
         self._db.execute(
             "DELETE FROM companions WHERE number=?1 AND "
             "(last<=?2 OR (first<=?2 AND object LIKE 'companions/%/agg/%'))",
@@ -563,7 +547,7 @@ _META_SCHEMA: Final = (
 
 
 def meta_subject(key: str) -> str | None:
-    """None: the object store need not know."""
+    """None: not stored on the object store."""
     if key.startswith(SUBSCRIPTION_PREFIX):
         return key
     if key.startswith(LINK_PREFIX):
@@ -586,14 +570,14 @@ class MetaTables:
         return -1 if row is None or row[0] is None else cast("int", row[0])
 
     def changed_since(self, file: int, after: str, limit: int) -> list[str]:
-        """Subjects with changes in later journal files, in order, behind the one named."""
+        """Subjects with changes in later journal files, in order, after the given one."""
         if not self.exist():
             return []
         query = "SELECT subject FROM meta_changes WHERE file>? AND subject>? ORDER BY subject LIMIT ?"
         return [cast("str", row[0]) for row in self._db.rows(query, file, after, limit)]
 
     def facts_of(self, subject: str) -> dict[str, bytes]:
-        """All facts of a subject by their keys; none if it is gone."""
+        """All facts of a subject by key; none if it was removed."""
         if subject == SECRETS_PREFIX:
             return self._below(SECRETS_PREFIX)
         row = self._db.one("SELECT value FROM meta WHERE key=?", subject)
@@ -605,7 +589,7 @@ class MetaTables:
         }
 
     def _below(self, prefix: str) -> dict[str, bytes]:
-        """'0' comes right after '/'."""
+        """The end of a key range: '0' comes right after '/'."""
         query = "SELECT key, value FROM meta WHERE key>? AND key<? ORDER BY key"
         rows = self._db.rows(query, prefix, prefix[:-1] + "0")
         return dict(cast("tuple[str, bytes]", row) for row in rows)

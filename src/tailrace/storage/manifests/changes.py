@@ -1,15 +1,8 @@
-"""What a head becomes when a snapshot is recorded, segments are compacted, index files published.
+"""Changes of a head: recording a snapshot, compaction, publication of index files. Pure except for pages.
 
-What a head becomes when a snapshot of its stream is recorded. Pure: the same input, the same head.
-
-What a head becomes when one segment takes the place of several.
-
-The objects of those that go stay for a grace time: readers may be at them, and queries elsewhere hold their
-names. The head remembers which entries that concerns, so that the sweep leaves them alone.
-
-What a head becomes when companions are published: some added, some that they replace taken out.
-
-Everything of one publication is in the one head that is written, so it is seen together or not at all.
+Replaced segments stay for a grace time, because readers and queries may still use them. The head records the
+entry ranges, so that the sweep does not delete them earlier. All index files of one publication are in one
+head, so they become visible together.
 """
 
 from __future__ import annotations
@@ -48,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def first_head(facts: StreamFacts, fence: int, generation: int = 0) -> ManifestHead:
-    """A stream of which nothing is recorded. A fork's own entries begin behind what it inherits."""
+    """The first head of a stream. A fork's own entries start after what it inherits."""
     return ManifestHead(
         stream_id=facts.stream_id,
         tail=facts.fork_entry,
@@ -68,30 +61,32 @@ def base_head(facts: StreamFacts, current: ManifestHead | None, fence: int) -> M
         return current
     if is_later_incarnation(facts, current, current.deleted):
         return first_head(facts, fence, current.generation)
-    raise StreamDeletedError(facts.stream_id, f"it was {current.deleted.reason} and takes nothing more")
+    raise StreamDeletedError(
+        facts.stream_id, f"the stream was {current.deleted.reason} and cannot be changed"
+    )
 
 
 def is_later_incarnation(facts: StreamFacts, current: ManifestHead, deleted: HeadTombstone) -> bool:
-    """Whether a stream is not the one of the tombstone but uses its name again.
+    """Whether a stream is not that of the tombstone but uses its name again.
 
-    By the clock it was created later. A clock that was set back may say otherwise; then it is another stream
-    if it was created at another time than the one that was buried.
+    By the clock it was created later. If the clock was set back, it is another stream if its creation time
+    differs from that of the deleted one.
     """
     return facts.created_ns > deleted.at_ns or facts.created_ns != current.created_ns
 
 
 def _refuse_foreign_stream(facts: StreamFacts, current: ManifestHead, fence: int) -> None:
-    """Of one owner there is one stream of a name at a time: this one was made by a copy of us."""
+    """An owner has one stream of a name at a time: this head was written by a copy of this server."""
     if current.fence == fence and current.created_ns != facts.created_ns:
         message = f"another stream {facts.name!r} is recorded, which was created elsewhere"
         raise ManifestConflictError(facts.stream_id, message)
 
 
 def is_same_incarnation(facts: StreamFacts, head: ManifestHead) -> bool:
-    """Whether a head of another fence speaks of the very stream we have.
+    """Whether a head of another fence is of our stream.
 
-    No two servers create one in the same nanosecond, and a server that restores it begins a new epoch. So
-    this is ours from before somebody took the bucket over without restoring it.
+    No two servers create a stream in the same nanosecond, and a server that restores one starts a new
+    epoch. So this head is ours from before another server took the bucket over without restoring it.
     """
     return facts.created_ns == head.created_ns and facts.epochs == head.epochs
 
@@ -119,7 +114,7 @@ def with_facts(facts: StreamFacts, base: ManifestHead, head: ManifestHead, fence
 def tombstone_head(
     facts: StreamFacts, current: ManifestHead | None, fence: int, at_ns: int, reason: str
 ) -> ManifestHead:
-    """What remains of a stream. A tombstone stays the first one; a later life of the name is not touched."""
+    """The tombstone of a stream. An existing tombstone or a later stream of the name stays."""
     base = first_head(facts, fence) if current is None else current
     at_ns = max(at_ns, facts.created_ns)
     if base.deleted is not None or base.created_ns > at_ns:
@@ -164,14 +159,16 @@ async def compact_head(
 ) -> CompactedHead:
     """The same head if it lists the joined segment already. ManifestConflictError if it lists others."""
     if current.deleted is not None:
-        raise StreamDeletedError(current.stream_id, f"it was {current.deleted.reason} and takes nothing more")
+        raise StreamDeletedError(
+            current.stream_id, f"the stream was {current.deleted.reason} and cannot be changed"
+        )
     listed = ListedSegments(current.pages, current.segments)
     found = await pages.within(listed, joined.first, joined.last)
     if found == [joined]:
         return CompactedHead(current, [])
     if found != list(replaced):
         raise ManifestConflictError(
-            current.stream_id, f"other segments are recorded than those that became {joined.key}"
+            current.stream_id, f"the recorded segments are not the inputs of {joined.key}"
         )
     cut = await pages.join(listed, joined)
     head = msgspec.structs.replace(
@@ -186,7 +183,7 @@ async def compact_head(
 def remember_replaced(
     known: Sequence[ReplacedRange], joined: SegmentInfo, now_ns: int, grace_ns: int
 ) -> tuple[ReplacedRange, ...]:
-    """What the sweep has to know. Whatever lies within the new segment is spoken for by it."""
+    """The replaced ranges for the sweep. Ranges within the new segment are covered by it."""
     kept = [
         one
         for one in known
@@ -201,14 +198,14 @@ def remember_replaced(
 
 
 def is_in_grace(head: ManifestHead, first: int, last: int, after_ns: int) -> bool:
-    """Whether entries were replaced so lately that their old segments stay."""
+    """Whether entries were replaced so recently that their old segments stay."""
     return any(one.first <= first and last <= one.last and one.at_ns > after_ns for one in head.replaced)
 
 
-# A replaced object stays for those who looked at the manifest before: so long, and for so many generations.
+# A replaced object stays for readers of an older manifest: so long, and for so many generations.
 RETIRED_NS: Final = 5 * 60 * 10**9
 RETIRED_GENERATIONS: Final = 2
-RETIRED_MAX: Final = 1000  # in the head; the sweep takes what is pushed out
+RETIRED_MAX: Final = 1000  # in the head; the sweep deletes older ones
 HEAD_REQUESTS_IN_PARALLEL: Final = 16
 
 
@@ -233,21 +230,23 @@ async def change_index_files(
     removed: Sequence[str],
     now_ns: int,
 ) -> IndexFileChange:
-    """What is listed already stays as it is; what retention took meanwhile is not listed any more.
+    """Listed files stay; files of entries that retention has removed meanwhile are not listed.
 
-    A crash may have left companions listed that the owner does not know of. Those of the same making for the
-    same entries give way to the ones it adds now.
+    A crash may have left files listed that the owner does not know. Those of the same build for the same
+    entries are replaced by the ones it adds now.
     """
     if current.deleted is not None:
-        raise StreamDeletedError(current.stream_id, f"it was {current.deleted.reason} and takes nothing more")
+        raise StreamDeletedError(
+            current.stream_id, f"the stream was {current.deleted.reason} and cannot be changed"
+        )
     pages = IndexFilePages(objects, current.stream_id)
     listed = ListedIndexFiles(current.companion_pages, current.companions)
-    known = await pages.found(listed, {one.object for one in added})
+    known = await pages.find_listed(listed, {one.object for one in added})
     new = [one for one in added if one.object not in known and not is_trimmed(one, current.earliest)]
     await _check_objects(objects, current.stream_id, new)
     kept = {one.object for one in added}
-    gone = await pages.found(listed, set(removed) - kept)
-    gone |= await pages.twins(listed, new, kept)
+    gone = await pages.find_listed(listed, set(removed) - kept)
+    gone |= await pages.equivalents(listed, new, kept)
     shorter = await pages.without(listed, gone)
     grown = await pages.roll(ListedIndexFiles(shorter.pages, (*shorter.companions, *new)))
     if grown == listed:
@@ -262,7 +261,7 @@ async def change_index_files(
 def retire_objects(
     current: ManifestHead, gone: set[str], listed: set[str], now_ns: int
 ) -> tuple[tuple[RetiredObject, ...], list[str]]:
-    """What stays a little while, and what has stayed long enough. What is listed again is neither."""
+    """Objects that stay for a while, and those that can be deleted. Objects listed again are neither."""
     generation = current.generation + 1
     stay: list[RetiredObject] = []
     ripe: list[str] = []
@@ -279,7 +278,7 @@ def retire_objects(
 
 
 async def _check_objects(objects: ObjectStore, stream_id: str, companions: Sequence[IndexFile]) -> None:
-    """One look at each object: nothing is listed that is not there."""
+    """Checks every object: nothing is listed that does not exist."""
     gate = asyncio.Semaphore(HEAD_REQUESTS_IN_PARALLEL)
     prefix = stream_prefix(stream_id)
 
@@ -288,9 +287,9 @@ async def _check_objects(objects: ObjectStore, stream_id: str, companions: Seque
             try:
                 found = await objects.head(prefix + one.object)
             except ObjectMissingError:
-                raise IndexFileMissingError(stream_id, one.object, "is not there") from None
+                raise IndexFileMissingError(stream_id, one.object, "does not exist") from None
         if found.size != one.bytes:
-            message = f"has {found.size} bytes, and {one.bytes} were reported"
+            message = f"has {found.size} bytes instead of the reported {one.bytes}"
             raise IndexFileMissingError(stream_id, one.object, message)
 
     outcomes = await asyncio.gather(*map(check, companions), return_exceptions=True)

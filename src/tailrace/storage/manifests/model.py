@@ -1,9 +1,9 @@
-"""What a manifest says: the head of a stream, its pages, its producers. See docs/formats.md, "Bucket".
+"""The data model of manifests: the head of a stream, its pages, its producers. See docs/formats.md, "Bucket".
 
 The head is the only object of a stream that is ever replaced. Everything it names by key is created once,
-under a name that holds the hash of its content, and never changed. Pages and producers also hold a random
-number of the attempt that made them: what an attempt left behind is never named by a later one, so the sweep
-may delete it once it is old.
+under a name with the hash of its content, and never changed. The names of pages and producers also have a
+random attempt id: what one attempt left behind is never named by a later one, so the sweep can delete it once
+it is old.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class ManifestCorruptError(ManifestError):
 
 
 class StreamDeletedError(ManifestError):
-    """The stream was deleted; its tombstone takes no segments."""
+    """The stream was deleted; its tombstone accepts no segments."""
 
 
 class FencedError(TailraceError):
-    """Somebody else owns the bucket now. Whoever sees this must not write to it any more."""
+    """Another server owns the bucket. This one must not write to it any more."""
 
     def __init__(self, message: str) -> None:
         super().__init__("unavailable", message)
@@ -61,7 +61,7 @@ class RecordedLifetime(msgspec.Struct, frozen=True):
 
 
 class HeadTombstone(msgspec.Struct, frozen=True):
-    """A tombstone: the epoch goes on behind it when the name is used again."""
+    """A tombstone: a later stream of the name continues with a higher epoch."""
 
     at_ns: int
     reason: str  # "deleted" or "expired"
@@ -69,18 +69,18 @@ class HeadTombstone(msgspec.Struct, frozen=True):
 
 
 class ForkParent(msgspec.Struct, frozen=True):
-    """Where a fork comes from."""
+    """The source of a fork."""
 
     stream_id: str
     name: str
 
 
 class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server knows about a stream in one snapshot of it, `tail` being its last entry there.
+    """The state of a stream in one snapshot, `tail` being its last entry there.
 
-    `closed` to `size_bytes` and the producers are true at `tail` only. They are recorded when the segments
-    reach that far: a producer restored ahead of its entries would have its repeats taken for duplicates.
-    `as_of` numbers snapshots of one owner: an older one never replaces what a newer one said.
+    `closed` to `size_bytes` and the producers are valid at `tail` only. They are recorded when the segments
+    reach that far: if a producer were restored ahead of its entries, its retries would be taken for
+    duplicates. `as_of` numbers the snapshots of one owner: an older one never replaces a newer one.
     """
 
     name: str
@@ -138,19 +138,19 @@ class SegmentPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexFilePageRef(msgspec.Struct, frozen=True, array_like=True):
-    """One page of companions as the head, or a page of such pages, names it. The order never changes."""
+    """A page of index files as the head, or a page of pages, names it. The field order never changes."""
 
     key: str
-    first: int  # the least entry that one of them speaks of
+    first: int  # the first entry that one of them covers
     last: int
     sha256: str
-    level: int  # 0: a page of companions; n: a page of pages of level n - 1
+    level: int  # 0: a page of index files; n: a page of pages of level n - 1
     companions: int
     bytes: int  # of their files
 
 
 class IndexFilePage(msgspec.Struct, frozen=True, kw_only=True):
-    """Either companions or pages of them, in the order of their publication."""
+    """Either index files or pages of them, in order of publication."""
 
     version: int = MANIFEST_VERSION
     attempt: str
@@ -160,7 +160,7 @@ class IndexFilePage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetiredObject(msgspec.Struct, frozen=True, array_like=True):
-    """An object that is listed no more, and stays a little while for those who know its name."""
+    """An object that is no longer listed, and stays for a while for readers of an older manifest."""
 
     object: str
     generation: int  # of the manifest that no longer lists it
@@ -168,7 +168,7 @@ class RetiredObject(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplacedRange(msgspec.Struct, frozen=True, array_like=True):
-    """Entries whose segments became one. The old objects stay a while for those who know their names."""
+    """Entries whose segments were merged. The old objects stay for readers of an older manifest."""
 
     first: int
     last: int
@@ -184,7 +184,7 @@ class RecordedProducers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ManifestHead(StreamFacts, frozen=True, kw_only=True):
-    """The manifest's head. Its `tail` says of which entry the state is: nearly always `uploaded_through`."""
+    """The manifest's head. `tail` is the entry of its state: nearly always `uploaded_through`."""
 
     version: int = MANIFEST_VERSION
     fence: int = 0
@@ -225,7 +225,7 @@ class ManifestHead(StreamFacts, frozen=True, kw_only=True):
 def encode_manifest(
     value: ManifestHead | SegmentPage | IndexFilePage | RecordedProducers | dict[str, tuple[int, int]],
 ) -> bytes:
-    """Canonical: the same content is the same bytes, so that names made from hashes mean something."""
+    """Canonical encoding: the same content is the same bytes, so that hashes in names are comparable."""
     return msgspec.json.encode(value, order="sorted")
 
 

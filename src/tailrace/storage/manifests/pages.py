@@ -1,16 +1,11 @@
 """Pages of a manifest: how a head lists any number of segments and index files and stays small.
 
-Pages of a manifest: how segments move from the head into pages, and pages into pages of pages.
+The head lists pages from the oldest to the newest, higher levels first. Each level grows to `pages_max` and
+is then folded into one page of the next level. So a head stays small, and recording one segment writes a
+bounded number of objects.
 
-The head's list of pages reads from the oldest to the newest, higher levels first. Each level grows to
-`pages_max` and is then folded into one page of the next level, so a head stays small however long the stream
-gets and recording one segment writes a bounded number of objects.
-
-Pages of companions: how a head lists any number of them and stays small.
-
-The newest are in the head itself. When there are too many, the oldest become a page; when there are too many
-pages of a level, the oldest become a page of pages. Pages are in the order of publication, not of entries, so
-each one knows the range that its companions speak of.
+The newest index files are in the head itself; the oldest are moved to pages in the same way. Their pages are
+in order of publication, not of entries, so each page has the range of entries that its files cover.
 """
 
 from __future__ import annotations
@@ -77,15 +72,15 @@ class SegmentPages:
     async def load(self, ref: SegmentPageRef) -> SegmentPage:
         data, _etag = await self._objects.get(self._prefix + ref.key)
         if sha256_of(data) != ref.sha256:
-            raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
+            raise ManifestCorruptError(self._stream_id, f"the content of {ref.key} does not match its hash")
         page = decode_manifest(data, SegmentPage, self._stream_id, ref.key)
         parts = page.pages if ref.level else page.segments
         if page.level != ref.level or not parts or _segment_page_ref(page, ref.key, ref.sha256) != ref:
-            raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} is a different page")
         return page
 
     async def _store(self, page: SegmentPage) -> SegmentPageRef:
-        """Create it. One that is there already has the same content, for its name says so."""
+        """Creates it. An existing one has the same content, because its name contains the hash."""
         parts = page.pages if page.level else page.segments
         data = encode_manifest(page)
         sha256 = sha256_of(data)
@@ -117,7 +112,7 @@ class SegmentPages:
                 level += 1
 
     async def cut(self, listed: ListedSegments, kept: RetainedRanges) -> TrimmedSegments:
-        """Drop segments of which nothing is kept. A page that loses some of its parts gets a replacement."""
+        """Drops segments without retained entries. A page that loses some of its parts is replaced."""
         superseded: list[str] = []
         pages = await self._cut_pages(listed.pages, kept, superseded)
         segments = tuple(info for info in listed.segments if kept.some(info.first, info.last))
@@ -133,7 +128,7 @@ class SegmentPages:
         return found
 
     async def join(self, listed: ListedSegments, joined: SegmentInfo) -> TrimmedSegments:
-        """One segment in the place of all that lie within its range, which is theirs together."""
+        """Lists one segment in place of all within its range, which it covers exactly."""
         superseded: list[str] = []
         pages, placed = await self._join_pages(listed.pages, joined, superseded, placed=False)
         segments = _with_joined(listed.segments, joined, placed=placed)
@@ -177,7 +172,7 @@ class SegmentPages:
     async def _shorter(
         self, ref: SegmentPageRef, kept: RetainedRanges, superseded: list[str]
     ) -> SegmentPageRef | None:
-        """The page without what is not kept: itself if that is nothing, None if that is everything."""
+        """The page without what is not retained: itself if that is nothing, None if that is everything."""
         page = await self.load(ref)
         pages = await self._cut_pages(page.pages, kept, superseded)
         segments = tuple(info for info in page.segments if kept.some(info.first, info.last))
@@ -190,7 +185,7 @@ class SegmentPages:
         return await self._store(shorter)
 
     async def walk(self, listed: ListedSegments, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
-        """Every segment with entries at or behind `from_entry`, oldest first; one page a level is held."""
+        """Every segment with entries at or after `from_entry`, oldest first; holds one page per level."""
         for ref in listed.pages:
             if ref.last >= from_entry:
                 page = await self.load(ref)
@@ -230,17 +225,19 @@ def _segment_page_ref(page: SegmentPage, key: str, sha256: str) -> SegmentPageRe
 
 
 def append_segments(head: ManifestHead, added: Sequence[SegmentInfo]) -> tuple[SegmentInfo, ...]:
-    """The segments with new ones behind them. Entries are never missing in between and never there twice."""
+    """The segments with new ones appended. Entries are never missing in between and never duplicated."""
     stream_id, recorded, uploaded_through = head.stream_id, head.segments, head.uploaded_through
     for info in added:
         if info.first > info.last or info.rows != info.last - info.first + 1:
-            raise ManifestConflictError(stream_id, f"{info.key} counts {info.rows} entries wrongly")
+            raise ManifestConflictError(stream_id, f"{info.key} has a wrong number of rows, {info.rows}")
         if info.epoch < head.epoch:
             raise ManifestConflictError(stream_id, f"{info.key} is of an epoch before {head.epoch}")
     if added and added[0].first != uploaded_through + 1:
-        message = f"{added[0].key} begins at {added[0].first}, and {uploaded_through} is recorded as the last"
+        message = (
+            f"{added[0].key} starts at {added[0].first}, but the last recorded entry is {uploaded_through}"
+        )
         raise ManifestConflictError(stream_id, message)
-    # What forks keep of entries that retention took away has nothing behind it.
+    # Segments retained for forks only need not be adjacent.
     before_added = recorded[-1:] if recorded and recorded[-1].last > head.earliest else ()
     for before, after in pairwise((*before_added, *added)):
         if after.first != before.last + 1 or after.epoch < before.epoch:
@@ -274,14 +271,14 @@ class IndexFilePages:
     async def load(self, ref: IndexFilePageRef) -> IndexFilePage:
         data, _etag = await self._objects.get(self._prefix + ref.key)
         if sha256_of(data) != ref.sha256:
-            raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
+            raise ManifestCorruptError(self._stream_id, f"the content of {ref.key} does not match its hash")
         page = decode_manifest(data, IndexFilePage, self._stream_id, ref.key)
         if page.level != ref.level or _index_file_page_ref(page, ref.key, ref.sha256) != ref:
-            raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} is a different page")
         return page
 
     async def walk(self, listed: ListedIndexFiles) -> AsyncIterator[IndexFile]:
-        """Every companion; one page a level is held."""
+        """Every index file; holds one page per level."""
         for ref in listed.pages:
             page = await self.load(ref)
             async for companion in self.walk(ListedIndexFiles(page.pages, page.companions)):
@@ -297,37 +294,37 @@ class IndexFilePages:
                 async for inner in self.walk_pages((await self.load(ref)).pages):
                     yield inner
 
-    async def found(self, listed: ListedIndexFiles, keys: Collection[str]) -> set[str]:
-        """Which of these objects are listed. Only pages that can hold one of them are looked at."""
+    async def find_listed(self, listed: ListedIndexFiles, keys: Collection[str]) -> set[str]:
+        """Which of these objects are listed. Reads only pages that can contain one of them."""
         found = {one.object for one in listed.companions if one.object in keys}
         for ref in listed.pages:
             if any(_may_hold(ref, key) for key in keys):
                 page = await self.load(ref)
-                found |= await self.found(ListedIndexFiles(page.pages, page.companions), keys)
+                found |= await self.find_listed(ListedIndexFiles(page.pages, page.companions), keys)
         return found
 
-    async def twins(
+    async def equivalents(
         self, listed: ListedIndexFiles, added: Sequence[IndexFile], kept: Collection[str]
     ) -> set[str]:
-        """Listed companions of the family, making and range of one that is added, other than those kept."""
+        """Listed files with the family, build and range of one that is added, except those in `kept`."""
         wanted = {_build_identity(one) for one in added}
         ranges = {(one.first, one.last) for one in added}
         found = {one.object for one in listed.companions if _build_identity(one) in wanted}
         for ref in listed.pages:
             if any(ref.first <= first and last <= ref.last for first, last in ranges):
                 page = await self.load(ref)
-                found |= await self.twins(ListedIndexFiles(page.pages, page.companions), added, kept)
+                found |= await self.equivalents(ListedIndexFiles(page.pages, page.companions), added, kept)
         return found.difference(kept)
 
     async def without(self, listed: ListedIndexFiles, keys: Collection[str]) -> ListedIndexFiles:
-        """The list without some objects. A page that loses some of its companions gets a replacement."""
+        """The list without some objects. A page that loses some of its files gets a replacement."""
         if not keys:
             return listed
         companions = tuple(one for one in listed.companions if one.object not in keys)
         return ListedIndexFiles(await self._pages_without(listed.pages, keys), companions)
 
     async def trimmed(self, listed: ListedIndexFiles, earliest: int) -> tuple[ListedIndexFiles, list[str]]:
-        """The list without what speaks of trimmed entries only, or sums some of them; and those objects."""
+        """The list without files of trimmed entries and aggregates that include some; and those objects."""
         gone: list[str] = []
         for ref in listed.pages:
             if ref.first <= earliest:
@@ -355,7 +352,7 @@ class IndexFilePages:
         return tuple(remaining)
 
     async def roll(self, listed: ListedIndexFiles) -> ListedIndexFiles:
-        """Moves the oldest into pages until the head holds no more than it may."""
+        """Moves the oldest into pages until the head is within its limit."""
         pages, companions = list(listed.pages), listed.companions
         while len(companions) > self._companions_max:
             oldest, companions = companions[: self._companions_max], companions[self._companions_max :]
@@ -382,12 +379,12 @@ class IndexFilePages:
         try:
             await self._objects.create(self._prefix + key, data)
         except ObjectExistsError:
-            pass  # with the same content, for its name says so
+            pass  # the content is the same, because its name contains the hash
         return _index_file_page_ref(page, key, sha256)
 
 
 def is_trimmed(companion: IndexFile, earliest: int) -> bool:
-    """Whether retention leaves it nothing to say. Sums over trimmed entries are no longer right."""
+    """Whether retention has made the file useless. Aggregates that include trimmed entries are wrong."""
     return (companion.first if companion.family == "agg" else companion.last) <= earliest
 
 

@@ -1,19 +1,12 @@
 """The manifests of a bucket: loading, conditional replacement under a fence, takeover, lookup by name.
 
-One at a time for each stream: whoever changes its manifest keeps others of this process out.
+Every change is one conditional replacement of the head: the objects it names are created before, those it no
+longer names are deleted after. So a crash leaves either the old or the new manifest, and at most objects that
+nothing refers to. A change may be repeated at any time; what is recorded already stays as it is. Within a
+process the changes of one stream are serialized by a lock.
 
-Manifests: the one place that changes what the bucket says about a stream.
-
-Every change is one conditional replacement of the head: the objects it names are created before, the ones it
-no longer names are deleted after. So a crash leaves either the old or the new manifest, and at most objects
-that nobody refers to. A change may be repeated at any time; what is recorded already is left as it is.
-
-Owners are ordered by their fence. A head that carries a higher fence than ours belongs to somebody who came
-after us, and is never written to again. One with a lower fence has to be adopted before it is changed.
-
-Manifests as somebody sees them who restores streams: each is taken over before it is served.
-
-Finds the manifests of a stream that is known by its name only, and shows them to people.
+Owners are ordered by their fence. A head with a higher fence belongs to a later owner and is never written. A
+head with a lower fence has to be adopted before it is changed.
 """
 
 from __future__ import annotations
@@ -29,6 +22,7 @@ import msgspec
 
 from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.manifests import pages as manifest_pages
 from tailrace.storage.manifests.changes import (
     base_head,
@@ -87,7 +81,7 @@ if TYPE_CHECKING:
 
 
 class StreamLocks:
-    """Locks by stream id; nothing is kept for a stream that nobody works on."""
+    """Locks by stream id, created on use and dropped after it."""
 
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}
@@ -97,7 +91,7 @@ class StreamLocks:
         return len(self._locks)
 
     @asynccontextmanager
-    async def hold(self, stream_id: str) -> AsyncGenerator[None]:
+    async def lock(self, stream_id: str) -> AsyncGenerator[None]:
         lock = self._locks.setdefault(stream_id, asyncio.Lock())
         self._users[stream_id] = self._users.get(stream_id, 0) + 1
         try:
@@ -111,21 +105,21 @@ class StreamLocks:
 
 logger = logging.getLogger("tailrace.store")
 
-# Each lost race means that somebody else made progress; so many in a row mean that something is wrong.
+# A lost race means that another writer made progress; so many in a row are an error.
 CHANGE_ATTEMPTS_MAX = 16
-# A process that was stopped this long makes its pages again: the sweep may have taken them for left behind.
+# A process that was suspended for longer creates its pages again: the sweep may have deleted them as orphans.
 PLAN_NS_MAX = 10 * 60 * 10**9
 
 
 class StoredHead(NamedTuple):
-    """A head as it lies in the bucket."""
+    """A head in the bucket and its etag."""
 
     head: ManifestHead
     etag: str
 
 
 class HeadChange(NamedTuple):
-    """What a head becomes, and the keys it no longer needs."""
+    """The new head, and the keys it no longer needs."""
 
     head: ManifestHead
     superseded: Sequence[str] = ()
@@ -135,7 +129,7 @@ PlanHeadChange = Callable[[ManifestHead | None], Awaitable[HeadChange]]
 
 
 class ManifestStore:
-    """All manifests of a bucket, as one owner with one fence sees and changes them."""
+    """Reads and changes all manifests of a bucket, as one owner with one fence."""
 
     def __init__(
         self,
@@ -166,7 +160,7 @@ class ManifestStore:
         return StoredHead(head, etag)
 
     def segments(self, head: ManifestHead, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
-        """Every segment with entries at or behind `from_entry`, oldest first, pages included."""
+        """Every segment with entries at or after `from_entry`, oldest first, including those in pages."""
         return self.pages(head.stream_id).walk(ListedSegments(head.pages, head.segments), from_entry)
 
     async def producers(self, head: ManifestHead) -> dict[str, tuple[int, int]]:
@@ -176,7 +170,7 @@ class ManifestStore:
             return {}
         data, _etag = await self._objects.get(stream_prefix(head.stream_id) + key)
         if key != producers_key(_generation_of(key), sha256_of(data)):
-            raise ManifestCorruptError(head.stream_id, f"{key} does not have the content it was given")
+            raise ManifestCorruptError(head.stream_id, f"the content of {key} does not match its hash")
         return decode_manifest(data, RecordedProducers, head.stream_id, key).producers
 
     def pages(self, stream_id: str) -> SegmentPages:
@@ -192,11 +186,11 @@ class ManifestStore:
         *,
         known: StoredHead | None = None,
     ) -> ManifestHead:
-        """Record segments that are uploaded, and what the stream was in the snapshot they come from.
+        """Records uploaded segments, and the state of the stream in the snapshot they come from.
 
         Segments that are recorded already are skipped; the others must follow the last recorded entry.
-        `producers=None` leaves them as they are. `known` is a head that was just loaded, to save one get.
-        The answer is what is recorded, whoever recorded it.
+        `producers=None` leaves the producers unchanged. `known` is a head that was just loaded, to save a
+        get. Returns the recorded head.
         """
 
         async def plan(current: ManifestHead | None) -> HeadChange:
@@ -218,11 +212,11 @@ class ManifestStore:
         return await self._change(facts.stream_id, plan, known, facts=facts)
 
     async def adopt(self, stream_id: str, epochs: tuple[tuple[int, int], ...] | None = None) -> ManifestHead:
-        """Put our fence on the head of an earlier owner, who cannot change it from now on.
+        """Writes our fence into the head of an earlier owner, which cannot change it from then on.
 
         A server that restores a stream does this before it serves it, with the epoch it continues in. No
-        other change is made to a head that was not adopted, unless it is our own from before somebody else
-        owned the bucket: only then are its entries those we have.
+        other change is made to a head that was not adopted, unless it is our own from before another server
+        owned the bucket: only then does it have our entries.
         """
 
         async def plan(current: ManifestHead | None) -> HeadChange:
@@ -233,11 +227,11 @@ class ManifestStore:
 
         return await self._change(stream_id, plan, adopting=True)
 
-    async def retain(self, stream_id: str, earliest: int, reached: Sequence[EntryRange] = ()) -> ManifestHead:
-        """Forget and delete the segments that end at entry `earliest` or before.
+    async def trim(self, stream_id: str, earliest: int, reached: Sequence[EntryRange] = ()) -> ManifestHead:
+        """Unlists and deletes the segments that end at entry `earliest` or before.
 
-        Those with entries that are `reached` by forks stay, in the manifest as well: the stream itself no
-        longer shows them.
+        Those with entries that are `reached` by forks stay, in the manifest as well, although the stream
+        itself no longer shows them.
         """
 
         async def plan(current: ManifestHead | None) -> HeadChange:
@@ -264,16 +258,16 @@ class ManifestStore:
     async def publish_companions(
         self, stream_id: str, added: Sequence[IndexFile], removed: Sequence[str]
     ) -> tuple[ManifestHead, list[IndexFile]]:
-        """List companions in place of others, in one step. The answer tells which were not listed before.
+        """Lists index files in place of others, in one step. Also returns those that were not listed before.
 
-        CompanionMissingError if an object is not there: then nothing is changed.
+        Raises IndexFileMissingError and changes nothing if an object is missing.
         """
         new: list[IndexFile] = []
 
         async def plan(current: ManifestHead | None) -> HeadChange:
             nonlocal new
             if current is None:
-                raise ManifestConflictError(stream_id, "there is no head that could list companions")
+                raise ManifestConflictError(stream_id, "there is no head to list index files in")
             changed = await change_index_files(self._objects, current, added, removed, self._clock.now_ns())
             new = changed.added
             return HeadChange(changed.head, changed.superseded)
@@ -283,33 +277,33 @@ class ManifestStore:
     async def compact(
         self, stream_id: str, joined: SegmentInfo, replaced: Sequence[SegmentInfo], grace_ns: int
     ) -> ManifestHead:
-        """List one segment in the place of several, in one step. Their objects stay for the grace time.
+        """Lists one segment in place of several, in one step. Their objects stay for the grace time.
 
-        If it is listed already, nothing changes. ManifestConflictError if others than these are listed.
+        If it is listed already, nothing changes. Raises ManifestConflictError if other segments are listed.
         """
 
         async def plan(current: ManifestHead | None) -> HeadChange:
             if current is None:
-                raise ManifestConflictError(stream_id, "there is no head that could list segments")
+                raise ManifestConflictError(stream_id, "there is no head to list segments in")
             now_ns, pages = self._clock.now_ns(), self.pages(stream_id)
             return HeadChange(*await compact_head(pages, current, joined, replaced, now_ns, grace_ns))
 
         return await self._change(stream_id, plan)
 
-    def hold(self, stream_id: str) -> AbstractAsyncContextManager[None]:
-        """Keeps everybody else of this process from changing the manifest of a stream."""
-        return self._locks.hold(stream_id)
+    def lock(self, stream_id: str) -> AbstractAsyncContextManager[None]:
+        """Locks the manifest of a stream against other changes by this process."""
+        return self._locks.lock(stream_id)
 
     def companion_pages(self, stream_id: str) -> IndexFilePages:
         return IndexFilePages(self._objects, stream_id)
 
     def companions(self, head: ManifestHead) -> AsyncIterator[IndexFile]:
-        """Every companion that a head lists."""
+        """Every index file that a head lists."""
         listed = ListedIndexFiles(head.companion_pages, head.companions)
         return IndexFilePages(self._objects, head.stream_id).walk(listed)
 
     async def _trim_companions(self, head: ManifestHead) -> tuple[ManifestHead, list[str]]:
-        """Companions go with their entries. Sums that hold some trimmed entries are only unlisted."""
+        """Unlists index files of trimmed entries, and aggregates that include some."""
         pages = IndexFilePages(self._objects, head.stream_id)
         listed = ListedIndexFiles(head.companion_pages, head.companions)
         rest, gone = await pages.trimmed(listed, head.earliest)
@@ -321,11 +315,11 @@ class ManifestStore:
         )
         return head, [*pages.superseded, *ripe]
 
-    async def bury(self, facts: StreamFacts, at_ns: int, reason: str) -> ManifestHead:
-        """Replace the head by a tombstone, then delete everything else of the stream.
+    async def delete_stream(self, facts: StreamFacts, at_ns: int, reason: str) -> ManifestHead:
+        """Replaces the head by a tombstone, then deletes everything else of the stream.
 
-        ManifestConflictError if the head still speaks of this stream afterwards. One of a later stream of the
-        same name is left as it is: the earlier one was buried before that was recorded.
+        Raises ManifestConflictError if the head is still of this stream afterwards. The head of a later
+        stream of the same name stays as it is: the earlier one was deleted before that was recorded.
         """
 
         async def plan(current: ManifestHead | None) -> HeadChange:
@@ -341,14 +335,14 @@ class ManifestStore:
         return head
 
     async def forget(self, stream_id: str, before_ns: int) -> bool:
-        """Remove a tombstone older than `before_ns`; True if it went.
+        """Deletes a tombstone older than `before_ns`; True if it was deleted.
 
-        Only for the owner: a delete has no condition, so nobody else may write to the stream. Not while
-        anything else lies in the folder. That is a leftover, which the sweep takes first, or the name is in
-        use again and has yet to be recorded.
+        Only for the owner: a delete has no condition, so no other process may write to the stream. A
+        tombstone stays while there are other objects in the folder: they are orphans, which the sweep deletes
+        first, or the name is in use again and not recorded yet.
         """
         prefix = stream_prefix(stream_id)
-        async with self._locks.hold(stream_id):
+        async with self._locks.lock(stream_id):
             stored = await self.load(stream_id)
             if stored is None or stored.head.deleted is None or stored.head.deleted.at_ns >= before_ns:
                 return False
@@ -368,11 +362,11 @@ class ManifestStore:
         facts: StreamFacts | None = None,
         adopting: bool = False,
     ) -> ManifestHead:
-        """Plan a head from the present one and put it in its place, until nobody comes in between."""
-        async with self._locks.hold(stream_id):
-            return await self._change_alone(stream_id, plan, known, facts, adopting)
+        """Plans a new head from the current one and replaces it, repeating after a lost race."""
+        async with self._locks.lock(stream_id):
+            return await self._change_locked(stream_id, plan, known, facts, adopting)
 
-    async def _change_alone(
+    async def _change_locked(
         self,
         stream_id: str,
         plan: PlanHeadChange,
@@ -391,7 +385,7 @@ class ManifestStore:
             try:
                 change = await plan(current)
             except ObjectMissingError:
-                # A page may have been replaced by somebody else; one that the present head names is lost.
+                # Another writer may have replaced a page; one that the current head names is lost.
                 if stored is None or await self.load(stream_id) == stored:
                     raise
                 continue
@@ -415,7 +409,7 @@ class ManifestStore:
         try:
             await self._objects.replace(key, data, etag)
         except ObjectConflictError:
-            # Our own earlier try may have arrived although its answer did not.
+            # Our own earlier attempt may have succeeded although its response was lost.
             try:
                 found, _etag = await self._objects.get(key)
             except ObjectMissingError:
@@ -424,22 +418,24 @@ class ManifestStore:
         return True
 
     async def _drop(self, keys: Sequence[str]) -> None:
-        """Delete what the new head does not name. The change is made; `tailrace gc` finds what stays."""
+        """Deletes what the new head does not name. A failure is harmless: the sweep deletes the rest."""
         try:
             await delete_keys(self._objects, keys)
         except ObjectStoreUnavailableError as error:
-            logger.info("superseded objects stay for now: %s", error)
+            logger.info(
+                "cannot delete superseded objects, left to the sweep", extra=log_fields(error=str(error))
+            )
 
     def _check_fence(self, head: ManifestHead, *, adopting: bool = False) -> None:
         if head.fence > self.fence:
             raise FencedError(f"the bucket has a new owner (fence {head.fence}, ours is {self.fence})")
         if head.fence < self.fence and not adopting:
-            # Its entries may be others than ours, although they have the same numbers.
-            message = f"it was recorded by an earlier owner (fence {head.fence}) and has not been adopted"
+            # Its entries may differ from ours although they have the same numbers.
+            message = f"the head was recorded by an earlier owner (fence {head.fence}) and not adopted"
             raise ManifestConflictError(head.stream_id, message)
 
     async def _unrecorded(self, base: ManifestHead, added: Sequence[SegmentInfo]) -> Sequence[SegmentInfo]:
-        """The segments behind what is recorded. The others must be exactly those that are recorded."""
+        """The segments after what is recorded. The others must be exactly those that are recorded."""
         before = [info for info in added if info.first <= base.uploaded_through]
         # What retention trimmed was recorded once.
         missing = {info.first: info for info in before if info.last > base.earliest}
@@ -450,13 +446,13 @@ class ManifestStore:
                 if not missing:
                     break
         for info in missing.values():
-            raise ManifestConflictError(base.stream_id, f"others are recorded in the place of {info.key}")
+            raise ManifestConflictError(base.stream_id, f"other segments are recorded instead of {info.key}")
         return added[len(before) :]
 
     async def _with_producers(
         self, head: ManifestHead, producers: Mapping[str, tuple[int, int]]
     ) -> ManifestHead:
-        """The head with these producers in an object of their own; with the present one if none changed."""
+        """The head with these producers in a separate object; with the current one if none changed."""
         sha256 = sha256_of(encode_manifest(dict(producers))) if producers else ""
         if sha256 == head.producers_sha256:
             return head
@@ -473,7 +469,7 @@ def _generation_of(key: str) -> int:
 
 
 class TakeoverManifestStore(ManifestStore):
-    """An owner that came after others and goes on where they were."""
+    """The manifests of an owner that takes a bucket over and continues its streams."""
 
     async def take(
         self,
@@ -482,21 +478,21 @@ class TakeoverManifestStore(ManifestStore):
         *,
         known: StoredHead | None = None,
     ) -> ManifestHead:
-        """Put our fence on a head and record what it becomes. Nobody before us can change it afterwards.
+        """Writes our fence and a new state into a head. Earlier owners cannot change it afterwards.
 
-        `become` makes the head to go on with out of the one that is there; it is asked again if that has
-        changed meanwhile. Snapshots are numbered anew by each owner.
+        `become` computes the new head from the current one; it is called again if that has changed meanwhile.
+        Each owner numbers its snapshots from the start.
         """
 
         async def plan(current: ManifestHead | None) -> HeadChange:
             if current is None:
-                raise ManifestConflictError(stream_id, "its head is gone")
+                raise ManifestConflictError(stream_id, "the head does not exist")
             return HeadChange(msgspec.structs.replace(become(current), as_of=0))
 
         return await self._change(stream_id, plan, known, adopting=True)
 
 
-# A name that is deleted and made again counts up; nearly every name has been used a few times at most.
+# Incarnations are counted up; nearly every name has been used a few times at most.
 INCARNATIONS_TRIED = 64
 _STREAM_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -517,7 +513,7 @@ async def find_heads(objects: ObjectStore, name_or_id: str) -> list[ManifestHead
 
 
 def describe_head(head: ManifestHead, producers: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """Everything the head says, with its lists counted instead of printed: they may be long."""
+    """All fields of the head, with its lists counted instead of printed, because they may be long."""
     described: dict[str, Any] = msgspec.json.decode(encode_manifest(head))
     del described["segments"]
     del described["companions"]

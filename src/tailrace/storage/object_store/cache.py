@@ -1,14 +1,8 @@
 """Ranged reads of immutable objects through an LRU disk cache, bounded in bytes; fetches are shared.
 
-A bound on the bytes that are held at once, for coroutines: whoever would exceed it waits.
-
-A cache of parts of objects on the local disk, least recently used out first, bounded in bytes.
-
-One file per part, named after the object and the bytes it holds. Objects never change, so a part is never
-stale; a file that a crash cut short has the wrong size and is thrown away. The index belongs to the loop's
-thread; the files are read and written on other threads, and a file that is gone is only a miss.
-
-Stretches of immutable objects: fetched once for everybody who asks, and kept in the cache on disk.
+The cache has one file per part, named after the object and the byte range. Objects never change, so a part is
+never stale; a file truncated by a crash has the wrong size and is deleted. The index belongs to the loop
+thread; files are read and written on other threads, and a missing file is a cache miss.
 
 The object store is opened by the first fetch, on a thread, because its library is large.
 """
@@ -32,13 +26,14 @@ import xxhash
 
 from tailrace.common import private_files
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.object_store.files import FileObjectStore
 from tailrace.storage.object_store.interface import ObjectStore, open_object_store
 from tailrace.storage.object_store.request_stats import RequestStats, stream_and_artifact
 
 
 class ByteBudget:
-    """First come, first served. Something larger than everything is let in alone."""
+    """Bounds bytes in use, first come, first served. A request above the limit is admitted alone."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -46,7 +41,7 @@ class ByteBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def has_room(self, size: int) -> bool:
-        """Whether so many bytes could be held at once, without waiting."""
+        """Whether so many bytes could be acquired without waiting."""
         return not self._waiting and self.held + size <= self.bytes_max
 
     @asynccontextmanager
@@ -88,7 +83,7 @@ OWNER_DIGITS = 16
 
 
 class ObjectRange(NamedTuple):
-    """The bytes [start, stop) of one object. `source` stands for the object's key."""
+    """The bytes [start, stop) of one object. `source` is the hashed key of the object."""
 
     source: str
     start: int
@@ -100,7 +95,7 @@ class ObjectRange(NamedTuple):
 
 
 def cache_source(key: str) -> str:
-    """Half of it stands for the stream and the kind of object, so that one can tell what is held of each."""
+    """The hash of a key. Half of it identifies the stream and kind of object, to count cached bytes."""
     stream_id, artifact = stream_and_artifact(key) or ("", "")
     return _owner_of(stream_id, artifact) + xxhash.xxh3_64_hexdigest(key.encode())
 
@@ -125,7 +120,7 @@ class DiskCache:
     # -- files, on any thread ----------------------------------------------------------------------------
 
     def scan(self) -> list[ObjectRange]:
-        """What an earlier run left behind, the oldest first. Whatever is not a whole part is removed."""
+        """Parts from an earlier run, oldest first. Incomplete files are removed."""
         private_files.make_private_directory(self.directory)
         found: list[tuple[int, ObjectRange]] = []
         for entry in os.scandir(self.directory):
@@ -146,7 +141,7 @@ class DiskCache:
         unfinished.rename(path)
 
     def read(self, part: ObjectRange, start: int, stop: int) -> bytes | None:
-        """Bytes of the object that the part holds, or None if the file is gone or not whole."""
+        """Bytes of the part, or None if the file is missing or incomplete."""
         try:
             with self._path(part).open("rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_size != part.size:
@@ -166,7 +161,7 @@ class DiskCache:
     # -- the index, on the loop's thread -----------------------------------------------------------------
 
     def find(self, source: str, start: int, stop: int) -> ObjectRange | None:
-        """The part that holds these bytes, from now on the most recently used one."""
+        """The part that contains these bytes; marks it as most recently used."""
         ranges = self._by_source.get(source)
         if not ranges:
             return None
@@ -178,7 +173,7 @@ class DiskCache:
         return part
 
     def add(self, part: ObjectRange) -> list[ObjectRange]:
-        """Record a part that was written; answers the ones that have to go, whose files are to be removed."""
+        """Records a part that was written; returns the parts to evict, whose files are to be removed."""
         if part in self._recent:
             return []
         self._recent[part] = None
@@ -221,7 +216,7 @@ class DiskCache:
 
 logger = logging.getLogger("tailrace.store")
 
-FETCH_BYTES_MAX = 32 << 20  # of fetches under way, or on their way into the cache
+FETCH_BYTES_MAX = 32 << 20  # of running fetches, and bytes being written to the cache
 
 T = TypeVar("T")
 
@@ -281,18 +276,18 @@ class LoopTasks:
     def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waited has it; if nobody did, nobody misses it
+            task.exception()  # marks it as retrieved: all waiting tasks may have been cancelled
 
 
 def fail_future(future: asyncio.Future[T], error: BaseException) -> None:
-    """Pass an error on to whoever waits, which may be nobody any more."""
+    """Passes an error on to waiting tasks, of which there may be none."""
     if not future.done():
         future.set_exception(error if isinstance(error, Exception) else asyncio.CancelledError())
         future.exception()
 
 
 class _PendingFetch(NamedTuple):
-    """A ranged get that is under way, or whose bytes are on their way into the cache."""
+    """A running ranged get, or one whose bytes are being written to the cache."""
 
     part: ObjectRange
     data: asyncio.Future[bytes]
@@ -336,7 +331,7 @@ class ObjectCache:
             await self.objects.close()
 
     async def get(self, key: str, start: int, stop: int) -> bytes:
-        """Bytes that are asked for once, past the cache."""
+        """Bytes that are read once, bypassing the cache."""
         objects = await self.opened()
         with self.book.timed("get"):
             data = await objects.get_range(key, start, stop)
@@ -346,7 +341,7 @@ class ObjectCache:
         return data
 
     def get_now(self, key: str, start: int, stop: int) -> bytes | None:
-        """For threads: bytes that lie on this machine, without a way over the loop. None if they do not."""
+        """For threads: bytes that are on the local disk, without the loop. None if they are not."""
         objects = self.objects
         if not isinstance(objects, FileObjectStore):
             return None
@@ -369,14 +364,14 @@ class ObjectCache:
         return self.find(*wanted) is not None or self._under_way(wanted) is not None
 
     async def fetch(self, key: str, wanted: ObjectRange) -> memoryview:
-        """The wanted bytes, by a ranged get, or by the one that somebody has under way."""
+        """The bytes, by a ranged get or by one that is already running."""
         fetch = self._under_way(wanted) or self._start(key, wanted)
         data = await asyncio.shield(fetch.data)
         begin = wanted.start - fetch.part.start
         return memoryview(data)[begin : begin + wanted.size]
 
     def fetch_ahead(self, key: str, part: ObjectRange) -> None:
-        """Get bytes into the cache that somebody will probably want; not while others wait for theirs."""
+        """Fetches bytes that will probably be read into the cache; not while other reads wait."""
         if self.cache is not None and self._budget.has_room(part.size):
             self._start(key, part)
 
@@ -393,18 +388,18 @@ class ObjectCache:
         return fetch
 
     async def read(self, part: ObjectRange, wanted: ObjectRange) -> bytes | None:
-        """Bytes of a cached part; None if its file is gone."""
+        """Bytes of a cached part; None if its file is missing."""
         assert self.cache is not None
         return await self._work.on_thread(self.cache.read, part, wanted.start, wanted.stop)
 
     async def drop(self, part: ObjectRange) -> None:
-        """Take a part that cannot be used out of the cache."""
+        """Removes an unusable part from the cache."""
         assert self.cache is not None
         self.cache.forget(part)
         await self._work.on_thread(self.cache.remove, [part])
 
     async def forget(self, source: str) -> bool:
-        """Take all parts of an object out of the cache; False if it has none."""
+        """Removes all parts of an object from the cache; False if it has none."""
         held = [] if self.cache is None else self.cache.parts_of(source)
         for part in held:
             await self.drop(part)
@@ -417,7 +412,7 @@ class ObjectCache:
                 for part in await self._work.on_thread(self.cache.scan):
                     await self._remove(self.cache, self.cache.add(part))
             except OSError as error:
-                logger.warning("the cache of segments cannot be used: %s", error)
+                logger.warning("cannot read the segment cache, disabled", extra=log_fields(error=str(error)))
                 self.cache = None
         return objects
 
@@ -443,7 +438,7 @@ class ObjectCache:
         try:
             await self._work.on_thread(cache.write, part, data)
         except OSError as error:
-            logger.warning("the cache of segments cannot be written: %s", error)
+            logger.warning("cannot write to the segment cache", extra=log_fields(error=str(error)))
         else:
             await self._remove(cache, cache.add(part))
 

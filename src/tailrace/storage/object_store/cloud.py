@@ -1,21 +1,14 @@
 """Cloud buckets through obstore (S3, Google Cloud, Azure): credentials, error classes, retries.
 
-What went wrong at a bucket, and how long to be patient about it.
+obstore makes one attempt; retries are decided here, because only here is known what a repeat means. A write
+whose response was lost may have succeeded: the repeat is then refused because of our own object, and the
+stored content is compared with what was written.
 
-The library's errors are read here and nowhere else. It says only in words which status a server answered
-with, so the words are looked at; what has no status never got an answer.
+The errors of obstore are interpreted only here. They have the HTTP status only in their text, so the text is
+parsed; without a status there was no response.
 
-Whether there are keys for a bucket, before anybody is asked.
-
-Without keys the library asks the cloud's own address for the role of the machine. A server that was named by
-its endpoint knows no such roles, and outside of a cloud nobody answers there, so that a key which was
-forgotten would show as a store that does not answer.
-
-Buckets, by way of obstore: S3 and what speaks like it, Google Cloud Storage, Azure, and plain memory.
-
-The library makes one try; when to try again is decided here, because only here is known what a repeat
-means. A write whose answer was lost may have happened: then the repeat is refused by our own object, and
-what lies there is compared with what we wrote.
+Missing credentials are reported before a request: without keys obstore would ask the cloud's metadata address
+for a machine role, which outside of a cloud looks like a store that does not respond.
 """
 
 from __future__ import annotations
@@ -43,6 +36,7 @@ from obstore.exceptions import (
 )
 
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.object_store.interface import (
     ObjectConflictError,
     ObjectExistsError,
@@ -62,7 +56,7 @@ MESSAGE_CHARS_MAX: Final = 500
 
 _STATUS: Final = re.compile(r"non-2xx status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-# Answered with 400, but all of them mean that the request was hurt on its way.
+# Status 400, but they all mean that the request was damaged in transit.
 _DAMAGED_CODES: Final = frozenset(
     {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}
 )
@@ -74,7 +68,7 @@ class Fault(Enum):
     MISSING = "missing"  # no such object
     TAKEN = "taken"  # the object exists
     CHANGED = "changed"  # the object is another version
-    BUSY = "busy"  # somebody writes the object right now; or it exists, some stores say it this way
+    BUSY = "busy"  # the object is being written; or it exists, as some stores report it
     PASSING = "passing"  # trying again may help, and the request may have been carried out
     REFUSED = "refused"  # trying again does not help
 
@@ -100,7 +94,7 @@ def classify_error(error: Exception) -> Fault:
 
 
 def is_beyond_end(error: Exception) -> bool:
-    """Whether the range that was asked for begins behind the object's end."""
+    """Whether the requested range starts after the end of the object."""
     found = _STATUS.search(str(error))
     return found[1] == "416" if found else "Wanted range starting at" in str(error)
 
@@ -111,25 +105,25 @@ _REFUSALS: Final = (
     NotSupportedError,
     InvalidPathError,
     UnknownConfigurationKeyError,
-    RuntimeError,  # what the library raises for a condition that a store does not know
+    RuntimeError,  # raised by obstore for a condition that a store does not support
     ValueError,
     TypeError,
 )
 
 
 def describe_error(error: Exception) -> str:
-    """The error in one line: the library adds pages of its inside, and answers have bodies."""
+    """The error in one line: obstore adds pages of internals and response bodies."""
     text = str(error).split("\n\nDebug source:")[0]
     code = match[1] if (match := _CODE.search(text)) else ""
     text = text.split("<?xml")[0].strip().rstrip(":")
     hint = ""
     if any(host in text for host in _METADATA_HOSTS):
-        hint = "; no keys are in the environment, so this machine's own were asked for"
+        hint = "; no keys in the environment; the machine's role was requested"
     return f"{text[:MESSAGE_CHARS_MAX]}{f' ({code})' if code else ''}{hint}" or type(error).__name__
 
 
 def refused_error(url: str, key: str, error: Exception) -> ObjectStoreRefusedError:
-    return ObjectStoreRefusedError(key, f"{url} refuses us: {describe_error(error)}")
+    return ObjectStoreRefusedError(key, f"{url} refuses access: {describe_error(error)}")
 
 
 class RetryBudget:
@@ -147,23 +141,24 @@ class RetryBudget:
         return max(0.0, self._deadline_s - time.monotonic())
 
     async def wait(self, error: Exception) -> None:
-        """Pause before the next try, or give up with what happened last.
+        """Backs off before the next attempt, or raises the last error.
 
-        The pause is random between nothing and a bound that doubles, so that many callers who failed
-        together do not come back together.
+        The pause is random up to a bound that doubles, so that callers that failed together do not retry
+        together.
         """
         self.tries += 1
         bound_ms = min(PAUSE_MS_MAX, self._limits.object_retry_ms * 2 ** min(self.tries - 1, 20))
         pause_s = random.uniform(bound_ms / 10, bound_ms) / 1000  # noqa: S311 - no secret
         if self.tries >= self._limits.object_tries or pause_s >= self.left_s:
             raise self.exhausted(error) from error
-        logger.debug("object store: %s: try %d failed: %s", self._key, self.tries, describe_error(error))
+        fields = log_fields(key=self._key, attempt=self.tries, error=describe_error(error))
+        logger.debug("object store request failed, retrying", extra=fields)
         await asyncio.sleep(pause_s)
 
     def exhausted(self, error: Exception) -> ObjectStoreUnavailableError:
         tries = f"{self.tries} {'try' if self.tries == 1 else 'tries'}"
-        reason = "no answer in time" if isinstance(error, TimeoutError) else describe_error(error)
-        return ObjectStoreUnavailableError(self._key, f"{self._url} cannot be used, after {tries}: {reason}")
+        reason = "no response in time" if isinstance(error, TimeoutError) else describe_error(error)
+        return ObjectStoreUnavailableError(self._key, f"{self._url} is unavailable after {tries}: {reason}")
 
 
 _ENDPOINTS: Final = {
@@ -204,11 +199,11 @@ def check_credentials(url: str, scheme: str, env: Mapping[str, str]) -> None:
         return
     wanted, unsigned = " and ".join(_CREDENTIALS[scheme][0]), _UNSIGNED[scheme]
     raise ValueError(
-        f"there are no keys for {url} at {endpoint}: set {wanted}, or {unsigned}=true if it wants none"
+        f"there are no keys for {url} at {endpoint}: set {wanted}, or {unsigned}=true if it needs none"
     )
 
 
-DELETES_AT_ONCE: Final = 1000  # what one request to S3 takes
+DELETES_AT_ONCE: Final = 1000  # limit of one request to S3
 DELETES_TOGETHER: Final = 8
 CONNECT_MS_MAX: Final = 5000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -237,7 +232,7 @@ class ObstoreGetResult(Protocol):
 
 
 class ObstoreBucket(Protocol):
-    """What we use of the library's stores, whose own annotations are only partly known."""
+    """The part of obstore's stores that is used; its own annotations are incomplete."""
 
     def put_async(
         self, path: str, file: bytes | memoryview, *, mode: str | dict[str, str], use_multipart: bool
@@ -253,12 +248,12 @@ class ObstoreBucket(Protocol):
 
 
 def open_cloud_store(url: str, scheme: str, bucket: str, prefix: str, limits: Limits) -> CloudObjectStore:
-    """The keys, endpoint and region come from the environment, under the names each cloud's own tools use."""
+    """Keys, endpoint and region come from the environment variables of each cloud's own tools."""
     if scheme == "memory":
         from obstore.store import MemoryStore
 
         if prefix:
-            raise ValueError(f"{url!r}: a store in memory has a name and nothing behind it")
+            raise ValueError(f"{url!r}: a memory store has only a name")
         store = _MEMORY.setdefault(bucket, cast("ObstoreBucket", MemoryStore()))
     else:
         check_credentials(url, scheme, os.environ)
@@ -288,7 +283,7 @@ def _open_cloud(scheme: str, bucket: str, prefix: str, limits: Limits) -> Obstor
 
 
 def _plain_http_wanted() -> bool:
-    """An endpoint written as http:// says so by itself; the library wants to be told twice."""
+    """obstore needs an explicit option for an http:// endpoint."""
     if any(endpoint_of(scheme, os.environ).startswith("http://") for scheme in ("s3", "az")):
         return True
     allowed = (os.environ.get(name, "") for name in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP"))
@@ -296,7 +291,7 @@ def _plain_http_wanted() -> bool:
 
 
 class CloudObjectStore:
-    """See `Objects`."""
+    """See `ObjectStore`."""
 
     def __init__(self, url: str, scheme: str, store: ObstoreBucket, limits: Limits) -> None:
         self.url = url
@@ -308,7 +303,7 @@ class CloudObjectStore:
         # Google's conditions name a generation, all others an etag.
         self._by_version = scheme == "gs"
         self._bulk_deletes = scheme == "s3"
-        # Servers that speak S3 begin behind `after`, in an order of their own. Azure's emulator does not.
+        # S3 servers start after `after` in their own key order; Azure's emulator does not.
         self._sorts_own_way = scheme == "s3"
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -400,7 +395,7 @@ class CloudObjectStore:
     async def _present(
         self, key: str, data: bytes | memoryview, patience: RetryBudget, *, compare: bool
     ) -> tuple[str, bool] | None:
-        """The tag of what lies there and whether it is exactly `data`; None if nothing does."""
+        """The etag of the stored object and whether it is exactly `data`; None if there is none."""
         try:
             info = await self._head(key, patience)
             if not compare or info.size != len(data):
@@ -422,7 +417,7 @@ class CloudObjectStore:
             data = bytes(await found.bytes_async())
             self.bytes_in += len(data)
             if len(data) != found.meta["size"]:
-                raise ConnectionError(f"{len(data)} of {found.meta['size']} bytes came")
+                raise ConnectionError(f"{len(data)} of {found.meta['size']} bytes received")
             return data, self._tag(found.meta)
 
         return await self._read("get", key, patience, fetch)
@@ -445,7 +440,7 @@ class CloudObjectStore:
             data = bytes(await found.bytes_async())
             self.bytes_in += len(data)
             if len(data) != stop - start:
-                raise ConnectionError(f"{len(data)} of {stop - start} bytes came")
+                raise ConnectionError(f"{len(data)} of {stop - start} bytes received")
             return data
 
         return await self._read("range", key, self._patience(key), fetch)
@@ -477,7 +472,7 @@ class CloudObjectStore:
     # -- trying ----------------------------------------------------------------------------------------
 
     async def _read(self, kind: str, key: str, patience: RetryBudget, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask until there is an answer: for requests that may be repeated freely."""
+        """Retries until there is a response: for requests that may be repeated freely."""
         while True:
             self.requests[kind] += 1
             try:
@@ -488,7 +483,7 @@ class CloudObjectStore:
             except Exception as error:
                 fault = Fault.PASSING if isinstance(error, TimeoutError) else classify_error(error)
                 if fault is Fault.MISSING:
-                    raise ObjectMissingError(key, "is not there") from error
+                    raise ObjectMissingError(key, "does not exist") from error
                 if fault is not Fault.PASSING and fault is not Fault.BUSY:
                     raise self._refused(key, error) from error
                 last = error

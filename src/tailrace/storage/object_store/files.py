@@ -1,9 +1,9 @@
-"""An object store in a directory: one file per object, synced before it counts.
+"""An object store in a directory: one file per object, synced before it becomes visible.
 
-A new object is written beside the others under `.tailrace/`, synced, and then linked to its name, which the
-kernel refuses when the name is taken. A replacement is renamed over the old file under a lock that every
-process takes, after a look at the old content. So a name always leads to a whole object, whoever is killed
-when; and several processes may use the same directory, on a file system with `link` and `flock`.
+A new object is written under `.tailrace/`, synced, and then linked to its name, which the kernel refuses if
+the name exists. A replacement is renamed over the old file under a lock that every process takes, after
+checking the old content. So a name always refers to a complete object, even after a crash, and several
+processes may use the same directory, on a file system with `link` and `flock`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class FileObjectStore:
-    """See `Objects`. The work is done on a few threads, as every call may wait for the disk."""
+    """See `ObjectStore`. The work is done on a few threads, as every call may block on the disk."""
 
     def __init__(self, root: Path, url: str) -> None:
         self.url = url
@@ -84,7 +84,7 @@ class FileObjectStore:
         return data
 
     def get_range_now(self, key: str, start: int, stop: int) -> bytes:
-        """`get_range` for whoever is on a thread anyway, and may wait there; it counts nothing."""
+        """`get_range` for callers on a thread, which may block there; it counts nothing."""
         check_key(key)
         try:
             return self._files.read_range(key, start, stop)
@@ -121,7 +121,7 @@ class FileObjectStore:
             raise self._unavailable(key, error) from error
 
     def _unavailable(self, key: str, error: OSError) -> ObjectStoreUnavailableError:
-        return ObjectStoreUnavailableError(key, f"{self.url} cannot be used: {error.strerror}")
+        return ObjectStoreUnavailableError(key, f"{self.url} is unavailable: {error.strerror}")
 
 
 class _BlockingFiles:
@@ -156,7 +156,7 @@ class _BlockingFiles:
             try:
                 now = self.read(key)[1]
             except ObjectMissingError as error:
-                raise ObjectConflictError(key, "is not there any more") from error
+                raise ObjectConflictError(key, "does not exist any more") from error
             if now != etag:
                 raise ObjectConflictError(key, "was replaced meanwhile")
             self._place(key, path, lambda: temporary.rename(path))
@@ -176,7 +176,7 @@ class _BlockingFiles:
             self._sync_and_prune(parent)
 
     def _place(self, key: str, path: Path, put: Callable[[], object]) -> None:
-        """Give a synced file its name. Directories may vanish below us when others delete: then again."""
+        """Links a synced file to its name. Retried if another process deletes a directory meanwhile."""
         for _ in range(PLACING_TRIES):
             try:
                 self._make_directories(path.parent)
@@ -191,10 +191,10 @@ class _BlockingFiles:
                     raise
             else:
                 return
-        raise ObjectStoreUnavailableError(key, "its directory is deleted again and again")
+        raise ObjectStoreUnavailableError(key, "its directory is deleted repeatedly")
 
     def _refuse_existing(self, key: str, path: Path) -> NoReturn:
-        """Whoever hears that an object exists counts on it, so it has to outlive a power cut by now."""
+        """Syncs an existing object before it is reported, so that it survives a power cut."""
         try:
             sync_directory(path.parent)
         except FileNotFoundError:
@@ -205,7 +205,7 @@ class _BlockingFiles:
         if directory in self._synced and directory.is_dir():
             return
         directory.mkdir(parents=True, exist_ok=True)
-        # Not only those we made: another process may have made one and not synced it yet.
+        # All of them: another process may have created one and not synced it yet.
         for path in (directory, *directory.parents):
             sync_directory(path.parent)
             self._synced[path] = None
@@ -215,7 +215,7 @@ class _BlockingFiles:
             self._synced.popitem(last=False)
 
     def _sync_and_prune(self, directory: Path) -> None:
-        """A deleted stream leaves no empty directories behind."""
+        """Removes empty directories of deleted objects."""
         while directory != self._root:
             try:
                 directory.rmdir()
@@ -243,7 +243,7 @@ class _BlockingFiles:
 
     @contextmanager
     def _temporary(self, data: bytes | memoryview) -> Generator[Path]:
-        """A synced file with this content, gone afterwards under this name."""
+        """A synced temporary file with this content, removed afterwards."""
         self._make_directories(self._own)
         self._sweep()
         path, fd = self._open_temporary()
@@ -261,7 +261,7 @@ class _BlockingFiles:
         while True:
             path = self._own / f"new-{secrets.token_hex(8)}"
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # The lock says that its writer lives. A sweep may have come between the two steps.
+            # The lock shows that its writer is alive. A sweep may have run between the two steps.
             fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink:
                 return path, fd
@@ -294,10 +294,10 @@ class _BlockingFiles:
         except ABSENT_ERRORS as error:
             if isinstance(error, NotADirectoryError) and not self._root.is_dir():
                 raise  # it is the whole store that is not there
-            raise ObjectMissingError(key, "is not there") from error
+            raise ObjectMissingError(key, "does not exist") from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ObjectMissingError(key, "is not there")
+                raise ObjectMissingError(key, "does not exist")
             yield fd
         finally:
             os.close(fd)
@@ -332,7 +332,7 @@ class _BlockingFiles:
         return found
 
     def _walk(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        """Objects below a directory, in key order. At most NAMES_AT_ONCE names are held per level."""
+        """Objects below a directory, in key order. Holds at most NAMES_AT_ONCE names per level."""
         begun = ""
         while True:
             names = self._smallest(prefix, after, begun)
@@ -350,7 +350,7 @@ class _BlockingFiles:
             begun = names[-1]
 
     def _smallest(self, prefix: str, after: str, begun: str) -> list[str]:
-        """The next keys of one directory, behind `begun`; directories are ``name/``, to sort right."""
+        """The next keys of one directory after `begun`; directories are ``name/``, to sort correctly."""
         try:
             with os.scandir(self._root / prefix) as entries:
                 return heapq.nsmallest(NAMES_AT_ONCE, _names(entries, prefix, after, begun))
@@ -360,12 +360,12 @@ class _BlockingFiles:
 
 def _names(entries: Iterator[os.DirEntry[str]], prefix: str, after: str, begun: str) -> Iterator[str]:
     for entry in entries:
-        # Names that are no text are not ours, and the first level has our own directory in it.
+        # Names that are not UTF-8 are not ours, and the first level contains our private directory.
         if not entry.name.isprintable() or (not prefix and entry.name == PRIVATE_DIRECTORY):
             continue
         is_directory = entry.is_dir()
         name = prefix + entry.name + "/" * is_directory
-        # A directory may sort before `after` and still hold keys behind it.
+        # A directory may sort before `after` and still have keys after it.
         if name > begun and (name > after or (is_directory and after.startswith(name))):
             yield name
 

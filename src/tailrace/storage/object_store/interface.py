@@ -1,12 +1,10 @@
 """The object store interface: named blobs, created once or replaced under a condition.
 
-The object store: named blobs that are created once, or replaced under a condition.
+`ObjectStore` is all that other code knows of a bucket. `open_object_store` selects the implementation by URL:
+local files for ``file://``; for buckets a library that is imported only when one is opened. The errors of
+each call are documented there; ObjectStoreUnavailableError can come from every one.
 
-`Objects` is all that the rest of the code knows of a bucket. `open_objects` picks what stands behind a URL:
-our own files for ``file://``, and for buckets a library that is imported only when one is opened.
-Which call can fail how is written at the call; ObjectsUnavailableError can come from every one.
-
-Steps of an object store, one at a time, for programs without a loop of their own: workers of Spark.
+For programs without an event loop, such as Spark workers, there is a blocking wrapper.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from urllib.parse import unquote, urlsplit
 
 from tailrace.common.limits import Limits
 
-KEY_BYTES_MAX: Final = 1024  # what S3, GCS and Azure all take
+KEY_BYTES_MAX: Final = 1024  # the limit of S3, GCS and Azure
 KEY_PART_BYTES_MAX: Final = 255  # one name in a directory, on every usual file system
-PRIVATE_DIRECTORY: Final = ".tailrace"  # first part of keys that file:// keeps for itself
+PRIVATE_DIRECTORY: Final = ".tailrace"  # first part of keys that file:// reserves
 SCHEMES: Final = ("file", "s3", "gs", "az", "memory")
 
 
 class ObjectStoreError(Exception):
-    """What an object store can answer instead of doing what it was asked."""
+    """An object store request failed."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}" if key else message)
@@ -35,11 +33,11 @@ class ObjectStoreError(Exception):
 
 
 class ObjectMissingError(ObjectStoreError):
-    """There is no such object, or it ends before the bytes that were asked for."""
+    """The object does not exist, or ends before the requested bytes."""
 
 
 class ObjectExistsError(ObjectStoreError):
-    """Somebody created the object before; it was left as it is."""
+    """The object exists already and was not changed."""
 
 
 class ObjectConflictError(ObjectStoreError):
@@ -51,13 +49,13 @@ class ObjectStoreUnavailableError(ObjectStoreError):
 
 
 class ObjectStoreRefusedError(ObjectStoreUnavailableError):
-    """The store refuses us: keys, rights or the bucket's name are wrong. Trying again does not help."""
+    """The store refuses access: keys, permissions or the bucket's name are wrong. Retrying does not help."""
 
 
 class ObjectInfo(NamedTuple):
     key: str
     size: int
-    etag: str  # empty in a listing where the store would have to read the object to know it
+    etag: str  # empty in a listing if the store would have to read the object to know it
     modified_ns: int
 
 
@@ -77,17 +75,17 @@ class ObjectStore(Protocol):
     def bytes_in(self) -> int: ...
 
     async def create(self, key: str, data: bytes | memoryview) -> str:
-        """A new object; answers its etag. ObjectExistsError if there is one, be it the same.
+        """Creates an object; returns its etag. Raises ObjectExistsError if one exists, even with these bytes.
 
-        When an answer is lost and the repeat finds exactly these bytes, they count as ours.
+        If a response was lost and the repeat finds exactly these bytes, they count as written by this call.
         """
         ...
 
     async def replace(self, key: str, data: bytes, etag: str | None) -> str:
-        """Put `data` in place of the version `etag`; None means that there is no object yet.
+        """Replaces the version `etag` by `data`; None means that there is no object yet.
 
-        Answers the new etag, or raises ObjectConflictError. After a lost answer the same holds as in
-        `create`, so two writers must never write the same bytes and both believe they were first.
+        Returns the new etag, or raises ObjectConflictError. After a lost response the same applies as in
+        `create`, so two writers must never write the same bytes and both assume that they were first.
         """
         ...
 
@@ -100,15 +98,15 @@ class ObjectStore(Protocol):
         ...
 
     async def head(self, key: str) -> ObjectInfo:
-        """What is known of an object without its content, or ObjectMissingError."""
+        """Size, etag and time of an object, or ObjectMissingError."""
         ...
 
     async def list_after(self, prefix: str, after: str = "", limit: int = 1000) -> list[ObjectInfo]:
-        """Up to `limit` objects whose keys come after `after`. Fewer mean that there are no more.
+        """Up to `limit` objects with keys after `after`. Fewer if there are no more.
 
-        `prefix` is empty or ends with ``/``. Keys are in order of code points. Some servers that speak S3
-        sort part by part instead, so that all of ``a/`` comes before ``a.b``: the next page is right there
-        too when `after` is the last key of the one before, but nobody should compare keys of two levels.
+        `prefix` is empty or ends with ``/``. Keys are in order of code points. Some S3 servers sort part by
+        part instead, so that all of ``a/`` comes before ``a.b``: paging by the last key is correct there too,
+        but keys of two levels must not be compared.
         """
         ...
 
@@ -117,20 +115,20 @@ class ObjectStore(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of threads and connections. What is under way ends first."""
+        """Releases threads and connections after running requests have finished."""
         ...
 
 
 def open_object_store(url: str, *, limits: Limits | None = None) -> ObjectStore:
-    """The store behind a URL: ``file:///directory``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``memory://name``.
+    """The store of a URL: ``file:///directory``, ``s3://bucket/prefix``, ``gs://``, ``az://``, ``memory://name``.
 
-    Nothing is asked of a bucket yet. ValueError if the URL is none of these.
+    No request is made. Raises ValueError for any other URL.
     """
     limits = limits or Limits()
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES or parts.query or parts.fragment:
         raise ValueError(
-            f"{url!r} is no object store; use file:///directory, s3://bucket/prefix, gs:// or az://"
+            f"{url!r} is not an object store URL; use file:///directory, s3://bucket/prefix, gs:// or az://"
         )
     if parts.scheme == "file":
         from pathlib import Path
@@ -138,36 +136,36 @@ def open_object_store(url: str, *, limits: Limits | None = None) -> ObjectStore:
         from tailrace.storage.object_store.files import FileObjectStore
 
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise ValueError(f"{url!r} needs an absolute directory, as in file:///var/lib/tailrace/objects")
+            raise ValueError(f"{url!r} has no absolute directory; use file:///var/lib/tailrace/objects")
         return FileObjectStore(Path(unquote(parts.path)), url)
     from tailrace.storage.object_store.cloud import open_cloud_store
 
     if not parts.netloc:
-        raise ValueError(f"{url!r} names no bucket, as in {parts.scheme}://bucket/prefix")
+        raise ValueError(f"{url!r} has no bucket; use {parts.scheme}://bucket/prefix")
     return open_cloud_store(url, parts.scheme, parts.netloc, unquote(parts.path).strip("/"), limits)
 
 
 def check_key(key: str) -> None:
-    """Refuse names that some store could not keep apart, or that would leave the store's directory."""
+    """Raises ValueError for names that some store cannot distinguish or that leave its directory."""
     if not key or len(key.encode()) > KEY_BYTES_MAX:
-        raise ValueError(f"{key[:50]!r} is no key: 1 to {KEY_BYTES_MAX} bytes are")
+        raise ValueError(f"{key[:50]!r} is not a key: it must have 1 to {KEY_BYTES_MAX} bytes")
     parts = key.split("/")
     for part in parts:
         if part in ("", ".", "..") or len(part.encode()) > KEY_PART_BYTES_MAX or not _is_plain_part(part):
-            raise ValueError(f"{key!r} is no key: {part!r} cannot be a part of one")
+            raise ValueError(f"{key!r} is not a key: {part!r} is not a valid part")
     if parts[0] == PRIVATE_DIRECTORY:
-        raise ValueError(f"{key!r} is no key: {PRIVATE_DIRECTORY} is the store's own")
+        raise ValueError(f"{key!r} is not a key: {PRIVATE_DIRECTORY} is reserved")
 
 
 def _is_plain_part(part: str) -> bool:
-    """Some servers take a backslash for a slash."""
+    """Some servers treat a backslash as a slash."""
     return part.isprintable() and "\\" not in part
 
 
 def check_prefix(prefix: str) -> None:
     if prefix:
         if not prefix.endswith("/"):
-            raise ValueError(f"{prefix!r} is no prefix: it has to end with /")
+            raise ValueError(f"{prefix!r} is not a prefix: it must end with /")
         check_key(prefix[:-1])
 
 
@@ -175,17 +173,16 @@ T = TypeVar("T")
 
 
 class BlockingRunner:
-    """A loop that runs while somebody waits. It does not survive a fork, so it is made where it is needed."""
+    """An event loop that runs only during a call. It does not survive a process fork."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
 
     def run(self, step: Coroutine[Any, Any, T]) -> T:
-        """What a step comes to.
+        """Runs a coroutine.
 
-        Not by `Runner.run`: around each step it puts a handler for interrupts in place and takes it away, for
-        which the library writes the handler as a text, and with it what the step came to. That took longer
-        for a segment than reading it does.
+        Without `Runner.run`, which installs and removes an interrupt handler for each call and formats its
+        repr including the result: that took longer for a segment than reading it.
         """
         return self._runner.get_loop().run_until_complete(step)
 

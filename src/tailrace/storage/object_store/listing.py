@@ -1,10 +1,6 @@
 """Walking a bucket: its streams, the objects under a prefix, deleting them, a task for each stream.
 
-Walking a bucket: which streams it has, what lies in the folder of one, and clearing it.
-
-Lists come in pages and are never held whole, so a bucket may be of any size.
-
-Does the same to every stream of a bucket, a few at a time.
+Listings are read in pages and never held as a whole, so a bucket may be of any size.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ def stream_id_of_key(key: str) -> str | None:
 
 
 def entry_range_of_key(relative_key: str) -> tuple[int, int] | None:
-    """First and last entry that the name of a segment or page speaks of."""
+    """First and last entry in the name of a segment or page."""
     found = _SEGMENT.fullmatch(relative_key)
     if found is not None:
         return int(found[2]), int(found[3])
@@ -63,7 +59,7 @@ async def list_stream_ids(objects: ObjectStore, prefix: str = STREAMS_PREFIX) ->
             return
         after = found[-1].key
         if seen and stream_id_of_key(after) == seen:
-            # Behind everything in this folder, however much that is: '0' comes right after '/'.
+            # After everything in this folder: '0' comes right after '/'.
             after = after[: after.index(seen) + len(seen)] + "0"
 
 
@@ -80,7 +76,7 @@ async def list_objects(objects: ObjectStore, prefix: str) -> AsyncIterator[Objec
 
 
 async def holds_only(objects: ObjectStore, prefix: str, key: str) -> bool:
-    """Whether nothing but one object lies in the folder of a stream."""
+    """Whether there is only one object in the folder of a stream."""
     found = await objects.list_after(prefix, limit=2)
     return all(info.key == prefix + key for info in found)
 
@@ -105,10 +101,10 @@ async def delete_folder(objects: ObjectStore, prefix: str, *, keep: str) -> None
 async def delete_trimmed(
     objects: ObjectStore, prefix: str, epochs: Sequence[tuple[int, int]], kept: RetainedRanges
 ) -> None:
-    """Delete segments and pages that hold nothing that is kept.
+    """Deletes segments and pages without any retained entry.
 
-    No head can ever name them again, so this is safe whoever else writes, and may be repeated. What a crash
-    left behind the last time goes as well.
+    No head can ever name them again, so this is safe with concurrent writers and may be repeated. Also
+    deletes what a crash left the last time.
     """
     following = kept.earliest + 1
     epoch = max((number for number, first in epochs if first < following), default=0)

@@ -1,7 +1,7 @@
-"""Who asked the object store for what: requests by stream and kind of object, and the newest manifests.
+"""Statistics of object store requests by stream and kind of object, and the newest manifests.
 
-Kept by the process that makes the requests; the sealer hands its share over with each report. Nothing but
-the inspection of streams depends on it, so it forgets streams that were idle for longest.
+Collected by the process that makes the requests; the sealer adds its part to each report. Only the inspection
+of streams uses it, so the streams idle for longest are dropped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UploadedHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestTiming(NamedTuple):
-    """How many calls of one kind there were, and how long all of them took."""
+    """Number and total duration of calls of one kind."""
 
     kind: str  # put, get, head, list, delete
     calls: int
@@ -78,7 +78,7 @@ class RequestStats:
 
     @contextmanager
     def timed(self, kind: str) -> Generator[None]:
-        """Counts what happens inside as one call; one that fails took its time as well."""
+        """Counts the body as one call, also if it fails."""
         begun = time.perf_counter()
         try:
             yield
@@ -106,7 +106,7 @@ class RequestStats:
         return by_artifact
 
     def drain(self) -> tuple[list[RequestCount], list[UploadedHead], list[RequestTiming]]:
-        """Everything since the last time, for whoever keeps the book of all."""
+        """Returns and resets everything since the last call, for the process that merges all counts."""
         counts = [
             RequestCount(stream_id, *kind, number)
             for stream_id, counters in self._counts.items()
@@ -154,7 +154,7 @@ def stream_and_artifact(key: str) -> tuple[str, str] | None:
 
 
 class CountingObjectStore:
-    """An object store that writes down what it is asked for."""
+    """An object store that counts its requests."""
 
     def __init__(self, objects: ObjectStore, book: RequestStats) -> None:
         self._objects = objects

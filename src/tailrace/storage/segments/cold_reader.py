@@ -1,8 +1,8 @@
-"""Reads entries that are only in segments: footer, ranged get or cache, decode.
+"""Reading entries that are only in segments: footer, ranged get or cache, decode.
 
-It lives on the server's loop and is free until the first cold read: only then are the object store's library
-and Arrow imported. Readers that want the same row groups at the same time share one fetch and one decoding.
-Decoding runs on two threads, and budgets bound the bytes of all that is under way.
+Runs on the server's loop. The object store's library and Arrow are imported at the first read of a segment.
+Concurrent readers of the same row groups share one fetch and one decoding. Decoding runs on two threads, and
+budgets bound the bytes in flight.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.storage.object_store.cache import (
     ByteBudget,
     LoopTasks,
@@ -38,7 +39,7 @@ logger = logging.getLogger("tailrace.store")
 COLD_READ_THREADS = 2
 FOOTER_BYTES_MAX = 16 << 20  # of parsed footers
 LOADING_BYTES_MAX = 64 << 20
-READ_AHEAD_BYTES = 4 << 20  # of a bucket, when somebody reads on and on
+READ_AHEAD_BYTES = 4 << 20  # from a bucket, for a reader that continues
 
 
 T = TypeVar("T")
@@ -50,9 +51,9 @@ class ColdReadCounts:
     __slots__ = ("corrupt", "decoded_groups", "hits", "misses", "shared")
 
     def __init__(self) -> None:
-        self.hits = 0  # stretches of row groups that came from the cache
+        self.hits = 0  # ranges of row groups that came from the cache
         self.misses = 0  # stretches that did not
-        self.shared = 0  # row groups that somebody else was loading already
+        self.shared = 0  # row groups that another read was loading already
         self.decoded_groups = 0
         self.corrupt = 0  # reads that failed on a missing or damaged segment
 
@@ -87,14 +88,14 @@ class ColdReader:
         self._parsing: dict[str, asyncio.Task[Footer]] = {}
         self._groups: dict[tuple[str, int], asyncio.Future[SegmentRows]] = {}
 
-    # -- what readers ask ----------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------
 
     async def rows(
         self, prefix: str, info: SegmentInfo, footer: bytes, entry: int, bytes_ahead: int
     ) -> list[SegmentRows]:
-        """The row group that holds `entry`, and the following ones of this segment up to `bytes_ahead`.
+        """The row group of `entry`, and the following ones of this segment up to `bytes_ahead`.
 
-        `footer` is what `write_segment` answered; if that was not kept, it is empty, and is fetched.
+        `footer` is what `write_segment` returned; if it was not stored it is empty, and is fetched.
         """
         with self._told(prefix + info.key):
             segment = await self._segment(prefix, info, footer)
@@ -114,7 +115,7 @@ class ColdReader:
             return {entry: payload for picked in found for entry, payload in picked.items()}
 
     async def first_since(self, prefix: str, info: SegmentInfo, footer: bytes, since_ns: int) -> int:
-        """The first entry appended at or after the instant; the one behind the segment if there is none."""
+        """The first entry appended at or after the instant; the one after the segment if there is none."""
         with self._told(prefix + info.key):
             segment = await self._segment(prefix, info, footer)
             index = segment.footer.group_since(since_ns)
@@ -126,9 +127,9 @@ class ColdReader:
     async def next_with_key(
         self, prefix: str, info: SegmentInfo, footer: bytes, key: bytes, entry: int
     ) -> int:
-        """Where to look for a key: at `entry`, or at the start of a later row group that may hold it.
+        """The first entry from `entry` on that may have the key: `entry`, or the start of a later row group.
 
-        It is the entry behind the segment if no row group does.
+        It is the entry after the segment if no row group can have it.
         """
         with self._told(prefix + info.key):
             found = (await self._segment(prefix, info, footer)).footer
@@ -140,7 +141,7 @@ class ColdReader:
         return self._footer_bytes
 
     def shed(self) -> None:
-        """Lets go of what can be had again."""
+        """Evicts all caches."""
         self._footers.clear()
         self._footer_bytes = 0
 
@@ -150,15 +151,15 @@ class ColdReader:
 
     @contextmanager
     def _told(self, key: str) -> Generator[None]:
-        """Turns what can go wrong below into the one answer a reader gets; operators find it in the log."""
+        """Maps errors to the one that a reader gets; details are logged for operators."""
         try:
             yield
         except (CorruptSegmentError, ObjectMissingError) as error:
             self.counts.corrupt += 1
-            logger.error("the segment %s cannot be read: %s", key, error)
+            logger.error("cannot read segment", extra=log_fields(key=key, error=str(error)))
             raise TailraceError("unavailable", "a segment of this stream is missing or damaged") from error
         except ObjectStoreError as error:
-            raise TailraceError("unavailable", "the object store does not answer") from error
+            raise TailraceError("unavailable", "the object store does not respond") from error
 
     # -- footers -------------------------------------------------------------------------------------------
 
@@ -181,7 +182,10 @@ class ColdReader:
             try:
                 footer = await self._work.on_thread(_parse_footer, kept, info)
             except CorruptSegmentError as error:
-                logger.warning("the kept footer of %s cannot be used: %s", key, error)
+                logger.warning(
+                    "stored footer is damaged, reading it from the segment",
+                    extra=log_fields(key=key, error=str(error)),
+                )
         if footer is None:
             footer = await self._work.on_thread(
                 _parse_footer, await self._fetch_footer(key, info.bytes), info
@@ -202,7 +206,7 @@ class ColdReader:
     # -- row groups ----------------------------------------------------------------------------------------
 
     async def _wanted(self, segment: _OpenSegment, first: int, last: int) -> list[SegmentRows]:
-        """Row groups; those that nobody is loading yet are loaded in runs."""
+        """Row groups; those that are not being loaded yet are loaded in runs."""
         wanted: list[asyncio.Future[SegmentRows]] = []
         run: list[int] = []
         for index in range(first, last + 1):
@@ -216,7 +220,7 @@ class ColdReader:
                 run = []
             wanted.append(future)
         self._start(segment, run)
-        # A reader that goes away must not take the row group from the others.
+        # A cancelled reader must not cancel the loading for the others.
         return await asyncio.gather(*map(asyncio.shield, wanted))
 
     def _start(self, segment: _OpenSegment, run: list[int]) -> None:
@@ -257,7 +261,7 @@ class ColdReader:
         return loaded
 
     def _next(self, whole: _RowGroupRange, at: int) -> tuple[ObjectRange | None, _RowGroupRange]:
-        """From group `at` on, what one cached part holds, or what no part does."""
+        """From group `at` on, the groups in one cached part, or those in none."""
         parts, groups = self.parts, whole.groups
         source = whole.segment.source
         cached = parts.find(source, groups[at].start, groups[at].stop)
@@ -286,13 +290,14 @@ class ColdReader:
     async def _from_cache(
         self, cached: ObjectRange, stretch: _RowGroupRange, decode: Callable[[bytes | memoryview], T]
     ) -> T | None:
-        """What is in a cached stretch. None if the file is gone or damaged; then it leaves the cache."""
+        """Row groups of a cached range. None if the file is missing or damaged; then it is evicted."""
         raw = await self.parts.read(cached, stretch.part)
         if raw is not None:
             try:
                 found = await self._work.on_thread(decode, raw)
             except CorruptSegmentError as error:
-                logger.warning("a cached part of %s is damaged: %s", stretch.segment.key, error)
+                fields = log_fields(key=stretch.segment.key, error=str(error))
+                logger.warning("cached part of a segment is damaged, fetching it again", extra=fields)
             else:
                 self.counts.hits += 1
                 return found
@@ -300,7 +305,7 @@ class ColdReader:
         return None
 
     def _read_ahead(self, stretch: _RowGroupRange) -> None:
-        """If the reader has come from the row group before, it will want what comes behind these."""
+        """A reader that came from the previous row group will probably read the following ones."""
         segment, parts = stretch.segment, self.parts
         footer, first, following = segment.footer, stretch.indices[0], stretch.indices[-1] + 1
         if parts.cache is None or following == footer.count:
@@ -341,7 +346,7 @@ class _RowGroupRange(NamedTuple):
 
 
 def _footer_from_end(end: bytes, size: int) -> bytes | int:
-    """The footer from the end of a file, as it would have been kept; or from where on more are needed."""
+    """The footer from the end of a file in its stored form, or the position from which to read more."""
     from tailrace.storage.segments import reader
 
     tail = reader.find_tail(end, size)

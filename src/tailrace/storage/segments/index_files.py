@@ -1,11 +1,7 @@
 """Index files beside the segments: what is recorded about each, index plans, the publish request.
 
-Companions: files beside the segments that answer questions about them. What is recorded about each.
-
-A companion is made by the pipeline from segments or from other companions, created once and never changed.
-The manifest of the stream says which ones count. Docs: docs/formats.md, "Companions".
-
-What the pipeline offers to have listed: the one body of a publication, as it is sent and as it is read.
+An index file is built by the pipeline from segments or other index files, created once and never changed. The
+manifest of the stream lists the valid ones. See docs/formats.md, "Companions".
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 NAME_HASH_DIGITS = 16
-SEGMENT_FAMILY = "segment"  # in the place of a family: what a publication adds is a segment itself
+SEGMENT_FAMILY = "segment"  # instead of a family: the publication adds a segment
 _NAME = re.compile(
     r"companions/(?P<plan>[0-9a-f]{16})/(?P<family>[a-z_]{1,32})/"
     r"(?P<first>\d{20})-(?P<last>\d{20})\.(?P<hash>[0-9a-f]{16})\.(?P<ext>[a-z0-9]{1,16})"
@@ -28,7 +24,7 @@ class IndexFile(msgspec.Struct, frozen=True, array_like=True):
     """One file. The order never changes."""
 
     family: str
-    first: int  # entry it begins with
+    first: int  # first entry
     last: int
     rows: int
     object: str  # key, relative to the folder of the stream
@@ -42,7 +38,7 @@ class IndexFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuarantinedSegment(msgspec.Struct, frozen=True, array_like=True):
-    """A segment of which no companions can be built under a plan."""
+    """A segment for which no index files can be built with a plan."""
 
     object: str
     first: int
@@ -54,7 +50,7 @@ class QuarantinedSegment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanRecord(msgspec.Struct, frozen=True):
-    """A plan that companions of a stream were, or are to be, built by."""
+    """A plan that index files of a stream were, or are to be, built with."""
 
     generation: int
     hash: str
@@ -63,7 +59,7 @@ class PlanRecord(msgspec.Struct, frozen=True):
 
 
 class PlanHistory(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The stream's document `index`: its plans, the wanted one last, and whether it has keyed entries."""
+    """The stream's document `index`: its plans, the current one last, and whether it has keyed entries."""
 
     keyed: bool = False
     plans: tuple[PlanRecord, ...] = ()
@@ -78,7 +74,7 @@ class PlanHistory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def index_file_name(plan_hash: str, family: str, first: int, last: int, sha256: str, ext: str) -> str:
-    """The key of a companion in its stream's folder: a function of plan, range and content."""
+    """The key of an index file in its stream's folder: a function of plan, range and content."""
     plan = plan_hash.removeprefix("sha256:")[:NAME_HASH_DIGITS]
     return f"companions/{plan}/{family}/{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.{ext}"
 
@@ -88,7 +84,7 @@ def plan_name(plan_hash: str) -> str:
 
 
 def has_valid_name(companion: IndexFile) -> bool:
-    """Whether the name says what is recorded about the companion, as far as a name can."""
+    """Whether the name matches what is recorded about the index file."""
     found = _NAME.fullmatch(companion.object)
     if found is None:
         return False
@@ -101,7 +97,7 @@ def has_valid_name(companion: IndexFile) -> bool:
 
 
 def index_file_range(relative_key: str) -> tuple[int, int] | None:
-    """First and last entry in the name of a companion; None if it is no such name."""
+    """First and last entry in the name of an index file; None if it is not such a name."""
     found = _NAME.fullmatch(relative_key)
     return None if found is None else (int(found["first"]), int(found["last"]))
 
@@ -111,14 +107,14 @@ def sort_index_files(companions: Iterable[IndexFile]) -> tuple[IndexFile, ...]:
 
 
 class PublishInput(msgspec.Struct, frozen=True):
-    """What something was built from: a segment or a companion."""
+    """An input of a build: a segment or an index file."""
 
     object: str
     sha256: str
 
 
 class PublishedObject(msgspec.Struct, frozen=True):
-    """What was built, and is in the store: a companion, or a segment (`companions.SEGMENT`)."""
+    """An output of a build that is in the store: an index file, or a segment (`SEGMENT_FAMILY`)."""
 
     family: str
     first: int
@@ -139,7 +135,7 @@ class UnbuildableInput(msgspec.Struct, frozen=True):
 
 
 class PublishRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent again and again, always the same bytes, until there is an answer."""
+    """The body of a publication. It is repeated with the same bytes until there is a response."""
 
     stream_id: str
     job: Literal["companions", "merge", "compact"]

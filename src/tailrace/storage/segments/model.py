@@ -1,14 +1,7 @@
 """Segments: names, what is recorded about each, and which entries stay retained. Imports no Arrow.
 
-Segments: what one is called, where it lies, and what is recorded about it.
-
-A segment is an immutable Parquet file with consecutive entries of one stream. This file is the part that
-everybody needs and that costs nothing to import; `segment_writer.py` makes the files and `segment_reader.py`
-takes them apart, and both bring Arrow with them. The format is described in docs/formats.md.
-
-Which entries of a stream stay stored: those it shows itself, and older ones that forks still show.
-
-The footer of a segment of which only the object is left, in the form the hot store keeps.
+A segment is an immutable Parquet file with consecutive entries of one stream. Writing and reading segments is
+in `writer` and `reader`, which import Arrow. The format is described in docs/formats.md.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 FOOTER_GUESS_BYTES = 64 << 10  # how much of the end of a file to read for its footer, at first
-NAME_HASH_DIGITS = 16  # of the file's SHA-256: enough that a name never stands for two contents
+NAME_HASH_DIGITS = 16  # of the file's SHA-256: enough to avoid collisions
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +68,7 @@ class CorruptSegmentError(Exception):
 
 
 def make_stream_id(name: str, incarnation: int) -> str:
-    """32 hex digits for one use of a name: a name that was deleted and made again gets another folder."""
+    """32 hex digits for one use of a name: a name that is used again after a deletion gets another folder."""
     return xxhash.xxh3_128_hexdigest(name.encode() + b"\0" + incarnation.to_bytes(8, "big"))
 
 
@@ -88,14 +81,14 @@ def segment_name(epoch: int, first: int, last: int, sha256: str) -> str:
     return f"segments/{epoch:010}-{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.parquet"
 
 
-# A run of entries: those behind the first number, up to and including the second.
+# A range of entries: those after the first number, up to and including the second.
 EntryRange = tuple[int, int]
 
 FOREVER = 2**62
 
 
 class RetainedRanges:
-    """A few runs of entries. The last one begins behind `earliest` and has no end."""
+    """A few ranges of entries. The last one starts after `earliest` and has no end."""
 
     __slots__ = ("_lasts", "_runs", "earliest")
 
@@ -105,17 +98,17 @@ class RetainedRanges:
         self._lasts = [last for _, last in self._runs]
 
     def some(self, first: int, last: int) -> bool:
-        """Whether at least one of these entries stays."""
+        """Whether at least one of these entries is retained."""
         index = bisect_left(self._lasts, first)
         return index < len(self._runs) and self._runs[index][0] < last
 
     def all(self, first: int, last: int) -> bool:
-        """Whether every one of these entries stays."""
+        """Whether all of these entries are retained."""
         index = bisect_left(self._lasts, first)
         return index < len(self._runs) and self._runs[index][0] < first and last <= self._lasts[index]
 
     def gaps(self) -> Iterator[EntryRange]:
-        """The runs in between, which go."""
+        """The ranges in between, which are removed."""
         behind = 0
         for after, last in self._runs:
             if behind < after:
@@ -145,7 +138,7 @@ async def fetch_footer(objects: ObjectStore, key: str, info: SegmentInfo) -> byt
         found = reader.find_tail(await objects.get_range(key, start, info.bytes), info.bytes)
         if isinstance(found, bytes):
             return reader.pack_tail(found)
-        assert found < start, f"{key} wants more of its end, but not from before"
+        assert found < start, f"{key} needs bytes from before the requested range"
         start = found
 
 

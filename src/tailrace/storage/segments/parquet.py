@@ -1,13 +1,8 @@
-"""Arrow and Parquet as far as segments need them: typed helpers, partial files, split block Bloom filters.
+"""Arrow and Parquet for segments: typed helpers, partial files, split block Bloom filters.
 
-Arrow, as far as segments need it.
-
-The library has no annotations, so this is where it stops being typed; what it returns is checked by the round
-trip tests. It is large: nothing imports this module before a segment is really touched.
-
-A file of which only some stretches are there, as libraries want to see one.
-
-Parquet's split block Bloom filters: the library writes them, and leaves reading them to others.
+pyarrow has no type annotations, so this is the boundary of type checking; round trip tests check the rest. It
+is large: nothing imports this module before a segment is read or written. pyarrow writes Parquet's Bloom
+filters but cannot read them, so reading is implemented here.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ MICROS = pa.timestamp("us", "UTC")
 
 
 def integer_array(kind: Any, data: object, count: int) -> Any:
-    """An Arrow array over the bytes of `data`. (`pyarrow.array` looks for pandas on every call.)"""
+    """An Arrow array over the bytes of `data`. (`pyarrow.array` searches for pandas on every call.)"""
     return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(data)])
 
 
@@ -81,7 +76,7 @@ def encode_entries(
     *,
     json: bool,
 ) -> bytes:
-    """Entries with what is known of them, as an Arrow stream of one batch."""
+    """Entries with their times and keys, as an Arrow stream of one batch."""
     count = len(entries)
     times_ns = integer_array(INT64, times, count)
     micros = pc.divide(times_ns, pa.scalar(1000, INT64))  # times are never before 1970
@@ -109,7 +104,7 @@ class PartialFile:
     closed = False
 
     def __init__(self, size: int, stretches: Iterable[tuple[int, bytes | memoryview]]) -> None:
-        """`stretches` are bytes of the file, each behind the place at which they begin."""
+        """`stretches` are parts of the file, each with its position."""
         self._size = size
         held = sorted(((start, pa.py_buffer(data)) for start, data in stretches), key=lambda one: one[0])
         self._starts: list[int] = [start for start, _ in held]
@@ -134,7 +129,7 @@ class PartialFile:
         at = bisect_right(self._starts, self._position) - 1
         begin = self._position - self._starts[at] if at >= 0 else -1
         if begin < 0 or begin + count > self._buffers[at].size:
-            raise OSError("outside of what is there")
+            raise OSError("read outside of the available ranges")
         self._position += count
         return self._buffers[at].slice(begin, count)
 
@@ -161,7 +156,7 @@ _SALTS: Final = (
 
 
 def bloom_bits(stored: memoryview) -> memoryview:
-    """The filter itself, a power of two and at least 32 bytes, behind a header of less than 32."""
+    """The filter itself, a power of two and at least 32 bytes, after a header of less than 32."""
     return stored[len(stored) - (1 << (len(stored).bit_length() - 1)) :]
 
 

@@ -1,20 +1,12 @@
-"""Reads and checks segments: footer and checksums, decoding of row groups, verification of a file.
-
-The end of a segment: what lies behind its row groups, checked, and as it is kept in the hot store.
+"""Reading and checking segments: footer and checksums, decoding of row groups, verification of a file.
 
     ... last row group | Bloom filters, page indexes | footer | its length, u32 | PAR1
-                         `------------------- the tail, kept -------------------------'
+                         `------------- the tail, stored in the hot store ------------'
 
-Two of the footer's facts are checksums of this part itself. `footer_xxh3` is over the footer to the end of
-the file with its own digits as zeros, so that it can be checked before anything is parsed; `index_xxh3` is
-over what lies between the row groups and the footer.
-
-Reads segments: a row group is found in the footer and decoded from just its own bytes.
-
-No byte reaches a reader unchecked. The footer has a checksum of itself and one of every row group, and both
-are compared before the library sees anything.
-
-Takes a whole segment apart: what it holds, and whether every checksum in and around it is right.
+A row group is located by the footer and decoded from its own bytes only. No byte is used unchecked: the
+footer has a checksum of itself and of every row group, and both are compared before pyarrow parses anything.
+`footer_xxh3` covers the footer to the end of the file, with its own digits as zeros, so that it can be
+checked before parsing; `index_xxh3` covers the bytes between the row groups and the footer.
 """
 
 from __future__ import annotations
@@ -70,7 +62,7 @@ def stamp_checksums(tail: bytearray) -> None:
 
 
 def pack_tail(tail: bytes | bytearray) -> bytes:
-    """The form in which a tail is kept: footers repeat themselves and shrink to a quarter."""
+    """The stored form of a tail: footers are repetitive and compress to a quarter."""
     return _PACKED_LENGTH.pack(len(tail)) + pa.compress(tail, codec="zstd", asbytes=True)
 
 
@@ -81,11 +73,11 @@ def unpack_tail(kept: bytes) -> bytes:
             raise CorruptSegmentError(f"a footer of {size} bytes")
         return pa.decompress(kept[_PACKED_LENGTH.size :], decompressed_size=size, codec="zstd", asbytes=True)
     except (struct.error, OSError, ValueError) as error:
-        raise CorruptSegmentError(f"the kept footer cannot be unpacked: {error}") from error
+        raise CorruptSegmentError(f"the stored footer cannot be decompressed: {error}") from error
 
 
 def parse_tail(tail: bytes) -> Any:
-    """The footer, parsed, if the checksum of the footer is right. `tail` may begin anywhere before it."""
+    """The parsed footer, if its checksum is correct. `tail` may start anywhere before it."""
     try:
         start = _footer_start(tail)
         at = _digits(tail, start, b"tailrace.footer_xxh3")
@@ -94,15 +86,15 @@ def parse_tail(tail: bytes) -> Any:
     blank = bytearray(tail[start:])
     blank[at - start : at - start + 16] = BLANK_CHECKSUM.encode()
     if xxhash.xxh3_64_hexdigest(blank).encode() != tail[at : at + 16]:
-        raise CorruptSegmentError("the footer does not have its checksum")
-    # The library takes nothing shorter than a file: the magic and the footer are one.
+        raise CorruptSegmentError("the footer has a wrong checksum")
+    # pyarrow requires a file: the magic and the footer are one.
     return pq.ParquetFile(pa.BufferReader(_MAGIC + tail[start:])).metadata
 
 
 def check_index(tail: bytes, facts: dict[str, str]) -> None:
-    """Bloom filters and page indexes are as they were written; `tail` begins at the first of them."""
+    """Checks Bloom filters and page indexes; `tail` starts at the first of them."""
     if xxhash.xxh3_64_hexdigest(memoryview(tail)[: _footer_start(tail)]) != facts.get("index_xxh3"):
-        raise CorruptSegmentError("the indexes do not have their checksum")
+        raise CorruptSegmentError("the indexes have a wrong checksum")
 
 
 def find_tail(end: bytes, size: int) -> bytes | int:
@@ -123,7 +115,7 @@ def find_tail(end: bytes, size: int) -> bytes | int:
 
 
 def footer_facts(metadata: Any) -> dict[str, str]:
-    """What the footer says about the segment, without the common prefix of the names."""
+    """The facts of the segment in the footer, without the common prefix of the names."""
     pairs: dict[bytes, bytes] = metadata.metadata or {}
     return {key[9:].decode(): value.decode() for key, value in pairs.items() if key.startswith(b"tailrace.")}
 
@@ -137,7 +129,7 @@ def column_range(column: Any) -> tuple[int, int]:
 
 
 def row_groups_end(metadata: Any) -> int:
-    """Where the last row group ends and the tail begins."""
+    """Where the last row group ends and the tail starts."""
     last = metadata.row_group(metadata.num_row_groups - 1)
     return max(column_range(last.column(index))[1] for index in range(last.num_columns))
 
@@ -153,7 +145,7 @@ def _footer_start(tail: bytes | bytearray) -> int:
 
 
 def _digits(tail: bytes | bytearray, start: int, key: bytes) -> int:
-    """Where the 16 digits of a checksum are: behind its key, a type byte and a length byte."""
+    """Where the 16 digits of a checksum are: after its key, a type byte and a length byte."""
     marker = key + b"\x18\x10"
     at = tail.rindex(marker, start) + len(marker)
     if at + 16 > len(tail):
@@ -172,12 +164,12 @@ class RowGroup(NamedTuple):
     first: int
     last: int
     start: int  # the first byte in the file
-    stop: int  # the byte behind the last
+    stop: int  # the byte after the last
     rows: int
 
 
 class Footer:
-    """The parsed footer of one segment, made from the bytes kept in the hot store."""
+    """The parsed footer of one segment, from the bytes stored in the hot store."""
 
     def __init__(self, kept: bytes) -> None:
         self._tail = unpack_tail(kept)
@@ -232,7 +224,7 @@ class Footer:
         return self._digests[16 * index : 16 * index + 16]
 
     def find(self, entry: int) -> int:
-        """The row group that holds an entry of this segment."""
+        """The row group of an entry of this segment."""
         if not self.first <= entry <= self.last:
             raise ValueError(f"entry {entry} is not in {self.first} to {self.last}")
         return bisect_right(self._firsts, entry) - 1
@@ -243,7 +235,7 @@ class Footer:
         return size
 
     def reach(self, index: int, bytes_ahead: int) -> int:
-        """The last row group up to which, from `index` on, no more than so many bytes come out."""
+        """The last row group up to which, from `index` on, no more than so many bytes are decoded."""
         taken = self.group_bytes(index)
         while index + 1 < self.count:
             taken += self.group_bytes(index + 1)
@@ -253,7 +245,7 @@ class Footer:
         return index
 
     def group_since(self, since_ns: int) -> int | None:
-        """The first row group that can hold an entry appended at or after the instant."""
+        """The first row group that can have an entry appended at or after the instant."""
         since_us = since_ns // 1000
         low, high = 0, self.count
         while low < high:
@@ -266,12 +258,12 @@ class Footer:
         return low if low < self.count else None
 
     def groups_with_key(self, key: bytes) -> list[int]:
-        """The row groups that can hold entries with this key; only some of them may be wrong guesses."""
+        """The row groups that can have entries with this key; false positives are possible."""
         hashed = xxhash.xxh64_intdigest(key)
         return [index for index in range(self.count) if self._may_hold(index, key, hashed)]
 
     def next_with_key(self, key: bytes, index: int) -> int | None:
-        """The first row group, from `index` on, that can hold entries with this key."""
+        """The first row group, from `index` on, that can have entries with this key."""
         hashed = xxhash.xxh64_intdigest(key)
         while index < self.count and not self._may_hold(index, key, hashed):
             index += 1
@@ -331,7 +323,7 @@ def read_tables(
     for index, group in zip(indices, groups, strict=True):
         own = view[group.start - start : group.stop - start]
         if len(view) != stop - start or xxhash.xxh3_64_hexdigest(own) != footer.digest(index):
-            raise CorruptSegmentError(f"row group {index} does not have its checksum")
+            raise CorruptSegmentError(f"row group {index} has a wrong checksum")
     keyless = [name for name in columns if name != "key"]
     try:
         file = pq.ParquetFile(
@@ -354,7 +346,7 @@ def _decode_rows(table: Any, first: int, json: bool) -> SegmentRows:
     count: int = table.num_rows
     payload = _join_column(table, "payload")
     if json:
-        # Arrow has a fast way to put something behind every value, and a slow one to join them.
+        # Arrow appends a suffix to every value quickly, but joins values slowly.
         payload = pa.Array.from_buffers(BINARY, count, payload.buffers(), offset=payload.offset)
         payload = pc.binary_replace_slice(payload, _BEYOND, _BEYOND, b",")
     _, positions, data = payload.buffers()
@@ -392,7 +384,7 @@ _SEGMENT_NAME = re.compile(r"(\d{10})-(\d{20})-(\d{20})\.([0-9a-f]{16})\.parquet
 def file_footer(raw: bytes) -> Footer:
     """The footer of a file that is there as a whole."""
     tail = find_tail(raw, len(raw))
-    assert isinstance(tail, bytes), "all of the file was given"
+    assert isinstance(tail, bytes), "the whole file was read"
     return Footer(pack_tail(tail))
 
 
@@ -403,7 +395,7 @@ def read_all_rows(raw: bytes, footer: Footer) -> Iterator[SegmentRows]:
 
 
 def describe_entries(raw: bytes) -> Iterator[dict[str, object]]:
-    """Every entry, as somebody would want to see it: bytes that are no text are in base64."""
+    """Every entry for display: bytes that are not text are in base64."""
     footer = file_footer(raw)
     separator = 1 if footer.json else 0
     for rows in read_all_rows(raw, footer):
@@ -441,14 +433,14 @@ def check_segment(raw: bytes, info: SegmentInfo) -> list[str]:
     except CorruptSegmentError as error:
         return [str(error)]
     if payload.hexdigest() != footer.facts["payload_sha256"]:
-        problems.append("its payloads do not have their checksum")
+        problems.append("its payloads have a wrong checksum")
     if (payload_bytes, first_ns, last_ns) != (info.payload_bytes, info.first_ns, info.last_ns):
         problems.append("its payload bytes or append times are not the recorded ones")
     return problems
 
 
 def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
-    """What a file holds, for people; with a `problem` where it is not what it says it is."""
+    """The content of a file for people, with a `problem` if it is damaged."""
     described: dict[str, Any] = {"file": name, "bytes": len(raw)}
     try:
         footer = file_footer(raw)
@@ -468,7 +460,7 @@ def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
         problems = check_segment(raw, info)
         named = _SEGMENT_NAME.search(name)
         if named and not info.key.endswith(named[0]):
-            problems.append(f"by its content it should be called {info.key}")
+            problems.append(f"its name does not match its content, which is {info.key}")
     except CorruptSegmentError as error:
         problems = [str(error)]
     if problems:
@@ -477,7 +469,7 @@ def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
 
 
 def _as_described(described: dict[str, Any], raw: bytes, footer: Footer) -> SegmentInfo:
-    """What would be recorded about a file, if it is taken at its word."""
+    """The recorded fields of a file according to its own footer."""
     first_ns = last_ns = payload_bytes = 0
     for rows in read_all_rows(raw, footer):
         first_ns = rows.times[0] if rows.first == footer.first else first_ns
@@ -510,7 +502,7 @@ def _differences(footer: Footer, info: SegmentInfo, size: int) -> list[str]:
 
 
 def _add_payload(digest: Any, rows: SegmentRows, json: bool) -> int:
-    """Hash the entries of some rows without what joins them; answers how many bytes they are."""
+    """Hashes the entries of some rows without separators; returns their size in bytes."""
     if not json:
         digest.update(rows.body)
         return len(rows.body)

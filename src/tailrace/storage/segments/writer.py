@@ -1,7 +1,7 @@
-"""Writes segments: rows in, a synced Parquet file and its footer out.
+"""Writing segments: rows in, a synced Parquet file and its footer out.
 
-It works on one row group at a time, so its memory does not grow with the segment, and it hands Arrow whole
-buffers: no Python object is made for an entry, except for its key.
+Works on one row group at a time, so its memory does not grow with the segment, and passes whole buffers to
+Arrow: no Python object is created per entry, except for its key.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GROUP_ROWS_MAX = 1024
 GROUP_BYTES_MAX = 1 << 20
 BLOOM_KEYS_MIN = 64
 BLOOM_FALSE_POSITIVES = 0.05
-_ZSTD_LEVEL = 1  # level 3 is a third slower and saves nothing on the payloads we measured
+_ZSTD_LEVEL = 1  # level 3 is a third slower and saves nothing on the measured payloads
 _BODY_BYTES_MAX = (1 << 31) - 1  # of one run of rows: Arrow's positions are 32 bits
 
 _ZERO = integer_array(INT32, array("i", [0]), 1)
@@ -64,19 +64,19 @@ def write_segment(
 ) -> SegmentFile:
     """Write consecutive rows of one stream to a new file. When it returns, the bytes are on disk."""
     if "\x18" in name + (content_type or ""):
-        raise ValueError("a control character in a name")  # it marks the checksums in the footer
+        raise ValueError("a name contains a control character")  # it marks the checksums in the footer
     facts = {"name": name, "stream_id": stream_id, "epoch": str(epoch), "content_type": content_type or ""}
     if schema_versions:
         facts["schema_versions"] = schema_versions
     if attempt:
-        facts["attempt"] = attempt  # nobody makes the same file twice: one left behind is never wanted again
+        facts["attempt"] = attempt  # makes every file unique: an orphan is never named later
     with path.open("wb", buffering=0) as file:
         sink = _Sink(file.fileno())
         with _ParquetWriter(sink, json) as writer:
             for group in _groups(rows, 1 if json else 0):
                 writer.write(group)
             if writer.rows == 0:
-                raise ValueError("a segment has at least one entry")
+                raise ValueError("a segment must have at least one entry")
             footer = writer.finish(facts)
         os.fsync(file.fileno())
     sha256 = sink.sha256.hexdigest()
@@ -135,9 +135,9 @@ def _groups(rows: Iterable[SegmentRows], separator: int) -> Iterator[_PendingGro
     for run in rows:
         count = len(run.ends)
         if following is not None and run.first != following:
-            raise ValueError(f"entry {following} is missing: the next rows begin at {run.first}")
+            raise ValueError(f"entry {following} is missing: the next rows start at {run.first}")
         if count == 0 or count != len(run.times) or len(run.body) > _BODY_BYTES_MAX:
-            raise ValueError(f"the rows that begin at {run.first} cannot be stored")
+            raise ValueError(f"the rows that start at {run.first} cannot be stored")
         following = run.first + count
         at = 0
         while at < count:
@@ -162,7 +162,7 @@ def _groups(rows: Iterable[SegmentRows], separator: int) -> Iterator[_PendingGro
 class _Sink:
     """The file Arrow writes to, in many small pieces that are written and hashed together.
 
-    It holds back what comes after the row groups: that part is still to get its checksums.
+    It buffers what comes after the row groups: that part still gets its checksums.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -199,7 +199,7 @@ class _Sink:
         return True
 
     def flush(self) -> None:
-        """Row groups are written when they are complete; the sync comes at the end."""
+        """Row groups are written when they are complete; the file is synced at the end."""
 
     def close(self) -> None:
         self.closed = True
@@ -251,7 +251,7 @@ class _ParquetWriter:
         self.last_ns = group.times[-1]
 
     def finish(self, facts: dict[str, str]) -> bytes:
-        """Write the rest of the file, and answer it as it is kept: filters, page indexes, footer."""
+        """Writes the rest of the file, and returns it in its stored form: filters, page indexes, footer."""
         facts = {
             "version": str(FORMAT_VERSION),
             **facts,
