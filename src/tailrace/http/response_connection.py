@@ -321,8 +321,8 @@ class ResponseConnection(asyncio.Protocol):
 
     def _handler_failed(self, exchange: Exchange, error: Exception) -> None:
         refusal = error if isinstance(error, TailraceError) else TailraceError("internal", "internal error")
-        if refusal.unsettled is not None and not exchange.answered:
-            refusal.unsettled(lambda _: self._handle_again(exchange))
+        if refusal.pending_commit is not None and not exchange.answered:
+            refusal.pending_commit(lambda _: self._handle_again(exchange))
             return
         answer = None if exchange.answered else self._refusal_of(exchange, refusal)
         if refusal is not error:
@@ -343,7 +343,7 @@ class ResponseConnection(asyncio.Protocol):
             self.server.app.handle(exchange)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
             if isinstance(error, TailraceError):
-                error.unsettled = None  # another change may be on its way; one wait is enough
+                error.pending_commit = None  # another change may be on its way; one wait is enough
             self._handler_failed(exchange, error)
 
     def _refusal_of(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:

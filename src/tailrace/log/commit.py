@@ -115,7 +115,7 @@ class CommitBatch:
 def refuse_after_commit(refusal: TailraceError, batch: CommitBatch | None) -> TailraceError:
     """The refusal, which no client gets before the batch is durable or has failed."""
     if batch is not None:
-        refusal.unsettled = batch.waiting.append
+        refusal.pending_commit = batch.waiting.append
     return refusal
 
 

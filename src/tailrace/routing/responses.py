@@ -74,8 +74,8 @@ def render_error(exchange: Exchange | None, refusal: TailraceError) -> tuple[int
 
 def respond_error(exchange: Exchange, refusal: TailraceError) -> None:
     """For those who answer later; whoever raises is answered in the same way by net."""
-    if refusal.unsettled is not None:
-        hold, refusal.unsettled = refusal.unsettled, None
+    if refusal.pending_commit is not None:
+        hold, refusal.pending_commit = refusal.pending_commit, None
         hold(lambda failure: respond_error(exchange, failure or refusal))
         return
     exchange.respond(*exchange.connection.server.app.refuse(exchange, refusal))
