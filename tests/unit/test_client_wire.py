@@ -160,9 +160,9 @@ def test_a_foreign_error_is_still_an_error(body: bytes) -> None:
     [
         (404, None, "not_found", "there is no stream 'orders'"),
         (410, None, "stream_gone", "the stream was deleted; its forks live on"),
-        (401, 'Bearer realm="tailrace"', "unauthorized", "this server needs a bearer token"),
+        (401, 'Bearer realm="tailrace"', "unauthorized", "missing bearer token"),
         (401, 'Bearer error_description="the token has expired"', "unauthorized", "the token has expired"),
-        (403, 'Bearer error="insufficient_scope", scope="read"', "forbidden", "this needs the scope read"),
+        (403, 'Bearer error="insufficient_scope", scope="read"', "forbidden", "requires scope read"),
         (403, None, "forbidden", "the token does not cover this stream"),
         (502, None, "http_502", "the server answered 502"),
     ],

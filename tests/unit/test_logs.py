@@ -9,13 +9,13 @@ from typing import Any
 
 PROGRAM = """
 import logging
-from tailrace.common.logging_setup import add_to_all, configure
-configure({level!r}, {form!r})
+from tailrace.common.logging_setup import add_common_fields, configure_logging
+configure_logging({level!r}, {form!r})
 log = logging.getLogger("tailrace.test")
 log.debug("fine detail")
 fields = dict(stream="orders", access_token="abc.def", Authorization="Bearer x", size_bytes=5)
 log.info("ours", extra=dict(fields=fields))
-add_to_all(worker=3)
+add_common_fields(worker=3)
 logging.getLogger("asyncio").warning("theirs %s", 1)
 try:
     secret_local = "hunter2"

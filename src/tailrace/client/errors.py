@@ -145,9 +145,9 @@ def error_from_status(stream: str, status: int, headers: Mapping[str, str]) -> C
     elif status == 410:
         code, message = "stream_gone", "the stream was deleted; its forks live on"
     elif status == 401:
-        code, message = "unauthorized", described[1] if described else "this server needs a bearer token"
+        code, message = "unauthorized", described[1] if described else "missing bearer token"
     elif status == 403:
-        needed = f"this needs the scope {scope[1]}" if scope else "the token does not cover this stream"
+        needed = f"requires scope {scope[1]}" if scope else "the token does not cover this stream"
         code, message = "forbidden", needed
     elif status in _CODE_BY_UNAVAILABLE_STATUS:
         code, message = _CODE_BY_UNAVAILABLE_STATUS[status]

@@ -122,7 +122,7 @@ class ClientResolver:
         if self._mark is None or value is None:
             return None
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
-        return self._mark.read(value, exchange.method, target, self._clock.now_ns() / 1e9)
+        return self._mark.verify(value, exchange.method, target, self._clock.now_ns() / 1e9)
 
     def address_of(self, exchange: Exchange) -> str:
         """Of the client, without its port."""

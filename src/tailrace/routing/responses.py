@@ -66,9 +66,9 @@ def method_not_allowed(allow: str) -> TailraceError:
 def render_error(exchange: Exchange | None, refusal: TailraceError) -> tuple[int, bytes, bytes]:
     """As `error`; the request can be asked about by its id, and is in the log if the fault is ours."""
     if exchange is not None:
-        exchange.name()
+        exchange.assign_request_id()
         if refusal.status >= 500:
-            failure_log.tell(exchange, refusal)
+            failure_log.log_failure(exchange, refusal)
     return error_response(refusal)
 
 
