@@ -282,7 +282,7 @@ def test_a_file_that_cannot_be_used(path: Path, clock: FakeClock, content: str) 
     path.unlink()
     assert not check.poll_changes()
     assert reason(check, token) == "the token was revoked"
-    with pytest.raises(TailraceError, match="is gone"):
+    with pytest.raises(TailraceError, match="is missing"):
         check.book.revoke_subject("bob")
     book.revoke_subject("bob")
     assert check.poll_changes()
