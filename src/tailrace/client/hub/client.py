@@ -263,7 +263,7 @@ class AsyncHub(AsyncContextManaged):
         timeout_s: float | None = None,
         on_part: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Send a request to an actor and wait for the reply; `on_part` receives those before the final one."""
+        """Send a request to an actor and wait for the reply; `on_part` gets those before the final one."""
         _check_timeout(timeout_s)
         await self._resources.wait_until_resumed(to)
         wait_s = self._resources.timeouts.ask_s if timeout_s is None else timeout_s
