@@ -1,6 +1,6 @@
-"""``python -m tailrace.healthcheck``: whether the server of this container runs, by its own settings.
+"""``python -m tailrace.healthcheck``: whether the server of this container runs.
 
-Variables and ``tailrace.toml`` say where it listens and whether with TLS; flags of ``serve`` are not known.
+Address and TLS come from environment variables and ``tailrace.toml``; flags of ``serve`` are not known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
 def status_of(settings: Settings) -> int:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 - compared
     if settings.tls_cert or settings.tls_self_signed:
-        # It is made for the name that clients use, and asked for by another one.
+        # The certificate is for the public name, not for this address.
         trusting = ssl.create_default_context()
         trusting.check_hostname = False
         trusting.verify_mode = ssl.CERT_NONE

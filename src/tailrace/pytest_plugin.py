@@ -1,4 +1,4 @@
-"""The pytest plugin. Every run of pytest beside an installed Tailrace loads it: it loads nothing itself."""
+"""The pytest plugin. Every run of pytest with Tailrace installed loads it, so it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NONE: list[TailraceServer] = []
 
 @pytest.fixture(scope="session")
 def tailrace_settings() -> Mapping[str, object]:
-    """Settings of the servers, by name; override it in a conftest or in a file of tests."""
+    """Settings of the servers, by name; override it in a conftest or a test file."""
     return {}
 
 
@@ -28,7 +28,7 @@ def tailrace_settings() -> Mapping[str, object]:
 def tailrace_server(
     request: pytest.FixtureRequest, tmp_path: Path, tailrace_settings: Mapping[str, object]
 ) -> Iterator[TailraceServer]:
-    """A server of this test alone, empty, on a free port."""
+    """A server for this test only, empty, on a free port."""
     yield from _run(request, tmp_path / "tailrace", tailrace_settings)
 
 
@@ -38,7 +38,7 @@ def tailrace_session_server(
     tmp_path_factory: pytest.TempPathFactory,
     tailrace_settings: Mapping[str, object],
 ) -> Iterator[TailraceServer]:
-    """One server for all tests of the run that ask for it: they keep apart by the names of their streams."""
+    """One server for all tests of the run; use distinct stream names."""
     yield from _run(request, tmp_path_factory.mktemp("tailrace") / "data", tailrace_settings)
 
 
@@ -51,7 +51,7 @@ def tailrace_client(tailrace_server: TailraceServer) -> Iterator[Client]:
 
 @pytest.fixture
 def tailrace_session_client(tailrace_session_server: TailraceServer) -> Iterator[Client]:
-    """A client of the server that all tests share."""
+    """A client of the shared server."""
     with tailrace_session_server.client() as client:
         yield client
 
@@ -70,7 +70,7 @@ def _run(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What the servers of a test printed is shown below its failure."""
+    """Add the output of a test's servers to its failure report."""
     report = yield
     if report.failed:
         for node in item.listchain():

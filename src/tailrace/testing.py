@@ -1,6 +1,6 @@
-"""A real server process for tests: started as users start it, ended as machines end it.
+"""A real server process for tests: started with the command line, stopped with signals.
 
-For pytest there are fixtures that use it: see `pytest_plugin.py`.
+`pytest_plugin.py` has pytest fixtures that use it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 LOG_LINES_MAX: Final = 5000
 PAUSE_S: Final = 0.01
-# A server for tests writes nothing by itself, starts no Java, and is one process on any machine.
+# A test server writes no metrics, starts no Java, and is one process on any machine.
 QUIET: Final = {"TAILRACE_METRICS_FLUSH_MS": "0", "TAILRACE_PIPELINE": "off", "TAILRACE_WORKERS": "1"}
 _READY: Final = re.compile(r"tailrace ready\s+(https?://\S+)")
 
 
 class ServerFailedError(AssertionError):
-    """The process did not do what was asked; the message carries its log."""
+    """The process failed; the message contains its log."""
 
 
 class Process(Protocol):
-    """What is asked of a running command: `subprocess.Popen` has all of it."""
+    """A running command; `subprocess.Popen` implements it."""
 
     @property
     def pid(self) -> int: ...
@@ -47,7 +47,7 @@ class Process(Protocol):
 
 
 class TailraceServer:
-    """One ``tailrace serve``. The first free port is kept over restarts, so that clients can come back.
+    """One ``tailrace serve`` process. Its port stays the same over restarts, so that clients can reconnect.
 
     with TailraceServer(tmp_path / "data", settings={"append_body_bytes": "1MiB"}) as server:
         with server.client() as client:
@@ -85,20 +85,20 @@ class TailraceServer:
     ) -> None:
         self.stop()
 
-    # -- how it is started -----------------------------------------------------------------------------
+    # -- command ---------------------------------------------------------------------------------------
 
     def arguments(self) -> list[str]:
-        """What follows `tailrace` on the command line."""
+        """The arguments after `tailrace` on the command line."""
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--data-dir", str(self.data_dir)]
         return ["serve", *flags, *self.args]
 
     def environment(self) -> dict[str, str]:
-        """Settings of whoever runs the tests must not reach the server under test."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
-        return {**kept, "PYTHONUNBUFFERED": "1", **QUIET, **self.env}
+        """Without the settings of the shell that runs the tests."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
+        return {**inherited, "PYTHONUNBUFFERED": "1", **QUIET, **self.env}
 
     def launch(self, cwd: Path, output: int) -> Process:
-        """The process, which prints to this descriptor."""
+        """Start the process with its output on this descriptor."""
         return subprocess.Popen(  # noqa: S603 - our own command
             [sys.executable, "-m", "tailrace", *self.arguments()],
             stdin=subprocess.DEVNULL,
@@ -109,7 +109,7 @@ class TailraceServer:
             start_new_session=True,
         )
 
-    # -- starting and ending ---------------------------------------------------------------------------
+    # -- lifecycle -------------------------------------------------------------------------------------
 
     def start(self, *, ready: bool = True) -> Self:
         """Start the process and wait until it serves. With ``ready=False`` only start it."""
@@ -134,25 +134,25 @@ class TailraceServer:
         patience_s = self.start_s_max if timeout_s is None else timeout_s
         deadline = time.monotonic() + patience_s
         while not self._announced.wait(PAUSE_S):
-            self._fail_if_gone("ended before it was ready")
+            self._fail_if_exited("exited before it was ready")
             if time.monotonic() > deadline:
                 self.kill()
                 raise ServerFailedError(f"not ready after {patience_s} s\n{self.log}")
         while self.status("/readyz") != 200:
-            self._fail_if_gone("ended before /readyz answered 200")
+            self._fail_if_exited("exited before /readyz returned 200")
             if time.monotonic() > deadline:
                 self.kill()
                 raise ServerFailedError(f"/readyz is not 200 after {patience_s} s\n{self.log}")
             time.sleep(PAUSE_S)
 
     def kill(self) -> None:
-        """SIGKILL: what a crash or the out-of-memory killer does."""
+        """SIGKILL, as in a crash."""
         if self._process is not None:
             self._process.kill()
             self._finish(self.stop_s_max)
 
     def stop(self) -> None:
-        """SIGTERM; the server must drain and leave with 0."""
+        """SIGTERM; the server must drain and exit with 0."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGTERM)
@@ -165,7 +165,7 @@ class TailraceServer:
         self._process.send_signal(number)
 
     def restart(self, *, kill: bool = False) -> None:
-        """End the process (gently, or not) and start it again on the same port and directory."""
+        """Stop or kill the process and start it again on the same port and directory."""
         if kill:
             self.kill()
         else:
@@ -173,14 +173,14 @@ class TailraceServer:
         self.start()
 
     def wait_exit(self, timeout_s: float | None = None) -> int:
-        """Wait for a process that ends by itself; its exit code."""
+        """Wait for a process that exits by itself; returns its exit code."""
         assert self._process is not None
         return self._finish(self.stop_s_max if timeout_s is None else timeout_s)
 
-    # -- looking at it ---------------------------------------------------------------------------------
+    # -- access ----------------------------------------------------------------------------------------
 
     def client(self) -> Client:
-        """A new client of this server; close it, or use it in a ``with``."""
+        """A new client of this server; close it, or use it in a ``with`` statement."""
         from tailrace.client import Client
 
         return Client(self.base_url)
@@ -196,13 +196,13 @@ class TailraceServer:
 
     @property
     def log(self) -> str:
-        """What the process printed, all its lives, newest last."""
+        """The output of the process, including earlier runs, newest last."""
         return "".join(self._lines)
 
     def status(self, path: str, method: str = "GET") -> int | None:
-        """The status of one request, or None while nobody answers."""
+        """The status of one request, or None if there is no response."""
         if self.base_url.startswith("https:"):
-            # Its certificate is whatever the test has made: we know whom we started.
+            # Tests use certificates of any kind.
             trusting = ssl.create_default_context()
             trusting.check_hostname = False
             trusting.verify_mode = ssl.CERT_NONE
@@ -217,21 +217,21 @@ class TailraceServer:
         finally:
             connection.close()
 
-    # -- inside ----------------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------------
 
     def _collect(self, output: TextIO) -> None:
         with output:
             for line in output:
                 announced = _READY.search(line)
                 if announced and not self._announced.is_set():
-                    # Before anybody sees the line: who has read it knows the address.
+                    # Before the line becomes visible: readers of the log expect the address to be set.
                     self.base_url = announced[1].rstrip("/")
                     self.port = int(self.base_url.rsplit(":", 1)[1])
                 self._lines.append(line)
                 if announced:
                     self._announced.set()
 
-    def _fail_if_gone(self, what: str) -> None:
+    def _fail_if_exited(self, what: str) -> None:
         if not self.running:
             code = self._finish(self.stop_s_max)
             raise ServerFailedError(f"{what} (exit code {code})\n{self.log}")
@@ -245,9 +245,7 @@ class TailraceServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            raise ServerFailedError(
-                f"still running {timeout_s} s after it was told to end\n{self.log}"
-            ) from None
+            raise ServerFailedError(f"still running {timeout_s} s after the signal\n{self.log}") from None
         finally:
             reader.join(timeout=5)
             self._process = None

@@ -127,8 +127,8 @@ def test_a_token_that_only_writes_can_append(start_server: StartServer, name: st
     assert run("manage", "read", name).out == "1\n1\n2\n"
     wrong = run("write", "append", name, "x", "--content-type", "text/plain")
     assert (wrong.code, "(content_type_mismatch)" in wrong.err) == (1, True)
-    assert run("read", "append", name, "3").err == "tailrace: this needs the scope write (forbidden)\n"
-    assert run("write", "tail", name).err == "tailrace: this needs the scope read (forbidden)\n"
+    assert run("read", "append", name, "3").err == "tailrace: requires scope write (forbidden)\n"
+    assert run("write", "tail", name).err == "tailrace: requires scope read (forbidden)\n"
 
 
 def test_a_line_that_is_not_json_is_named_and_nothing_is_sent(server: ServerProcess, name: str) -> None:

@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_read(file: Path, text: str, said: str) -> None:
     ("declared", "said"),
     [
         ("[streams.__a]", "reserved"),
-        ("[streams.'a/../b']", "a stream name is"),
+        ("[streams.'a/../b']", "a stream name must be"),
         ("[streams.a]\nttl = '3 days'", "ttl"),
         ("[streams.a]\nretention_bytes = 'many'", "whole number"),
         ("[streams.a]\nschema_file = 'missing.json'", "missing.json"),

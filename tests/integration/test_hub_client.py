@@ -28,7 +28,7 @@ def pair(server: ServerProcess, open_hub: OpenHub) -> tuple[Any, Any]:
 
 def _place(hub: Any) -> Any:
     """The inside of a client, to break its connection or to hurry it."""
-    return (getattr(hub, "_target", None) or hub._hub)._place
+    return (getattr(hub, "_target", None) or hub._hub)._resources
 
 
 def _soon(hub: Any, work: Callable[[], Any]) -> None:

@@ -523,7 +523,7 @@ def test_commands_say_what_is_wrong(tmp_path: Path) -> None:
     wrong: list[tuple[tuple[str, ...], int, str]] = [
         (("token", "revoke", *at), 2, "name a token or its id"),
         (("token", "revoke", jwt.encode({"sub": "x"}, SECRET), *at), 2, "revoke its subject"),
-        (("key", "revoke", "0123456789abcdef", *at), 1, "there is no such key"),
+        (("key", "revoke", "0123456789abcdef", *at), 1, "API key not found"),
         (("key", "create", *at, "--sub", "x", "--scope", "system"), 1, "cannot have the scope"),
         (("key", "create", *at, "--sub", "x", "--scope", "read", "--expires", "soon"), 2, "not a time span"),
     ]

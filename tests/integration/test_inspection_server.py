@@ -155,7 +155,7 @@ def test_auto_tune_is_told_and_used(start_server: StartServer) -> None:
     assert shown["configured_limits"]["ingest"]["tail_memory_max_bytes"] == 64 * MIB
     assert shown["runtime"]["memory"]["pressure_limit_bytes"] == 512 * MIB
     assert "TAILRACE_SEARCH_WAL_OVERLAY_ROWS has no effect" in server.log
-    assert "TAILRACE_PROT is no setting; did you mean TAILRACE_PORT?" in server.log
+    assert "TAILRACE_PROT is not a setting; did you mean TAILRACE_PORT?" in server.log
     http.close()
 
 

@@ -166,7 +166,7 @@ def test_many_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         await future
 
     async def third(world: World) -> None:
-        with pytest.raises(TailraceError, match="no subscription"):
+        with pytest.raises(TailraceError, match="not found"):
             world.service.find("s")
         assert [key for key in world.log.streams.meta if key.startswith(LINK_PREFIX)] == []
         assert world.log.streams.meta.keys() >= {HEAD_PREFIX + "s"}
@@ -223,7 +223,7 @@ def test_a_journal_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             await world.finish(agent, claimed)
         with pytest.raises(TailraceError, match="full"):
             await world.subscribe(pull(), "second")
-        with pytest.raises(TailraceError, match="no subscription"):
+        with pytest.raises(TailraceError, match="not found"):
             world.service.find("second")
         assert agent.sub.head == before
         world.log.refusal = None

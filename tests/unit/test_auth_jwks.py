@@ -305,18 +305,18 @@ def test_another_key_under_the_same_id_vouches_for_nothing_of_the_old_one(
     verifier.start()
     assert verifier.wait_keys(60)
     identity = verifier.verify(bearer(old, "k"))
-    assert verifier.changed()
-    assert verifier.stands(identity)
+    assert verifier.poll_changes()
+    assert verifier.is_valid(identity)
     issuer.publish(public_jwk(old, kid="k", use="sig"), public_jwk(new, kid="next"))
     verifier.reload()
     assert verifier.wait_keys(60)
-    assert verifier.changed()
-    assert verifier.stands(identity), "the same key, described in another way"
+    assert verifier.poll_changes()
+    assert verifier.is_valid(identity), "the same key, described in another way"
     issuer.publish(public_jwk(new, kid="k"))
     verifier.reload()
     assert verifier.wait_keys(60)
-    assert verifier.changed()
-    assert not verifier.stands(identity)
+    assert verifier.poll_changes()
+    assert not verifier.is_valid(identity)
     assert code_of(verifier, bearer(old, "k")) == "unauthorized"
 
 

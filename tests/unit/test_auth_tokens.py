@@ -359,7 +359,7 @@ def test_create_token_refuses_nonsense() -> None:
 
 
 def test_a_token_is_for_somebody() -> None:
-    with pytest.raises(TailraceError, match="subject of a token is empty"):
+    with pytest.raises(TailraceError, match="subject of a token must not be empty"):
         create_token(SECRET, sub="")
 
 

@@ -83,4 +83,4 @@ def test_control_groups_of_both_versions(tmp_path: Path) -> None:
 def test_variables_that_are_no_settings() -> None:
     env = {"TAILRACE_PORT": "1", "TAILRACE_TOKEN": "t", "TAILRACE_WRONG_THING": "", "HOME": "/"}
     env["TAILRACE_PIPELINE_PATH_REWRITE"] = "s3://=s3a://"  # which Spark reads
-    assert unknown_variable_warnings(env) == ["TAILRACE_WRONG_THING is no setting"]
+    assert unknown_variable_warnings(env) == ["TAILRACE_WRONG_THING is not a setting"]

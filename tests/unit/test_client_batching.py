@@ -17,9 +17,9 @@ def test_a_batch_waits_for_company() -> None:
     queue = batcher(linger_s=1.0)
     queue.add(b"a", None, 10.0)
     assert queue.due_in_s(10.25) == 0.75
-    assert queue.take(10.25) is None
+    assert queue.pop_due(10.25) is None
     queue.add(b"b", None, 10.5)
-    batch = queue.take(11.0)
+    batch = queue.pop_due(11.0)
     assert batch is not None
     assert batch.parts == [b"a", b"b"]
 
@@ -35,10 +35,10 @@ def test_a_flush_does_not_wait_and_does_not_hurry_what_comes_later() -> None:
     queue = batcher(linger_s=1.0)
     queue.add(b"a", None, 0.0)
     assert queue.flush() == 1
-    first = queue.take(0.0)
+    first = queue.pop_due(0.0)
     assert first is not None
     queue.add(b"b", None, 0.0)
-    assert queue.take(0.0) is None
+    assert queue.pop_due(0.0) is None
     queue.settle(first)
     assert queue.settled == 1
 
@@ -47,7 +47,7 @@ def test_a_key_belongs_to_its_batch() -> None:
     queue = batcher(linger_s=0.0)
     for part, key in ((b"1", "x"), (b"2", "x"), (b"3", "y"), (b"4", None)):
         queue.add(part, key, 0.0)
-    taken = [(batch.key, batch.parts) for _ in range(3) if (batch := queue.take(0.0))]
+    taken = [(batch.key, batch.parts) for _ in range(3) if (batch := queue.pop_due(0.0))]
     assert taken == [("x", [b"1", b"2"]), ("y", [b"3"]), (None, [b"4"])]
 
 
@@ -78,13 +78,13 @@ def test_order_and_bounds(sizes: list[int], bytes_max: int, count_max: int, held
     parts = [bytes([number % 256]) * size for number, size in enumerate(sizes)]
     for part in parts:
         while not queue.has_room(len(part)):
-            batch = queue.take(0.0)
+            batch = queue.pop_due(0.0)
             assert batch is not None
             sent.extend(batch.parts)
             queue.settle(batch)
         queue.add(part, None, 0.0)
         assert queue.bytes_held <= max(held_max, len(part) + 1)
-    while batch := queue.take(0.0):
+    while batch := queue.pop_due(0.0):
         assert len(batch.parts) <= count_max
         assert len(batch.parts) == 1 or batch.size_bytes <= bytes_max
         sent.extend(batch.parts)

@@ -21,7 +21,7 @@ DONE = answer(204, stream_next_offset=OFFSET)
 @pytest.mark.parametrize("fault", [UNSENT, CUT, *(answer(s) for s in (408, 429, 500, 502, 503, 504, 507))])
 def test_a_read_survives_what_passes(fault: wire.HttpResponse | BrokenConnectionError) -> None:
     stage = Stage(fault, answer(200))
-    assert stage.run(exchange(READ, Backoff(RETRIES))).answer.status == 200
+    assert stage.run(exchange(READ, Backoff(RETRIES))).response.status == 200
     assert len(stage.requests) == 2
     assert len(stage.pauses) == 1
 
@@ -29,7 +29,7 @@ def test_a_read_survives_what_passes(fault: wire.HttpResponse | BrokenConnection
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 410, 413])
 def test_a_refusal_is_final(status: int) -> None:
     stage = Stage(answer(status))
-    assert stage.run(exchange(READ, Backoff(RETRIES))).answer.status == status
+    assert stage.run(exchange(READ, Backoff(RETRIES))).response.status == status
     assert stage.pauses == []
 
 
@@ -38,13 +38,13 @@ def test_an_append_that_cannot_have_happened_is_sent_again(
     fault: wire.HttpResponse | BrokenConnectionError,
 ) -> None:
     stage = Stage(fault, DONE)
-    assert not stage.run(exchange(APPEND, Backoff(RETRIES))).doubtful
+    assert not stage.run(exchange(APPEND, Backoff(RETRIES))).maybe_applied
     assert len(stage.requests) == 2
 
 
 def test_an_append_cut_off_is_never_sent_again() -> None:
     stage = Stage(CUT)
-    with pytest.raises(ClientError, match="may or may not have been committed") as caught:
+    with pytest.raises(ClientError, match="may or may not be committed") as caught:
         stage.run(exchange(APPEND, Backoff(RETRIES)))
     assert caught.value.code == "outcome_unknown"
     assert caught.value.outcome_unknown
@@ -101,7 +101,7 @@ def test_a_server_never_reached_is_named_as_such() -> None:
 
 def test_the_last_answer_is_returned_when_patience_ends() -> None:
     stage = Stage(*[answer(503)] * RETRIES.attempts_max)
-    assert stage.run(exchange(READ, Backoff(RETRIES))).answer.status == 503
+    assert stage.run(exchange(READ, Backoff(RETRIES))).response.status == 503
 
 
 def test_delays_grow_with_jitter_up_to_a_bound() -> None:
@@ -121,7 +121,7 @@ def test_retry_after_is_a_lower_bound() -> None:
 
 def test_no_use_in_waiting_longer_than_patience_lasts() -> None:
     stage = Stage(answer(503, retry_after="3600"))
-    assert stage.run(exchange(READ, Backoff(RETRIES))).answer.status == 503
+    assert stage.run(exchange(READ, Backoff(RETRIES))).response.status == 503
     assert stage.pauses == []
 
 

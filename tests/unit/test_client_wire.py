@@ -158,13 +158,13 @@ def test_a_foreign_error_is_still_an_error(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("status", "challenge", "code", "message"),
     [
-        (404, None, "not_found", "there is no stream 'orders'"),
-        (410, None, "stream_gone", "the stream was deleted; its forks live on"),
-        (401, 'Bearer realm="tailrace"', "unauthorized", "this server needs a bearer token"),
+        (404, None, "not_found", "stream 'orders' not found"),
+        (410, None, "stream_gone", "the stream was deleted; its forks still exist"),
+        (401, 'Bearer realm="tailrace"', "unauthorized", "missing bearer token"),
         (401, 'Bearer error_description="the token has expired"', "unauthorized", "the token has expired"),
-        (403, 'Bearer error="insufficient_scope", scope="read"', "forbidden", "this needs the scope read"),
+        (403, 'Bearer error="insufficient_scope", scope="read"', "forbidden", "requires scope read"),
         (403, None, "forbidden", "the token does not cover this stream"),
-        (502, None, "http_502", "the server answered 502"),
+        (502, None, "http_502", "unexpected status 502"),
     ],
 )
 def test_a_refusal_without_a_body_is_told_in_words(
@@ -188,7 +188,7 @@ def test_a_token_that_cannot_travel_is_not_shown(wrong: str) -> None:
     given = transport.make_settings(
         "http://x", token=wrong, timeout_s=1.0, connect_timeout_s=1.0, retries=None
     )
-    with pytest.raises(ValueError, match="the token has characters") as caught:
+    with pytest.raises(ValueError, match="the token must be printable") as caught:
         given.authorization()
     assert wrong not in str(caught.value)
 

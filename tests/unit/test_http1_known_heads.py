@@ -16,7 +16,7 @@ async def teach(here: Site, data: bytes = APPEND) -> None:
         await client.send(data)
         assert (await client.answer()).status == 200
     await client.close()
-    assert data[: data.index(b"\r\n\r\n") + 4] in here.server.heads_known
+    assert data[: data.index(b"\r\n\r\n") + 4] in here.server.cached_heads
 
 
 def test_a_known_head_gives_the_same_request() -> None:
@@ -40,7 +40,7 @@ def test_a_request_with_the_beginning_of_the_next_is_not_learnt_with_it(extra: b
                 assert (await client.answer()).json["body"] == "12345"
                 await client.send(APPEND.removeprefix(extra))
                 assert (await client.answer()).json["body"] == "12345"
-            assert all(known.body_bytes == 5 for known in here.server.heads_known.values())
+            assert all(known.body_bytes == 5 for known in here.server.cached_heads.values())
 
     on_loop(main)
 
@@ -86,6 +86,6 @@ def test_all_heads_of_a_writer_that_takes_turns_are_learnt(streams: int) -> None
                 for append in appends:
                     await client.send(append)
                     await client.answer()
-            assert len(here.server.heads_known) == streams
+            assert len(here.server.cached_heads) == streams
 
     on_loop(main)

@@ -199,7 +199,7 @@ def test_large_bodies_wait_for_memory_and_all_of_them_are_received() -> None:
                 held.append(here.server.body_bytes_held)
                 assert (await client.answer()).status == 200
             assert max(held) <= 1_000_000
-            assert here.server.body_bytes_held == here.server.body_shares == here.server.parse_errors == 0
+            assert here.server.body_bytes_held == here.server.bodies_reserved == here.server.parse_errors == 0
 
     on_loop(main)
 
@@ -214,7 +214,7 @@ def test_a_body_that_waited_too_long_for_memory_is_refused() -> None:
             assert (await second.answer()).code == (await third.answer()).code == "overloaded"
             await first.send(request[10_000:])
             assert (await first.answer()).status == 200
-            await until(lambda: here.server.body_bytes_held == here.server.body_shares == 0)
+            await until(lambda: here.server.body_bytes_held == here.server.bodies_reserved == 0)
             assert (await here.exchange(request)).status == 200, "those that were refused hold up no others"
 
     on_loop(main)

@@ -204,4 +204,4 @@ def test_an_application_that_cannot_refuse_is_covered(caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.ERROR, "tailrace.http"):
         on_loop(main)
-    assert [record.message for record in caplog.records] == ["refusing failed"]
+    assert [record.message for record in caplog.records] == ["error response failed"]

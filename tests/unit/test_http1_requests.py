@@ -330,4 +330,4 @@ def test_what_a_handler_raises_is_answered(caplog: pytest.LogCaptureFixture) -> 
 
     with caplog.at_level(logging.ERROR, "tailrace.http"):
         on_loop(main)
-    assert [record.message for record in caplog.records] == ["handler failed"]
+    assert [record.message for record in caplog.records] == ["request handler failed"]

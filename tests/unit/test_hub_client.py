@@ -247,7 +247,7 @@ def test_what_a_lost_session_had_not_got_back_is_brought_back_by_the_next() -> N
     async def client(hub: AsyncHub) -> None:
         await hub.connect()
         await hub.register("@(verified)")
-        hub._place.session.drop()
+        hub._resources.session.drop()
         await third.wait()
         assert hub.resumed
 

@@ -275,7 +275,7 @@ def test_a_connection_moves_with_its_request_and_stays() -> None:
 
                 def move(exchange: Exchange) -> None:
                     def give() -> None:
-                        if not handover.give(exchange, path):
+                        if not handover.hand_over(exchange, path):
                             refused.append(exchange.path)
                             exchange.respond(200)
 

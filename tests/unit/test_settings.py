@@ -177,7 +177,7 @@ def test_the_instant_of_webhook_keys_has_a_zone() -> None:
     )
     assert load_settings({}, {}).webhook_keys_since_ms == 0
     for text in ("2026-01-01T00:00:00", "yesterday", "1767225600"):
-        with pytest.raises(SettingsError, match="webhook_keys_since is not an instant"):
+        with pytest.raises(SettingsError, match="webhook_keys_since must be a timestamp"):
             load_settings({"webhook_keys_since": text}, {})
     with pytest.raises(SettingsError, match="--webhook-key-ms"):
         load_settings({"webhook_key_ms": "59m"}, {})

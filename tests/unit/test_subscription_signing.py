@@ -142,10 +142,10 @@ def test_whatever_was_signed_verifies_as_long_as_it_counts(steps: list[int]) -> 
 def test_keys_that_may_have_leaked_are_given_up() -> None:
     first = new_key_ring(NOW_MS)
     ring = announced(first, SWITCH_MS)
-    assert ring.made_since(0) is ring
-    assert ring.made_since(NOW_MS) is ring
-    rest = ring.made_since(NOW_MS + 1)
+    assert ring.created_since(0) is ring
+    assert ring.created_since(NOW_MS) is ring
+    rest = ring.created_since(NOW_MS + 1)
     assert rest is not None
     # The key that was announced is all there is, so it signs at once.
     assert kids(rest, SWITCH_MS) == [ring.current(SWITCH_MS + ANNOUNCED_MS).kid]
-    assert ring.made_since(SWITCH_MS + 1) is None
+    assert ring.created_since(SWITCH_MS + 1) is None

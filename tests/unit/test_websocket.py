@@ -212,7 +212,7 @@ def test_a_silent_peer_is_pinged_and_then_given_up() -> None:
             # No answer to our close either: two seconds later TCP ends.
             here.server.sweep(now + 65)
             await until(lambda: here.server.connections_open == 0)
-            assert handler.closed == [(1001, "no sign of life")]
+            assert handler.closed == [(1001, "ping timeout")]
 
     on_loop(main)
 
@@ -284,4 +284,4 @@ def test_shutdown_says_goodbye_and_a_failing_handler_says_1011(caplog: pytest.Lo
 
     with caplog.at_level(logging.ERROR, "tailrace.http"):
         on_loop(main)
-    assert [r.message for r in caplog.records if r.name == "tailrace.http"] == ["a WebSocket handler failed"]
+    assert [r.message for r in caplog.records if r.name == "tailrace.http"] == ["WebSocket handler failed"]

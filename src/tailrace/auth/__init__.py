@@ -1,4 +1,4 @@
-"""Identity and policy: who is asking, and what they may do."""
+"""Authentication and authorization: the identity of a request, and what it may do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""API keys: secrets for programs, good until they are revoked.
+"""API keys: credentials for programs, valid until they expire or are removed.
 
-A key is `trk_<id>_<secret>`. The id finds its record, the secret proves it. Only the hash of the secret is
-kept: it has 256 random bits, so that a plain hash cannot be turned back and need not be slow.
+A key is `trk_<id>_<secret>`. The id finds its record, the secret proves it. Only the SHA-256 of the secret is
+stored: the secret has 256 random bits, so a slow hash is not needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Seconds = Annotated[int, msgspec.Meta(ge=0, le=int(TIME_S_MAX))]
 
 
 class ApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What is kept of a key."""
+    """The stored record of a key."""
 
     id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
     hash: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -45,22 +45,22 @@ class ApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
     expires_at: Seconds | None = None
 
     @property
-    def mark(self) -> str:
-        """Another one as soon as anything about the key is another."""
+    def fingerprint(self) -> str:
+        """Changes whenever anything about the key changes."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
 
     @property
     def token_id(self) -> str:
         return API_KEY_PREFIX + self.id
 
-    def proves(self, secret: bytes) -> bool:
+    def verify_secret(self, secret: bytes) -> bool:
         return hmac.compare_digest(hash_secret(secret), self.hash)
 
     def identity(self) -> Identity:
-        """Who comes with this key. Rules that look at claims see what a token would say."""
-        said: dict[str, Any] = {"sub": self.sub, "scope": " ".join(self.scopes), "jti": self.token_id}
+        """The identity of a request with this key. Its claims are those that a token would have."""
+        claims: dict[str, Any] = {"sub": self.sub, "scope": " ".join(self.scopes), "jti": self.token_id}
         optional = {"streams": self.streams, "db": self.databases, "actorId": self.actor_id}
-        said |= {name: value for name, value in optional.items() if value is not None}
+        claims |= {name: value for name, value in optional.items() if value is not None}
         return Identity(
             sub=self.sub,
             scopes=frozenset(self.scopes) & GRANTABLE_SCOPES,
@@ -68,14 +68,14 @@ class ApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
             dbs=None if self.databases is None else tuple(self.databases),
             actor_id=strip_address_brackets(self.actor_id or self.sub),
             expires_at=None if self.expires_at is None else float(self.expires_at),
-            claims=msgspec.json.encode(said),
+            claims=msgspec.json.encode(claims),
             token_id=self.token_id,
             issued_at=float(self.created_at),
-            vouched_by=f"key {self.mark}",
+            credential=f"key {self.fingerprint}",
         )
 
-    def shown(self) -> dict[str, Any]:
-        """Everything but the hash."""
+    def to_public(self) -> dict[str, Any]:
+        """All fields except the hash."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         del found["hash"]
         return found
@@ -91,16 +91,16 @@ def create_api_key(
     lifetime_s: int | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> tuple[ApiKey, str]:
-    """A new key: what is kept of it, and the text that is shown this once."""
+    """A new key: its record, and the text that is shown only once."""
     wrong = sorted(set(scopes) - GRANTABLE_SCOPES)
     if wrong or not scopes:
-        told = f"a key cannot have the scope {wrong[0]!r}" if wrong else "a key needs a scope"
-        raise TailraceError("invalid_request", f"{told}: read, write or manage")
+        problem = f"a key cannot have the scope {wrong[0]!r}" if wrong else "a key needs a scope"
+        raise TailraceError("invalid_request", f"{problem}: use read, write or manage")
     if lifetime_s is not None and not 0 < lifetime_s < TIME_S_MAX:
-        raise TailraceError("invalid_request", "the lifetime of a key is at least one second")
+        raise TailraceError("invalid_request", "the lifetime of a key must be at least one second")
     now_s = clock.now_ns() // 1_000_000_000
     key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES)
-    made = {
+    fields = {
         "id": key_id,
         "hash": hash_secret(secret.encode()),
         "sub": sub,
@@ -112,9 +112,9 @@ def create_api_key(
         "expiresAt": None if lifetime_s is None else now_s + lifetime_s,
     }
     try:
-        key = msgspec.convert(made, ApiKey)
+        key = msgspec.convert(fields, ApiKey)
     except msgspec.ValidationError as error:
-        raise TailraceError("invalid_request", f"such a key cannot be made: {error}") from None
+        raise TailraceError("invalid_request", f"invalid API key: {error}") from None
     return key, f"{API_KEY_PREFIX}{key_id}_{secret}"
 
 
@@ -123,7 +123,7 @@ def is_api_key(token: bytes) -> bool:
 
 
 def split_api_key(token: bytes) -> tuple[str, bytes]:
-    """Id and secret of what looks like a key."""
+    """Id and secret of a text with the prefix of a key."""
     key_id, _, secret = token[len(API_KEY_PREFIX) :].partition(b"_")
     return key_id.decode("latin-1"), secret
 

@@ -1,8 +1,8 @@
-"""The header by which an edge tells its server for whom it asks.
+"""The header in which an edge names the client of a forwarded request.
 
-`v1;id=<edge>;t=<seconds>;ip=<client>;sub=<identity>;sig=<HMAC-SHA256, base64url>`, signed with a key that
-both have, over the request and the fields before the signature. It grants nothing: it names a client for rate
-limits and for the log.
+`v1;id=<edge>;t=<seconds>;ip=<client>;sub=<identity>;sig=<HMAC-SHA256, base64url>`, signed with a shared key
+over the request and the fields before the signature. It grants nothing: the server uses it for rate limits
+and logs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from urllib.parse import quote, unquote
 
 EDGE_HEADER: Final = b"tailrace-edge"
-# How far the clocks of an edge and its server may be apart, and how long a header that was seen is of use.
+# Allowed clock difference between an edge and its server, and lifetime of a header.
 SIGNATURE_AGE_S_MAX: Final = 60
 SUB_CHARS_MAX: Final = 128
 VALUE_BYTES_MAX: Final = 1024
@@ -22,28 +22,28 @@ _FIELDS: Final = (b"id", b"t", b"ip", b"sub")
 
 
 class ForwardedClient(NamedTuple):
-    """A client as an edge has seen it."""
+    """A client as seen by an edge."""
 
     edge_id: str
     ip: str
-    sub: str  # empty if it has no name, or the edge could not check its token
+    sub: str  # empty if anonymous, or if the edge could not verify its token
 
 
 class EdgeSignature:
-    """Makes and checks the header."""
+    """Signs and verifies the header."""
 
     def __init__(self, key: str) -> None:
         self._key = key.encode()
 
-    def make(self, method: bytes, target: bytes, vouched: ForwardedClient, now_s: float) -> bytes:
-        """The value for one request; `target` is its path and query."""
-        sub = quote(vouched.sub[:SUB_CHARS_MAX], safe="")
-        ip = quote(vouched.ip, safe=":.")
-        fields = f"v1;id={vouched.edge_id};t={int(now_s)};ip={ip};sub={sub}".encode()
+    def sign(self, method: bytes, target: bytes, client: ForwardedClient, now_s: float) -> bytes:
+        """The header value for one request; `target` is its path and query."""
+        sub = quote(client.sub[:SUB_CHARS_MAX], safe="")
+        ip = quote(client.ip, safe=":.")
+        fields = f"v1;id={client.edge_id};t={int(now_s)};ip={ip};sub={sub}".encode()
         return b"%b;sig=%b" % (fields, self._signature(method, target, fields))
 
-    def read(self, value: bytes, method: bytes, target: bytes, now_s: float) -> ForwardedClient | None:
-        """Whom an edge vouches for; None if this is not the word of one, or is old."""
+    def verify(self, value: bytes, method: bytes, target: bytes, now_s: float) -> ForwardedClient | None:
+        """The client that an edge has signed; None if the signature is invalid or too old."""
         fields, mark, signature = value.rpartition(b";sig=")
         if not mark or len(value) > VALUE_BYTES_MAX:
             return None

@@ -1,7 +1,7 @@
-"""Public keys that tokens are checked with: parsed, bound to one algorithm each, refreshed in the background.
+"""Public keys that verify tokens (JWKS): parsed, bound to one algorithm each, refreshed in the background.
 
-A key's type decides the one algorithm it may be used with, so a token can never choose how it is checked.
-Fetching happens on a thread of its own: a slow key server delays nothing but new keys.
+The type of a key determines its only algorithm, so a token cannot choose how it is verified. A separate
+thread fetches the keys, so that a slow key server delays only new keys.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jwt.exceptions import PyJWTError
 
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 
 DOCUMENT_BYTES_MAX: Final = 256 * 1024
 KEYS_MAX: Final = 256
@@ -30,60 +31,60 @@ FETCH_TIMEOUT_S: Final = 5.0
 REFRESH_S: Final = 300.0
 REFRESH_AFTER_FAILURE_S: Final = 15.0
 DOUBLINGS_MAX: Final = 5
-# An unknown key id makes us look for new keys at most this often, so that forged ids cost the issuer nothing.
+# An unknown key id triggers a refresh at most this often, so that forged ids do not load the issuer.
 REFRESH_INTERVAL_S_MIN: Final = 10.0
-# Each failure doubles the pause before the next try, up to these.
+# Each failure doubles the pause before the next attempt, up to this.
 REFRESH_INTERVAL_S_MAX: Final = 60.0
 RSA_BITS_MIN: Final = 2048
 
-# (kty, crv) -> the one algorithm such a key is good for. Symmetric keys have no place in a public set.
-_ALGORITHM_OF: Final[dict[tuple[str, str | None], str]] = {
+# (kty, crv) -> the only algorithm for such a key. Symmetric keys are not accepted in a public set.
+_ALGORITHM_BY_KEY_TYPE: Final[dict[tuple[str, str | None], str]] = {
     ("RSA", None): "RS256",
     ("EC", "P-256"): "ES256",
     ("OKP", "Ed25519"): "EdDSA",
 }
-ALGORITHMS: Final = frozenset(_ALGORITHM_OF.values())
+ALGORITHMS: Final = frozenset(_ALGORITHM_BY_KEY_TYPE.values())
 
 logger = logging.getLogger("tailrace.auth")
 
 
 class BoundKey(NamedTuple):
-    """A key, and a mark that stands for exactly this one."""
+    """A key, and a fingerprint that identifies its material."""
 
     key: PyJWK
-    mark: str
+    fingerprint: str
 
 
 class KeySet:
     """The usable keys of one document, found by algorithm and key id."""
 
-    __slots__ = ("_by_id", "_lonely", "marks", "size")
+    __slots__ = ("_by_id", "_single", "fingerprints", "size")
 
     def __init__(self, keys: Mapping[tuple[str, str | None], BoundKey]) -> None:
         self._by_id = dict(keys)
         self.size = len(self._by_id)
-        self.marks = frozenset(key.mark for key in keys.values())
+        self.fingerprints = frozenset(key.fingerprint for key in keys.values())
         by_algorithm: dict[str, list[BoundKey]] = {}
         for (algorithm, _), key in self._by_id.items():
             by_algorithm.setdefault(algorithm, []).append(key)
-        # A token without a key id is checked only where there is nothing to choose.
-        self._lonely = {name: found[0] for name, found in by_algorithm.items() if len(found) == 1}
+        # A token without a key id is verified only if there is exactly one candidate.
+        self._single = {name: found[0] for name, found in by_algorithm.items() if len(found) == 1}
 
     def find(self, algorithm: str, key_id: str | None) -> BoundKey | None:
         if key_id is None:
-            return self._lonely.get(algorithm)
+            return self._single.get(algorithm)
         return self._by_id.get((algorithm, key_id))
 
 
 def parse_key_set(document: bytes) -> KeySet:
-    """The keys of a JWKS document; ValueError if it is none or holds no key that we can use."""
+    """The keys of a JWKS document; ValueError if it is invalid or contains no usable key."""
     try:
         decoded: Any = msgspec.json.decode(document)
     except msgspec.DecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
     keys: Any = cast("dict[str, Any]", decoded).get("keys") if isinstance(decoded, dict) else None
     if not isinstance(keys, list):
-        raise ValueError("a key set is an object with a list 'keys'")  # noqa: TRY004 (content, not a type)
+        raise ValueError("a key set must be an object with a list 'keys'")  # noqa: TRY004 (content, not a type)
     usable: dict[tuple[str, str | None], BoundKey] = {}
     for item in cast("list[Any]", keys)[:KEYS_MAX]:
         if isinstance(item, dict) and (bound := _bind(cast("dict[str, Any]", item))) is not None:
@@ -94,12 +95,12 @@ def parse_key_set(document: bytes) -> KeySet:
 
 
 def _bind(data: dict[str, Any]) -> tuple[tuple[str, str | None], BoundKey] | None:
-    """Ties a key to its algorithm; None if it is of another kind, use or strength."""
+    """Bind a key to its algorithm; None if its type, use or strength is not accepted."""
     kind = data.get("kty")
     curve = None if kind == "RSA" else data.get("crv")
     if not isinstance(kind, str) or not (curve is None or isinstance(curve, str)):
         return None
-    algorithm = _ALGORITHM_OF.get((kind, curve))
+    algorithm = _ALGORITHM_BY_KEY_TYPE.get((kind, curve))
     key_id = data.get("kid")
     operations = data.get("key_ops")
     if (
@@ -117,8 +118,8 @@ def _bind(data: dict[str, Any]) -> tuple[tuple[str, str | None], BoundKey] | Non
     if kind == "RSA" and key.key.key_size < RSA_BITS_MIN:
         return None
     material = {name: data.get(name) for name in ("kty", "crv", "n", "e", "x", "y")}
-    mark = hashlib.sha256(msgspec.json.encode(material)).hexdigest()[:32]
-    return (algorithm, key_id), BoundKey(key, mark)
+    fingerprint = hashlib.sha256(msgspec.json.encode(material)).hexdigest()[:32]
+    return (algorithm, key_id), BoundKey(key, fingerprint)
 
 
 def read_file(path: str) -> bytes:
@@ -130,19 +131,17 @@ def read_file(path: str) -> bytes:
 
 
 def check_url(url: str, *, insecure: bool) -> None:
-    """Keys fetched in the clear could be anyone's: https, or http to this machine."""
+    """Require https, or http to this machine: keys fetched over plain http could be forged."""
     parts = urlsplit(url)
     if parts.username is not None:
-        raise TailraceError(
-            "invalid_request", "the key set URL holds a name or password, which nobody would be sent"
-        )
+        raise TailraceError("invalid_request", "the key set URL must not contain a user name or password")
     if parts.scheme == "https" and parts.hostname:
         return
     if parts.scheme == "http" and parts.hostname and (insecure or _is_loopback(parts.hostname)):
         return
     raise TailraceError(
         "invalid_request",
-        f"the key set URL {url!r} must be https (http only to this machine, or anywhere with --insecure)",
+        f"the key set URL {url!r} must be https (http only to this machine, or with --insecure)",
     )
 
 
@@ -171,9 +170,9 @@ def fetch(url: str, *, timeout_s: float = FETCH_TIMEOUT_S, clock: Clock = SYSTEM
         connection.request("GET", target, headers={"Accept": "application/json, application/jwk-set+json"})
         response = connection.getresponse()
         if response.status != 200:
-            raise ValueError(f"answered {response.status}")
+            raise ValueError(f"unexpected status {response.status}")
         document = bytearray()
-        # The socket's own limit is per read: a server that drips bytes is stopped by the deadline.
+        # The socket timeout is per read; the deadline stops a server that sends very slowly.
         while piece := response.read1(65536):
             document += piece
             if len(document) > DOCUMENT_BYTES_MAX:
@@ -182,13 +181,13 @@ def fetch(url: str, *, timeout_s: float = FETCH_TIMEOUT_S, clock: Clock = SYSTEM
                 raise TimeoutError(f"not complete within {timeout_s:g} s")
         return bytes(document)
     except http.client.HTTPException as error:
-        raise ValueError(f"not an HTTP answer: {error!r}") from None
+        raise ValueError(f"invalid HTTP response: {error!r}") from None
     finally:
         connection.close()
 
 
 class KeyRing:
-    """The current key set and the thread that keeps it so. Reading never waits."""
+    """The current key set and the thread that refreshes it. Lookups never block."""
 
     def __init__(self, load: Callable[[], bytes], origin: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._load = load
@@ -197,11 +196,11 @@ class KeyRing:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._refreshing = False
-        self._asked = False
-        self._insisted = False
+        self._requested = False
+        self._forced = False
         self._closing = False
         self._tried_at: float | None = None
-        self._failures = 0  # since the last look that brought keys
+        self._failures = 0  # since the last successful refresh
         self._document: bytes | None = None
         self._keys = KeySet({})
         self.version = 0
@@ -213,16 +212,16 @@ class KeyRing:
     def find(self, algorithm: str, key_id: str | None) -> BoundKey | None:
         return self._keys.find(algorithm, key_id)
 
-    def has(self, mark: str) -> bool:
-        return mark in self._keys.marks
+    def has(self, fingerprint: str) -> bool:
+        return fingerprint in self._keys.fingerprints
 
     def load_now(self) -> None:
-        """Loads in the caller's thread and raises what is wrong: a file has to be right at start."""
+        """Load in the caller's thread and raise any error: a key file must be valid at start."""
         self._tried_at = self._clock.monotonic()
-        self._adopt(self._load())
+        self._apply(self._load())
 
     def start(self) -> None:
-        """Begins to keep the keys fresh; the first load is under way when this returns."""
+        """Start refreshing; the first load is in progress when this returns."""
         assert self._thread is None, "started twice"
         self._refreshing = not self.loaded
         self._thread = threading.Thread(target=self._run, name="tailrace-jwks", daemon=True)
@@ -235,8 +234,8 @@ class KeyRing:
         if self._thread is not None:
             self._thread.join(FETCH_TIMEOUT_S + 1)
 
-    def ask_refresh(self) -> bool:
-        """Looks for new keys unless that was done a moment ago; True while a look is under way."""
+    def request_refresh(self) -> bool:
+        """Refresh the keys unless that was done recently; True while a refresh is in progress."""
         with self._changed:
             if self._thread is None or self._closing:
                 return False
@@ -245,19 +244,19 @@ class KeyRing:
                 and self._clock.monotonic() - self._tried_at < self._interval_s_min()
             )
             if not self._refreshing and not recent:
-                self._asked = self._refreshing = True
+                self._requested = self._refreshing = True
                 self._changed.notify_all()
             return self._refreshing
 
     def reload(self) -> None:
-        """Looks for new keys whenever the last look was: somebody knows that there are some."""
+        """Refresh the keys regardless of the last refresh, because an operator requested it."""
         with self._changed:
             if self._thread is not None and not self._closing:
-                self._asked = self._insisted = self._refreshing = True
+                self._requested = self._forced = self._refreshing = True
                 self._changed.notify_all()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits for a refresh in progress; False if it takes longer."""
+        """Wait for a refresh in progress; False if it takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._refreshing, timeout_s)
 
@@ -268,21 +267,21 @@ class KeyRing:
                 self._refresh()
             with self._changed:
                 if due:
-                    # What was asked for while we looked has just been done, unless somebody insists.
-                    self._refreshing = self._asked = self._insisted
+                    # Requests during the refresh are done with it, except a forced one.
+                    self._refreshing = self._requested = self._forced
                     self._changed.notify_all()
                 pause_s = self._pause_s()
-                self._changed.wait_for(lambda: self._asked or self._closing, pause_s)
+                self._changed.wait_for(lambda: self._requested or self._closing, pause_s)
                 if self._closing:
                     return
                 due = self._refreshing = True
-                self._insisted = False
+                self._forced = False
 
     def _interval_s_min(self) -> float:
         return min(REFRESH_INTERVAL_S_MIN * 2 ** min(self._failures, DOUBLINGS_MAX), REFRESH_INTERVAL_S_MAX)
 
     def _pause_s(self) -> float:
-        """Until the next look. A set that is missing, or could not be read again, is looked for sooner."""
+        """Pause before the next refresh; shorter after a failure."""
         if not self._failures:
             return REFRESH_S
         return min(REFRESH_AFTER_FAILURE_S * 2 ** min(self._failures - 1, DOUBLINGS_MAX), REFRESH_S)
@@ -290,14 +289,17 @@ class KeyRing:
     def _refresh(self) -> None:
         self._tried_at = self._clock.monotonic()
         try:
-            self._adopt(self._load())
+            self._apply(self._load())
             self._failures = 0
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next look may go well
+        except Exception as error:  # noqa: BLE001 - the next refresh may succeed
             self._failures += 1
-            # The keys we have stay good: an issuer that is down must not lock everybody out.
-            logger.warning("key set %s not refreshed, %d keys kept: %s", self._origin, self._keys.size, error)
+            # Current keys stay in use: an issuer that is down must not lock out all clients.
+            logger.warning(
+                "key set refresh failed, keeping the current keys",
+                extra=log_fields(source=self._origin, keys=self._keys.size, error=str(error)),
+            )
 
-    def _adopt(self, document: bytes) -> None:
+    def _apply(self, document: bytes) -> None:
         if document == self._document:
             return
         keys = parse_key_set(document)

@@ -1,12 +1,8 @@
-"""Authorization: which identity may do what, one table for all routes; and the check of the listen address.
+"""Authorization: one table and one function for all routes; and the check of the listen address.
 
-What an identity may do: one table, one function, every route.
-
-Each member of `Action` is a row of the route table. Routes name their row and the stream or database they
-touch; the name itself then decides whether the rules of system streams or of the hub apply, so that no route
-can forget them. Refusals come before existence is looked at.
-
-The rule that keeps an open server off the network.
+Each member of `Action` is a row of the route table. Routes name their action and the stream or database; the
+name then determines whether the rules of system streams or of the hub apply, so that no route can omit them.
+Authorization comes before any check that the stream exists.
 """
 
 from __future__ import annotations
@@ -21,12 +17,12 @@ from tailrace.common.settings import Settings
 
 READ_ONLY_METHODS: Final = "GET, HEAD, OPTIONS"
 
-# System streams that hold data from before read rules were applied, or secrets of operation.
+# System streams that hold data before read rules are applied, or operational secrets.
 PRIVILEGED_STREAMS: Final = ("__changes__/", "__deliveries__/", "__subs__/", "__sources__/", "__audit__")
 
 
 class Access(enum.Enum):
-    """How an action touches what it names."""
+    """What an action does with the stream it names."""
 
     NONE = 0
     READ = 1
@@ -35,7 +31,7 @@ class Access(enum.Enum):
 
 
 class Action(enum.Enum):
-    """A row of the route table: its routes, the scopes of which one suffices, what is done to the name."""
+    """A row of the route table: its routes, the scopes of which one suffices, the access to the stream."""
 
     PUBLIC = ("health, keys, OpenAPI, console files, OPTIONS", "", Access.NONE)
     INSPECT_SERVER = ("/metrics, /v1/server/*", "manage", Access.NONE)
@@ -77,12 +73,12 @@ class Action(enum.Enum):
         self.routes = routes
         # `manage` includes `read` and `write`; `system` includes nothing and is included in nothing.
         needed = set(scopes.split())
-        self.asked = " or ".join(scopes.split())
+        self.required_scopes = " or ".join(scopes.split())
         self.scopes = frozenset(needed | {"manage"} if needed & {"read", "write"} else needed)
         self.access = access
 
 
-# What somebody without a token may do with streams that are for everybody.
+# Actions allowed without a token on public streams (`auth_public_streams`).
 PUBLIC_ACTIONS: Final = frozenset({Action.PUBLIC, Action.READ_STREAM, Action.QUERY_STREAM})
 
 DATABASE_ACTIONS: Final = frozenset(
@@ -107,13 +103,13 @@ def authorise(
     db: str | None = None,
     pattern: str | None = None,
 ) -> None:
-    """Returns if the identity may do this, raises `forbidden` (or `read_only_stream`) if not.
+    """Return if the identity may do this, raise `forbidden` (or `read_only_stream`) if not.
 
-    `source` is a fork's origin, which has to be readable. `pattern` is a subscription's glob, all of which
-    has to be readable.
+    `source` is the origin of a fork and `pattern` the glob of a subscription; both must be readable, the
+    latter for all matching names.
     """
     if identity.anonymous and source is None and (stream is None or not stream.startswith(("__", "hub/"))):
-        # Every scope, all names, all databases: the path of a server without authentication.
+        # Fast path of a server without authentication: all scopes, streams and databases.
         return
     if identity.public:
         _authorise_public(identity, action, stream, source)
@@ -122,7 +118,7 @@ def authorise(
 
 
 def is_allowed(identity: Identity, action: Action, *, stream: str) -> bool:
-    """The same as a question."""
+    """`authorise` as a boolean."""
     try:
         authorise(identity, action, stream=stream)
     except TailraceError:
@@ -131,7 +127,7 @@ def is_allowed(identity: Identity, action: Action, *, stream: str) -> bool:
 
 
 def _authorise_public(identity: Identity, action: Action, stream: str | None, source: str | None) -> None:
-    """Somebody without a token is asked for one wherever the settings do not let everybody in."""
+    """Without a token: require one for everything except public streams."""
     if action is Action.PUBLIC:
         return
     if action not in PUBLIC_ACTIONS or stream is None or source is not None:
@@ -151,7 +147,7 @@ def _authorise(
     if stream is not None and action.access in _WRITE_ACCESS and is_reserved_stream(stream):
         _check_reserved_write(identity, action, stream)
     elif action.scopes and not (action.scopes & identity.scopes):
-        _forbid(f"this needs the scope {action.asked}", scope=action.asked)
+        _forbid(f"requires scope {action.required_scopes}", scope=action.required_scopes)
     elif stream is not None:
         if action.access in _WRITE_ACCESS:
             if not covers_stream(identity, stream):
@@ -160,15 +156,15 @@ def _authorise(
             _check_read(identity, stream)
     if source is not None:
         if not identity.scopes & _READ_SCOPES:
-            _forbid("forking needs the scope read on the source", scope="read")
+            _forbid("forking requires scope read on the source", scope="read")
         _check_read(identity, source)
     if action in _ALL_STREAMS_ACTIONS and identity.streams is not None:
-        _forbid("this needs a token for all streams", scope="manage")
+        _forbid("requires a token for all streams", scope="manage")
     if action is Action.FOLLOW_REVOCATIONS and identity.streams is not None:
         if "manage" not in identity.scopes:
-            _forbid("this needs the scope manage, or read for all streams", scope="manage")
+            _forbid("requires scope manage, or read for all streams", scope="manage")
     if action is Action.MANAGE_IDENTITIES and identity.dbs is not None:
-        _forbid("this needs a token for all databases", scope="manage")
+        _forbid("requires a token for all databases", scope="manage")
     if pattern is not None and not covers_pattern(identity, pattern):
         _forbid("the token does not cover the whole pattern")
     if action in DATABASE_ACTIONS:
@@ -176,14 +172,14 @@ def _authorise(
         _check_database(identity, db)
 
 
-# Whoever makes keys could make one for every stream, and whoever publishes does so for all of them.
+# A key can be created for any stream, and the pipeline publishes for all of them.
 _ALL_STREAMS_ACTIONS: Final = frozenset({Action.MANAGE_IDENTITIES, Action.PIPELINE})
 _WRITE_ACCESS: Final = frozenset({Access.WRITE, Access.MANAGE})
 _READ_SCOPES: Final = frozenset({"read", "manage"})
 
 
 def is_reserved_stream(name: str) -> bool:
-    """Owned by the server or the hub, with rules of their own that no `streams` claim changes."""
+    """Whether the server or the hub owns a stream; no `streams` claim changes the rules for these."""
     return name.startswith(("__", "hub/")) or name == "hub"
 
 
@@ -194,14 +190,14 @@ def is_hub_stream(name: str) -> bool:
 def covers_stream(identity: Identity, name: str) -> bool:
     """Whether the `streams` claim covers a name.
 
-    A claim is a prefix of the name as text: `orders/` covers `orders/7` and neither `orders` nor
-    `orders-secret`; `orders` covers all three. Whoever means a folder writes the slash.
+    A claim is a plain prefix of the name: `orders/` covers `orders/7` but neither `orders` nor
+    `orders-secret`; `orders` covers all three. Use the slash for a folder.
     """
     return identity.streams is None or name.startswith(identity.streams)
 
 
 def covers_pattern(identity: Identity, pattern: str) -> bool:
-    """Whether every name that a glob can match is covered: what comes before its first star has to be.
+    """Whether every name that a glob can match is covered: the part before its first star must be.
 
     `orders/**` also matches `orders`, which a claim `orders/` does not cover; `orders/*/**` is covered.
     """
@@ -214,7 +210,7 @@ def covers_pattern(identity: Identity, pattern: str) -> bool:
 
 
 def visible_prefixes(identity: Identity, prefix: str) -> tuple[str, ...]:
-    """The prefixes to scan for a listing of `prefix`: disjoint, in byte order, none if nothing is covered."""
+    """The prefixes to scan for a listing of `prefix`: disjoint, in byte order; empty if none is covered."""
     if identity.streams is None:
         return (prefix,)
     if prefix.startswith(identity.streams):
@@ -222,26 +218,26 @@ def visible_prefixes(identity: Identity, prefix: str) -> tuple[str, ...]:
     narrower = sorted({claim for claim in identity.streams if claim.startswith(prefix)})
     disjoint: list[str] = []
     for claim in narrower:
-        # Sorted, a prefix comes right before what it contains.
+        # In sorted order a prefix directly precedes the prefixes it contains.
         if not disjoint or not claim.startswith(disjoint[-1]):
             disjoint.append(claim)
     return tuple(disjoint)
 
 
 def visible_databases(identity: Identity, names: Iterable[str]) -> list[str]:
-    """Those of the databases that a listing shows, in their order: the ones that may be read by name."""
+    """The databases that a listing shows, sorted: those that the identity may read by name."""
     return sorted(name for name in names if identity.anonymous or _has_database(identity, name))
 
 
 def _check_read(identity: Identity, name: str) -> None:
     if name.startswith("__"):
         if "system" in identity.scopes and identity.streams is not None and covers_stream(identity, name):
-            return  # a job looks at what it was let write
+            return  # a job may read what it may write
         manages = "manage" in identity.scopes
         if name.startswith(PRIVILEGED_STREAMS) and not manages:
-            _forbid("this system stream needs the scope manage", scope="manage")
+            _forbid("this system stream requires scope manage", scope="manage")
         if not manages and (identity.streams is not None or "read" not in identity.scopes):
-            _forbid("system streams need the scope manage, or read for all streams", scope="manage")
+            _forbid("system streams require scope manage, or read for all streams", scope="manage")
     elif is_reserved_stream(name):
         _check_hub_read(identity, name)
     elif not covers_stream(identity, name):
@@ -249,7 +245,7 @@ def _check_read(identity: Identity, name: str) -> None:
 
 
 def _check_hub_read(identity: Identity, name: str) -> None:
-    """What the hub itself would let the identity have; everything to operators, nothing to jobs."""
+    """Apply the hub's own rules; operators may read everything, jobs nothing."""
     if "manage" in identity.scopes:
         return
     if identity.hub is not None:
@@ -257,11 +253,11 @@ def _check_hub_read(identity: Identity, name: str) -> None:
     else:
         allowed = _may_read_hub_stream(identity, name)
     if not allowed or "system" in identity.scopes:
-        _forbid("the hub's policy does not let this identity read here")
+        _forbid("the hub policy does not allow this identity to read this stream")
 
 
 def _may_read_hub_stream(identity: Identity, name: str) -> bool:
-    """Where the hub's rules are not known: what they may allow. The server that is asked next knows them."""
+    """What the hub's rules can allow at most, where they are not known (edge); the upstream checks again."""
     own = identity.actor_id
     mailbox = f"hub/mbox/{own}"
     owned = bool(own) and (name == mailbox or name.startswith(mailbox + "/"))
@@ -274,7 +270,7 @@ def _check_reserved_write(identity: Identity, action: Action, name: str) -> None
         return
     raise TailraceError(
         "read_only_stream",
-        "this stream is written by the server only",
+        "only the server writes this stream",
         headers=(("Allow", READ_ONLY_METHODS),),
     )
 
@@ -291,23 +287,23 @@ def _has_database(identity: Identity, db: str) -> bool:
 
 
 def _forbid(reason: str, *, scope: str = "") -> NoReturn:
-    # Of several that would do, the first: a list would say that all of them are needed.
-    asked = f', scope="{scope.partition(" ")[0]}"' if scope else ""
+    # Only the first of several alternatives: a list would mean that all of them are required.
+    challenge = f', scope="{scope.partition(" ")[0]}"' if scope else ""
     raise TailraceError(
         "forbidden",
         reason,
-        headers=(("WWW-Authenticate", f'Bearer realm="tailrace", error="insufficient_scope"{asked}'),),
+        headers=(("WWW-Authenticate", f'Bearer realm="tailrace", error="insufficient_scope"{challenge}'),),
     )
 
 
 def check_listen_address(settings: Settings) -> None:
-    """Refuses to listen beyond this machine without authentication, unless that is asked for by name."""
+    """Refuse to listen on a non-loopback address without authentication, unless `insecure` is set."""
     if settings.loopback_only or settings.auth_configured or settings.insecure:
         return
     raise TailraceError(
         "invalid_request",
-        f"refusing to listen on {settings.host!r} without authentication: anyone who reaches it could read, "
+        f"refusing to listen on {settings.host!r} without authentication: every client could read, "
         "write and delete everything. Set TAILRACE_AUTH_JWT_SECRET (32 bytes or more), "
         "TAILRACE_AUTH_JWKS_URL, TAILRACE_AUTH_JWKS_FILE or TAILRACE_AUTH_KEYS_FILE; or listen on 127.0.0.1; "
-        "or pass --insecure if something else guards the port.",
+        "or pass --insecure if access to the port is restricted otherwise.",
     )

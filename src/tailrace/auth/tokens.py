@@ -1,11 +1,7 @@
-"""Bearer tokens (JWT): claims and identity, creating and inspecting tokens, and grants to the server's own
-jobs.
+"""Bearer tokens (JWT): claims and identities, creating and inspecting tokens, and grants.
 
-Bearer tokens (JWT) as they are read: identity, claims, and what is refused before any key is asked.
-
-Tokens made and read by hand: what `tailrace token create` and `tailrace token inspect` do.
-
-Tokens that a server gives to its own children and jobs. Nobody signs them; they end with the process.
+Grants are random tokens that a server issues to its own child processes and jobs; they are not signed and end
+with the process.
 """
 
 from __future__ import annotations
@@ -29,20 +25,20 @@ SCOPES: Final = frozenset({"read", "write", "manage", "system"})
 LEEWAY_S: Final = 30.0
 TOKEN_BYTES_MAX: Final = 8 * 1024
 SECRET_BYTES_MIN: Final = 32
-# Beyond the year 30,000 a number is not a time; also keeps infinities and giant integers out.
+# Larger numbers are not a time in seconds; also excludes infinities and giant integers.
 TIME_S_MAX: Final = 1e12
 
 JWS: Final = PyJWS(algorithms=["HS256", *sorted(jwks.ALGORITHMS)])
 
 
 class HubReadPolicy(Protocol):
-    """The hub's rules, as far as streams under `hub/` are read past the hub."""
+    """The hub's rules for reading streams under `hub/` without the hub."""
 
     def may_read(self, identity: Identity, name: str) -> bool: ...
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What a request may act as. `streams` and `dbs` are None where the claim is absent."""
+    """The identity of a request. `streams` and `dbs` are None if the claim is absent."""
 
     sub: str
     scopes: frozenset[str]
@@ -51,17 +47,17 @@ class Identity(msgspec.Struct, frozen=True):
     actor_id: str = ""
     expires_at: float | None = None
     anonymous: bool = False
-    claims: bytes = b"{}"  # the whole payload, for rules that look at claims of their own
+    claims: bytes = b"{}"  # the whole payload, for rules that use custom claims
     token_id: str = ""  # by which the token can be revoked
-    origin_id: str = ""  # of the token that it was exchanged for
+    origin_id: str = ""  # of the token that was exchanged for this one
     issued_at: float | None = None
-    vouched_by: str = ""  # the shared secret, public key, API key or grant behind it; "" is nobody
-    public: bool = False  # came without a token, to read what everybody may read
-    hub: HubReadPolicy | None = None  # None where the hub's rules are not known, as at an edge
+    credential: str = ""  # kind and fingerprint of the secret, public key, API key or grant; "" if none
+    public: bool = False  # a request without a token, for public streams
+    hub: HubReadPolicy | None = None  # None where the hub's rules are not known, as on an edge
 
     @property
     def until_s(self) -> float | None:
-        """When a connection that was opened with this identity has to end."""
+        """When a connection that was opened with this identity must end."""
         return None if self.expires_at is None else self.expires_at + LEEWAY_S
 
 
@@ -69,7 +65,7 @@ ANONYMOUS: Final = Identity(sub="", scopes=frozenset({"read", "write", "manage"}
 
 
 class Claims(msgspec.Struct, frozen=True):
-    """The claims we read, strictly typed: a claim of another form makes the token invalid, never weaker."""
+    """The claims in use, strictly typed: a claim of another type makes the token invalid, never weaker."""
 
     sub: str = ""
     actor_id: str | msgspec.UnsetType = msgspec.field(name="actorId", default=msgspec.UNSET)
@@ -80,8 +76,8 @@ class Claims(msgspec.Struct, frozen=True):
     database: str | list[str] | msgspec.UnsetType = msgspec.UNSET
     iss: str = ""
     jti: str = ""
-    origin: str = msgspec.field(name="trOrigin", default="")  # of a token that another was exchanged for
-    vouched: str = msgspec.field(name="trVouched", default="")  # who stood behind that other one
+    origin: str = msgspec.field(name="trOrigin", default="")  # id of the token exchanged for this one
+    vouched: str = msgspec.field(name="trVouched", default="")  # credential of that token
     aud: str | list[str] = msgspec.field(default_factory=list[str])
     exp: int | float | msgspec.UnsetType = msgspec.UNSET
     nbf: int | float | msgspec.UnsetType = msgspec.UNSET
@@ -92,10 +88,10 @@ _decode_claims = msgspec.json.Decoder(Claims).decode
 
 
 def token_required_error() -> TailraceError:
-    """401 for a request that came without a token."""
+    """401 for a request without a token."""
     return TailraceError(
         "unauthorized",
-        "this server needs a bearer token in the Authorization header",
+        "missing bearer token in the Authorization header",
         headers=(("WWW-Authenticate", 'Bearer realm="tailrace"'),),
     )
 
@@ -105,7 +101,7 @@ def reject_token(reason: str) -> NoReturn:
 
 
 def invalid_token_error(reason: str) -> TailraceError:
-    """401 for a token that was given and is not good. The reason never quotes the token."""
+    """401 for an invalid token. The reason never quotes the token."""
     return TailraceError(
         "unauthorized",
         reason,
@@ -119,28 +115,28 @@ def invalid_token_error(reason: str) -> TailraceError:
 
 
 def check_secret(secret: str) -> None:
-    """A short secret can be guessed offline from any one token."""
+    """Reject a short secret, which could be guessed offline from any token."""
     if len(secret.encode()) < SECRET_BYTES_MIN:
         raise TailraceError(
             "invalid_request",
-            f"the shared secret of tokens needs at least {SECRET_BYTES_MIN} bytes; "
-            "make one with: openssl rand -base64 48",
+            f"the shared secret of tokens must have at least {SECRET_BYTES_MIN} bytes; "
+            "create one with: openssl rand -base64 48",
         )
 
 
 def parse_bearer(authorization: bytes) -> bytes:
-    """The token of `Bearer <token>`; the scheme in any case."""
+    """The token of `Bearer <token>`; the scheme is case-insensitive."""
     scheme, _, token = authorization.partition(b" ")
     token = token.strip(b" ")
     if scheme.lower() != b"bearer" or not token:
-        reject_token("the Authorization header is not of the form 'Bearer <token>'")
+        reject_token("the Authorization header must be 'Bearer <token>'")
     if len(token) > TOKEN_BYTES_MAX:
         reject_token(f"the token is longer than {TOKEN_BYTES_MAX} bytes")
     return token
 
 
 def read_header(token: bytes) -> dict[str, Any]:
-    """The token's header, unverified: good for choosing a key and for nothing else."""
+    """The unverified header of a token; use it only to select a key."""
     try:
         return JWS.get_unverified_header(token)
     except (PyJWTError, ValueError, TypeError):
@@ -154,16 +150,16 @@ def read_claims(payload: bytes) -> Claims:
         reject_token("a claim of the token is malformed")
     times = [moment for moment in (claims.exp, claims.nbf, claims.iat) if moment is not msgspec.UNSET]
     prefixes = [] if claims.streams is msgspec.UNSET else claims.streams
-    # An empty prefix would cover everything, which is what leaving the claim out says.
+    # An empty prefix would cover everything; omitting the claim does that.
     if not all(abs(moment) < TIME_S_MAX for moment in times) or not all(prefixes):
         reject_token("a claim of the token is malformed")
     return claims
 
 
 def is_exchanged_token(authorization: bytes) -> bool:
-    """Whether a token says, unchecked, that it was made for somebody who came with a key of their own.
+    """Whether an unverified token claims to be exchanged for one with another credential (API key, JWKS).
 
-    What that key is worth, a server tells that knows it.
+    Only a server that knows that credential can check it.
     """
     try:
         payload = base64url_decode(authorization.split(b".")[1])
@@ -173,13 +169,13 @@ def is_exchanged_token(authorization: bytes) -> bool:
 
 
 def token_scopes(claims: Claims) -> frozenset[str]:
-    """Our scopes among the token's; identity providers add words of their own, which grant nothing here."""
+    """The known scopes of a token; other words, which identity providers add, grant nothing."""
     words = claims.scope.split(" ") if isinstance(claims.scope, str) else claims.scope
     return frozenset(words) & SCOPES
 
 
 def token_databases(claims: Claims) -> tuple[str, ...] | None:
-    """`db`, or one of its two synonyms; a token that names several must mean all of them."""
+    """`db` or its two synonyms; if several are present, their intersection."""
     named = [claim for claim in (claims.db, claims.databases, claims.database) if claim is not msgspec.UNSET]
     if not named:
         return None
@@ -209,11 +205,11 @@ def create_token(
     audience: str = "",
     clock: Clock = SYSTEM_CLOCK,
 ) -> str:
-    """An HS256 token with an id of its own; `lifetime_s` None makes one that never expires."""
+    """Create an HS256 token with a unique id; it never expires if `lifetime_s` is None."""
     check_secret(secret)
     if not sub:
-        # A variable that was never set: nobody could tell later whose token it is, or revoke it by name.
-        raise TailraceError("invalid_request", "the subject of a token is empty; say whom it is for")
+        # Most likely an unset variable; such a token could not be attributed or revoked by subject.
+        raise TailraceError("invalid_request", "the subject of a token must not be empty")
     unknown = sorted(set(scopes) - SCOPES)
     if unknown:
         raise TailraceError(
@@ -221,10 +217,10 @@ def create_token(
         )
     if streams is not None and not all(streams):
         raise TailraceError(
-            "invalid_request", "an empty stream prefix; leave the prefixes out to allow all streams"
+            "invalid_request", "a stream prefix must not be empty; omit the prefixes to allow all streams"
         )
     if lifetime_s is not None and lifetime_s <= 0:
-        raise TailraceError("invalid_request", "the lifetime of a token is at least one second")
+        raise TailraceError("invalid_request", "the lifetime of a token must be at least one second")
     now_s = clock.now_ns() // 1_000_000_000
     claims: dict[str, Any] = {"sub": sub, "scope": " ".join(scopes), "iat": now_s}
     claims["jti"] = secrets.token_hex(8)
@@ -241,7 +237,7 @@ def create_token(
 
 
 class TokenReport(msgspec.Struct, frozen=True):
-    """What a token says, and whether its times and claims would pass. The signature is not checked."""
+    """The content of a token and problems with its times and claims. The signature is not verified."""
 
     header: dict[str, Any]
     claims: dict[str, Any]
@@ -253,7 +249,7 @@ class TokenReport(msgspec.Struct, frozen=True):
 
 
 def inspect_token(token: str, *, clock: Clock = SYSTEM_CLOCK) -> TokenReport:
-    """Reads a token (with or without `Bearer`) without any key; TailraceError if it is none."""
+    """Read a token (with or without `Bearer`) without a key; TailraceError if it is not a JWT."""
     text = token.strip()
     raw = parse_bearer(text.encode() if text[:7].lower() == "bearer " else b"Bearer " + text.encode())
     header = read_header(raw)
@@ -283,7 +279,7 @@ def inspect_token(token: str, *, clock: Clock = SYSTEM_CLOCK) -> TokenReport:
         if claims.nbf is not msgspec.UNSET and now_s < claims.nbf - LEEWAY_S:
             problems.append("the token is not valid yet")
         if not identity.scopes:
-            problems.append("the token has no scope that this server knows")
+            problems.append("the token has no known scope")
     return TokenReport(
         header=header,
         claims=payload,
@@ -301,21 +297,23 @@ GRANTS_MAX: Final = 1000
 
 class Grant(NamedTuple):
     identity: Identity
-    giver: Identity | None  # on whose behalf; what ends their right ends this one
+    giver: Identity | None  # on whose behalf; the grant ends when that identity is revoked
 
 
 class GrantStore:
-    """Owned by the event loop. There are grants also where nobody else needs a token."""
+    """The valid grants, owned by the event loop. Also used when authentication is off."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._grants: dict[str, Grant] = {}  # by the hash of the token, the oldest first
+        self._grants: dict[str, Grant] = {}  # by the hash of the token, oldest first
 
-    def give(self, identity: Identity, seconds: float, giver: Identity | None = None) -> str:
-        """A token for so long, and no longer than the one it was asked for with."""
+    def issue(self, identity: Identity, seconds: float, giver: Identity | None = None) -> str:
+        """Issue a token for `seconds`, but not beyond the expiry of the giver's token."""
         now_s = self._now_s()
         self._grants = {
-            mark: one for mark, one in self._grants.items() if _is_valid_grant(one.identity, now_s)
+            token_hash: one
+            for token_hash, one in self._grants.items()
+            if _is_valid_grant(one.identity, now_s)
         }
         while len(self._grants) >= GRANTS_MAX:
             del self._grants[next(iter(self._grants))]
@@ -323,22 +321,24 @@ class GrantStore:
         if giver is not None and giver.expires_at is not None:
             until = min(until, giver.expires_at)
         token = GRANT_PREFIX + secrets.token_urlsafe(32)
-        mark = _grant_hash(token.encode())
-        granted = msgspec.structs.replace(identity, expires_at=until, vouched_by=f"grant {mark}")
-        self._grants[mark] = Grant(granted, giver)
+        token_hash = _grant_hash(token.encode())
+        granted = msgspec.structs.replace(identity, expires_at=until, credential=f"grant {token_hash}")
+        self._grants[token_hash] = Grant(granted, giver)
         return token
 
     def find(self, token: bytes) -> Identity | None:
         found = self._grants.get(_grant_hash(token))
         return None if found is None or not _is_valid_grant(found.identity, self._now_s()) else found.identity
 
-    def has(self, mark: str) -> bool:
-        return mark in self._grants
+    def has(self, token_hash: str) -> bool:
+        return token_hash in self._grants
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> None:
-        """Takes back what was given on behalf of somebody who has lost their right."""
+    def revoke_orphans(self, is_valid: Callable[[Identity], bool]) -> None:
+        """Revoke grants that were issued on behalf of an identity that is no longer valid."""
         self._grants = {
-            mark: one for mark, one in self._grants.items() if one.giver is None or stands(one.giver)
+            token_hash: one
+            for token_hash, one in self._grants.items()
+            if one.giver is None or is_valid(one.giver)
         }
 
     def _now_s(self) -> float:
@@ -350,5 +350,5 @@ def _is_valid_grant(identity: Identity, now_s: float) -> bool:
 
 
 def _grant_hash(token: bytes) -> str:
-    """Tokens are looked up by their hash: how long that takes says nothing about them."""
+    """Tokens are looked up by hash, so that timing reveals nothing about them."""
     return hashlib.sha256(token).hexdigest()

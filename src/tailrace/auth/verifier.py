@@ -1,8 +1,8 @@
-"""Who is asking: bearer tokens to identities.
+"""Verifies bearer tokens and turns them into identities.
 
-The algorithm is never the token's choice: HS256 goes with the shared secret alone, RS256, ES256 and EdDSA
-with the one key of the set that is bound to them, everything else is refused. Verified tokens are remembered
-until they expire or something is revoked, so the signature of a busy client is checked once.
+A token cannot choose its algorithm: HS256 is verified with the shared secret only, RS256, ES256 and EdDSA
+with a public key bound to that algorithm, all others are rejected. Verified tokens are cached until they
+expire or something is revoked, so the signature of a busy client is verified once.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ CACHED_TOKEN_BYTES_MAX: Final = 8 * 1024 * 1024
 
 
 class TokenVerifier:
-    """Turns an Authorization header into an identity. Owned by the event loop; never waits."""
+    """Turns an Authorization header into an identity. Owned by the event loop; never blocks."""
 
     def __init__(
-        self, settings: Settings, clock: Clock = SYSTEM_CLOCK, given: GrantStore | None = None
+        self, settings: Settings, clock: Clock = SYSTEM_CLOCK, grants: GrantStore | None = None
     ) -> None:
         self._clock = clock
         self._issuer = settings.auth_issuer
@@ -55,27 +55,25 @@ class TokenVerifier:
         self._secret = settings.auth_jwt_secret.encode()
         if self._secret:
             check_secret(settings.auth_jwt_secret)
-        # Another one for another secret; whoever sees it learns no more than from a token.
-        self._secret_mark = hmac.digest(self._secret, b"vouched by", "sha256")[:16].hex()
+        # Changes with the secret, and reveals no more about it than a token does.
+        self._secret_fingerprint = hmac.digest(self._secret, b"vouched by", "sha256")[:16].hex()
         self._ring = _open_key_ring(settings, clock)
-        self.grants = GrantStore(clock) if given is None else given
+        self.grants = GrantStore(clock) if grants is None else grants
         self.book = IdentityStore(IdentityFile(identity_path(settings)), clock)
         self._public = _public_reader(settings)
-        self.hub: HubReadPolicy | None = (
-            None  # what identities are judged by when they read streams of the hub
-        )
+        self.hub: HubReadPolicy | None = None  # rules for reading streams of the hub
         self._verified: OrderedDict[bytes, Identity] = OrderedDict()
         self._verified_bytes = 0
         self._verified_versions = (0, 0)
         self._rechecked_versions = (0, 0)
         self.enabled = settings.auth_configured
         if self.enabled:
-            # Without keys nobody gets in, unless there is another kind of token.
+            # If API keys are the only way to authenticate, there must be some.
             self.book.load(required=not self._secret and self._ring is None)
             self._rechecked_versions = self._versions
 
     def start(self) -> None:
-        """Begins to keep the key set fresh, if there is one."""
+        """Start refreshing the key set, if there is one."""
         if self._ring is not None:
             self._ring.start()
 
@@ -84,10 +82,10 @@ class TokenVerifier:
             self._ring.close()
 
     def wait_keys(self, timeout_s: float) -> bool:
-        """Waits for a look at the key set that is under way. For start-up and tests, not for requests."""
+        """Wait for a key refresh in progress. For start-up and tests, not for requests."""
         return self._ring is None or self._ring.wait_idle(timeout_s)
 
-    # -- who it is -------------------------------------------------------------------------------------
+    # -- verification ----------------------------------------------------------------------------------
 
     def verify(self, authorization: bytes | None) -> Identity:
         """The identity behind an Authorization header, or `unauthorized`."""
@@ -100,39 +98,39 @@ class TokenVerifier:
         seen_ring, seen_book = self._verified_versions
         ring = self._ring
         if self.book.version != seen_book or (ring is not None and ring.version != seen_ring):
-            # Keys changed, or something was revoked: what was vouched for has to be vouched for again.
-            self._forget_all()
+            # Keys changed or something was revoked: cached tokens must be verified again.
+            self._clear_cache()
         identity = self._verified.get(authorization)
         if identity is not None:
             if identity.expires_at is not None and self._now_s() >= identity.expires_at + LEEWAY_S:
-                self._forget(authorization)
+                self._uncache(authorization)
                 reject_token("the token has expired")
             self._verified.move_to_end(authorization)
             return identity
         token = parse_bearer(authorization)
         if token.startswith(tokens.GRANT_PREFIX.encode()):
-            return self._granted(token)
-        identity = self._key_holder(token) if api_keys.is_api_key(token) else self._check(token)
-        self.check_stands(identity)
+            return self._verify_grant(token)
+        identity = self._verify_api_key(token) if api_keys.is_api_key(token) else self._verify_jwt(token)
+        self.check_valid(identity)
         identity = msgspec.structs.replace(identity, hub=self.hub)
-        self._remember(authorization, identity)
+        self._cache(authorization, identity)
         return identity
 
-    def stands(self, identity: Identity) -> bool:
-        """Whether whoever was let in with this identity still would be, expiry aside."""
-        kind, _, mark = identity.vouched_by.partition(" ")
+    def is_valid(self, identity: Identity) -> bool:
+        """Whether the credential of an identity still exists and is not revoked; expiry is not checked."""
+        kind, _, fingerprint = identity.credential.partition(" ")
         if kind == "grant":
-            return self.grants.has(mark)
-        if kind == "key" and not self.book.has(mark):
+            return self.grants.has(fingerprint)
+        if kind == "key" and not self.book.has_key(fingerprint):
             return False
-        if kind == "secret" and mark != self._secret_mark:
+        if kind == "secret" and fingerprint != self._secret_fingerprint:
             return False
-        if kind == "jwks" and (self._ring is None or not self._ring.has(mark)):
+        if kind == "jwks" and (self._ring is None or not self._ring.has(fingerprint)):
             return False
-        return not self.book.revoked(identity)
+        return not self.book.is_revoked(identity)
 
-    def check_stands(self, identity: Identity) -> None:
-        if not self.stands(identity):
+    def check_valid(self, identity: Identity) -> None:
+        if not self.is_valid(identity):
             reject_token("the token was revoked")
 
     # -- changes ---------------------------------------------------------------------------------------
@@ -141,74 +139,74 @@ class TokenVerifier:
     def _versions(self) -> tuple[int, int]:
         return (0 if self._ring is None else self._ring.version, self.book.version)
 
-    def changed(self) -> bool:
-        """Looks at the identity file; True if anything is another since the last time this was asked."""
+    def poll_changes(self) -> bool:
+        """Check the identity file and the keys; True if anything changed since the last call."""
         self.book.refresh()
         before, self._rechecked_versions = self._rechecked_versions, self._versions
         if before == self._rechecked_versions:
             return False
-        self.grants.recheck(self.stands)
+        self.grants.revoke_orphans(self.is_valid)
         return True
 
     def reload(self) -> None:
-        """Somebody says that the keys are others: they are looked for now, in the background."""
+        """Refresh the key set now, in the background, because an operator requested it."""
         if self._ring is not None:
             self._ring.reload()
 
-    # -- inside ----------------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------------
 
     def _now_s(self) -> float:
         return self._clock.now_ns() / 1e9
 
-    def _granted(self, token: bytes) -> Identity:
+    def _verify_grant(self, token: bytes) -> Identity:
         found = self.grants.find(token)
         if found is None:
-            reject_token("the token has expired, or was taken back")
+            reject_token("the token has expired or was revoked")
         return found
 
-    def _key_holder(self, token: bytes) -> Identity:
+    def _verify_api_key(self, token: bytes) -> Identity:
         key_id, secret = api_keys.split_api_key(token)
-        key = self.book.find(key_id)
+        key = self.book.find_key(key_id)
         if key is None and self.book.refresh():
-            key = self.book.find(key_id)  # made since the last look at the file
-        if key is None or not key.proves(secret):
-            reject_token("there is no such API key")
+            key = self.book.find_key(key_id)  # created since the last check of the file
+        if key is None or not key.verify_secret(secret):
+            reject_token("unknown API key")
         identity = key.identity()
         if identity.expires_at is not None and self._now_s() >= identity.expires_at + LEEWAY_S:
             reject_token("the API key has expired")
         return identity
 
-    def _check(self, token: bytes) -> Identity:
+    def _verify_jwt(self, token: bytes) -> Identity:
         header = read_header(token)
         algorithm, key_id = header.get("alg"), header.get("kid")
         if not isinstance(algorithm, str) or not (key_id is None or isinstance(key_id, str)):
             reject_token("the token header is malformed")
         if "crit" in header:
-            reject_token("the token needs an extension that this server does not know")
+            reject_token("the token requires an extension that this server does not support")
         key: Any
         if algorithm == "HS256" and self._secret:
-            key, vouched_by = self._secret, f"secret {self._secret_mark}"
+            key, credential = self._secret, f"secret {self._secret_fingerprint}"
         elif algorithm in jwks.ALGORITHMS and self._ring is not None:
             bound = self._find_key(self._ring, algorithm, key_id)
-            key, vouched_by = bound.key, f"jwks {bound.mark}"
+            key, credential = bound.key, f"jwks {bound.fingerprint}"
         else:
-            reject_token("the token is signed with an algorithm that this server does not accept")
+            reject_token("the token's signature algorithm is not accepted")
         try:
             payload: bytes = JWS.decode_complete(token, key, algorithms=[algorithm])["payload"]
         except (PyJWTError, ValueError, TypeError):
-            reject_token("the token signature is not valid")
-        return self._identity(payload, vouched_by)
+            reject_token("the token signature is invalid")
+        return self._identity(payload, credential)
 
     def _find_key(self, ring: jwks.KeyRing, algorithm: str, key_id: str | None) -> jwks.BoundKey:
         key = ring.find(algorithm, key_id)
         if key is not None:
             return key
-        if ring.ask_refresh() or not ring.loaded:
-            # Not known to be bad: the issuer may have changed its keys. Clients come back after a 503.
-            raise TailraceError("unavailable", "the keys that tokens are checked with are being fetched")
+        if ring.request_refresh() or not ring.loaded:
+            # The issuer may have rotated its keys; clients retry after a 503.
+            raise TailraceError("unavailable", "the keys that verify tokens are being fetched, retry later")
         raise invalid_token_error("the token is signed with an unknown key")
 
-    def _identity(self, payload: bytes, vouched_by: str) -> Identity:
+    def _identity(self, payload: bytes, credential: str) -> Identity:
         claims = read_claims(payload)
         now_s = self._now_s()
         if claims.exp is not msgspec.UNSET and now_s >= claims.exp + LEEWAY_S:
@@ -223,11 +221,11 @@ class TokenVerifier:
         if self._audience and self._audience not in audience:
             reject_token("the token is for another audience")
         scopes = token_scopes(claims)
-        if not vouched_by.startswith("secret "):
-            # `system` is issued by the server only; an identity provider cannot hand it out.
+        if not credential.startswith("secret "):
+            # `system` is issued by the server only, never by an identity provider.
             scopes -= {"system"}
         elif claims.vouched:
-            vouched_by = claims.vouched  # the server exchanged another token for this one
+            credential = claims.vouched  # the server exchanged another token for this one
         actor_id = claims.sub if claims.actor_id is msgspec.UNSET else claims.actor_id
         return Identity(
             sub=claims.sub,
@@ -240,35 +238,35 @@ class TokenVerifier:
             token_id=claims.jti,
             origin_id=claims.origin,
             issued_at=None if claims.iat is msgspec.UNSET else float(claims.iat),
-            vouched_by=vouched_by,
+            credential=credential,
         )
 
-    def _remember(self, authorization: bytes, identity: Identity) -> None:
+    def _cache(self, authorization: bytes, identity: Identity) -> None:
         self._verified[authorization] = identity
         self._verified_bytes += len(authorization)
         while len(self._verified) > CACHED_TOKENS_MAX or self._verified_bytes > CACHED_TOKEN_BYTES_MAX:
             oldest, _ = self._verified.popitem(last=False)
             self._verified_bytes -= len(oldest)
 
-    def _forget(self, authorization: bytes) -> None:
+    def _uncache(self, authorization: bytes) -> None:
         if self._verified.pop(authorization, None) is not None:
             self._verified_bytes -= len(authorization)
 
-    def _forget_all(self) -> None:
+    def _clear_cache(self) -> None:
         self._verified.clear()
         self._verified_bytes = 0
         self._verified_versions = self._versions
 
 
 def identity_path(settings: Settings) -> Path:
-    """Where API keys and revocations are kept."""
+    """The file of API keys and revocations."""
     return (
         Path(settings.auth_keys_file) if settings.auth_keys_file else settings.data_dir / IDENTITY_FILE_NAME
     )
 
 
 def _public_reader(settings: Settings) -> Identity | None:
-    """Who comes without a token, where some streams are for everybody."""
+    """The identity of requests without a token, if there are public streams."""
     prefixes = settings.auth_public_prefixes
     if not prefixes:
         return None
@@ -280,7 +278,7 @@ def _open_key_ring(settings: Settings, clock: Clock) -> jwks.KeyRing | None:
     if path and url:
         raise TailraceError(
             "invalid_request",
-            "give the key set as a file or as a URL, not both (auth_jwks_file, auth_jwks_url)",
+            "auth_jwks_file and auth_jwks_url cannot be combined: set one of them",
         )
     if url:
         jwks.check_url(url, insecure=settings.insecure)

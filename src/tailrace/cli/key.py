@@ -69,7 +69,7 @@ def create(
             sub=sub, scopes=scope, streams=streams, dbs=db, actor_id=actor_id, lifetime_s=lasts_s
         )
         open_key_file(file).add_key(key)
-        made: dict[str, Any] = {"key": text, **key.shown()}
+        made: dict[str, Any] = {"key": text, **key.to_public()}
     else:
         from tailrace.cli.session import post_json
 
@@ -85,7 +85,7 @@ def create(
 def list_keys(*, file: InFile = None, session: Session = DEFAULT_SESSION) -> None:
     """List keys, without their secrets."""
     if file is not None:
-        found = [key.shown() for key in open_key_file(file).listed().keys]
+        found = [key.to_public() for key in open_key_file(file).read_records().keys]
     else:
         from tailrace.cli.session import get_json
 

@@ -1,10 +1,7 @@
-"""The sync and the async stream client.
+"""The sync and the async stream client: the same operations under the same names.
 
-What the handles of both shells share: everything that needs no I/O, and leaving a `with` block.
-
-The synchronous client. Safe to share between threads, except for one follower or one iterator.
-
-The asynchronous client: the same operations under the same names, to be awaited.
+Both run the generators of `operations.py` and `follow.py` on their own transport. The sync client can be
+shared between threads, except for a follower or an iterator.
 """
 
 from __future__ import annotations
@@ -35,16 +32,16 @@ from tailrace.client.transport import (
     Steps,
 )
 
-PortT = TypeVar("PortT")
+TransportT = TypeVar("TransportT")
 
 
-class StreamHandle(Generic[PortT]):
-    """One stream of the server, and the port that reaches it."""
+class StreamHandle(Generic[TransportT]):
+    """One stream of the server, and the transport that reaches it."""
 
-    __slots__ = ("_operations", "_port")
+    __slots__ = ("_operations", "_transport")
 
-    def __init__(self, port: PortT, operations: StreamOperations) -> None:
-        self._port = port
+    def __init__(self, transport: TransportT, operations: StreamOperations) -> None:
+        self._transport = transport
         self._operations = operations
 
     @property
@@ -53,22 +50,22 @@ class StreamHandle(Generic[PortT]):
 
     @property
     def content_type(self) -> str | None:
-        """The content type as far as this handle knows it."""
+        """The content type, if this handle knows it."""
         return self._operations.content_type
 
 
-class FollowHandle(Generic[PortT]):
-    """A reader that keeps up, and a port of its own."""
+class FollowHandle(Generic[TransportT]):
+    """A live reader with its own transport."""
 
-    __slots__ = ("_follower", "_port")
+    __slots__ = ("_follower", "_transport")
 
-    def __init__(self, port: PortT, follower: Follower) -> None:
-        self._port = port
+    def __init__(self, transport: TransportT, follower: Follower) -> None:
+        self._transport = transport
         self._follower = follower
 
     @property
     def offset(self) -> str:
-        """The position after everything handed out; also moves past entries that a key left out."""
+        """The position after everything returned; it also moves past entries that a key excluded."""
         return self._follower.offset
 
     @property
@@ -77,7 +74,7 @@ class FollowHandle(Generic[PortT]):
 
     @property
     def closed(self) -> bool:
-        """Whether the stream is closed and everything of it was handed out."""
+        """Whether the stream is closed and was returned completely."""
         return self._follower.closed
 
 
@@ -119,7 +116,7 @@ T = TypeVar("T")
 
 
 class SyncTransport:
-    """Carries out steps on blocking sockets. Holds at most one open answer."""
+    """Runs steps on blocking sockets. Holds at most one open response."""
 
     __slots__ = ("_chunks", "_http", "_response", "_settings")
 
@@ -142,11 +139,11 @@ class SyncTransport:
         except StopIteration as stop:
             return stop.value
 
-    def another(self) -> SyncTransport:
-        """A port of its own for a follower, on the same connection pool."""
+    def clone(self) -> SyncTransport:
+        """A separate transport for a follower, on the same connection pool."""
         return SyncTransport(self._http, self._settings)
 
-    def hang_up(self) -> None:
+    def close_stream(self) -> None:
         response, self._response = self._response, None
         self._chunks = iter(())
         if response is not None:
@@ -164,18 +161,18 @@ class SyncTransport:
             case NextChunk():
                 return next(self._chunks, None)
             case CloseStream():
-                self.hang_up()
+                self.close_stream()
         return None
 
     def _open(self, request: wire.HttpRequest) -> Reply:
-        self.hang_up()
+        self.close_stream()
         response = self._http.send(self._settings.build(self._http, request), stream=True)
         self._response = response
         if response.status_code == 200:
             self._chunks = response.iter_bytes()
             return transport.response_from(response, b"")
         body = response.read()
-        self.hang_up()
+        self.close_stream()
         return transport.response_from(response, body)
 
 
@@ -197,19 +194,19 @@ class Client(ContextManaged):
         )
         self._owned = http is None
         self._http = http or httpx2.Client(limits=transport.pool_limits())
-        self._port = SyncTransport(self._http, settings)
+        self._transport = SyncTransport(self._http, settings)
         self._retries = settings.retries
 
     def stream(self, name: str, *, content_type: str | None = None) -> Stream:
         """A handle on a stream. Sends nothing; the stream need not exist."""
-        return Stream(self._port, StreamOperations(name, self._retries, content_type))
+        return Stream(self._transport, StreamOperations(name, self._retries, content_type))
 
     def streams(
         self, prefix: str = "", *, after: str = "", page_size: int = 100, system: bool = False
     ) -> Iterator[StreamDescriptor]:
         """All streams whose name starts with the prefix, in byte order, page by page as needed."""
         lister = StreamLister(self._retries, prefix=prefix, after=after, limit=page_size, system=system)
-        while (rows := self._port.run(lister.advance())) is not None:
+        while (rows := self._transport.run(lister.advance())) is not None:
             yield from rows
 
     def close(self) -> None:
@@ -234,7 +231,7 @@ class Stream(StreamHandle[SyncTransport]):
         steps = self._operations.create(
             content_type=content_type, lifetime=lifetime, closed=closed, body=body
         )
-        return self._port.run(steps)
+        return self._transport.run(steps)
 
     def append(
         self,
@@ -247,9 +244,9 @@ class Stream(StreamHandle[SyncTransport]):
     ) -> AppendResult:
         """Append; on a JSON stream a list is a batch. Returns after the commit.
 
-        It is not sent again when its fate is unknown: then the error says `outcome_unknown`.
+        An append with an unknown outcome is not sent again: the error has `outcome_unknown` set.
         """
-        return self._port.run(
+        return self._transport.run(
             self._operations.append(data, key=key, seq=seq, timestamp=timestamp, close=close)
         )
 
@@ -260,21 +257,21 @@ class Stream(StreamHandle[SyncTransport]):
         key: str | None = None,
         timestamp: wire.Time | None = None,
     ) -> AppendResult | None:
-        """Append item after item, in as few requests as possible on a JSON stream.
+        """Append several items, in as few requests as possible on a JSON stream.
 
-        An error carries in `extra["appended"]` how many items had been committed before it.
+        An error has in `extra["appended"]` how many items had been committed before it.
         """
-        return self._port.run(self._operations.append_many(items, key=key, timestamp=timestamp))
+        return self._transport.run(self._operations.append_many(items, key=key, timestamp=timestamp))
 
     def close(self) -> AppendResult:
-        """Close the stream for good. Closing it again is fine."""
-        return self._port.run(self._operations.close())
+        """Close the stream permanently. Closing it again is allowed."""
+        return self._transport.run(self._operations.close())
 
     def delete(self) -> None:
-        self._port.run(self._operations.delete())
+        self._transport.run(self._operations.delete())
 
     def head(self) -> StreamInfo:
-        return self._port.run(self._operations.head())
+        return self._transport.run(self._operations.head())
 
     def fork(
         self,
@@ -290,24 +287,24 @@ class Stream(StreamHandle[SyncTransport]):
         steps = self._operations.fork(
             target, offset=offset, sub_offset=sub_offset, closed=closed, body=body, lifetime=lifetime
         )
-        return Stream(self._port, self._port.run(steps))
+        return Stream(self._transport, self._transport.run(steps))
 
-    def read(self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]) -> Page:
-        """One page from the offset on; from the start without one.
+    def read(self, offset: str | None = None, **options: Unpack[wire.ReadOptions]) -> Page:
+        """One page from the offset on; without an offset from the start.
 
-        `key` gives entries with a routing key, `since` those of a time or later, `filter` those that match.
+        `key` selects entries by routing key, `since` those from a time on, `filter` those that match.
         """
-        return self._port.run(self._operations.read(offset=offset, **narrow))
+        return self._transport.run(self._operations.read(offset=offset, **options))
 
-    def pages(self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]) -> Iterator[Page]:
+    def pages(self, offset: str | None = None, **options: Unpack[wire.ReadOptions]) -> Iterator[Page]:
         """The pages with content up to the tail."""
-        pager = PageReader(self._operations, offset=offset, narrow=narrow)
-        while (page := self._port.run(pager.advance())) is not None:
+        pager = PageReader(self._operations, offset=offset, options=options)
+        while (page := self._transport.run(pager.advance())) is not None:
             yield page
 
-    def entries(self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]) -> Iterator[Any]:
+    def entries(self, offset: str | None = None, **options: Unpack[wire.ReadOptions]) -> Iterator[Any]:
         """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
-        for page in self.pages(offset, **narrow):
+        for page in self.pages(offset, **options):
             yield from page.entries
 
     def follow(
@@ -316,23 +313,23 @@ class Stream(StreamHandle[SyncTransport]):
         *,
         mode: Mode = "long-poll",
         give_up_s: float | None = None,
-        **narrow: Unpack[wire.ReadOptions],
+        **options: Unpack[wire.ReadOptions],
     ) -> Follow:
-        """Pages as they come, for ever, or until the stream is closed.
+        """Live pages, until the stream is closed.
 
-        `offset` is `-1` (the start), `now`, or the `next_offset` of the last page that was processed. Broken
-        connections are resumed; with `give_up_s` only for so long. Sends nothing before the first page. A
-        `filter` needs the mode `long-poll`.
+        `offset` is `-1` (the start), `now`, or the `next_offset` of the last processed page. Broken
+        connections are resumed, with `give_up_s` only for that long. Nothing is sent before the first page is
+        requested. A `filter` requires the mode `long-poll`.
         """
         follower = Follower(
             self.name,
             offset=offset,
             mode=mode,
-            narrow=narrow,
+            options=options,
             give_up_s=give_up_s,
             retries=self._operations.retries,
         )
-        return Follow(self._port.another(), follower)
+        return Follow(self._transport.clone(), follower)
 
     def producer(
         self,
@@ -340,22 +337,22 @@ class Stream(StreamHandle[SyncTransport]):
         epoch: int = 0,
         **tuning: Unpack[ProducerTuning],
     ) -> Producer:
-        """A writer whose batches take effect exactly once. Without an id it gets one of its own."""
+        """A writer whose batches take effect exactly once. Without an id it uses a random one."""
         options = ProducerOptions(producer_id=producer_id, epoch=epoch, **tuning)
-        return Producer(self._port, self._operations, options)
+        return Producer(self._transport, self._operations, options)
 
 
 class Follow(FollowHandle[SyncTransport], ContextManaged):
-    """A reader that keeps up. Iterate over it; `offset` is where it stands."""
+    """A live reader. Iterate over it; `offset` is its position."""
 
     __slots__ = ()
 
     def next_page(self) -> Page | None:
         """Wait for the next page with content; None when the stream is closed."""
-        return self._port.run(self._follower.advance())
+        return self._transport.run(self._follower.advance())
 
     def __iter__(self) -> Iterator[Page]:
-        # A generator, because leaving a loop ends it, and that closes the connection.
+        # A generator, so that leaving a loop closes the connection.
         try:
             while (page := self.next_page()) is not None:
                 yield page
@@ -363,11 +360,11 @@ class Follow(FollowHandle[SyncTransport], ContextManaged):
             self.close()
 
     def close(self) -> None:
-        self._port.hang_up()
+        self._transport.close_stream()
 
 
 class AsyncTransport:
-    """Carries out steps on an event loop. Holds at most one open answer."""
+    """Runs steps on an event loop. Holds at most one open response."""
 
     __slots__ = ("_chunks", "_http", "_response", "_settings")
 
@@ -390,11 +387,11 @@ class AsyncTransport:
         except StopIteration as stop:
             return stop.value
 
-    def another(self) -> AsyncTransport:
-        """A port of its own for a follower, on the same connection pool."""
+    def clone(self) -> AsyncTransport:
+        """A separate transport for a follower, on the same connection pool."""
         return AsyncTransport(self._http, self._settings)
 
-    async def hang_up(self) -> None:
+    async def close_stream(self) -> None:
         response, self._response = self._response, None
         self._chunks = None
         if response is not None:
@@ -412,18 +409,18 @@ class AsyncTransport:
             case NextChunk():
                 return None if self._chunks is None else await anext(self._chunks, None)
             case CloseStream():
-                await self.hang_up()
+                await self.close_stream()
         return None
 
     async def _open(self, request: wire.HttpRequest) -> Reply:
-        await self.hang_up()
+        await self.close_stream()
         response = await self._http.send(self._settings.build(self._http, request), stream=True)
         self._response = response
         if response.status_code == 200:
             self._chunks = response.aiter_bytes()
             return transport.response_from(response, b"")
         body = await response.aread()
-        await self.hang_up()
+        await self.close_stream()
         return transport.response_from(response, body)
 
 
@@ -445,19 +442,19 @@ class AsyncClient(AsyncContextManaged):
         )
         self._owned = http is None
         self._http = http or httpx2.AsyncClient(limits=transport.pool_limits())
-        self._port = AsyncTransport(self._http, settings)
+        self._transport = AsyncTransport(self._http, settings)
         self._retries = settings.retries
 
     def stream(self, name: str, *, content_type: str | None = None) -> AsyncStream:
         """A handle on a stream. Sends nothing; the stream need not exist."""
-        return AsyncStream(self._port, StreamOperations(name, self._retries, content_type))
+        return AsyncStream(self._transport, StreamOperations(name, self._retries, content_type))
 
     async def streams(
         self, prefix: str = "", *, after: str = "", page_size: int = 100, system: bool = False
     ) -> AsyncIterator[StreamDescriptor]:
         """All streams whose name starts with the prefix, in byte order, page by page as needed."""
         lister = StreamLister(self._retries, prefix=prefix, after=after, limit=page_size, system=system)
-        while (rows := await self._port.run(lister.advance())) is not None:
+        while (rows := await self._transport.run(lister.advance())) is not None:
             for row in rows:
                 yield row
 
@@ -483,7 +480,7 @@ class AsyncStream(StreamHandle[AsyncTransport]):
         steps = self._operations.create(
             content_type=content_type, lifetime=lifetime, closed=closed, body=body
         )
-        return await self._port.run(steps)
+        return await self._transport.run(steps)
 
     async def append(
         self,
@@ -496,9 +493,9 @@ class AsyncStream(StreamHandle[AsyncTransport]):
     ) -> AppendResult:
         """Append; on a JSON stream a list is a batch. Returns after the commit.
 
-        It is not sent again when its fate is unknown: then the error says `outcome_unknown`.
+        An append with an unknown outcome is not sent again: the error has `outcome_unknown` set.
         """
-        return await self._port.run(
+        return await self._transport.run(
             self._operations.append(data, key=key, seq=seq, timestamp=timestamp, close=close)
         )
 
@@ -509,21 +506,21 @@ class AsyncStream(StreamHandle[AsyncTransport]):
         key: str | None = None,
         timestamp: wire.Time | None = None,
     ) -> AppendResult | None:
-        """Append item after item, in as few requests as possible on a JSON stream.
+        """Append several items, in as few requests as possible on a JSON stream.
 
-        An error carries in `extra["appended"]` how many items had been committed before it.
+        An error has in `extra["appended"]` how many items had been committed before it.
         """
-        return await self._port.run(self._operations.append_many(items, key=key, timestamp=timestamp))
+        return await self._transport.run(self._operations.append_many(items, key=key, timestamp=timestamp))
 
     async def close(self) -> AppendResult:
-        """Close the stream for good. Closing it again is fine."""
-        return await self._port.run(self._operations.close())
+        """Close the stream permanently. Closing it again is allowed."""
+        return await self._transport.run(self._operations.close())
 
     async def delete(self) -> None:
-        await self._port.run(self._operations.delete())
+        await self._transport.run(self._operations.delete())
 
     async def head(self) -> StreamInfo:
-        return await self._port.run(self._operations.head())
+        return await self._transport.run(self._operations.head())
 
     async def fork(
         self,
@@ -539,28 +536,28 @@ class AsyncStream(StreamHandle[AsyncTransport]):
         steps = self._operations.fork(
             target, offset=offset, sub_offset=sub_offset, closed=closed, body=body, lifetime=lifetime
         )
-        return AsyncStream(self._port, await self._port.run(steps))
+        return AsyncStream(self._transport, await self._transport.run(steps))
 
-    async def read(self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]) -> Page:
-        """One page from the offset on; from the start without one.
+    async def read(self, offset: str | None = None, **options: Unpack[wire.ReadOptions]) -> Page:
+        """One page from the offset on; without an offset from the start.
 
-        `key` gives entries with a routing key, `since` those of a time or later, `filter` those that match.
+        `key` selects entries by routing key, `since` those from a time on, `filter` those that match.
         """
-        return await self._port.run(self._operations.read(offset=offset, **narrow))
+        return await self._transport.run(self._operations.read(offset=offset, **options))
 
     async def pages(
-        self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]
+        self, offset: str | None = None, **options: Unpack[wire.ReadOptions]
     ) -> AsyncIterator[Page]:
         """The pages with content up to the tail."""
-        pager = PageReader(self._operations, offset=offset, narrow=narrow)
-        while (page := await self._port.run(pager.advance())) is not None:
+        pager = PageReader(self._operations, offset=offset, options=options)
+        while (page := await self._transport.run(pager.advance())) is not None:
             yield page
 
     async def entries(
-        self, offset: str | None = None, **narrow: Unpack[wire.ReadOptions]
+        self, offset: str | None = None, **options: Unpack[wire.ReadOptions]
     ) -> AsyncIterator[Any]:
         """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
-        async for page in self.pages(offset, **narrow):
+        async for page in self.pages(offset, **options):
             for entry in page.entries:
                 yield entry
 
@@ -570,23 +567,23 @@ class AsyncStream(StreamHandle[AsyncTransport]):
         *,
         mode: Mode = "long-poll",
         give_up_s: float | None = None,
-        **narrow: Unpack[wire.ReadOptions],
+        **options: Unpack[wire.ReadOptions],
     ) -> AsyncFollow:
-        """Pages as they come, for ever, or until the stream is closed.
+        """Live pages, until the stream is closed.
 
-        `offset` is `-1` (the start), `now`, or the `next_offset` of the last page that was processed. Broken
-        connections are resumed; with `give_up_s` only for so long. Sends nothing before the first page. A
-        `filter` needs the mode `long-poll`.
+        `offset` is `-1` (the start), `now`, or the `next_offset` of the last processed page. Broken
+        connections are resumed, with `give_up_s` only for that long. Nothing is sent before the first page is
+        requested. A `filter` requires the mode `long-poll`.
         """
         follower = Follower(
             self.name,
             offset=offset,
             mode=mode,
-            narrow=narrow,
+            options=options,
             give_up_s=give_up_s,
             retries=self._operations.retries,
         )
-        return AsyncFollow(self._port.another(), follower)
+        return AsyncFollow(self._transport.clone(), follower)
 
     def producer(
         self,
@@ -594,22 +591,22 @@ class AsyncStream(StreamHandle[AsyncTransport]):
         epoch: int = 0,
         **tuning: Unpack[ProducerTuning],
     ) -> AsyncProducer:
-        """A writer whose batches take effect exactly once. Without an id it gets one of its own."""
+        """A writer whose batches take effect exactly once. Without an id it uses a random one."""
         options = ProducerOptions(producer_id=producer_id, epoch=epoch, **tuning)
-        return AsyncProducer(self._port, self._operations, options)
+        return AsyncProducer(self._transport, self._operations, options)
 
 
 class AsyncFollow(FollowHandle[AsyncTransport], AsyncContextManaged):
-    """A reader that keeps up. Iterate over it; `offset` is where it stands."""
+    """A live reader. Iterate over it; `offset` is its position."""
 
     __slots__ = ()
 
     async def next_page(self) -> Page | None:
         """Wait for the next page with content; None when the stream is closed."""
-        return await self._port.run(self._follower.advance())
+        return await self._transport.run(self._follower.advance())
 
     async def __aiter__(self) -> AsyncIterator[Page]:
-        # A generator, because leaving a loop ends it, and that closes the connection.
+        # A generator, so that leaving a loop closes the connection.
         try:
             while (page := await self.next_page()) is not None:
                 yield page
@@ -617,4 +614,4 @@ class AsyncFollow(FollowHandle[AsyncTransport], AsyncContextManaged):
             await self.close()
 
     async def close(self) -> None:
-        await self._port.hang_up()
+        await self._transport.close_stream()

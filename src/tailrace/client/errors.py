@@ -1,11 +1,8 @@
 """Errors of the client, and argument checks.
 
-Checks of arguments before anything is sent. A message names the argument, its bounds and its value.
-
-The one error the client raises.
-
-It carries what the server said, and it says whether the request may have taken effect: a caller that gets
-`outcome_unknown` must look before it tries again, any other error means that nothing was changed.
+`ClientError` has what the server returned, and says whether the request may have taken effect: after
+`outcome_unknown` a caller must check before it retries, any other error means that nothing was changed.
+Argument checks name the argument, its bounds and its value.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 
-INTEGER_MAX = 2**53 - 1  # of the protocol: what every client can represent
+INTEGER_MAX = 2**53 - 1  # limit of the protocol: what every client can represent
 
 
 def check_integer(name: str, value: object, least: int = 0, most: int = INTEGER_MAX) -> None:
@@ -26,7 +23,7 @@ def check_integer(name: str, value: object, least: int = 0, most: int = INTEGER_
 
 
 def check_seconds(name: str, value: object, *, may_be_zero: bool = False) -> None:
-    """A time span; infinity is one, NaN is not."""
+    """Check a time span; infinity is allowed, NaN is not."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if value > 0 or (may_be_zero and value == 0):
             return
@@ -44,7 +41,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}: {value!r}")
 
 
-# Codes of the client's own, for what happens before or instead of an answer. They never come from a server.
+# Codes of the client, for failures before or without a response. Servers never send them.
 CONNECT_FAILED = "connect_failed"
 CONNECTION_LOST = "connection_lost"
 OUTCOME_UNKNOWN = "outcome_unknown"
@@ -55,16 +52,16 @@ NOT_ENCODABLE = "not_encodable"
 
 NO_ANSWER = 0
 
-# What a status without a body says about a server that takes nothing just now.
+# Error of a status without a body, for temporary failures.
 _CODE_BY_UNAVAILABLE_STATUS = {
-    429: ("overloaded", "the server has too much to do; try again"),
-    503: ("unavailable", "the server cannot be asked just now; try again"),
-    507: ("insufficient_storage", "the disk of the server is full"),
+    429: ("overloaded", "the server is overloaded, retry later"),
+    503: ("unavailable", "the server is unavailable, retry later"),
+    507: ("insufficient_storage", "the server's disk is full"),
 }
 
 
 class ClientError(TailraceError):
-    """A request that failed: the server's code, status, message and further fields, or the client's own."""
+    """A failed request: code, status, message and further fields of the server, or of the client."""
 
     def __init__(
         self,
@@ -76,8 +73,8 @@ class ClientError(TailraceError):
         extra: Mapping[str, object] | None = None,
         outcome_unknown: bool = False,
     ) -> None:
-        # Not the initialiser of TailraceError: a newer server, or a proxy before it, may send codes that the
-        # table of this version does not have.
+        # Not the initialiser of TailraceError: a newer server, or a proxy, may send codes that are not in
+        # this version's table.
         Exception.__init__(self, message)
         self.code = code
         self.message = message
@@ -85,12 +82,12 @@ class ClientError(TailraceError):
         self.headers = tuple(self.answer_headers.items())
         self.extra: dict[str, object] = dict(extra or {})
         self.outcome_unknown = outcome_unknown
-        self.stream: str | None = None  # the one that the request was about, if it was about one
+        self.stream: str | None = None  # the stream of the request, if any
         self._status = status
 
     @property
     def status(self) -> int:
-        """The HTTP status, or 0 if no answer arrived."""
+        """The HTTP status, or 0 if there was no response."""
         return self._status
 
     def __str__(self) -> str:
@@ -104,7 +101,7 @@ class ClientError(TailraceError):
 
 
 class NotEncodableError(ClientError, TypeError):
-    """One of several values is nothing that a stream can take. Nothing of its request was sent."""
+    """One of several values cannot be encoded. Its request was not sent."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(NOT_ENCODABLE, reason)
@@ -118,7 +115,7 @@ _error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 
 def error_from(status: int, headers: Mapping[str, str], body: bytes, *, unknown: bool = False) -> ClientError:
-    """The error an answer stands for; a body that is not ours (a proxy's page) still gives a usable one."""
+    """The error of a response; a foreign body (such as a proxy's page) also results in a usable error."""
     try:
         fields = _error_decoder.decode(body).error
     except msgspec.MsgspecError:
@@ -127,7 +124,7 @@ def error_from(status: int, headers: Mapping[str, str], body: bytes, *, unknown:
     message = fields.pop("message", None)
     return ClientError(
         code if isinstance(code, str) else f"http_{status}",
-        message if isinstance(message, str) else f"the server answered {status}",
+        message if isinstance(message, str) else f"unexpected status {status}",
         status=status,
         headers=headers,
         extra=fields,
@@ -136,18 +133,18 @@ def error_from(status: int, headers: Mapping[str, str], body: bytes, *, unknown:
 
 
 def error_from_status(stream: str, status: int, headers: Mapping[str, str]) -> ClientError | None:
-    """What a status without a body says about a stream, in the server's own codes and words."""
+    """The error of a status without a body for a stream, with the server's codes and words."""
     challenge = headers.get("www-authenticate", "")
     scope = re.search(r'scope="([^"]*)"', challenge)
     described = re.search(r'error_description="([^"]*)"', challenge)
     if status == 404:
-        code, message = "not_found", f"there is no stream {stream!r}"
+        code, message = "not_found", f"stream {stream!r} not found"
     elif status == 410:
-        code, message = "stream_gone", "the stream was deleted; its forks live on"
+        code, message = "stream_gone", "the stream was deleted; its forks still exist"
     elif status == 401:
-        code, message = "unauthorized", described[1] if described else "this server needs a bearer token"
+        code, message = "unauthorized", described[1] if described else "missing bearer token"
     elif status == 403:
-        needed = f"this needs the scope {scope[1]}" if scope else "the token does not cover this stream"
+        needed = f"requires scope {scope[1]}" if scope else "the token does not cover this stream"
         code, message = "forbidden", needed
     elif status in _CODE_BY_UNAVAILABLE_STATUS:
         code, message = _CODE_BY_UNAVAILABLE_STATUS[status]

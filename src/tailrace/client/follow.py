@@ -1,14 +1,9 @@
-"""Following a stream by long-poll or SSE, resumed after failures.
+"""Following a stream by long-poll or server-sent events, resumed after failures.
 
-Server-sent events, parsed from bytes.
-
-Payloads stay bytes from the socket to the caller: decoding them to text and back would cost time and would
-change what is not valid UTF-8.
-
-Following a stream: catch up with plain reads, then live, and again from the last position after a failure.
-
-A page is handed out only together with the position after it, and the position moves only when a page is
-handed out. So whatever breaks in between, nothing is skipped and nothing comes twice.
+A follower catches up with plain reads, then reads live, and continues from the last position after a failure.
+A page is returned only with the position after it, and the position moves only when a page is returned, so
+nothing is skipped or repeated. Payloads stay bytes from the socket to the caller: decoding would cost time
+and change what is not valid UTF-8.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from tailrace.client.transport import (
     with_stream_name,
 )
 
-# One event holds at most one read page, which is one oversized entry in the worst case: 64 MiB of line ends.
+# One event holds at most one read page; in the worst case one entry of 64 MiB that consists of line ends.
 EVENT_BYTES_MAX = 400 * 1024 * 1024
 
 
@@ -47,11 +42,11 @@ class ServerSentEvent(msgspec.Struct, frozen=True):
 
 
 class EventTooLargeError(ValueError):
-    """An event grew past `EVENT_BYTES_MAX` before it ended."""
+    """An event exceeded `EVENT_BYTES_MAX`."""
 
 
 class EventParser:
-    """Feed it chunks as they come, cut anywhere; it returns the events completed by them."""
+    """Parses server-sent events from chunks split anywhere; `feed` returns the completed events."""
 
     __slots__ = ("_data", "_name", "_partial", "_partial_bytes", "_size", "_skip_lf")
 
@@ -77,15 +72,15 @@ class EventParser:
         self._partial.append(first)
         self._partial_bytes += len(first)
         if self._size + self._partial_bytes > EVENT_BYTES_MAX:
-            raise EventTooLargeError(f"a server-sent event is larger than {EVENT_BYTES_MAX} bytes")
+            raise EventTooLargeError(f"a server-sent event exceeds {EVENT_BYTES_MAX} bytes")
         if not lines:
             return []
         complete = [b"".join(self._partial), *lines[:-1]]
         self._partial = [lines[-1]]
         self._partial_bytes = len(lines[-1])
-        return [event for line in complete if (event := self._take(line)) is not None]
+        return [event for line in complete if (event := self._parse_line(line)) is not None]
 
-    def _take(self, line: bytes) -> ServerSentEvent | None:
+    def _parse_line(self, line: bytes) -> ServerSentEvent | None:
         if not line:
             event = ServerSentEvent(self._name or b"message", b"\n".join(self._data)) if self._data else None
             self._name = b""
@@ -100,34 +95,34 @@ class EventParser:
             self._size += len(value)
         elif field == b"event":
             self._name = value
-        # Comments (an empty field name), `id` and `retry` carry nothing that this protocol uses.
+        # Comments (an empty field name), `id` and `retry` are not used.
         return None
 
 
 Mode = Literal["long-poll", "sse"]
 
-# The longest a server may hold a poll or stay silent on an event stream before it counts as gone. The
-# keep-alive of event streams comes every 15 s, idle polls are answered within 5 s unless configured longer.
+# Longest silence of a server during a poll or on an event stream before it counts as disconnected. Event
+# streams have a keep-alive every 15 s, idle polls return within 5 s unless configured longer.
 IDLE_S_MAX = 45.0
 ATTEMPTS_UNLIMITED = 2**62
 
 
 class Follower:
-    """The position of one reader, and how it moves on."""
+    """The position of one reader, and how it advances."""
 
     __slots__ = (
         "_backoff",
         "_base64",
         "_catching_up",
+        "_connected_once",
         "_content_type",
         "_cursor",
         "_data",
-        "_ever_answered",
         "_fresh",
         "_give_up_s",
         "_mode",
-        "_narrow",
         "_open",
+        "_options",
         "_parser",
         "_pending",
         "_retries",
@@ -144,26 +139,26 @@ class Follower:
         offset: str,
         mode: Mode,
         retries: Retries,
-        narrow: wire.ReadOptions | None = None,
+        options: wire.ReadOptions | None = None,
         give_up_s: float | None = None,
     ) -> None:
         if mode not in ("long-poll", "sse"):
-            raise ValueError(f"mode is 'long-poll' or 'sse', not {mode!r}")
+            raise ValueError(f"mode must be 'long-poll' or 'sse', not {mode!r}")
         if give_up_s is not None:
             check_seconds("give_up_s", give_up_s, may_be_zero=True)
-        narrow = narrow or {}
-        if mode == "sse" and narrow.get("filter") is not None:
-            raise ValueError("a filter needs the mode 'long-poll'")
+        options = options or {}
+        if mode == "sse" and options.get("filter") is not None:
+            raise ValueError("a filter requires the mode 'long-poll'")
         self.offset: str = offset
         self.up_to_date = False
         self.closed = False
         self.name = name
         self._mode = mode
-        self._narrow = narrow
+        self._options = options
         self._retries = retries
         self._give_up_s = give_up_s
         self._backoff = Backoff(retries)
-        self._ever_answered = False
+        self._connected_once = False
         self._catching_up = True
         self._cursor: str | None = None
         self._content_type = ""
@@ -176,7 +171,7 @@ class Follower:
 
     @with_stream_name
     def advance(self) -> Steps[Page | None]:
-        """The next page with content, or None once the stream is closed and all of it was handed out."""
+        """The next page with content, or None once the stream is closed and was returned completely."""
         while not self.closed:
             try:
                 page = yield from self._next_page()
@@ -206,28 +201,28 @@ class Follower:
         self.offset = page.next_offset
         self.up_to_date = page.up_to_date
         self.closed = page.closed
-        self._narrow = wire.continued_options(self._narrow)
+        self._options = wire.continued_options(self._options)
         self._cursor = page.cursor or self._cursor
-        if self._ever_answered:
+        if self._connected_once:
             self._backoff.reset()
             return
-        # The first contact has the patience of any request, so that a wrong address shows. From then on the
-        # follower outlives restarts of the server, for as long as the caller wants it to.
-        self._ever_answered = True
+        # The first request has the usual retries, so that a wrong address fails. After it the follower
+        # survives restarts of the server, for as long as the caller wants.
+        self._connected_once = True
         give_up_s = float("inf") if self._give_up_s is None else self._give_up_s
         self._backoff = Backoff(self._retries, attempts_max=ATTEMPTS_UNLIMITED, elapsed_s_max=give_up_s)
 
     def _delay_after(self, error: ClientError) -> float | None:
-        """How long to wait after an error that will pass; None for one that will not."""
+        """How long to wait after a temporary error; None for a permanent one."""
         if not may_retry(error.status, repeatable=True):
             return None
         return self._backoff.next_delay(retry_after_s(error.answer_headers))
 
     def _restart(self, delay: float) -> Steps[None]:
-        yield from self._hang_up()
+        yield from self._disconnect()
         yield Sleep(delay)
 
-    def _hang_up(self) -> Steps[None]:
+    def _disconnect(self) -> Steps[None]:
         self._open = False
         self._catching_up = True
         self._pending.clear()
@@ -244,66 +239,66 @@ class Follower:
 
     def _catch_up(self) -> Steps[Page]:
         # Also the start of every live connection: it turns `now`, `-1` and `since` into a position that
-        # survives a reconnect, and it tells the content type, which an event stream does not.
-        offset = None if self._narrow.get("since") is not None else self.offset
-        answer = yield from send_request(wire.read(self.name, offset=offset, **self._narrow))
-        wire.check_status(answer, 200)
-        page = wire.parse_page(answer)
+        # survives a reconnect, and returns the content type, which an event stream does not.
+        offset = None if self._options.get("since") is not None else self.offset
+        response = yield from send_request(wire.read(self.name, offset=offset, **self._options))
+        wire.check_status(response, 200)
+        page = wire.parse_page(response)
         self._content_type = page.content_type
         self._catching_up = not page.up_to_date
         return page
 
     def _poll(self) -> Steps[Page]:
-        answer = yield from send_request(
+        response = yield from send_request(
             wire.read(
                 self.name,
                 offset=self.offset,
                 live="long-poll",
                 cursor=self._cursor,
                 wait_s=IDLE_S_MAX,
-                **wire.continued_options(self._narrow),
+                **wire.continued_options(self._options),
             )
         )
-        wire.check_status(answer, 200, 204)
-        return wire.parse_page(answer)
+        wire.check_status(response, 200, 204)
+        return wire.parse_page(response)
 
     def _listen(self) -> Steps[Page | None]:
-        """The next page of the event stream; None if it ended and has to be opened again."""
+        """The next page of the event stream; None if it ended and must be opened again."""
         if not self._open:
             yield from self._connect()
         while not self._pending:
             chunk = yield from next_chunk()
             if chunk is None:
-                # An orderly end: the server rotates connections. Without a single event it is a fault.
+                # A regular end: the server rotates connections. Without any event it is an error.
                 if self._fresh:
                     raise BrokenConnectionError("the event stream ended before its first event", sent=True)
-                yield from self._hang_up()
+                yield from self._disconnect()
                 return None
             self._read_events(chunk)
         data, control = self._pending.pop(0)
         return wire.parse_live(control, data, content_type=self._content_type, base64=self._base64)
 
     def _connect(self) -> Steps[None]:
-        answer = yield from open_stream(
+        response = yield from open_stream(
             wire.read(
                 self.name,
                 offset=self.offset,
                 live="sse",
                 cursor=self._cursor,
                 wait_s=IDLE_S_MAX,
-                **wire.continued_options(self._narrow),
+                **wire.continued_options(self._options),
             )
         )
-        wire.check_status(answer, 200)
-        self._base64 = answer.headers.get("stream-sse-data-encoding", "").lower() == "base64"
+        wire.check_status(response, 200)
+        self._base64 = response.headers.get("stream-sse-data-encoding", "").lower() == "base64"
         self._parser = EventParser()
         self._data = None
         self._fresh = True
         self._open = True
         if self._base64 == _is_text(self._content_type):
-            # The stream had no type when we caught up and was given one since: catch up again to learn it.
+            # The stream had no type when we caught up and has one now: catch up again to get it.
             raise BrokenConnectionError(
-                "the encoding of the event stream does not fit the content type", sent=True
+                "the encoding of the event stream does not match the content type", sent=True
             )
 
     def _read_events(self, chunk: bytes) -> None:

@@ -1,17 +1,12 @@
 """Pages, stream descriptions and append results; JSON encoding of appended data.
 
-The parts of a JSON text as they are written, also where fast decoders give up.
+Encoding rule for streams and producers: bytes are sent unchanged; on a JSON stream they are JSON text. Any
+other value is a JSON message, and a list is a batch of messages. A string is a JSON string on a JSON stream
+and UTF-8 text on any other.
 
-They refuse lone surrogates, which JavaScript writes for text that was cut within a character, and round or
-refuse numbers beyond 64 bits. Records may hold both, and whoever passes them on must not change them.
-
-What the client hands out: pages, descriptions of streams, receipts for appends.
-
-Turning what the caller appends into bytes.
-
-The rule, for streams and producers alike: bytes go out as they are; on a JSON stream they are JSON text.
-Any other value is a JSON message, and a list is a batch of messages. A string is a JSON string on a JSON
-stream and UTF-8 text on any other.
+`raw_elements` and `raw_members` return the parts of a JSON text as written. Fast decoders reject lone
+surrogates, which JavaScript writes for text that was cut within a character, and round or reject numbers
+beyond 64 bits; both must be passed on unchanged.
 """
 
 from __future__ import annotations
@@ -25,24 +20,24 @@ import msgspec
 
 from tailrace.client.errors import NotEncodableError
 
-# Numbers are not converted: they may have any number of digits, and the texts around them are wanted.
+# Numbers are not converted: they may have any number of digits, and only their positions are needed.
 _RAW_DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str)
 _BETWEEN: Final = re.compile(r"[ \t\r\n,:]*")
 
 
 def raw_elements(body: bytes) -> list[bytes]:
-    """Those of an array."""
+    """The elements of a JSON array, as written."""
     return [text.encode() for text in _scan_values(body, "[", "]")]
 
 
 def raw_members(body: bytes) -> dict[str, bytes]:
-    """Those of an object, by name."""
+    """The members of a JSON object by name, as written."""
     values = iter(_scan_values(body, "{", "}"))
     return {json.loads(name): text.encode() for name, text in zip(values, values, strict=True)}
 
 
 def _scan_values(body: bytes, opening: str, closing: str) -> list[str]:
-    """One after the other; of an object names and values in turn."""
+    """The values in order; for an object names and values alternate."""
     text, found = body.decode(), list[str]()
     _RAW_DECODER.decode(text)
     place = _skip_separators(text, text.index(opening) + 1)
@@ -55,7 +50,7 @@ def _scan_values(body: bytes, opening: str, closing: str) -> list[str]:
 
 def _skip_separators(text: str, place: int) -> int:
     between = _BETWEEN.match(text, place)
-    assert between is not None, "it matches nothing, too"
+    assert between is not None, "the pattern matches the empty text"
     return between.end()
 
 
@@ -64,15 +59,15 @@ _raw_list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def is_json(content_type: str | None) -> bool:
-    """Whether a content type means one entry per JSON message. Parameters and case do not matter."""
+    """Whether a content type means one entry per JSON message; ignores parameters and case."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON_TYPE
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
     """A slice of a stream and the position after it.
 
-    `next_offset` is what to read from next, and what to store in order to resume. `up_to_date` says that the
-    slice reached the tail; `closed` that nothing will ever follow it.
+    Read on from `next_offset`, and store it to resume later. `up_to_date` means that the slice reached the
+    tail, `closed` that nothing will follow it.
     """
 
     body: bytes
@@ -93,7 +88,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     def entries(self) -> list[Any]:
         """The decoded messages of a JSON stream; on other streams the bytes of the page, as one item.
 
-        The wire does not show where one entry of a byte stream ends and the next begins.
+        The protocol does not mark the boundaries between entries of a byte stream.
         """
         if not self.is_json:
             return [self.body] if self.body else []
@@ -102,7 +97,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.decode(self.body, type=list[Any])
         except msgspec.DecodeError:
-            # Legal JSON beyond msgspec: numbers like 1e400, lone surrogates.
+            # Legal JSON that msgspec rejects: numbers like 1e400, lone surrogates.
             return json.loads(self.body)
 
     @property
@@ -123,7 +118,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What HEAD and PUT tell about a stream. `next_offset` is the tail."""
+    """A stream as described by HEAD and PUT. `next_offset` is the tail."""
 
     name: str
     content_type: str
@@ -138,7 +133,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AppendResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The receipt of a committed append: the tail after it. A `duplicate` had been committed before."""
+    """The result of a committed append: the tail after it. A `duplicate` had been committed before."""
 
     next_offset: str
     closed: bool = False
@@ -146,7 +141,7 @@ class AppendResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamDescriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the list of streams. The decimal positions are strings, as on the wire."""
+    """One row of the list of streams. Decimal positions are strings, as on the wire."""
 
     name: str
     content_type: str | None = None
@@ -172,7 +167,7 @@ _raw = msgspec.json.Decoder(msgspec.Raw)
 
 
 def implied_type(data: Data) -> str | None:
-    """The content type that the data leaves no choice about; None if it must come from the stream."""
+    """The content type that the data implies; None if it must come from the stream."""
     return None if isinstance(data, str) or _as_bytes(data) is not None else JSON_TYPE
 
 
@@ -185,13 +180,13 @@ def encode_body(data: Data, content_type: str) -> bytes:
         return _encode_text(data, content_type)
     body = _encode(data)
     if body.startswith(b"[") and not isinstance(data, (list, tuple, msgspec.Raw)):
-        # A set, for instance: one message, which the server would take apart as a batch.
+        # For example a set: one message, which the server would split as a batch.
         return b"[" + body + b"]"
     return body
 
 
 def encode_parts(data: Data, content_type: str) -> list[bytes]:
-    """The same append as the messages it is made of, for batching with others."""
+    """The messages of one append, for batching with others."""
     if not is_json(content_type):
         return [encode_body(data, content_type)]
     octets = _as_bytes(data)
@@ -202,7 +197,7 @@ def encode_parts(data: Data, content_type: str) -> list[bytes]:
                 return [bytes(raw) for raw in _raw_list.decode(text)]
             _raw.decode(text)
         except msgspec.DecodeError as error:
-            # Refused here: one malformed message would fail all others of its batch.
+            # Rejected here: one malformed message would fail its whole batch.
             raise ValueError(f"bytes for a JSON stream must be JSON text: {error}") from error
         return [text]
     if isinstance(data, (list, tuple)):
@@ -211,7 +206,7 @@ def encode_parts(data: Data, content_type: str) -> list[bytes]:
 
 
 def join_parts(parts: list[bytes], content_type: str) -> bytes:
-    """One body for many parts. On a byte stream a reader sees the same bytes however they were grouped."""
+    """One body for many parts. On a byte stream the grouping makes no difference to readers."""
     if is_json(content_type):
         return b"[" + b",".join(parts) + b"]"
     return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -220,9 +215,9 @@ def join_parts(parts: list[bytes], content_type: str) -> bytes:
 def group_parts(
     items: Iterable[Data], content_type: str, *, bytes_max: int, count_max: int
 ) -> Iterator[list[bytes]]:
-    """Cut items into bodies of a bounded size. Entries of byte streams are never joined.
+    """Group items into bodies of a bounded size. Entries of byte streams are never joined.
 
-    NotEncodableError for an item that no body can hold.
+    NotEncodableError for an item that cannot be encoded.
     """
     group: list[bytes] = []
     size = 0
@@ -241,7 +236,7 @@ def group_parts(
 
 
 def _encode_part(item: Data, content_type: str) -> bytes:
-    """One item of several: of JSON one message, whatever it is."""
+    """Encode one of several items; on a JSON stream always as one message."""
     try:
         if not is_json(content_type):
             return encode_body(item, content_type)
@@ -252,7 +247,7 @@ def _encode_part(item: Data, content_type: str) -> bytes:
 
 
 def _as_bytes(data: Data) -> bytes | None:
-    """The bytes of what the wire can carry as it is; None for a value that has to be encoded."""
+    """The data if it is bytes-like; None for a value that has to be encoded."""
     if isinstance(data, bytes):
         return data
     if isinstance(data, (bytearray, memoryview)):

@@ -1,4 +1,4 @@
-"""What can be done to a stream, as steps. Both shells offer these under the same names."""
+"""Operations on a stream, as steps that the sync and the async client run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tailrace.client.errors import ClientError, check_integer
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
 from tailrace.client.transport import Backoff, ExchangeResult, Retries, Steps, exchange, with_stream_name
 
-# `append_many` cuts its requests here: far below the server's 64 MiB, large enough to make requests rare.
+# `append_many` splits its requests here: far below the server's 64 MiB, but large enough to make them rare.
 BATCH_BYTES_MAX = 1024 * 1024
 BATCH_COUNT_MAX = 10_000
 
@@ -19,7 +19,7 @@ _NOTHING = object()
 
 
 class StreamOperations:
-    """The operations on one stream. Remembers its content type, once known, for the appends."""
+    """The operations on one stream. Remembers its content type, once known, for appends."""
 
     __slots__ = ("content_type", "name", "retries")
 
@@ -62,10 +62,10 @@ class StreamOperations:
             fork=fork,
         )
         outcome = yield from self._exchange(request)
-        wire.check_status(outcome.answer, 200, 201)
-        info = wire.parse_info(self.name, outcome.answer)
+        wire.check_status(outcome.response, 200, 201)
+        info = wire.parse_info(self.name, outcome.response)
         if content_type is not None or fork is not None:
-            # Created without a type, the stream takes that of its first append: nothing to remember yet.
+            # A stream created without a type gets that of its first append: nothing to remember yet.
             self.content_type = info.content_type
         return info
 
@@ -80,7 +80,7 @@ class StreamOperations:
         body: model.Data,
         lifetime: wire.Lifetime,
     ) -> Steps[StreamOperations]:
-        """Create the target; the result is for what comes next with it."""
+        """Create the target; returns its operations."""
         operations = StreamOperations(target, self.retries)
         yield from operations.create(
             content_type=None if body is None else self.content_type,
@@ -94,16 +94,16 @@ class StreamOperations:
     @with_stream_name
     def head(self) -> Steps[StreamInfo]:
         outcome = yield from self._exchange(wire.head(self.name))
-        wire.check_head(self.name, outcome.answer)
-        return wire.parse_info(self.name, outcome.answer)
+        wire.check_head(self.name, outcome.response)
+        return wire.parse_info(self.name, outcome.response)
 
     @with_stream_name
     def delete(self) -> Steps[None]:
         outcome = yield from self._exchange(wire.delete(self.name))
-        if outcome.doubtful and outcome.answer.status in (404, 410):
-            # An earlier attempt whose answer got lost has done it.
+        if outcome.maybe_applied and outcome.response.status in (404, 410):
+            # An earlier attempt whose response was lost has deleted it.
             return
-        wire.check_status(outcome.answer, 200, 204)
+        wire.check_status(outcome.response, 200, 204)
 
     @with_stream_name
     def append(
@@ -135,10 +135,10 @@ class StreamOperations:
         key: str | None = None,
         timestamp: wire.Time | None = None,
     ) -> Steps[AppendResult | None]:
-        """Append item after item in as few requests as possible; the receipt of the last, None if no items.
+        """Append several items in as few requests as possible; the result of the last one, None if no items.
 
-        An error in the middle carries in `extra["appended"]` how many items had been committed before it, one
-        that the iterable itself raises in a note.
+        An error has in `extra["appended"]` how many items had been committed before it; an error of the
+        iterable itself has it in a note.
         """
         result: AppendResult | None = None
         appended = 0
@@ -179,13 +179,13 @@ class StreamOperations:
             self.name, body, content_type=content_type, key=key, seq=seq, timestamp=timestamp, close=close
         )
         outcome = yield from self._exchange(request)
-        wire.check_status(outcome.answer, 200, 204, repeatable=request.repeatable)
+        wire.check_status(outcome.response, 200, 204, repeatable=request.repeatable)
         if content_type is not None:
             self.content_type = content_type
-        return wire.parse_append(outcome.answer)
+        return wire.parse_append(outcome.response)
 
     def type_for(self, data: model.Data) -> Steps[str]:
-        """The content type to append this data with; asks the server if nothing else tells."""
+        """The content type to append this data with; requests it from the server if it is unknown."""
         if self.content_type is not None:
             return self.content_type
         implied = model.implied_type(data)
@@ -196,29 +196,31 @@ class StreamOperations:
         return info.content_type
 
     @with_stream_name
-    def read(self, *, offset: str | None, **narrow: Unpack[wire.ReadOptions]) -> Steps[Page]:
-        outcome = yield from self._exchange(wire.read(self.name, offset=offset, **narrow))
-        wire.check_status(outcome.answer, 200)
-        return wire.parse_page(outcome.answer)
+    def read(self, *, offset: str | None, **options: Unpack[wire.ReadOptions]) -> Steps[Page]:
+        outcome = yield from self._exchange(wire.read(self.name, offset=offset, **options))
+        wire.check_status(outcome.response, 200)
+        return wire.parse_page(outcome.response)
 
 
 class PageReader:
     """Pages from a position up to the tail, one `advance` each."""
 
-    __slots__ = ("_done", "_narrow", "_offset", "_operations")
+    __slots__ = ("_done", "_offset", "_operations", "_options")
 
-    def __init__(self, operations: StreamOperations, *, offset: str | None, narrow: wire.ReadOptions) -> None:
+    def __init__(
+        self, operations: StreamOperations, *, offset: str | None, options: wire.ReadOptions
+    ) -> None:
         self._operations = operations
         self._offset = offset
-        self._narrow = narrow
+        self._options = options
         self._done = False
 
     def advance(self) -> Steps[Page | None]:
         """The next page, or None when the tail has been reached."""
         while not self._done:
-            page = yield from self._operations.read(offset=self._offset, **self._narrow)
+            page = yield from self._operations.read(offset=self._offset, **self._options)
             self._offset = page.next_offset
-            self._narrow = wire.continued_options(self._narrow)
+            self._options = wire.continued_options(self._options)
             self._done = page.up_to_date
             if not page.is_empty:
                 return page
@@ -246,8 +248,8 @@ class StreamLister:
             prefix=self._prefix, after=self._after, limit=self._limit, system=self._system
         )
         outcome = yield from exchange(request, Backoff(self._retries))
-        wire.check_status(outcome.answer, 200)
-        rows, more = wire.parse_list(outcome.answer)
+        wire.check_status(outcome.response, 200)
+        rows, more = wire.parse_list(outcome.response)
         self._done = not more or not rows
         if rows:
             self._after = rows[-1].name

@@ -1,18 +1,12 @@
-"""The idempotent producer: batching, sequencing, sync and async front ends.
+"""The idempotent producer: batching, sequencing, and its sync and async front ends.
 
-Collecting small appends into batches, within a bounded number of bytes. No I/O, no clock, no locks.
+Every batch takes effect exactly once, however often it is sent. One batch is in flight at a time, with the
+next sequence number; retries have the same number, so that the server recognises them. The epoch
+distinguishes incarnations of one producer id.
 
-A batch is due when it is full, when it has lingered long enough, or when somebody flushes. While one batch
-is on its way the next one grows, so the busier the producer, the larger the batches.
-
-The idempotent producer: every batch takes effect exactly once, however often it has to be sent.
-
-One batch is on its way at a time, with the next sequence number; its retries carry the same number, so the
-server can tell them from new batches. The epoch tells incarnations of one producer id apart.
-
-The synchronous idempotent producer: callers queue, one background thread delivers.
-
-The asynchronous idempotent producer: callers queue, one background task delivers.
+A batch is due when it is full, when it has lingered long enough, or on a flush. While one batch is in flight
+the next one grows, so a busier producer sends larger batches. Callers queue; one background thread or task
+delivers.
 """
 
 from __future__ import annotations
@@ -49,7 +43,7 @@ Ticket = TypeVar("Ticket")
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """When a batch is full, how long it may wait for company, how much may wait altogether."""
+    """When a batch is full, how long it may wait for more, and how much may wait altogether."""
 
     batch_bytes_max: int = 1024 * 1024
     batch_count_max: int = 10_000
@@ -63,7 +57,7 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProducerBatch(Generic[Ticket]):
-    """Parts that go out in one request. All of them share one ticket, which the answer redeems."""
+    """Parts that are sent in one request. They share one ticket, which the response completes."""
 
     __slots__ = ("key", "number", "opened_s", "parts", "size_bytes", "ticket")
 
@@ -77,7 +71,7 @@ class ProducerBatch(Generic[Ticket]):
 
 
 class ProducerBatcher(Generic[Ticket]):
-    """The queue of a producer. `bytes_held` counts what waits and what is on its way."""
+    """The queue of a producer. `bytes_held` counts what waits and what is in flight."""
 
     __slots__ = (
         "_flush_through",
@@ -96,8 +90,7 @@ class ProducerBatcher(Generic[Ticket]):
         self._next_number = 1
         self._flush_through = 0
         self.bytes_held = 0
-        # The number of the last batch that was answered. One batch is on its way at a time, so they settle
-        # in order.
+        # The number of the last finished batch. One batch is in flight at a time, so they finish in order.
         self.settled: int = 0
 
     @property
@@ -106,7 +99,7 @@ class ProducerBatcher(Generic[Ticket]):
         return self._next_number - 1
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether a part may enter now. One that is larger than the whole bound enters alone."""
+        """Whether a part may be queued now. One larger than the whole limit is queued alone."""
         return self.bytes_held == 0 or self.bytes_held + size_bytes < self._limits.inflight_bytes_max
 
     def add(self, part: bytes, key: str | None, now_s: float) -> Ticket:
@@ -121,7 +114,7 @@ class ProducerBatcher(Generic[Ticket]):
         return batch.ticket
 
     def flush(self) -> int:
-        """Make everything due that is queued by now; the number of the last batch of it."""
+        """Make everything queued so far due; returns the number of its last batch."""
         self._flush_through = self.last_number
         return self._flush_through
 
@@ -130,24 +123,24 @@ class ProducerBatcher(Generic[Ticket]):
         if not self._queue:
             return None
         batch = self._queue[0]
-        # A batch that has a successor cannot grow any more.
+        # A batch that has a successor cannot grow.
         if len(self._queue) > 1 or batch.number <= self._flush_through or self._is_full(batch):
             return 0.0
         return max(0.0, batch.opened_s + self._limits.linger_s - now_s)
 
-    def take(self, now_s: float) -> ProducerBatch[Ticket] | None:
+    def pop_due(self, now_s: float) -> ProducerBatch[Ticket] | None:
         """Remove and return the oldest batch if it is due."""
         return self._queue.popleft() if self.due_in_s(now_s) == 0.0 else None
 
     def settle(self, batch: ProducerBatch[Ticket]) -> None:
-        """The batch was answered: its bytes make room for others."""
+        """The batch is finished: release its bytes."""
         assert batch.number == self.settled + 1, "batches settle in order"
         self.bytes_held -= batch.size_bytes
         self.settled = batch.number
         assert self.bytes_held >= 0
 
     def drop_all(self) -> list[Ticket]:
-        """Empty the queue after a failure that ends the producer; the tickets that will not be redeemed."""
+        """Empty the queue after a fatal failure; returns the tickets of the dropped batches."""
         tickets = [batch.ticket for batch in self._queue]
         for batch in tuple(self._queue):
             self.settle(batch)
@@ -170,7 +163,7 @@ PRODUCER_ID_BYTES_MAX = 256
 
 
 class ProducerOptions(BatchLimits, frozen=True, kw_only=True):
-    """Who a producer is and how patient. `delivery_s_max` bounds the retries of one batch."""
+    """Identity and limits of a producer. `delivery_s_max` bounds the retries of one batch."""
 
     producer_id: str | None = None
     epoch: int = 0
@@ -197,7 +190,7 @@ class ProducerTuning(TypedDict, total=False):
 
 
 class BatchSequencer:
-    """Epoch and sequence number of one producer on one stream, and how a batch is delivered with them."""
+    """Epoch and sequence number of one producer on one stream; delivers batches with them."""
 
     __slots__ = ("_auto_claim", "_claimed", "_delivery_s_max", "_operations", "epoch", "producer_id", "seq")
 
@@ -209,7 +202,7 @@ class BatchSequencer:
         self.seq = 0
         self._delivery_s_max = options.delivery_s_max
         self._auto_claim = options.auto_claim
-        # A made-up id has no history, and who refuses to claim has to know the epoch: no need to ask.
+        # A random id has no history, and without auto_claim the caller must know the epoch: no probe needed.
         self._claimed = options.producer_id is None or not options.auto_claim
 
     @with_stream_name
@@ -220,12 +213,12 @@ class BatchSequencer:
 
     @property
     def name(self) -> str:
-        """Of the stream."""
+        """The name of the stream."""
         return self._operations.name
 
     @with_stream_name
     def deliver(self, parts: list[bytes], key: str | None, *, close: bool = False) -> Steps[AppendResult]:
-        """Commit one batch, exactly once; with `close` it is the last one of the stream, and may be empty."""
+        """Commit one batch exactly once; with `close` it closes the stream, and may be empty."""
         content_type = self._operations.content_type
         if content_type is None:
             assert not parts, "the type is known before the first part is queued"
@@ -235,21 +228,27 @@ class BatchSequencer:
         body = model.join_parts(parts, content_type) if parts else b""
         while True:
             outcome = yield from self._send(body, content_type if parts else None, key, self.seq, close=close)
-            answer = outcome.answer
-            if answer.status == 403 and self._may_claim(outcome) and (epoch := _epoch(answer)) is not None:
+            response = outcome.response
+            if (
+                response.status == 403
+                and self._may_claim(outcome)
+                and (epoch := _epoch(response)) is not None
+            ):
                 self.epoch = epoch + 1
                 continue
-            result = wire.parse_append(answer) if answer.status in (200, 204) else None
-            # To a close without content 204 is the plain success, and the stream is closed then.
+            result = wire.parse_append(response) if response.status in (200, 204) else None
+            # For a close without content 204 is the normal success, and the stream is closed then.
             is_closed = not parts and result is not None and result.closed
-            if answer.status == 204 and not is_closed and (not parts or self._is_foreign(outcome)):
-                # Somebody else wrote under this number: nothing of ours has been stored.
+            if response.status == 204 and not is_closed and (not parts or self._is_foreign(outcome)):
+                # Another writer used this number: nothing of ours was stored.
                 if self._may_claim(outcome):
                     self.epoch += 1
                     continue
                 raise self._conflict(outcome)
             if result is None:
-                raise error_from(answer.status, answer.headers, answer.body, unknown=outcome.doubtful)
+                raise error_from(
+                    response.status, response.headers, response.body, unknown=outcome.maybe_applied
+                )
             self.seq += 1
             return AppendResult(next_offset=result.next_offset, closed=True) if is_closed else result
 
@@ -266,53 +265,55 @@ class BatchSequencer:
         return (yield from exchange(request, backoff))
 
     def _claim(self, content_type: str) -> Steps[None]:
-        """Find an epoch that nobody has used, before any data is sent.
+        """Find an unused epoch before any data is sent.
 
-        An append with a sequence number out of reach is always refused, and the refusal tells the state of
-        this producer id. Sending the first batch on the off chance would not do: to a producer with a
-        history in the same epoch, (epoch, 0) is a duplicate, and the batch would be dropped with a success.
+        An append with an unreachable sequence number is always refused, and the error returns the state of
+        this producer id. Sending the first batch directly would be wrong: for a producer with a history in
+        the same epoch, (epoch, 0) is a duplicate, and the batch would be dropped with a success.
         """
         probe = b"0" if is_json(content_type) else b"\0"
-        answer = (yield from self._send(probe, content_type, None, SEQ_MAX)).answer
-        error = error_from(answer.status, answer.headers, answer.body)
-        if answer.status == 403 and (epoch := _epoch(answer)) is not None:
+        response = (yield from self._send(probe, content_type, None, SEQ_MAX)).response
+        error = error_from(response.status, response.headers, response.body)
+        if response.status == 403 and (epoch := _epoch(response)) is not None:
             self.epoch = epoch + 1
-        elif answer.status == 409 and (expected := answer.headers.get("producer-expected-seq")) is not None:
-            # 0: unknown to this stream. More: there is a history in this very epoch.
+        elif (
+            response.status == 409 and (expected := response.headers.get("producer-expected-seq")) is not None
+        ):
+            # 0: unknown to this stream. More: there is a history in this epoch.
             self.epoch += 1 if expected != "0" else 0
-        elif not (answer.status == 400 and error.code in ("invalid_header", "http_400")):
-            # 400 says that the epoch is newer than the known one, and has to begin at 0: as it will.
+        elif not (response.status == 400 and error.code in ("invalid_header", "http_400")):
+            # 400 means that the epoch is newer than the known one and must start at 0, as it will.
             raise error
         self._claimed = True
 
     def _may_claim(self, outcome: ExchangeResult) -> bool:
         # Only before anything was written in this epoch, and only if nothing of ours can be stored already.
-        # Later, a newer epoch means that this producer has been replaced, and it must not fight back.
-        return self._auto_claim and self.seq == 0 and not outcome.doubtful
+        # Later, a newer epoch means that this producer was replaced, and it must not take over again.
+        return self._auto_claim and self.seq == 0 and not outcome.maybe_applied
 
     def _is_foreign(self, outcome: ExchangeResult) -> bool:
-        """Whether a duplicate cannot be a retry of ours."""
-        highest = outcome.answer.headers.get("producer-seq")
-        return not outcome.doubtful or (highest is not None and highest != str(self.seq))
+        """Whether a duplicate cannot be a retry of this producer."""
+        highest = outcome.response.headers.get("producer-seq")
+        return not outcome.maybe_applied or (highest is not None and highest != str(self.seq))
 
     def _conflict(self, outcome: ExchangeResult) -> ClientError:
         return ClientError(
-            OUTCOME_UNKNOWN if outcome.doubtful else PRODUCER_CONFLICT,
+            OUTCOME_UNKNOWN if outcome.maybe_applied else PRODUCER_CONFLICT,
             f"another writer uses producer id {self.producer_id!r} in epoch {self.epoch}",
-            status=outcome.answer.status,
-            headers=outcome.answer.headers,
-            outcome_unknown=outcome.doubtful,
+            status=outcome.response.status,
+            headers=outcome.response.headers,
+            outcome_unknown=outcome.maybe_applied,
         )
 
 
-def _epoch(answer: wire.HttpResponse) -> int | None:
-    return wire.parse_number(answer.headers.get("producer-epoch"))
+def _epoch(response: wire.HttpResponse) -> int | None:
+    return wire.parse_number(response.headers.get("producer-epoch"))
 
 
 def check_parts(parts: list[bytes], key: str | None) -> None:
-    """What would end the producer when its batch is sent is refused when it is queued."""
+    """Reject when queued what would otherwise fail the producer when its batch is sent."""
     if not parts:
-        raise ValueError("an empty list appends nothing")
+        raise ValueError("data must not be an empty list")
     if key is not None:
         wire.header_value("Stream-Key", key)
 
@@ -325,14 +326,14 @@ class StepRunner(Protocol):
 
 
 class Producer:
-    """Appends in batches, each exactly once. Safe to share between threads; every item keeps its order.
+    """Appends in batches, each exactly once, in order. Can be shared between threads.
 
-    The first failure that cannot be repaired ends the producer: what was queued after it is not sent, and
-    every later call raises it.
+    The first permanent failure ends the producer: what was queued after it is not sent, and every later call
+    raises it.
     """
 
-    def __init__(self, port: StepRunner, operations: StreamOperations, options: ProducerOptions) -> None:
-        self._port = port
+    def __init__(self, transport: StepRunner, operations: StreamOperations, options: ProducerOptions) -> None:
+        self._transport = transport
         self._sequencer = BatchSequencer(operations, options)
         self._batcher: ProducerBatcher[Future[AppendResult]] = ProducerBatcher(options, _new_future)
         self._changed = threading.Condition()
@@ -347,14 +348,14 @@ class Producer:
 
     @property
     def epoch(self) -> int:
-        """The epoch in use; settled once the first batch is committed."""
+        """The current epoch; final once the first batch is committed."""
         return self._sequencer.epoch
 
     def append(self, data: model.Data, *, key: str | None = None) -> Future[AppendResult]:
-        """Queue data; on a JSON stream a list is several messages. Waits while the producer is full.
+        """Queue data; on a JSON stream a list is several messages. Blocks while the producer is full.
 
-        The future is done when the batch with the last of it is committed. Nobody has to wait for it:
-        `flush` and `close` raise what went wrong.
+        The future is done when the last batch of the data is committed. Waiting for it is optional: `flush`
+        and `close` raise any failure.
         """
         parts = model.encode_parts(data, self._type_for(data))
         check_parts(parts, key)
@@ -370,7 +371,7 @@ class Producer:
             self.append(item, key=key)
 
     def flush(self) -> None:
-        """Wait until everything queued by now is committed."""
+        """Wait until everything queued so far is committed."""
         with self._changed:
             last = self._batcher.flush()
             self._changed.notify_all()
@@ -386,10 +387,10 @@ class Producer:
             self._end()
 
     def close_stream(self, data: model.Data = None, *, key: str | None = None) -> AppendResult:
-        """Deliver what is queued, then close the stream for good, and end the producer.
+        """Deliver what is queued, then close the stream permanently, and end the producer.
 
-        The close carries this producer's id, epoch and next number: it takes effect once, after everything
-        that was queued before it, and a replaced producer cannot do it. `data` is committed with it.
+        The close has this producer's id, epoch and next number: it takes effect once, after everything queued
+        before it, and a replaced producer cannot do it. `data` is committed with it.
         """
         parts: list[bytes] = []
         if data is not None:
@@ -399,7 +400,7 @@ class Producer:
             self._check_usable()
         self._end()
         self._raise_failure()
-        return self._port.run(self._sequencer.deliver(parts, key, close=True))
+        return self._transport.run(self._sequencer.deliver(parts, key, close=True))
 
     def __enter__(self) -> Self:
         return self
@@ -410,12 +411,12 @@ class Producer:
         if error is None:
             self.close()
         else:
-            # What was queued still goes out; the caller's own error is the one to see.
+            # Queued data is still sent; the caller's own error is the one to raise.
             self._end()
 
     def _type_for(self, data: model.Data) -> str:
         if self._content_type is None:
-            self._content_type = self._port.run(self._sequencer.content_type_for(data))
+            self._content_type = self._transport.run(self._sequencer.content_type_for(data))
         return self._content_type
 
     def _queue(self, part: bytes, key: str | None) -> Future[AppendResult]:
@@ -449,8 +450,8 @@ class Producer:
     def _deliver_all(self) -> None:
         while (batch := self._next_batch()) is not None:
             try:
-                result = self._port.run(self._sequencer.deliver(batch.parts, batch.key))
-            except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+                result = self._transport.run(self._sequencer.deliver(batch.parts, batch.key))
+            except BaseException as error:  # noqa: BLE001 - passed to all waiting callers
                 self._fail(batch, error)
                 return
             with self._changed:
@@ -460,7 +461,7 @@ class Producer:
 
     def _next_batch(self) -> ProducerBatch[Future[AppendResult]] | None:
         with self._changed:
-            while (batch := self._batcher.take(time.monotonic())) is None:
+            while (batch := self._batcher.pop_due(time.monotonic())) is None:
                 due_in_s = self._batcher.due_in_s(time.monotonic())
                 if due_in_s is None and self._closing:
                     return None
@@ -479,7 +480,7 @@ class Producer:
 
 def _new_future() -> Future[AppendResult]:
     future: Future[AppendResult] = Future()
-    # Shared by all appends of a batch, so none of them may cancel it: a running future cannot be.
+    # Shared by all appends of a batch, so it must not be cancelled: a running future cannot be.
     future.set_running_or_notify_cancel()
     return future
 
@@ -489,7 +490,7 @@ class AsyncStepRunner(Protocol):
 
 
 class Receipt:
-    """Await it to wait for the commit. Giving up on one does not disturb the others of the same batch."""
+    """Await it to wait for the commit. Cancelling one does not affect others of the same batch."""
 
     __slots__ = ("_future",)
 
@@ -505,10 +506,12 @@ class Receipt:
 
 
 class AsyncProducer:
-    """As `Producer`, on an event loop. Belongs to the loop in which it is first used."""
+    """As `Producer`, on an event loop. Belongs to the loop of its first use."""
 
-    def __init__(self, port: AsyncStepRunner, operations: StreamOperations, options: ProducerOptions) -> None:
-        self._port = port
+    def __init__(
+        self, transport: AsyncStepRunner, operations: StreamOperations, options: ProducerOptions
+    ) -> None:
+        self._transport = transport
         self._sequencer = BatchSequencer(operations, options)
         self._batcher: ProducerBatcher[asyncio.Future[AppendResult]] = ProducerBatcher(
             options, _new_async_future
@@ -525,7 +528,7 @@ class AsyncProducer:
 
     @property
     def epoch(self) -> int:
-        """The epoch in use; settled once the first batch is committed."""
+        """The current epoch; final once the first batch is committed."""
         return self._sequencer.epoch
 
     async def append(self, data: model.Data, *, key: str | None = None) -> Receipt:
@@ -543,7 +546,7 @@ class AsyncProducer:
             await self.append(item, key=key)
 
     async def flush(self) -> None:
-        """Wait until everything queued by now is committed."""
+        """Wait until everything queued so far is committed."""
         last = self._batcher.flush()
         self._notify()
         while self._failure is None and self._batcher.settled < last:
@@ -558,10 +561,10 @@ class AsyncProducer:
             await self._end()
 
     async def close_stream(self, data: model.Data = None, *, key: str | None = None) -> AppendResult:
-        """Deliver what is queued, then close the stream for good, and end the producer.
+        """Deliver what is queued, then close the stream permanently, and end the producer.
 
-        The close carries this producer's id, epoch and next number: it takes effect once, after everything
-        that was queued before it, and a replaced producer cannot do it. `data` is committed with it.
+        The close has this producer's id, epoch and next number: it takes effect once, after everything queued
+        before it, and a replaced producer cannot do it. `data` is committed with it.
         """
         parts: list[bytes] = []
         if data is not None:
@@ -570,7 +573,7 @@ class AsyncProducer:
         self._check_usable()
         await self._end()
         self._raise_failure()
-        return await self._port.run(self._sequencer.deliver(parts, key, close=True))
+        return await self._transport.run(self._sequencer.deliver(parts, key, close=True))
 
     async def __aenter__(self) -> Self:
         return self
@@ -581,12 +584,12 @@ class AsyncProducer:
         if error is None:
             await self.close()
         else:
-            # What was queued still goes out; the caller's own error is the one to see.
+            # Queued data is still sent; the caller's own error is the one to raise.
             await self._end()
 
     async def _type_for(self, data: model.Data) -> str:
         if self._content_type is None:
-            self._content_type = await self._port.run(self._sequencer.content_type_for(data))
+            self._content_type = await self._transport.run(self._sequencer.content_type_for(data))
         return self._content_type
 
     async def _queue(self, part: bytes, key: str | None) -> asyncio.Future[AppendResult]:
@@ -600,7 +603,7 @@ class AsyncProducer:
         return self._batcher.add(part, key, time.monotonic())
 
     def _notify(self) -> None:
-        """Wake everybody who waits; each looks for itself whether it was meant."""
+        """Wake all waiters; each checks its own condition."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -623,11 +626,11 @@ class AsyncProducer:
     async def _deliver_all(self) -> None:
         while (batch := await self._next_batch()) is not None:
             try:
-                result = await self._port.run(self._sequencer.deliver(batch.parts, batch.key))
+                result = await self._transport.run(self._sequencer.deliver(batch.parts, batch.key))
             except asyncio.CancelledError:
                 self._fail(batch, RuntimeError("the producer was cancelled"))
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            except Exception as error:  # noqa: BLE001 - passed to all waiting callers
                 self._fail(batch, error)
                 return
             self._batcher.settle(batch)
@@ -635,7 +638,7 @@ class AsyncProducer:
             self._notify()
 
     async def _next_batch(self) -> ProducerBatch[asyncio.Future[AppendResult]] | None:
-        while (batch := self._batcher.take(time.monotonic())) is None:
+        while (batch := self._batcher.pop_due(time.monotonic())) is None:
             due_in_s = self._batcher.due_in_s(time.monotonic())
             if due_in_s is None and self._closing:
                 return None
@@ -651,7 +654,7 @@ class AsyncProducer:
         self._batcher.settle(batch)
         for ticket in [batch.ticket, *self._batcher.drop_all()]:
             ticket.set_exception(error)
-            # Looked at here, so that asyncio does not complain of those that nobody awaits.
+            # Retrieved here, so that asyncio does not warn about futures that are not awaited.
             ticket.exception()
         self._notify()
 

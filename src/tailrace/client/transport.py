@@ -1,15 +1,9 @@
-"""Request steps without I/O, retries with back-off, and their mapping to httpx2.
+"""Client logic as generators without I/O: requests, retries with back-off, and the mapping to httpx2.
 
-How long to wait before the next try, and when to stop trying.
-
-Client logic as generators: what to do is decided here once, the shells only carry it out.
-
-A generator yields an effect (send this, wait that long, give me the next chunk) and is resumed with its
-reply, or with `BrokenError` if the connection failed. The synchronous and the asynchronous shell run the same
-generators, so there is one retry loop, one way to follow and one idempotent producer, and a test can play
-the server without a socket.
-
-Between our requests and httpx2: what both shells need of it.
+A generator yields an effect (send this, wait that long, read the next chunk) and is resumed with its reply,
+or with `BrokenConnectionError` if the connection failed. The sync and the async transport run the same
+generators, so there is one retry loop, one follower and one idempotent producer, and tests can play the
+server without a socket.
 """
 
 from __future__ import annotations
@@ -35,14 +29,14 @@ from tailrace.client.errors import (
 )
 from tailrace.client.wire import HttpRequest, HttpResponse
 
-# These answers promise that nothing was changed, so that even an append may be sent again.
+# These statuses guarantee that nothing was changed, so that even an append may be sent again.
 NOT_APPLIED_STATUSES = frozenset({429, 507})
-# These may hide a request that took effect; only repeatable requests are sent again after them.
+# After these the request may have taken effect; only repeatable requests are sent again.
 TRANSIENT_STATUSES = frozenset({408, 500, 502, 503, 504})
 
 
 class Retries(msgspec.Struct, frozen=True, kw_only=True):
-    """The patience of a client: exponential delays with jitter, bounded in number and in time."""
+    """Retry policy: exponential delays with jitter, bounded in number and in time."""
 
     attempts_max: int = 6
     delay_s_first: float = 0.1
@@ -56,7 +50,7 @@ class Retries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Backoff:
-    """The delays of one operation. `reset` after progress starts them anew."""
+    """The delays of one operation. `reset` after progress starts them over."""
 
     __slots__ = ("_attempts", "_attempts_max", "_elapsed_s_max", "_monotonic", "_retries", "_started")
 
@@ -84,10 +78,10 @@ class Backoff:
         self._attempts = 0
 
     def next_delay(self, retry_after_s: float | None = None) -> float | None:
-        """Seconds to wait before the next attempt, or None if it is time to give up."""
+        """Seconds to wait before the next attempt, or None to stop."""
         now = self._monotonic()
         if self._attempts == 0:
-            # Patience is counted from the first failure: a stream may have been idle for hours before it.
+            # Time is counted from the first failure: a stream may have been idle for hours before it.
             self._started = now
         self._attempts += 1
         if self._attempts >= self._attempts_max:
@@ -95,10 +89,10 @@ class Backoff:
         ceiling = min(
             self._retries.delay_s_max, self._retries.delay_s_first * 2 ** min(self._attempts - 1, 30)
         )
-        # Half of the delay is random: clients that failed together do not come back together.
+        # Half of the delay is random, so that clients that failed together do not retry together.
         delay = ceiling * (0.5 + random.random() / 2)  # noqa: S311 - jitter, not a secret
         if retry_after_s is not None:
-            # The server's word is a lower bound; the jitter goes on top of it.
+            # The server's value is a lower bound; the jitter is added to it.
             delay += retry_after_s
         if now + delay - self._started > self._elapsed_s_max:
             return None
@@ -106,7 +100,7 @@ class Backoff:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds from `Retry-After`, which is a number or a date; None if there is none to understand."""
+    """Seconds from `Retry-After`, which is a number or a date; None if absent or invalid."""
     text = headers.get("retry-after")
     if text is None:
         return None
@@ -122,7 +116,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 class SendRequest(msgspec.Struct, frozen=True):
-    """Send a request; the reply is the whole `Answer`."""
+    """Send a request; the reply is the whole `HttpResponse`."""
 
     request: HttpRequest
 
@@ -134,21 +128,21 @@ class Sleep(msgspec.Struct, frozen=True):
 
 
 class OpenStream(msgspec.Struct, frozen=True):
-    """Send a request whose answer is read chunk by chunk.
+    """Send a request whose response is read chunk by chunk.
 
-    The reply is an `Answer` without a body if the status is 200; any other answer comes whole, and nothing
-    stays open.
+    The reply is an `HttpResponse` without a body if the status is 200; any other response is complete, and
+    nothing stays open.
     """
 
     request: HttpRequest
 
 
 class NextChunk(msgspec.Struct, frozen=True):
-    """The reply is the next chunk of the open answer, or None at its end."""
+    """The reply is the next chunk of the open response, or None at its end."""
 
 
 class CloseStream(msgspec.Struct, frozen=True):
-    """Close the open answer, if there is one; the reply is None."""
+    """Close the open response, if there is one; the reply is None."""
 
 
 Effect: TypeAlias = SendRequest | Sleep | OpenStream | NextChunk | CloseStream
@@ -160,7 +154,7 @@ Steps: TypeAlias = Generator[Effect, Reply, T]
 
 
 class BrokenConnectionError(Exception):
-    """The connection failed. Unless `sent` is false, the server may have got and obeyed the request."""
+    """The connection failed. Unless `sent` is false, the server may have executed the request."""
 
     def __init__(self, reason: str, *, sent: bool) -> None:
         super().__init__(reason)
@@ -168,10 +162,10 @@ class BrokenConnectionError(Exception):
 
 
 class ExchangeResult(msgspec.Struct, frozen=True):
-    """An answer, and whether an earlier attempt at the same request may have taken effect."""
+    """A response, and whether an earlier attempt at the same request may have taken effect."""
 
-    answer: HttpResponse
-    doubtful: bool
+    response: HttpResponse
+    maybe_applied: bool
 
 
 class HasName(Protocol):
@@ -185,7 +179,7 @@ SelfT = TypeVar("SelfT", bound=HasName)
 def with_stream_name(
     operation: Callable[Concatenate[SelfT, P], Steps[T]],
 ) -> Callable[Concatenate[SelfT, P], Steps[T]]:
-    """An operation on a stream whose errors say which stream it is."""
+    """Decorates an operation on a stream so that its errors name the stream."""
 
     @wraps(operation)
     def named(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> Steps[T]:
@@ -222,56 +216,58 @@ def may_retry(status: int, *, repeatable: bool) -> bool:
 
 
 def exchange(request: HttpRequest, backoff: Backoff) -> Steps[ExchangeResult]:
-    """Send a request until there is an answer worth having, or patience ends.
+    """Send a request until there is a final response, or retries are exhausted.
 
-    What is not repeatable goes out again only if it is certain that the server did nothing: the connection
-    was never made, or the answer says so.
+    A request that is not repeatable is sent again only if the server certainly did nothing: the connection
+    was never made, or the response says so.
     """
-    doubtful = False
+    maybe_applied = False
     while True:
         try:
-            answer = yield from send_request(request)
+            response = yield from send_request(request)
         except BrokenConnectionError as broken:
-            doubtful = doubtful or broken.sent
+            maybe_applied = maybe_applied or broken.sent
             if broken.sent and not request.repeatable:
                 raise outcome_unknown_error(broken) from broken
             delay = backoff.next_delay()
             if delay is None:
-                raise connection_error(broken, request, doubtful=doubtful) from broken
+                raise connection_error(broken, request, maybe_applied=maybe_applied) from broken
         else:
-            if not may_retry(answer.status, repeatable=request.repeatable):
-                return ExchangeResult(answer, doubtful)
-            # A passing fault of the server may have come after the commit.
-            delay = backoff.next_delay(retry_after_s(answer.headers))
+            if not may_retry(response.status, repeatable=request.repeatable):
+                return ExchangeResult(response, maybe_applied)
+            # A transient error of the server may have come after the commit.
+            delay = backoff.next_delay(retry_after_s(response.headers))
             if delay is None:
-                return ExchangeResult(answer, doubtful)
-            doubtful = doubtful or answer.status in TRANSIENT_STATUSES
+                return ExchangeResult(response, maybe_applied)
+            maybe_applied = maybe_applied or response.status in TRANSIENT_STATUSES
         yield Sleep(delay)
 
 
 def outcome_unknown_error(broken: BrokenConnectionError) -> ClientError:
     return ClientError(
         OUTCOME_UNKNOWN,
-        f"the connection failed after the append was sent, it may or may not have been committed: {broken}; "
-        "compare the stream's tail before you append again, or use a producer, which retries safely",
+        f"the connection failed after the append was sent, it may or may not be committed: {broken}; "
+        "check the stream's tail before you append again, or use a producer, which retries safely",
         outcome_unknown=True,
     )
 
 
-def connection_error(broken: BrokenConnectionError, request: HttpRequest, *, doubtful: bool) -> ClientError:
+def connection_error(
+    broken: BrokenConnectionError, request: HttpRequest, *, maybe_applied: bool
+) -> ClientError:
     return ClientError(
         CONNECTION_LOST if broken.sent else CONNECT_FAILED,
         f"{request.method} {request.path} failed: {broken}",
-        # A read has no outcome to be in doubt about.
-        outcome_unknown=doubtful and request.method not in ("GET", "HEAD"),
+        # The outcome of a read does not matter.
+        outcome_unknown=maybe_applied and request.method not in ("GET", "HEAD"),
     )
 
 
-# Nothing has left this machine when one of these is raised.
+# Nothing was sent when one of these is raised.
 _NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)
 
-# What the network or the other side did. Errors of our own making (a malformed URL, an illegal header) are
-# not among them: they would fail again.
+# Failures of the network or the server. Local errors (a malformed URL, an illegal header) are not among them:
+# they would fail again.
 CONNECTION_ERRORS = (
     httpx2.TimeoutException,
     httpx2.NetworkError,
@@ -280,15 +276,15 @@ CONNECTION_ERRORS = (
     httpx2.DecodingError,
 )
 
-# Each follower holds a connection. Beyond this many they wait for each other.
+# Each follower uses a connection. Beyond this number they wait for each other.
 CONNECTIONS_MAX = 1000
 CONNECTIONS_IDLE_MAX = 100
-# Well below the 75 s after which the server closes an idle connection: it must not close one under us.
+# Well below the 75 s after which the server closes idle connections.
 CONNECTION_IDLE_S_MAX = 30.0
 
 
 class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client reaches its server."""
+    """Address, token, timeouts and retries of a client."""
 
     base_url: str
     token: str | Callable[[], str] | None
@@ -298,12 +294,12 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def authorization(self) -> bytes | None:
         token = self.token() if callable(self.token) else self.token
-        # One that was read from a file often ends with a line break.
+        # A token read from a file often ends with a line break.
         token = None if token is None else token.strip()
         if not token:
             return None
         if not token.isascii() or not token.isprintable() or " " in token:
-            raise ValueError("the token has characters that no header can carry")
+            raise ValueError("the token must be printable ASCII without spaces")
         return b"Bearer " + token.encode()
 
     def build(self, http: httpx2.Client | httpx2.AsyncClient, request: HttpRequest) -> httpx2.Request:
@@ -333,11 +329,11 @@ def make_settings(
     try:
         host = httpx2.URL(base_url).host
     except httpx2.InvalidURL as error:
-        raise ValueError(f"base_url is not a URL: {base_url!r} ({error})") from None
+        raise ValueError(f"base_url must be a URL: {base_url!r} ({error})") from None
     check_seconds("timeout_s", timeout_s)
     check_seconds("connect_timeout_s", connect_timeout_s)
     if not host:
-        raise ValueError(f"base_url names no host: {base_url!r}")
+        raise ValueError(f"base_url must have a host: {base_url!r}")
     return TransportSettings(
         base_url=base_url.rstrip("/"),
         token=token,

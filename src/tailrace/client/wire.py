@@ -1,7 +1,7 @@
-"""Requests and answers of the stream protocol, as values. No I/O here.
+"""Requests and responses of the stream protocol, as values. No I/O.
 
-Everything the client knows about URLs, headers and statuses is in this module. The shells send a `Request`,
-hand back an `Answer`, and know nothing of what is in them.
+All knowledge of the client about URLs, headers and statuses is in this module. The transports send an
+`HttpRequest` and return an `HttpResponse`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Time: TypeAlias = datetime | int | str
 
 
 class HttpRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to be sent. `repeatable` says that sending it twice has the effect of sending it once."""
+    """A request. `repeatable` means that sending it twice has the effect of sending it once."""
 
     method: str
     path: str
@@ -46,7 +46,7 @@ class HttpRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpResponse(msgspec.Struct, frozen=True):
-    """A whole answer. Header names are in lower case."""
+    """A whole response. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -54,7 +54,7 @@ class HttpResponse(msgspec.Struct, frozen=True):
 
 
 class Lifetime(TypedDict, total=False):
-    """How long a stream and its entries are kept: options of `create` and `fork`."""
+    """How long a stream and its entries are retained: options of `create` and `fork`."""
 
     ttl: timedelta | int | str | None
     expires_at: datetime | str | None
@@ -63,7 +63,7 @@ class Lifetime(TypedDict, total=False):
 
 
 class ReadOptions(TypedDict, total=False):
-    """Which entries a read gives: options of `read`, `pages`, `entries` and `follow`."""
+    """Which entries a read returns: options of `read`, `pages`, `entries` and `follow`."""
 
     key: str | None
     since: Time | None
@@ -79,7 +79,7 @@ class ProducerFields(msgspec.Struct, frozen=True):
 
 
 class ForkPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a fork leaves its source; by default at the tail."""
+    """Where a fork starts in its source; by default at the tail."""
 
     source: str
     offset: str | None = None
@@ -87,30 +87,30 @@ class ForkPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stream_path(name: str) -> str:
-    # A URL cannot carry these: whoever sends it would leave the segment out, and reach another stream.
+    # URL normalisation would remove these segments and reach another stream.
     if not name or any(segment in (".", "..") for segment in name.split("/")):
         raise ClientError(
-            INVALID_NAME, f"a stream name has characters, and no '.' or '..' segments: {name!r}"
+            INVALID_NAME, f"a stream name must not be empty or have '.' or '..' segments: {name!r}"
         )
     return STREAM_ROOT + quote(name, safe="/")
 
 
 def header_value(name: str, value: str) -> bytes:
-    """UTF-8 bytes of a header value, refused here if they could not travel or could forge a header."""
+    """UTF-8 bytes of a header value; ValueError if they are not allowed in a header."""
     if not value or value != value.strip(" \t") or any(ord(c) < 0x20 or ord(c) == 0x7F for c in value):
         raise ValueError(
-            f"{name} must be non-empty, without control characters and surrounding blanks: {value!r}"
+            f"{name} must be non-empty, without control characters and surrounding spaces: {value!r}"
         )
     return value.encode()
 
 
 def time_text(value: Time | None, name: str = "time") -> str | None:
-    """A point in time as the protocol writes it: RFC 3339, or Unix nanoseconds for an integer."""
+    """A point in time in the protocol's form: RFC 3339, or Unix nanoseconds for an integer."""
     if value is None:
         return None
     if isinstance(value, datetime):
         if value.tzinfo is None:
-            raise ValueError("a naive datetime does not name a point in time; give it a zone")
+            raise ValueError(f"{name} must have a time zone: {value!r}")
         return value.isoformat()
     if isinstance(value, int):
         check_integer(name, value, most=TIME_NS_MAX)
@@ -120,7 +120,7 @@ def time_text(value: Time | None, name: str = "time") -> str | None:
 def _duration_text(value: timedelta | int | str | None, name: str) -> str | None:
     if isinstance(value, timedelta):
         if value % timedelta(seconds=1):
-            raise ValueError(f"durations are whole seconds: {value}")
+            raise ValueError(f"{name} must be whole seconds: {value}")
         value = value // timedelta(seconds=1)
     if isinstance(value, int):
         check_integer(name, value)
@@ -128,7 +128,7 @@ def _duration_text(value: timedelta | int | str | None, name: str) -> str | None
 
 
 class _Headers(list[tuple[str, bytes]]):
-    """Header lines in the making; what is None is left out."""
+    """Header lines; None values are left out."""
 
     def put(self, name: str, value: str | int | None) -> None:
         if value is not None:
@@ -163,7 +163,7 @@ def create(
         if fork.sub_offset is not None:
             check_integer("sub_offset", fork.sub_offset)
         headers.put("Stream-Fork-Sub-Offset", fork.sub_offset)
-    # PUT is repeatable: a stream that exists with this configuration is left as it is, content included.
+    # PUT is repeatable: an existing stream with this configuration is left unchanged, content included.
     return HttpRequest(method="PUT", path=stream_path(name), headers=tuple(headers), body=body)
 
 
@@ -193,7 +193,7 @@ def append(
         path=stream_path(name),
         headers=tuple(headers),
         body=body,
-        # Closing an already closed stream succeeds, so a close without content can be repeated, too.
+        # Closing a closed stream succeeds, so a close without content is repeatable too.
         repeatable=producing is not None or (close and not body),
     )
 
@@ -213,14 +213,14 @@ def read(
     live: str | None = None,
     cursor: str | None = None,
     wait_s: float = 0.0,
-    **narrow: Unpack[ReadOptions],
+    **options: Unpack[ReadOptions],
 ) -> HttpRequest:
     parameters: list[tuple[str, str]] = []
     if offset is not None:
         parameters.append(("offset", offset))
-    if (since_text := time_text(narrow.get("since"), "since")) is not None:
+    if (since_text := time_text(options.get("since"), "since")) is not None:
         parameters.append(("since", since_text))
-    for name_of, value in (("key", narrow.get("key")), ("filter", narrow.get("filter"))):
+    for name_of, value in (("key", options.get("key")), ("filter", options.get("filter"))):
         if value is not None:
             parameters.append((name_of, value))
     if live is not None:
@@ -231,9 +231,9 @@ def read(
     return HttpRequest(method="GET", path=stream_path(name) + query, wait_s=wait_s)
 
 
-def continued_options(narrow: ReadOptions) -> ReadOptions:
-    """What still narrows the reads that go on from a position: a time has led to it, and no longer counts."""
-    return {"key": narrow.get("key"), "filter": narrow.get("filter")}
+def continued_options(options: ReadOptions) -> ReadOptions:
+    """The options for reads that continue from a position; `since` only applies to the first one."""
+    return {"key": options.get("key"), "filter": options.get("filter")}
 
 
 def list_streams(*, prefix: str, after: str, limit: int, system: bool) -> HttpRequest:
@@ -247,59 +247,64 @@ def list_streams(*, prefix: str, after: str, limit: int, system: bool) -> HttpRe
     return HttpRequest(method="GET", path=f"{LIST_PATH}?{urlencode(parameters, quote_via=quote)}")
 
 
-def check_status(answer: HttpResponse, *expected: int, repeatable: bool = True) -> None:
-    """Raise the error an unexpected answer stands for."""
-    if answer.status in expected:
+def check_status(response: HttpResponse, *expected: int, repeatable: bool = True) -> None:
+    """Raise the error of an unexpected response."""
+    if response.status in expected:
         return
-    # A refusal with 4xx changed nothing; 408 and 5xx leave open what became of an append.
-    unknown = not repeatable and (answer.status == 408 or (answer.status >= 500 and answer.status != 507))
-    if answer.status < 400:
+    # A 4xx error changed nothing; after 408 and 5xx the outcome of an append is unknown.
+    unknown = not repeatable and (
+        response.status == 408 or (response.status >= 500 and response.status != 507)
+    )
+    if response.status < 400:
         raise ClientError(
-            INVALID_ANSWER, f"unexpected status {answer.status}", status=answer.status, headers=answer.headers
+            INVALID_ANSWER,
+            f"unexpected status {response.status}",
+            status=response.status,
+            headers=response.headers,
         )
-    raise error_from(answer.status, answer.headers, answer.body, unknown=unknown)
+    raise error_from(response.status, response.headers, response.body, unknown=unknown)
 
 
-def check_head(name: str, answer: HttpResponse) -> None:
-    """Raise the error that the answer to a HEAD stands for. It has no body that could tell."""
+def check_head(name: str, response: HttpResponse) -> None:
+    """Raise the error of a response to HEAD, which has no body."""
     if (
-        answer.status != 200
-        and (refusal := error_from_status(name, answer.status, answer.headers)) is not None
+        response.status != 200
+        and (refusal := error_from_status(name, response.status, response.headers)) is not None
     ):
         raise refusal
-    check_status(answer, 200)
+    check_status(response, 200)
 
 
-def required_header(answer: HttpResponse, name: str) -> str:
-    value = answer.headers.get(name)
+def required_header(response: HttpResponse, name: str) -> str:
+    value = response.headers.get(name)
     if value is None:
         raise ClientError(
             INVALID_ANSWER,
-            f"the answer has no {name} header; is this a Tailrace server?",
-            status=answer.status,
-            headers=answer.headers,
+            f"the response has no {name} header; is this a Tailrace server?",
+            status=response.status,
+            headers=response.headers,
         )
     return value
 
 
-def _header_flag(answer: HttpResponse, name: str) -> bool:
-    return answer.headers.get(name, "").lower() == "true"
+def _header_flag(response: HttpResponse, name: str) -> bool:
+    return response.headers.get(name, "").lower() == "true"
 
 
 def parse_number(text: str | None) -> int | None:
-    """The value of a header that is a whole number; None if it is absent or something else."""
+    """The value of a header with a whole number; None if it is absent or invalid."""
     text = text or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX else None
 
 
-def parse_info(name: str, answer: HttpResponse) -> StreamInfo:
-    headers = answer.headers
+def parse_info(name: str, response: HttpResponse) -> StreamInfo:
+    headers = response.headers
     return StreamInfo(
         name=name,
         content_type=headers.get("content-type", OCTETS_TYPE),
-        next_offset=required_header(answer, "stream-next-offset"),
-        closed=_header_flag(answer, "stream-closed"),
-        created=answer.status == 201,
+        next_offset=required_header(response, "stream-next-offset"),
+        closed=_header_flag(response, "stream-closed"),
+        created=response.status == 201,
         earliest_offset=headers.get("stream-earliest-offset"),
         ttl_s=parse_number(headers.get("stream-ttl")),
         expires_at=headers.get("stream-expires-at"),
@@ -308,24 +313,24 @@ def parse_info(name: str, answer: HttpResponse) -> StreamInfo:
     )
 
 
-def parse_append(answer: HttpResponse) -> AppendResult:
+def parse_append(response: HttpResponse) -> AppendResult:
     return AppendResult(
-        next_offset=required_header(answer, "stream-next-offset"),
-        closed=_header_flag(answer, "stream-closed"),
-        # 204 is the plain success, too; only with producer headers does it mean that nothing was added.
-        duplicate=answer.status == 204 and "producer-seq" in answer.headers,
+        next_offset=required_header(response, "stream-next-offset"),
+        closed=_header_flag(response, "stream-closed"),
+        # 204 is the normal success too; only with producer headers it means that nothing was added.
+        duplicate=response.status == 204 and "producer-seq" in response.headers,
     )
 
 
-def parse_page(answer: HttpResponse) -> Page:
+def parse_page(response: HttpResponse) -> Page:
     """The page of a 200, or the empty page of an idle or closed long-poll (204)."""
-    headers = answer.headers
+    headers = response.headers
     return Page(
-        body=answer.body,
+        body=response.body,
         content_type=headers.get("content-type", OCTETS_TYPE),
-        next_offset=required_header(answer, "stream-next-offset"),
-        up_to_date=_header_flag(answer, "stream-up-to-date"),
-        closed=_header_flag(answer, "stream-closed"),
+        next_offset=required_header(response, "stream-next-offset"),
+        up_to_date=_header_flag(response, "stream-up-to-date"),
+        closed=_header_flag(response, "stream-closed"),
         end_offset=headers.get("stream-end-offset"),
         earliest_offset=headers.get("stream-earliest-offset"),
         etag=headers.get("etag"),
@@ -345,7 +350,7 @@ _list_decoder = msgspec.json.Decoder(list[StreamDescriptor])
 
 
 def parse_live(control: bytes, data: bytes | None, *, content_type: str, base64: bool) -> Page:
-    """The page made of a control event and of the data event before it, if there was one."""
+    """The page of a control event and the data event before it, if there was one."""
     try:
         fields = _control_decoder.decode(control)
         body = b"" if data is None else b64decode(data, validate=True) if base64 else data
@@ -361,12 +366,12 @@ def parse_live(control: bytes, data: bytes | None, *, content_type: str, base64:
     )
 
 
-def parse_list(answer: HttpResponse) -> tuple[list[StreamDescriptor], bool]:
-    """The rows of a page and whether there are more."""
+def parse_list(response: HttpResponse) -> tuple[list[StreamDescriptor], bool]:
+    """The rows of a page, and whether there are more."""
     try:
-        rows = _list_decoder.decode(answer.body)
+        rows = _list_decoder.decode(response.body)
     except msgspec.MsgspecError as error:
         raise ClientError(
-            INVALID_ANSWER, f"malformed list of streams: {error}", status=answer.status
+            INVALID_ANSWER, f"malformed list of streams: {error}", status=response.status
         ) from error
-    return rows, 'rel="next"' in answer.headers.get("link", "")
+    return rows, 'rel="next"' in response.headers.get("link", "")

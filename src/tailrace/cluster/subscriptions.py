@@ -484,20 +484,20 @@ class ClusterSubscriptions(SubscriptionService):
         yield from super().scan(prefix)
         yield list(self._mirrors.scan(prefix))
 
-    async def hear_of(self, config: SubscriptionConfig) -> None:
+    async def wait_for_streams(self, config: SubscriptionConfig) -> None:
         patterns, paths = self._want(config, ())
         await self._mirrors.want(patterns, paths)
 
-    def add_streams(self, agent: SubscriptionRunner, paths: Sequence[str], told: StepCallback) -> None:
+    def add_streams(self, runner: SubscriptionRunner, paths: Sequence[str], callback: StepCallback) -> None:
         self._paths.update(paths)
 
         async def add() -> None:
             try:
                 await self._mirrors.want([], paths)
             except TailraceError as error:
-                told(Step(), error)
+                callback(Step(), error)
             else:
-                super(ClusterSubscriptions, self).add_streams(agent, paths, told)
+                super(ClusterSubscriptions, self).add_streams(runner, paths, callback)
 
         self._spawn(add())
 

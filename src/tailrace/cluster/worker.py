@@ -116,7 +116,7 @@ class WorkerServer(Server):
             self.app.rates.buckets = SharedTokenBuckets(Path(setup.rates), self.app.rates.rates)
         peers = tuple(self.peers.values())
         self.telemetry.relayed_requests.read = lambda: sum(peer.relayed for peer in peers)
-        self.telemetry.moved_connections.read = lambda: self._handover.given
+        self.telemetry.moved_connections.read = lambda: self._handover.handed_over
 
     # -- what is otherwise than in a single process --------------------------------------------------------
 
@@ -167,7 +167,7 @@ class WorkerServer(Server):
             **dict.fromkeys(pipeline.PART_PATHS, self._part.answer),
         }
         self._inner = HttpServer(inner, peer_limits(self._setup.settings.limits))
-        self._front.on_forget.append(self._inner.heads_known.clear)
+        self._front.on_forget.append(self._inner.cached_heads.clear)
         self.app.rates.inside = self._inner
         await self._inner.start_unix(self._setup.socket(self.index))
 
@@ -177,7 +177,7 @@ class WorkerServer(Server):
         self._adoption = HandoverReceiver(
             self._http, self._setup.door(self.index), asyncio.get_running_loop()
         )
-        self._front.on_forget.append(self._http.heads_known.clear)
+        self._front.on_forget.append(self._http.cached_heads.clear)
 
     async def drain_clients(self) -> None:
         """The first half of stopping: clients are served to the end, by all workers together."""

@@ -1,1 +1,1 @@
-"""What every room uses, one of each: settings, limits, errors, clock, metrics, logging, timestamps."""
+"""Shared foundations: settings, limits, errors, clock, metrics, logging, timestamps."""

@@ -1,4 +1,4 @@
-"""The only source of time, so that tests can own it."""
+"""The only source of time, so that tests can control it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SystemClock:
 
 
 class FakeClock:
-    """A clock that stands still until it is told to move."""
+    """A clock that only `advance` moves."""
 
     def __init__(self, start_ns: int = 1_767_225_600_000_000_000) -> None:
         self._now_ns = start_ns

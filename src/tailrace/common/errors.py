@@ -1,8 +1,8 @@
-"""The one error type and the one table of error codes.
+"""The error type and the table of error codes.
 
-Every refusal in Tailrace is a `TailraceError` with a code from `CODES`. The table fixes the HTTP status;
-`api` turns it into a response, `cli` into an exit code, WebSocket endpoints into a close code. Nothing else
-in the code base chooses a status for an error.
+Every error response of Tailrace is a `TailraceError` with a code from `ERROR_STATUS`, which fixes the HTTP
+status. The HTTP layer turns it into a response, `cli` into an exit code, WebSocket endpoints into a close
+code. No other code chooses a status for an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ERROR_STATUS: dict[str, int] = {
     "unauthorized": 401,
     "forbidden": 403,
     "stale_epoch": 403,
-    # The thing is not there, or does not take this method.
+    # The resource does not exist, or does not support this method.
     "not_found": 404,
     "method_not_allowed": 405,
     "read_only_stream": 405,
@@ -50,7 +50,7 @@ ERROR_STATUS: dict[str, int] = {
     "seq_conflict": 409,
     "producer_gap": 409,
     "conflict": 409,
-    # What the pipeline built does not fit any more: it drops its result and asks for the plan again.
+    # The pipeline's result is out of date: it discards the result and requests a new plan.
     "plan_superseded": 409,
     "inputs_changed": 409,
     "range_conflict": 409,
@@ -109,7 +109,7 @@ ERROR_STATUS: dict[str, int] = {
     "internal_error": 500,
 }
 
-# Refusals that go away by themselves tell the client when to come back.
+# Temporary errors: seconds after which the client should retry.
 RETRY_AFTER_S: dict[str, int] = {
     "overloaded": 1,
     "unavailable": 5,
@@ -121,11 +121,11 @@ RETRY_AFTER_S: dict[str, int] = {
 
 
 class TailraceError(Exception):
-    """A refusal: a code from the table, a message for people, headers and fields for programs."""
+    """An error response: a code from the table, a message for people, headers and fields for programs."""
 
-    # Registers a callback for the moment when the change that the refusal rests on is durable, or has failed.
-    # None if it rests on durable state. Until then a client must not see it.
-    unsettled: Callable[[Callable[[TailraceError | None], None]], None] | None = None
+    # Registers a callback for when the change that the error depends on has been committed or has failed;
+    # until then a client must not see the error. None if it depends on durable state only.
+    pending_commit: Callable[[Callable[[TailraceError | None], None]], None] | None = None
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class TailraceError(Exception):
         return ERROR_STATUS[self.code]
 
     def body(self) -> bytes:
-        """The JSON body every error has, whatever the route."""
+        """The JSON body that errors of all routes have."""
         return orjson.dumps({"error": {"code": self.code, "message": self.message, **self.extra}})
 
     def __repr__(self) -> str:

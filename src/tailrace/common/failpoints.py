@@ -1,7 +1,7 @@
-"""Places where a test may kill the server, to see that a crash there loses and doubles nothing.
+"""Places where a test can kill the server, to check that a crash there neither loses nor duplicates data.
 
-`TAILRACE_FAILPOINT=seal.after_upload:2` ends the process the second time that step is reached, as abruptly as
-SIGKILL does; a child takes the server along. Without the variable a failpoint is one comparison.
+`TAILRACE_FAILPOINT=seal.after_upload:2` kills the process the second time that step is reached, as abruptly
+as SIGKILL; a child process also kills the server. Without the variable a failpoint costs one comparison.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ NAMES: Final = (
 EXIT_CODE: Final = 137
 
 _name, _, _count = os.environ.get("TAILRACE_FAILPOINT", "").partition(":")
-ARMED: Final = bool(_name)  # where even a call would be too much
+ARMED: Final = bool(_name)  # for hot paths where even a call would cost too much
 _left = int(_count or 1)
-_server = 0  # the process that goes down as well
+_server = 0  # parent process to kill as well
 
 
 def mark_child_process() -> None:
-    """Called by a process that the server started, before it does anything."""
+    """Must be called first in a child process of the server."""
     global _server
     _server = os.getppid()
 

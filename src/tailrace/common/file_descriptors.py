@@ -1,7 +1,7 @@
-"""File descriptors: how many this process may have open, and how many of them connections may take.
+"""File descriptors: how many this process may open, and how many of them connections may use.
 
-A connection that is accepted takes a descriptor, and so does every file. Without a bound below the limit of
-the system, idle connections take all of them, and the journal cannot begin its next file.
+Connections and files share one limit. Without a lower bound for connections, idle ones could use all
+descriptors, and the journal could not open its next file.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from tailrace.common.limits import Limits
 
 logger = logging.getLogger("tailrace")
 
-# For journal, hot store, caches of segments, pipes to helpers, and connections that the server makes itself:
+# Reserved for the journal, the hot store, segment caches, pipes to helper processes and outgoing connections:
 # an eighth of all, within these bounds.
 RESERVED_FILES_MIN: Final = 256
 RESERVED_FILES_MAX: Final = 1024
-# Beyond the connections that are served, as parts of them: those that are accepted only to be refused, and
-# those that wait to be accepted, all of which may be accepted before the first is refused.
+# Further connections, as fractions of the served ones: those accepted only to be refused, and those in the
+# accept backlog, all of which may be accepted before the first is refused.
 REFUSED_FRACTION: Final = 16
 BACKLOG_FRACTION: Final = 4
 
 
 def raise_open_files_limit() -> int:
-    """Raises the soft limit of open files to the hard one; the answer is how many files may be open."""
+    """Raise the soft limit of open files to the hard one and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -40,7 +40,7 @@ def raise_open_files_limit() -> int:
 
 
 def connections_allowed(allowed: int, sockets: int = 0) -> int:
-    """Connections that a process may serve which may have so many files open, and makes so many sockets."""
+    """Connections that a process with `allowed` descriptors may serve, besides `sockets` of its own."""
     if allowed == resource.RLIM_INFINITY:
         return 2**31
     files = min(max(RESERVED_FILES_MIN, allowed // 8), RESERVED_FILES_MAX, allowed // 2) + sockets
@@ -48,7 +48,7 @@ def connections_allowed(allowed: int, sockets: int = 0) -> int:
 
 
 def fit_edge_limits(limits: Limits) -> Limits:
-    """As `fitted`, for an edge: it has sockets of its own, one for each stream that it follows."""
+    """As `fit_connection_limit`, for an edge, which also needs a socket for each followed stream."""
     allowed = raise_open_files_limit()
     channels = (
         limits.edge_channels if allowed == resource.RLIM_INFINITY else min(limits.edge_channels, allowed // 4)
@@ -57,27 +57,27 @@ def fit_edge_limits(limits: Limits) -> Limits:
 
 
 def fit_connection_limit(limits: Limits, sockets: int = 0) -> Limits:
-    """Limits with no more connections than descriptors allow, after all that can be had were asked for.
+    """Lower the connection limit to what the file descriptor limit allows, after raising that.
 
-    `sockets` are those that the process makes itself, beyond a few.
+    `sockets` is the number of outgoing connections of the process, beyond a few.
     """
     allowed = raise_open_files_limit()
     fits = connections_allowed(allowed, sockets)
     if fits >= limits.connections:
         return limits
-    fields = {"file_descriptors": allowed, "connections": fits, "wanted": limits.connections}
+    fields = {"file_descriptors": allowed, "connections": fits, "connections_setting": limits.connections}
     logger.warning(
-        "the file descriptor limit allows fewer connections than the setting; raise ulimit -n or LimitNOFILE",
+        "file descriptor limit allows fewer connections than the setting, raise ulimit -n or LimitNOFILE",
         extra={"fields": fields},
     )
     return msgspec.structs.replace(limits, connections=fits)
 
 
 def refused_connections_max(connections: int) -> int:
-    """Connections over the limit that are answered before further ones are dropped."""
+    """Connections over the limit that get an error response before further ones are dropped."""
     return max(1, min(256, connections // REFUSED_FRACTION))
 
 
 def accept_backlog(connections: int) -> int:
-    """Connections that may wait to be accepted."""
+    """Length of the accept backlog."""
     return max(16, min(4096, connections // BACKLOG_FRACTION))

@@ -1,4 +1,4 @@
-"""Log lines: one event with fields per line, JSON for machines or columns for people, secrets left out."""
+"""Logging: one event with fields per line, as JSON or as columns, with secrets redacted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _common_fields: dict[str, object] = {}  # on every line of this process
 
 
 def configure_logging(level: str, form: str) -> None:
-    """Send what we log, and what libraries warn of, to standard error in one form.
+    """Send log lines of Tailrace, and warnings of libraries, to standard error in one format.
 
-    Below a warning libraries tell what they were given: URLs, for one, in which there may be a password.
+    Libraries are limited to warnings because below that they may log passwords, for example in URLs.
     """
     severity = logging.getLevelNamesMapping()[level.upper()]
     as_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
@@ -40,14 +40,14 @@ def add_common_fields(**fields: object) -> None:
 
 
 def redact_secrets(event: dict[str, object]) -> None:
-    """Replace the value of every field whose name says that it is secret."""
+    """Replace the value of every field whose name suggests a secret."""
     for name in event:
         if any(word in name.lower() for word in _SECRET_WORDS):
             event[name] = "(hidden)"
 
 
 class _LineHandler(logging.Handler):
-    """Writes what is logged the standard way; `extra={"fields": ...}` are fields of the line."""
+    """Writes log records to standard error; `extra={"fields": ...}` become fields of the line."""
 
     def __init__(self, *, as_json: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _LineHandler(logging.Handler):
         try:
             sys.stderr.write(self._line(record) + "\n")
             sys.stderr.flush()
-        except Exception:  # noqa: BLE001 - whoever logs goes on
+        except Exception:  # noqa: BLE001 - logging must not fail its caller
             self.handleError(record)
 
     def _line(self, record: logging.LogRecord) -> str:
@@ -67,14 +67,14 @@ class _LineHandler(logging.Handler):
         event: dict[str, object] = {"logger": record.name, **_common_fields, **fields}
         redact_secrets(event)
         moment = datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z")
-        level, told = record.levelname.lower(), record.getMessage()
-        # Plain: a traceback that prints local variables prints whatever clients sent.
+        level, message = record.levelname.lower(), record.getMessage()
+        # A plain traceback: one with local variables would print client data.
         trace = self._traceback(record.exc_info) if record.exc_info else ""
         if self._as_json:
-            event |= {"event": told, "level": level, "timestamp": moment}
+            event |= {"event": message, "level": level, "timestamp": moment}
             return orjson.dumps(event | ({"exception": trace} if trace else {}), default=str).decode()
         shown = " ".join(f"{name}={value}" for name, value in event.items())
-        line = f"{moment} [{self._coloured(level)}] {told:<{_EVENT_WIDTH}} {shown}"
+        line = f"{moment} [{self._coloured(level)}] {message:<{_EVENT_WIDTH}} {shown}"
         return f"{line}\n{trace}" if trace else line
 
     def _coloured(self, level: str) -> str:

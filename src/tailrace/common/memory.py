@@ -1,11 +1,4 @@
-"""Memory of this machine: what the process may use, the presets of --auto-tune, and malloc tuning.
-
-`--auto-tune`: memory settings chosen together, from what the machine or the control group has.
-
-The C library's memory: how many places it takes it from, and giving back what is free.
-
-Both are calls of glibc. Elsewhere nothing happens, and nothing depends on it.
-"""
+"""Memory: how much the process may use, the presets of `--auto-tune`, and malloc tuning (glibc only)."""
 
 from __future__ import annotations
 
@@ -27,25 +20,25 @@ TUNED_SETTINGS_MB: Final[dict[str, tuple[int, ...]]] = {
     "segment_cache_max_bytes": (256, 512, 1024, 2048, 4096, 8192),
     "search_companion_memory_max_bytes": (16, 32, 64, 128, 512, 1024),
     "search_companion_file_cache_max_bytes": (128, 256, 512, 1024, 2048, 4096),
-    "pipeline_heap": (512, 512, 1024, 1024, 2048, 4096),  # a process of its own, beside the preset
+    "pipeline_heap": (512, 512, 1024, 1024, 2048, 4096),  # a separate process, not part of the preset's size
     "memory_limit_bytes": PRESETS_MB,
 }
-TUNED_SEARCH_CONCURRENCY: Final = (1, 2, 4, 8, 16, 32)  # at once, and never more than two for each core
-TUNED_BODY_MB: Final = (10, 16, 32, 64, 64, 64)  # MiB of one append
+TUNED_SEARCH_CONCURRENCY: Final = (1, 2, 4, 8, 16, 32)  # and at most two for each core
+TUNED_BODY_MB: Final = (10, 16, 32, 64, 64, 64)  # largest append
 _OFF: Final = frozenset({"", "no", "off", "false", "0"})
 _ON: Final = frozenset({"yes", "on", "true"})
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 
 def requested_mb(text: str) -> int | None:
-    """The size that was asked for in MB, the machine's if only `yes` was said; None if tuning is off."""
+    """The requested size in MB, the machine's for `yes`; None if tuning is off."""
     word = text.strip().lower()
     if word in _OFF:
         return None
     if word in _ON:
         return available_memory_bytes() // MIB
     if not word.isascii() or not word.isdigit():
-        raise ValueError(f"{text!r} is neither a size in MB nor yes or no")
+        raise ValueError(f"{text!r} must be a size in MB, yes or no")
     return int(word)
 
 
@@ -53,15 +46,15 @@ def largest_preset_mb(size_mb: int) -> int:
     """The largest preset that fits."""
     fitting = [preset for preset in PRESETS_MB if preset <= size_mb]
     if not fitting:
-        raise ValueError(f"{size_mb} MB is less than {PRESETS_MB[0]} MB, the smallest preset")
+        raise ValueError(f"{size_mb} MB is below the smallest preset, {PRESETS_MB[0]} MB")
     return fitting[-1]
 
 
 def tuned_settings(preset: int, append_body_bytes: int | None = None) -> dict[str, int]:
-    """The settings of a preset; the largest body is one of them unless it was chosen."""
+    """The settings of a preset; they include the largest body unless it was chosen."""
     column = PRESETS_MB.index(preset)
     values = {name: sizes[column] * MIB for name, sizes in TUNED_SETTINGS_MB.items()}
-    # One stream may take a quarter of the queue, and always one body of the largest size.
+    # One stream may use a quarter of the queue, and always has space for one body of the largest size.
     values["search_concurrency"] = min(TUNED_SEARCH_CONCURRENCY[column], 2 * (os.cpu_count() or 1))
     if append_body_bytes is None:
         append_body_bytes = values["append_body_bytes"] = TUNED_BODY_MB[column] * MIB
@@ -70,7 +63,7 @@ def tuned_settings(preset: int, append_body_bytes: int | None = None) -> dict[st
 
 
 def available_memory_bytes() -> int:
-    """The memory this process may use: the control group's limit, else all there is."""
+    """Memory that this process may use: the control group's limit, otherwise all physical memory."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroup_memory_limit_bytes()
     return physical if limit is None else min(limit, physical)
@@ -89,7 +82,7 @@ def cgroup_memory_limit_bytes(root: Path = _CGROUP_ROOT, own: Path = Path("/proc
             continue
         top = root / "memory" if controllers else root
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # In a container the path may be one of the host's, of which only the end of the tree is mounted.
+        # In a container the path may be the host's, of which only a part is mounted.
         for folder in (top / path.strip("/"), top):
             try:
                 text = (folder / name).read_text().strip()
@@ -105,10 +98,10 @@ _M_ARENA_MAX: Final = -8
 
 
 def limit_malloc_arenas() -> None:
-    """To be called before there are many threads.
+    """Use fewer malloc arenas; must be called before there are many threads.
 
-    By default every thread gets an arena of its own, eight for each core, and what one thread frees is of no
-    use to the others. With one interpreter lock the threads hardly meet in the allocator.
+    By default there are eight arenas for each core, and memory that one thread freed cannot be reused by the
+    others. Because of the interpreter lock there is little contention in the allocator.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -116,7 +109,7 @@ def limit_malloc_arenas() -> None:
 
 
 def trim_malloc() -> None:
-    """Memory that was freed goes back to the system: whole pages, wherever they lie."""
+    """Return free memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""What numbers are counted with: rows of a table, what holds them, and Prometheus text when somebody asks.
+"""Metric types: definitions, counters, gauges, histograms, and Prometheus text format.
 
-A counter is an integer that its one owner adds to, and a gauge is a function called at scrape time, so that
-measuring costs an append nothing worth naming. Each histogram has one writing thread.
+A counter is an integer with one writer and a gauge is a function called at scrape time, so that measuring
+costs an append almost nothing. Each histogram has one writing thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LATENCY_BUCKETS_S: Final = (
 
 
 class MetricDefinition(Struct, frozen=True, kw_only=True):
-    """One row of the table."""
+    """One row of a table of metrics."""
 
     name: str
     kind: MetricKind
@@ -49,7 +49,7 @@ class MetricDefinition(Struct, frozen=True, kw_only=True):
 
     @property
     def exposed(self) -> str:
-        """The name Prometheus sees."""
+        """The name in Prometheus."""
         return f"tailrace_{self.name}_total" if self.kind == "counter" else f"tailrace_{self.name}"
 
 
@@ -66,7 +66,7 @@ def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) ->
 
 
 class MetricValue:
-    """A counter or a gauge without labels: add to `value`, or set `read` once and leave it alone."""
+    """A counter or gauge without labels: add to `value`, or set `read` to compute it at scrape time."""
 
     __slots__ = ("read", "value")
 
@@ -84,7 +84,7 @@ class LabeledValues:
     __slots__ = ("each", "reads", "values")
 
     def __init__(self) -> None:
-        # Where somebody else counts anyway: gives all rows when asked.
+        # For counts that another component has: returns all rows at scrape time.
         self.each: Callable[[], Iterable[tuple[list[str], float]]] | None = None
         self.values: defaultdict[tuple[object, ...], float] = defaultdict(float)
         self.reads: dict[tuple[object, ...], ReadValue] = {}
@@ -125,7 +125,7 @@ class Histogram:
 
 
 class LabeledHistograms:
-    """A histogram with labels: one whose values are of a fixed set, or those of whoever counts it."""
+    """A histogram with one label from a fixed set, or with rows from `each`."""
 
     __slots__ = ("bounds", "by_label", "each")
 
@@ -147,27 +147,27 @@ class LabeledHistograms:
         found.observe(value)
 
 
-def render_prometheus(held: object, table: dict[str, MetricDefinition]) -> bytes:
-    """The numbers of a table in Prometheus' text, with the process's own (memory, CPU, open files)."""
-    # Imported at the first scrape: a server that nobody scrapes does not wait for it when it starts.
+def render_prometheus(values: object, table: dict[str, MetricDefinition]) -> bytes:
+    """A table's metrics in Prometheus text format, with the process metrics (memory, CPU, open files)."""
+    # Imported at the first scrape, to keep start-up fast.
     from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
     registry = CollectorRegistry()
-    registry.register(_Collector(held, table))
+    registry.register(_Collector(values, table))
     ProcessCollector("", lambda: "self", "/proc", registry)
     return generate_latest(registry)
 
 
 class _Collector:
-    def __init__(self, held: object, table: dict[str, MetricDefinition]) -> None:
-        self._held = held
+    def __init__(self, values: object, table: dict[str, MetricDefinition]) -> None:
+        self._values = values
         self._table = table
 
     def collect(self) -> Iterable[Family]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for metric in self._table.values():
-            held = getattr(self._held, metric.name)
+            held = getattr(self._values, metric.name)
             name = f"tailrace_{metric.name}"
             if isinstance(held, Histogram):
                 family = HistogramMetricFamily(name, metric.help)

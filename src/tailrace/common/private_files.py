@@ -1,6 +1,6 @@
-"""Files and directories for the user of the process only: they hold what not every local user may read.
+"""Files and directories that only the user of the process may access.
 
-Here, and not with the data directory, because an edge has files of its own and knows nothing of the store.
+They are apart from the data directory because an edge uses them without knowing the store.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ OTHER_USERS_MODE: Final = 0o077
 
 
 def restrict_umask() -> None:
-    """Whatever this process and its children make from now on, by whichever library, is private."""
+    """Make all files that this process and its children create private, libraries included."""
     os.umask(OTHER_USERS_MODE)
 
 
 def make_private_directory(path: Path) -> None:
-    """A directory that is used for nothing else. One that is there is taken from other users."""
+    """Create a directory for this process only; an existing one is restricted to the owner."""
     path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
     restrict_to_owner(path, DIRECTORY_MODE)
 
 
 def restrict_to_owner(path: Path, mode: int) -> None:
-    """Takes what an older version has left open from other users.
+    """Restrict a file or directory that an older version created with wider permissions.
 
-    Nothing happens if it is not there, or belongs to another user, as the root of a mounted disk does: what
-    is made in it is private all the same.
+    Does nothing if it does not exist or belongs to another user, such as the root of a mounted disk: files
+    created in it are private anyway.
     """
     try:
         if path.stat().st_mode & OTHER_USERS_MODE:
@@ -39,10 +39,10 @@ def restrict_to_owner(path: Path, mode: int) -> None:
 
 
 def create_private_file(path: Path) -> BinaryIO:
-    """A new file, open for writing."""
+    """Create a file and open it for writing."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), "wb")
 
 
 def open_lock_file(path: Path) -> BinaryIO:
-    """A file to be locked, made if it is not there."""
+    """Open a lock file, creating it if needed."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE), "r+b")

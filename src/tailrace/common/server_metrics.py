@@ -1,4 +1,4 @@
-"""The metrics of a server: one table, and what holds its numbers. ``docs/metrics.md`` comes from it, too."""
+"""The table of server metrics and their values. ``docs/metrics.md`` is generated from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MATCH_BUCKETS_S: Final = (
 JOB_BUCKETS_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 BATCH_SIZE_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
-_COLLECTION_LABELS: Final = ("database", "collection")  # `*` for all that have no labels of their own
+_COLLECTION_LABELS: Final = ("database", "collection")  # `*` for collections without their own labels
 
 SERVER_METRICS: Final[dict[str, MetricDefinition]] = {
     metric.name: metric
@@ -42,242 +42,260 @@ SERVER_METRICS: Final[dict[str, MetricDefinition]] = {
         gauge("info", "Always 1; the label is the server's version.", "version"),
         gauge("ready", "1 while appends and reads are served, else 0."),
         # The network.
-        counter("requests", "Requests answered, by method and status.", "method", "status"),
-        counter("refused", "Requests refused, by error code.", "code"),
-        counter("malformed_requests", "Connections ended because what they sent was not HTTP."),
+        counter("requests", "Responses sent, by method and status.", "method", "status"),
+        counter("refused", "Error responses, by error code.", "code"),
+        counter("malformed_requests", "Connections closed because they sent invalid HTTP."),
         counter("received_bytes", "Bytes received from clients."),
         counter("sent_bytes", "Bytes sent to clients."),
         gauge("connections", "Open connections."),
-        gauge("connections_max", "Open connections at which further ones are refused."),
-        counter("connections_refused", "Connections refused because there were too many."),
-        counter("relayed_requests", "Requests passed on to the worker that owns what they are about."),
-        counter("moved_connections", "Connections given to the worker that owns what they ask for."),
+        gauge("connections_max", "Limit of open connections."),
+        counter("connections_refused", "Connections refused because of the limit."),
+        counter("relayed_requests", "Requests relayed to the worker that owns the stream."),
+        counter("moved_connections", "Connections handed over to the worker that owns the stream."),
         gauge("live_connections", "Live readers, by mode.", "mode"),
-        counter("live_demoted", "Live readers that were too slow and went back to catch-up reading."),
-        counter("spark_reads", "Reads by the source for Spark, which can add nothing to its own metrics."),
+        counter("live_demoted", "Live readers that were too slow and were demoted to catch-up reading."),
+        counter("spark_reads", "Reads by the Spark source, which cannot extend Spark's own metrics."),
         # Identities.
-        gauge("api_keys", "API keys that there are."),
-        gauge("revocations", "Tokens and subjects that are remembered as revoked."),
-        counter("connections_revoked", "Connections ended because their token is good no more."),
-        counter("identity_limited", "Requests refused because one identity asked too much."),
+        gauge("api_keys", "API keys."),
+        gauge("revocations", "Revoked tokens and subjects that are remembered."),
+        counter("connections_revoked", "Connections closed because their token was revoked or expired."),
+        counter("identity_limited", "Requests refused by the rate limit of an identity."),
         # Appends.
         counter("append_entries", "Entries made durable."),
         counter("append_bytes", "Payload bytes made durable."),
         gauge("append_queue_bytes", "Bytes waiting for a commit."),
-        gauge("append_waiting_requests", "Appends that wait for room in the log."),
-        gauge("append_waiting_bytes", "Bodies of these appends."),
-        counter("append_waits", "Appends that had to wait for room in the log."),
+        gauge("append_waiting_requests", "Appends waiting for space in the queue."),
+        gauge("append_waiting_bytes", "Body bytes of the appends waiting for space in the queue."),
+        counter("append_waits", "Appends that had to wait for space in the queue."),
         histogram("commit_records", "Journal records that shared one sync.", BATCH_SIZE_BUCKETS),
-        histogram("sync_seconds", "Time of one write and sync of the journal.", LATENCY_BUCKETS_S),
-        counter("journal_failures", "Writes or syncs of the journal that failed."),
+        histogram("sync_seconds", "Duration of one write and sync of the journal.", LATENCY_BUCKETS_S),
+        counter("journal_failures", "Failed writes or syncs of the journal."),
         # State.
-        gauge("streams", "Streams that exist."),
+        gauge("streams", "Streams."),
         gauge("streams_loaded", "Streams held in memory."),
         gauge("tail_memory_bytes", "Recent entries held in memory."),
         gauge("journal_bytes", "Size of the journal files."),
-        gauge("checkpoint_lag_bytes", "Journal bytes that the hot store does not have yet."),
+        gauge("checkpoint_lag_bytes", "Journal bytes that are not in the hot store yet."),
         counter("checkpoints", "Checkpoints written to the hot store."),
         gauge("disk_free_bytes", "Free space on the disk of the data directory."),
         # Traces.
-        counter("trace_spans", "Spans of traces, by what became of them.", "outcome"),
+        counter("trace_spans", "Spans recorded by the server, by outcome.", "outcome"),
         # Cold history.
         gauge("hot_bytes", "Payload in the hot store."),
-        gauge("hot_free_bytes", "Free pages of the hot store: reused, or given back to the disk."),
-        gauge("unsealed_bytes", "Payload that is not on the object store yet, wherever it is."),
-        gauge("spooled_bytes", "Segments that are written and not yet uploaded."),
-        gauge("seal_queue", "Streams that are due to be sealed."),
+        gauge("hot_free_bytes", "Free pages of the hot store, reusable or returned to the disk later."),
+        gauge("unsealed_bytes", "Payload that is not on the object store yet."),
+        gauge("spooled_bytes", "Segments written locally and not uploaded yet."),
+        gauge("seal_queue", "Streams due to be sealed."),
         counter("sealed_segments", "Segments recorded in a manifest."),
         counter("sealed_bytes", "Size of the segments recorded in a manifest."),
-        counter("seal_failures", "Jobs of the sealer that failed and are repeated."),
-        gauge("seal_conflicts", "Streams of which the object store has other entries than this server."),
-        counter("trimmed_entries", "Entries that retention took away."),
-        counter("trimmed_segments", "Segments that retention took away."),
-        counter("trimmed_bytes", "Size of the segments that retention took away."),
-        counter("sweeps", "Sweeps of the whole object store that came to the end."),
-        counter("swept_objects", "Objects that sweeps looked at."),
-        counter("swept_orphans", "Objects that sweeps deleted, since no manifest can name them any more."),
-        counter("swept_orphan_bytes", "Size of the objects that sweeps deleted."),
-        counter("swept_tombstones", "Tombstones of deleted streams that sweeps took off the object store."),
-        gauge("object_store_ok", "1 while the object store can be used, else 0."),
+        counter("seal_failures", "Sealing jobs that failed and are retried."),
+        gauge("seal_conflicts", "Streams whose entries on the object store differ from this server's."),
+        counter("trimmed_entries", "Entries removed by retention."),
+        counter("trimmed_segments", "Segments removed by retention."),
+        counter("trimmed_bytes", "Size of the segments removed by retention."),
+        counter("sweeps", "Completed sweeps of the object store."),
+        counter("swept_objects", "Objects examined by sweeps."),
+        counter("swept_orphans", "Orphaned objects deleted by sweeps."),
+        counter("swept_orphan_bytes", "Size of the orphaned objects deleted by sweeps."),
+        counter(
+            "swept_tombstones", "Tombstones of deleted streams that sweeps removed from the object store."
+        ),
+        gauge("object_store_ok", "1 while the object store is usable, else 0."),
         counter("object_requests", "Requests to the object store, by kind.", "kind"),
         counter("object_sent_bytes", "Bytes sent to the object store."),
         counter("object_received_bytes", "Bytes received from the object store."),
-        gauge("cold_cache_bytes", "Local copies of what was read from the object store."),
-        counter("cold_reads", "Stretches of segments read, by where they came from.", "source"),
-        counter("cold_failures", "Reads of history that failed on a segment that is missing or damaged."),
-        # The pipeline and its companions.
-        gauge("pipeline_state", "1 for the state that the pipeline is in, 0 for the others.", "state"),
-        counter("pipeline_restarts", "Starts of the pipeline after it had failed."),
-        gauge("pipeline_backlog_segments", "Segments that lack companions."),
-        gauge("pipeline_backlog_oldest_seconds", "Age of the oldest of these."),
-        counter("pipeline_publish", "Publications, by job and what became of them.", "job", "outcome"),
-        counter("pipeline_rows", "Entries that companions or joined segments were published for.", "job"),
-        counter("compacted_segments", "Segments that became part of larger ones."),
-        histogram("pipeline_segment_seconds", "Time to build a companion.", JOB_BUCKETS_S, "family"),
+        gauge("cold_cache_bytes", "Local disk cache of data read from the object store."),
+        counter("cold_reads", "Ranges of segments read, by source.", "source"),
+        counter("cold_failures", "Reads of sealed entries that failed on a missing or damaged segment."),
+        # The pipeline and index files.
+        gauge("pipeline_state", "1 for the current state of the pipeline, 0 for the others.", "state"),
+        counter("pipeline_restarts", "Restarts of the pipeline after a failure."),
+        gauge("pipeline_backlog_segments", "Segments without index files."),
+        gauge("pipeline_backlog_oldest_seconds", "Age of the oldest segment without index files."),
+        counter("pipeline_publish", "Publish requests, by job and outcome.", "job", "outcome"),
+        counter("pipeline_rows", "Entries that index files or compacted segments were published for.", "job"),
+        counter("compacted_segments", "Segments that were compacted into larger ones."),
+        histogram("pipeline_segment_seconds", "Time to build an index file.", JOB_BUCKETS_S, "family"),
         histogram(
             "pipeline_seal_to_published_seconds",
-            "Time from a segment's record to the publication of its companions.",
+            "Time from sealing a segment to the publication of its index files.",
             JOB_BUCKETS_S,
         ),
-        gauge("pipeline_rss_bytes", "Memory of the whole pipeline, as it says."),
-        gauge("pipeline_quarantined_segments", "Segments of which no companions can be built."),
-        gauge("companion_cache_bytes", "Local copies of companions, without lexicons."),
-        gauge("lexicon_cache_bytes", "Local copies of lexicons of routing keys."),
-        gauge("companion_opened_bytes", "Companions that are open in memory."),
-        counter("companion_opens", "Companions fetched and opened for queries."),
-        counter("companion_unusable", "Companions that were missing or damaged; queries decoded records."),
+        gauge("pipeline_rss_bytes", "Memory of all pipeline processes, as reported by the pipeline."),
+        gauge("pipeline_quarantined_segments", "Segments whose index files cannot be built."),
+        gauge("companion_cache_bytes", "Local disk cache of index files, without lexicons."),
+        gauge("lexicon_cache_bytes", "Local disk cache of routing key lexicons."),
+        gauge("companion_opened_bytes", "Index files open in memory."),
+        counter("companion_opens", "Index files fetched and opened for queries."),
+        counter("companion_unusable", "Missing or damaged index files; queries scanned the entries instead."),
         # Bootstrap.
-        counter("bootstraps", "1 if this server restored its disk from the object store when it started."),
-        gauge("bootstrap_seconds", "Time the restoring took."),
-        gauge("bootstrap_restored", "What was restored, by kind.", "kind"),
-        gauge("bootstrap_problems", "What could not be restored as it was."),
+        counter("bootstraps", "1 if this server was restored from the object store at start."),
+        gauge("bootstrap_seconds", "Duration of the bootstrap."),
+        gauge("bootstrap_restored", "Restored items, by kind.", "kind"),
+        gauge("bootstrap_problems", "Items that could not be restored unchanged."),
         # Subscriptions.
-        gauge("subscriptions", "Subscriptions that exist."),
+        gauge("subscriptions", "Subscriptions."),
         counter("webhook_deliveries", "Webhook calls, by outcome.", "outcome"),
         # Documents and live queries.
         counter(
             "watch_changes",
-            "Changes of documents that were looked at, by what happened; by partition if that is set.",
+            "Document changes processed, by operation; by partition if enabled.",
             *_COLLECTION_LABELS,
             "op",
             "partition",
         ),
         gauge(
             "watch_match_lag_changes",
-            "Changes that are durable and not looked at yet; by partition if that is set.",
+            "Durable changes not matched yet; by partition if enabled.",
             *_COLLECTION_LABELS,
             "partition",
         ),
         gauge(
             "watch_partition_state",
-            "1 for the state that it is in, of others how many are; by partition if that is set.",
+            "Partitions in each state; by partition if enabled.",
             *_COLLECTION_LABELS,
             "state",
             "partition",
         ),
-        gauge("watch_generation", "Generation, of all others together the highest.", *_COLLECTION_LABELS),
+        gauge(
+            "watch_generation",
+            "Generation; for collections without their own labels the highest.",
+            *_COLLECTION_LABELS,
+        ),
         counter(
-            "watch_match_candidates", "Predicates that the index found for changes.", *_COLLECTION_LABELS
+            "watch_match_candidates", "Predicates that the index proposed for changes.", *_COLLECTION_LABELS
         ),
         counter("watch_match_hits", "Predicates that matched.", *_COLLECTION_LABELS),
         gauge(
             "watch_match_hit_ratio",
-            "Share of the candidates that matched, since the start.",
+            "Ratio of candidates that matched, since start.",
             *_COLLECTION_LABELS,
         ),
         histogram(
             "watch_match_latency_seconds",
-            "Time to find whom a change concerns.",
+            "Time to match a change against all predicates.",
             MATCH_BUCKETS_S,
             *_COLLECTION_LABELS,
         ),
-        counter("watch_match_fallback", "Predicates that the library evaluated.", *_COLLECTION_LABELS),
-        counter("watch_match_slow", "Changes that took longer than a millisecond to match."),
+        counter(
+            "watch_match_fallback", "Predicates evaluated by the expression library.", *_COLLECTION_LABELS
+        ),
+        counter("watch_match_slow", "Changes that took longer than 1 ms to match."),
         gauge(
             "watch_index_predicates",
-            "Different predicates that are watched, by what finds them.",
+            "Distinct watched predicates, by kind of index.",
             *_COLLECTION_LABELS,
             "kind",
         ),
         gauge(
-            "watch_scan_list_predicates", "Those of them that no index can help with.", *_COLLECTION_LABELS
+            "watch_scan_list_predicates",
+            "Distinct watched predicates that no index supports.",
+            *_COLLECTION_LABELS,
         ),
         counter(
             "watch_dedup_dropped",
-            "What came twice and was left out, by where that was seen.",
+            "Duplicates dropped, by stage.",
             *_COLLECTION_LABELS,
             "stage",
         ),
         gauge(
             "watch_bloom_fp_ratio",
-            "Answers of the Bloom filter that should be no and were not, when a job made it last.",
+            "False positive ratio of the Bloom filter, measured when it was last built.",
             *_COLLECTION_LABELS,
         ),
-        counter(
-            "watch_bloom_rebuilds", "Bloom filters that jobs have made and published.", *_COLLECTION_LABELS
-        ),
+        counter("watch_bloom_rebuilds", "Bloom filters built by jobs and published.", *_COLLECTION_LABELS),
         gauge("watch_connections", "Realtime connections, by transport.", "transport"),
         gauge("watch_subscriptions", "Subscriptions of realtime connections.", "state", "priority"),
-        counter("watch_deliveries", "Events sent, by what happened to the document.", "op"),
+        counter("watch_deliveries", "Events sent, by operation.", "op"),
         histogram(
             "watch_delivery_latency_seconds",
-            "Time from a commit to the write to the sockets.",
+            "Time from commit to the socket write.",
             LATENCY_BUCKETS_S,
         ),
-        gauge("watch_outbound_bytes", "Unsent bytes of realtime connections, a second ago."),
-        gauge("watch_watermark_level", "Share of what may be unsent to all of them together."),
-        counter("watch_demotions", "Subscriptions that were too slow and went back to the log."),
+        gauge("watch_outbound_bytes", "Unsent bytes of realtime connections, sampled every second."),
+        gauge("watch_watermark_level", "Unsent bytes of all realtime connections relative to the limit."),
         counter(
-            "watch_delivered_batches", "Deliveries of jobs that were read, by what became of them.", "result"
+            "watch_demotions", "Subscriptions that were too slow and were demoted to reading from the log."
         ),
-        counter("watch_delivered_skipped", "Changes that nobody had to read, since a job had examined them."),
-        counter("watch_resync_required", "Subscriptions that had to be made again, by reason.", "reason"),
-        counter("watch_resume", "Resumes, by result and by where they read.", "result", "path"),
-        counter("watch_snapshots", "Snapshots begun."),
-        histogram("watch_snapshot_seconds", "Time from the request of a snapshot to its end.", JOB_BUCKETS_S),
+        counter("watch_delivered_batches", "Batches of job deliveries that were read, by result.", "result"),
+        counter(
+            "watch_delivered_skipped", "Changes that did not have to be read because a job had matched them."
+        ),
+        counter("watch_resync_required", "Subscriptions that had to resync, by reason.", "reason"),
+        counter("watch_resume", "Resumes, by result and by read path.", "result", "path"),
+        counter("watch_snapshots", "Snapshots started."),
+        histogram("watch_snapshot_seconds", "Time from a snapshot request to its last page.", JOB_BUCKETS_S),
         counter("watch_snapshot_documents", "Documents sent in snapshots."),
         gauge("watch_replication_connections", "Connections of replicating clients."),
-        counter("watch_pull", "Pages that replicating clients have pulled."),
-        counter("watch_push_rows", "Documents that they have pushed, by what became of them.", "result"),
-        counter("watch_conflicts", "Documents that they have to look at before they push again."),
-        counter("watch_resync", "Times that they were told to pull, since their stream could not go on."),
-        counter("watch_auth_failures", "Realtime clients that could not say who they are, by code.", "code"),
+        counter("watch_pull", "Pages pulled by replicating clients."),
+        counter("watch_push_rows", "Documents pushed by replicating clients, by result.", "result"),
+        counter("watch_conflicts", "Conflicts returned to replicating clients."),
+        counter(
+            "watch_resync",
+            "RESYNC notices sent to replicating clients because their stream could not continue.",
+        ),
+        counter("watch_auth_failures", "Realtime clients that failed to authenticate, by code.", "code"),
         gauge(
-            "watch_slo_burn", "How fast the worst collection uses up an allowance; 1 is allowed.", "objective"
+            "watch_slo_burn", "Error budget burn rate of the worst collection; 1 is sustainable.", "objective"
         ),
         counter("watch_audit_dropped", "Audit events that could not be written."),
-        counter("watch_purged_tombstones", "Deleted documents that are remembered no more."),
-        counter("watch_published_views", "Views of collections that were written to the object store."),
-        gauge("watch_sources", "Sources of changes, by phase.", "phase"),
-        counter("watch_source_changes", "Changes that came from sources, by what happened.", "op"),
-        counter("watch_source_repeats", "Changes of sources that were known already and left out."),
-        counter("watch_source_restarts", "Sessions with sources that ended and were begun again."),
-        counter("watch_source_gaps", "Times that a source could not go on from where it was."),
+        counter("watch_purged_tombstones", "Tombstones of deleted documents that were purged."),
+        counter("watch_published_views", "Collection views written to the object store."),
+        gauge("watch_sources", "Change sources, by phase.", "phase"),
+        counter("watch_source_changes", "Changes read from sources, by operation.", "op"),
+        counter("watch_source_repeats", "Duplicate changes from sources that were skipped."),
+        counter("watch_source_restarts", "Source sessions that ended and were restarted."),
+        counter("watch_source_gaps", "Sources that could not continue from their position."),
         gauge(
             "watch_source_lag_seconds",
-            "Age of the newest change that was read while there is more, of its source.",
+            "Age of the newest change read from a source that has more.",
             *_COLLECTION_LABELS,
         ),
         gauge(
             "watch_source_lag_changes",
-            "Changes that its source has and that are not written down yet; of databases, at least.",
+            "Changes of a source not written to the log yet; for databases a lower bound.",
             *_COLLECTION_LABELS,
         ),
-        gauge("watch_source_retained_bytes", "Log that a database keeps for us, the most of all sources."),
+        gauge(
+            "watch_source_retained_bytes",
+            "Log that a source database retains for this server; the maximum of all sources.",
+        ),
         # The hub.
-        gauge("hub_sessions", "Sessions of actors, detached ones included."),
-        gauge("hub_detached_sessions", "Sessions whose client may come back."),
+        gauge("hub_sessions", "Sessions of actors, disconnected ones included."),
+        gauge("hub_detached_sessions", "Disconnected sessions that can be resumed."),
         gauge("hub_actors", "Registered addresses, by whether they are durable.", "durable"),
-        gauge("hub_registry_fill_ratio", "Registered addresses over what the registry holds."),
-        counter("hub_messages", "Messages of actors, by kind and by what became of each.", "kind", "result"),
-        counter("hub_deliveries", "Copies of messages: to connections, from the log, kept.", "mode"),
-        counter("hub_errors", "Errors told to actors, by code.", "code"),
+        gauge("hub_registry_fill_ratio", "Registered addresses relative to the limit."),
+        counter("hub_messages", "Messages from actors, by kind and result.", "kind", "result"),
+        counter(
+            "hub_deliveries", "Message copies delivered to connections, from the log, or stored.", "mode"
+        ),
+        counter("hub_errors", "Errors sent to actors, by code.", "code"),
         counter("hub_dead_letters", "Messages that could not be delivered, by reason.", "reason"),
-        counter("hub_dropped", "Messages that a slow connection did not get."),
-        counter("hub_duplicates", "Repeated messages, by how that was known.", "by"),
-        counter("hub_from_rewritten", "Messages whose sender claimed to be somebody else."),
-        counter("hub_rate_limited", "Messages refused for their rate, by kind.", "kind"),
-        counter("hub_pauses", "Times that a sender was asked to pause."),
+        counter("hub_dropped", "Messages dropped for slow connections."),
+        counter("hub_duplicates", "Duplicate messages, by how they were detected.", "by"),
+        counter("hub_from_rewritten", "Messages whose `from` was corrected to the sender's address."),
+        counter("hub_rate_limited", "Messages refused by rate limits, by kind.", "kind"),
+        counter("hub_pauses", "Pause requests sent to senders."),
         gauge("hub_queue_messages", "Unsent messages of all sessions."),
         gauge("hub_queue_bytes", "Unsent bytes of all sessions."),
-        gauge("hub_mailbox_lag", "Uncommitted messages in mailboxes whose owners are online."),
-        gauge("hub_asks_open", "Asks that wait for an answer."),
-        counter("hub_ws_closes", "Connections of the hub that ended, by code.", "code"),
+        gauge("hub_mailbox_lag", "Uncommitted messages in mailboxes of connected owners."),
+        gauge("hub_asks_open", "Pending asks."),
+        counter("hub_ws_closes", "Closed hub connections, by code.", "code"),
         histogram(
             "hub_relay_seconds",
-            "From a message of a socket to everything that it brings about, one of 16.",
+            "Time from receiving a message to its effects, sampled one in 16.",
             LATENCY_BUCKETS_S,
         ),
         histogram(
-            "hub_commit_wait_seconds", "From an entry of the hub to its being durable.", LATENCY_BUCKETS_S
+            "hub_commit_wait_seconds", "Time from writing a hub entry to its commit.", LATENCY_BUCKETS_S
         ),
-        histogram("hub_broadcast_seconds", "From a broadcast to its last delivery.", LATENCY_BUCKETS_S),
+        histogram("hub_broadcast_seconds", "Time from a broadcast to its last delivery.", LATENCY_BUCKETS_S),
     )
 }
 
 
 class ServerMetrics:
-    """The numbers of one server; every attribute is a row of the table."""
+    """The metric values of one server; every attribute is a row of the table."""
 
     def __init__(self, version: str = "") -> None:
         self.info = LabeledValues()
@@ -344,14 +362,14 @@ class ServerMetrics:
         self.bootstrap_problems = MetricValue()
         self.subscriptions = MetricValue()
         self.webhook_deliveries = LabeledValues()
-        self._count_companions()
-        self._count_hub()
-        self._count_watch()
+        self._add_index_metrics()
+        self._add_hub_metrics()
+        self._add_watch_metrics()
         assert vars(self).keys() == SERVER_METRICS.keys(), "the class and the table differ"
         self.info.values[(version,)] = 1
 
-    def _count_companions(self) -> None:
-        """Whoever builds companions, and whoever reads them."""
+    def _add_index_metrics(self) -> None:
+        """Building and reading index files."""
         self.pipeline_state = LabeledValues()
         self.pipeline_restarts = MetricValue()
         self.pipeline_backlog_segments = MetricValue()
@@ -369,7 +387,7 @@ class ServerMetrics:
         self.companion_opens = MetricValue()
         self.companion_unusable = MetricValue()
 
-    def _count_watch(self) -> None:
+    def _add_watch_metrics(self) -> None:
         """Documents and live queries."""
         self.watch_changes = LabeledValues()
         self.watch_match_lag_changes = LabeledValues()
@@ -419,7 +437,7 @@ class ServerMetrics:
         self.watch_source_lag_changes = LabeledValues()
         self.watch_source_retained_bytes = MetricValue()
 
-    def _count_hub(self) -> None:
+    def _add_hub_metrics(self) -> None:
         """Actors and their messages."""
         self.hub_sessions = MetricValue()
         self.hub_detached_sessions = MetricValue()
@@ -444,7 +462,7 @@ class ServerMetrics:
         self.hub_broadcast_seconds = Histogram(LATENCY_BUCKETS_S)
 
     def observe_sync(self, seconds: float, records: int) -> None:
-        """One commit: how long it took and how many records shared it."""
+        """Record the duration and the number of records of one commit."""
         self.sync_seconds.observe(seconds)
         self.commit_records.observe(records)
 

@@ -1,8 +1,8 @@
-"""The one table of settings.
+"""The table of settings.
 
 A setting is a field of :class:`Settings` or of :class:`~tailrace.common.limits.Limits`. Its flag
 (``--data-dir``), its variable (``TAILRACE_DATA_DIR``), its key in ``tailrace.toml`` (``data_dir``) and its
-line in the documentation all follow from that field. How they are put together is in `settings_loading.py`.
+line in the documentation are derived from that field. `settings_loading.py` combines the sources.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Secret = Annotated[str, Meta(extra={"secret": True})]
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used; the message names it and where it came from."""
+    """Invalid setting; the message names it and its source."""
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one server is set up. Build it with :func:`load`, or directly in tests."""
+    """Configuration of one server. Built by `load_settings`, or directly in tests."""
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[Port, Meta(description="Port to listen on; 0 takes any free one.")] = PORT_DEFAULT
+    port: Annotated[Port, Meta(description="Port to listen on; 0 selects a free port.")] = PORT_DEFAULT
     data_dir: Annotated[Path, Meta(description="Directory of the journal and the hot store.")] = Path(
         "./tailrace-data"
     )
@@ -43,9 +43,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ge=0,
             le=64,
             extra={"unit": "count"},
-            description="Processes that share the streams; limits hold for each. Another number than before "
-            "moves streams at start. 0: the number as it is; in a new data directory one below four cores, "
-            "else one less than there are.",
+            description="Worker processes that share the streams; limits apply per worker. Changing the "
+            "number moves streams at start. 0: the number last used; in a new data directory, "
+            "1 with fewer than 4 cores, otherwise cores minus 1.",
         ),
     ] = 0
     processor_turn_us: Annotated[
@@ -53,265 +53,293 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=100_000,
-            description="How long a turn of the processor is to be, in microseconds: with short ones the "
-            "server is let in sooner where others compute (Linux 6.12 and newer). 0: as the system does.",
+            description="CPU time slice in microseconds. Short slices reduce latency when other programs "
+            "use the same cores (Linux 6.12 and newer). 0: system default.",
         ),
     ] = 100
     preset: Annotated[
         Literal["default", "small"],
-        Meta(description="A set of limits: small keeps caches and queues at a quarter."),
+        Meta(
+            description="Preset of limits: small sets caches and queues to about a quarter of the defaults."
+        ),
     ] = "default"
     auto_tune: Annotated[
         str,
         Meta(
-            description="Choose memory settings that fit a size in MB; yes takes what the machine or its "
-            "control group has."
+            description="Derive memory settings from a size in MB; yes uses the memory of the machine or "
+            "its control group."
         ),
     ] = ""
-    config: Annotated[str, Meta(description="Settings file; ./tailrace.toml is used when it exists.")] = ""
+    config: Annotated[str, Meta(description="Settings file; by default ./tailrace.toml if it exists.")] = ""
     object_store: Annotated[
         str,
         Meta(
-            description="Where sealed history goes: file:///directory, s3://bucket/prefix, gs://, az://; "
-            "empty is objects/ in the data directory."
+            description="Object store for sealed segments: file:///directory, s3://bucket/prefix, gs://, "
+            "az://; empty: objects/ in the data directory."
         ),
     ] = ""
     take_over: Annotated[
         bool,
         Meta(
-            description="Take the object store over from another server, which then stops writing; all its "
-            "streams must be in the data directory. Also starts a server that is older than its object store."
+            description="Take over the object store from another server, which then stops writing; all of "
+            "its streams must be in the data directory. Also allows starting with data older "
+            "than the object store."
         ),
     ] = False
     bootstrap: Annotated[
         bool,
-        Meta(description="Restore everything from the object store; needs a data directory without streams."),
+        Meta(
+            description="Restore all data from the object store; requires a data directory without streams."
+        ),
     ] = False
     recovery_key: Annotated[
         Secret,
         Meta(
-            description="Encrypts the webhook keys on the object store, 32 bytes or more; without it they "
-            "are not kept there."
+            description="Key of at least 32 bytes that encrypts the webhook keys on the object store; if "
+            "empty, they are not stored there."
         ),
     ] = ""
     init: Annotated[
         str,
-        Meta(description="TOML file with streams that are made at start; those that exist must be like it."),
+        Meta(description="TOML file of streams to create at start; existing streams must match it."),
     ] = ""
     public_url: Annotated[
-        str, Meta(description="Base of the URLs the server writes, if it is reached under another name.")
+        str,
+        Meta(description="Base of the URLs in responses, if clients reach the server under another name."),
     ] = ""
     trusted_proxies: Annotated[
         str,
         Meta(
             description="Addresses and networks of proxies, comma-separated, whose X-Forwarded-For, -Proto "
-            "and -Host are believed; of all others they are not looked at."
+            "and -Host headers are used; from other peers they are ignored."
         ),
     ] = ""
-    insecure: Annotated[bool, Meta(description="Allow listening beyond loopback without authentication.")] = (
-        False
-    )
+    insecure: Annotated[
+        bool, Meta(description="Allow listening on non-loopback addresses without authentication.")
+    ] = False
 
     tls_cert: Annotated[
-        str, Meta(description="PEM file with the certificate chain; turns TLS on. Read again on SIGHUP.")
+        str, Meta(description="PEM file with the certificate chain; enables TLS. Reloaded on SIGHUP.")
     ] = ""
     tls_key: Annotated[str, Meta(description="PEM file with the certificate's private key.")] = ""
     tls_self_signed: Annotated[
         bool,
         Meta(
-            description="Make a certificate for this machine and use it, for development; clients have to be "
-            "told to trust it."
+            description="Create and use a self-signed certificate, for development; clients must be "
+            "configured to trust it."
         ),
     ] = False
 
     auth_jwt_secret: Annotated[
-        Secret, Meta(description="Shared secret of HS256 tokens, 32 bytes or more.")
+        Secret, Meta(description="Shared secret for HS256 tokens, at least 32 bytes.")
     ] = ""
-    auth_jwks_url: Annotated[str, Meta(description="URL of the keys that tokens are checked with.")] = ""
-    auth_jwks_file: Annotated[str, Meta(description="File of the keys that tokens are checked with.")] = ""
+    auth_jwks_url: Annotated[str, Meta(description="URL of the JSON Web Key Set that verifies tokens.")] = ""
+    auth_jwks_file: Annotated[
+        str, Meta(description="File with the JSON Web Key Set that verifies tokens.")
+    ] = ""
     auth_keys_file: Annotated[
         str,
         Meta(
-            description="File of API keys and revoked tokens, made by tailrace key create; without it the "
-            "server keeps its own, identity.json in the data directory."
+            description="File of API keys and revoked tokens, created by tailrace key create; if empty, "
+            "the server uses identity.json in its data directory."
         ),
     ] = ""
     auth_public_streams: Annotated[
         str,
-        Meta(description="Prefixes of streams that everybody may read without a token, comma-separated."),
+        Meta(description="Prefixes of streams that can be read without a token, comma-separated."),
     ] = ""
     auth_issuer: Annotated[str, Meta(description="Required iss claim of tokens.")] = ""
     auth_audience: Annotated[str, Meta(description="Required aud claim of tokens.")] = ""
 
     cors_origins: Annotated[
         str,
-        Meta(description="Origins browsers may call from, WebSockets included: * or a comma-separated list."),
+        Meta(
+            description="Origins that browsers may call from, WebSockets included: * or a comma-separated "
+            "list."
+        ),
     ] = "*"
     resource_policy: Annotated[
         Literal["cross-origin", "same-site", "same-origin"],
-        Meta(description="Cross-Origin-Resource-Policy of every answer."),
+        Meta(description="Cross-Origin-Resource-Policy header of every response."),
     ] = "cross-origin"
-    server_timing: Annotated[bool, Meta(description="Add a Server-Timing header to answers.")] = False
+    server_timing: Annotated[bool, Meta(description="Add a Server-Timing header to responses.")] = False
 
     loopback_webhooks: Annotated[
         Literal["auto", "yes", "no"],
-        Meta(description="Allow webhooks to this machine; auto allows them when listening on loopback only."),
+        Meta(
+            description="Allow webhooks to loopback addresses; auto allows them when the server listens on "
+            "loopback only."
+        ),
     ] = "auto"
     webhook_keys_since: Annotated[
-        str, Meta(description="Instant (RFC 3339) before which no webhook key may have been made.")
+        str, Meta(description="Webhook keys created before this RFC 3339 timestamp are discarded.")
     ] = ""
     webhook_allow: Annotated[
-        str, Meta(description="Hosts webhooks may call although their address is private, comma-separated.")
+        str, Meta(description="Hosts with private addresses that webhooks may call, comma-separated.")
     ] = ""
 
     source_variables: Annotated[
         str,
         Meta(
-            description="Variables of the environment that sources may take connection strings from: "
-            "patterns with *, comma-separated."
+            description="Environment variables that sources may read connection strings from: patterns "
+            "with *, comma-separated."
         ),
     ] = "*_DSN,*_DSN_*"
     source_directories: Annotated[
         str,
-        Meta(description="Directories of files that sources may take connection strings from, by comma."),
+        Meta(
+            description="Directories with files that sources may read connection strings from, "
+            "comma-separated."
+        ),
     ] = "/run/secrets"
 
     watch_partition_patterns: Annotated[
         str,
         Meta(
-            description="Partitions of new collections by their path, comma-separated: rooms/*/messages=1; * "
-            "is one segment, the first that fits counts."
+            description="Number of partitions of new collections by path, comma-separated: "
+            "rooms/*/messages=1; * matches one segment, the first match applies."
         ),
     ] = ""
     watch_metrics_partitions: Annotated[
         bool,
-        Meta(description="Label the metrics of a collection with the partition, where they have one."),
+        Meta(description="Add a partition label to the metrics of collections."),
     ] = False
     watch_summaries: Annotated[
         bool,
-        Meta(description="Write summaries of all subscriptions to `__subs__` always, not only for jobs."),
+        Meta(
+            description="Always write summaries of all subscriptions to `__subs__`, not only while jobs "
+            "need them."
+        ),
     ] = False
 
     pipeline: Annotated[
         Literal["auto", "off", "external"],
         Meta(
-            description="Who builds companions: auto starts a local pipeline when there is work, external "
-            "is one that is run elsewhere, off nobody."
+            description="Where index files are built: auto starts a local pipeline when there is work, "
+            "external expects one that runs elsewhere, off builds none."
         ),
     ] = "auto"
     pipeline_master: Annotated[str, Meta(description="Spark master of the local pipeline.")] = "local[*]"
     pipeline_cores: Annotated[
-        int, Meta(ge=0, extra={"unit": "count"}, description="Cores of the local pipeline; 0 is all of them.")
+        int, Meta(ge=0, extra={"unit": "count"}, description="CPU cores of the local pipeline; 0 uses all.")
     ] = 0
     pipeline_nice: Annotated[
-        int, Meta(ge=0, le=19, description="Niceness of the local pipeline: how far it steps back.")
+        int, Meta(ge=0, le=19, description="Niceness of the local pipeline's processes.")
     ] = 10
-    pipeline_conf: Annotated[str, Meta(description="More settings for Spark, name=value, by comma.")] = ""
+    pipeline_conf: Annotated[
+        str, Meta(description="Additional Spark settings, name=value, comma-separated.")
+    ] = ""
 
     hub_address: Annotated[str, Meta(description="Address of the hub itself.")] = "@(cloudflare/signal-hub)"
     hub_root: Annotated[
-        bool, Meta(description="Serve the hub at / and /ws too, for clients that know no other path.")
+        bool, Meta(description="Also serve the hub at / and /ws, for clients with a fixed path.")
     ] = False
     hub_policy: Annotated[
-        str, Meta(description="File with the rules of the hub, TOML or JSON; read again on SIGHUP.")
+        str, Meta(description="File with the hub's access rules, TOML or JSON; reloaded on SIGHUP.")
     ] = ""
     hub_topics_default: Annotated[
-        Literal["allow", "deny"], Meta(description="What holds for topics without a rule.")
+        Literal["allow", "deny"], Meta(description="Access to topics that no rule matches.")
     ] = "allow"
     hub_durable_topics: Annotated[
-        str, Meta(description="Topics that are always kept in streams: patterns with *, comma-separated.")
+        str, Meta(description="Topics that are always stored in streams: patterns with *, comma-separated.")
     ] = ""
     hub_signatures: Annotated[
-        Literal["optional", "required"], Meta(description="Whether messages of actors have to be signed.")
+        Literal["optional", "required"], Meta(description="Whether messages of actors must be signed.")
     ] = "optional"
     hub_keys: Annotated[
-        str, Meta(description="JSON file with the secrets that actors sign with, by address.")
+        str, Meta(description="JSON file with the signing secrets of actors, by address.")
     ] = ""
     hub_trace: Annotated[
         Literal["off", "durable", "all"],
-        Meta(description="Which messages leave their steps in hub/trace: none, those that are kept, or all."),
+        Meta(description="Which messages are traced in hub/trace: none, durable ones or all."),
     ] = "durable"
     hub_mint_tokens: Annotated[
-        bool, Meta(description="Let sessions refresh their tokens here; needs the shared secret.")
+        bool, Meta(description="Let sessions refresh their tokens at the hub; requires the shared secret.")
     ] = False
-    hub_deflate: Annotated[bool, Meta(description="Compress messages of the hub.")] = False
+    hub_deflate: Annotated[bool, Meta(description="Compress hub messages (permessage-deflate).")] = False
 
     edge_upstream: Annotated[
         str,
         Meta(
-            description="Servers behind an edge, comma-separated: http://host:port or name=http://host:port."
+            description="Upstream servers of an edge, comma-separated: http://host:port or "
+            "name=http://host:port."
         ),
     ] = ""
     edge_upstream_mode: Annotated[
         Literal["single", "any", "sharded"],
         Meta(
-            description="What several upstreams are: any is doors to one deployment, sharded is servers with "
-            "streams of their own."
+            description="Relation of several upstreams: any are equivalent endpoints of one deployment, "
+            "sharded are servers with different streams."
         ),
     ] = "single"
-    edge_listen: Annotated[str, Meta(description="Address and port of an edge.")] = "127.0.0.1:4438"
+    edge_listen: Annotated[str, Meta(description="Address and port that an edge listens on.")] = (
+        "127.0.0.1:4438"
+    )
     edge_cache_dir: Annotated[
-        str, Meta(description="Directory in which an edge keeps slices; without it memory only.")
+        str,
+        Meta(description="Directory of an edge's disk cache; if empty, slices are cached in memory only."),
     ] = ""
-    edge_token_file: Annotated[
-        str, Meta(description="File with the token that an edge uses on its own account, of scope read.")
-    ] = ""
+    edge_token_file: Annotated[str, Meta(description="File with the edge's own token, of scope read.")] = ""
     edge_signing_key: Annotated[
         Secret,
         Meta(
-            description="Key of 32 bytes or more that an edge and its server share: the edge says with it "
-            "for whom it asks, and the server believes it."
+            description="Key of at least 32 bytes shared by an edge and its server; the edge signs client "
+            "identities with it and the server accepts them."
         ),
     ] = ""
     edge_metrics_port: Annotated[
-        Port, Meta(description="Listener of an edge of its own for /metrics; 0 serves it on the main one.")
+        Port, Meta(description="Separate port of an edge for /metrics; 0 serves it on the main port.")
     ] = 0
     edge_expose_server: Annotated[
-        bool, Meta(description="Let clients of an edge reach /v1/server of the server behind it.")
+        bool, Meta(description="Let clients of an edge reach /v1/server of its upstream.")
     ] = False
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="Least severe log line that is written."),
+        Meta(description="Lowest severity that is logged."),
     ] = "info"
     log_format: Annotated[
         Literal["auto", "json", "console"],
-        Meta(description="Form of log lines; auto is console on a terminal."),
+        Meta(description="Format of log lines; auto is console on a terminal, otherwise json."),
     ] = "auto"
     log_requests: Annotated[
         Literal["off", "failures", "all"],
-        Meta(description="Requests that get a line in the log: none, those that fail by our fault, or all."),
+        Meta(description="Requests that are logged: none, those that fail with a server error, or all."),
     ] = "failures"
     request_ids: Annotated[
         bool,
         Meta(
-            description="Give every answer an X-Request-Id, not only refusals and answers to requests that "
-            "have one."
+            description="Add X-Request-Id to every response, not only to errors and to requests that sent "
+            "one."
         ),
     ] = False
     metrics_port: Annotated[
-        Port, Meta(description="Listener of its own for /metrics; 0 serves it on the main one.")
+        Port, Meta(description="Separate port for /metrics; 0 serves it on the main port.")
     ] = 0
 
     otlp_traces_stream: Annotated[
-        str, Meta(description="Stream that spans sent to /v1/traces go to; empty takes none.")
+        str, Meta(description="Stream for the spans received at /v1/traces; empty disables that route.")
     ] = ""
     otlp_auto_create: Annotated[
-        bool, Meta(description="Make the stream for spans, with its profile, when the first ones come.")
+        bool, Meta(description="Create the stream for spans, with its profile, when the first spans arrive.")
     ] = False
 
     traces_url: Annotated[
-        str, Meta(description="Collector that spans are sent to, OTLP over HTTP; empty traces nothing.")
+        str,
+        Meta(
+            description="Collector that the server sends its own spans to, OTLP over HTTP; empty disables "
+            "tracing."
+        ),
     ] = ""
     traces_headers: Annotated[
-        Secret, Meta(description="Headers for the collector, name=value, comma-separated.")
+        Secret, Meta(description="Headers for the trace collector, name=value, comma-separated.")
     ] = ""
     traces_one_in: Annotated[
         int,
         Meta(
             ge=0,
             extra={"unit": "count"},
-            description="Of requests whose caller does not trace, one in so many is traced; 0 traces none.",
+            description="Trace one in this many requests whose caller sends no trace context; 0 traces none.",
         ),
     ] = 100
 
@@ -328,7 +356,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def auth_public_prefixes(self) -> tuple[str, ...]:
-        """Streams that begin with one of these are read without a token."""
+        """Streams with one of these prefixes can be read without a token."""
         return split_list(self.auth_public_streams)
 
     @property
@@ -343,32 +371,32 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def loopback_webhooks_allowed(self) -> bool:
-        """Whether webhooks may call this machine."""
+        """Whether webhooks may call loopback addresses."""
         return self.loopback_only if self.loopback_webhooks == "auto" else self.loopback_webhooks == "yes"
 
     @property
     def webhook_keys_since_ms(self) -> int:
-        """Webhook keys older than this are given up."""
+        """Webhook keys created before this time are discarded."""
         if not self.webhook_keys_since:
             return 0
         moment = datetime.fromisoformat(self.webhook_keys_since)
         if moment.tzinfo is None:
-            raise ValueError("an instant has a time zone")
+            raise ValueError("the timestamp must have a time zone")
         return int(moment.timestamp() * 1000)
 
 
 def parse_networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
-    """Addresses and networks, separated by commas. ValueError if one of them is neither."""
+    """Comma-separated addresses and networks. Raises ValueError if one is neither."""
     return tuple(ipaddress.ip_network(one, strict=False) for one in split_list(text))
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """What a setting names, separated by commas."""
+    """The items of a comma-separated setting."""
     return tuple(one.strip() for one in text.split(",") if one.strip())
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """One row of the table, read off its field."""
+    """One row of the table, derived from its field."""
 
     name: str
     kind: Literal["int", "str", "bool", "path", "choice"]
@@ -451,7 +479,7 @@ _BOOLS: Final = {
 
 
 def parse_setting(setting: Setting, text: str) -> int | str | bool:
-    """Turn what a person wrote (``64MiB``, ``30s``, ``yes``) into the setting's value."""
+    """Convert text (``64MiB``, ``30s``, ``yes``) to the setting's value."""
     if setting.kind == "bool":
         if (value := _BOOLS.get(text.strip().lower())) is None:
             raise SettingsError(f"{text!r} is not yes or no")
@@ -468,7 +496,7 @@ def parse_setting(setting: Setting, text: str) -> int | str | bool:
 
 
 def describe_settings(settings: Settings) -> list[dict[str, object]]:
-    """Every setting with its value, for ``/v1/server/_details``. Secrets stay hidden."""
+    """Every setting with its value, for ``/v1/server/_details``, without secrets."""
     rows: list[dict[str, object]] = []
     for setting in SETTINGS_TABLE.values():
         raw = getattr(settings.limits if setting.limit else settings, setting.name)

@@ -1,6 +1,6 @@
-"""Where a server's settings come from: the preset, the file, variables, flags. Later ones win.
+"""Loads settings from the preset, the file, environment variables and flags; later sources take precedence.
 
-What was chosen carries its source along, so that a message can name the flag, variable or line that is wrong.
+Each value carries its source, so that an error can name the flag, variable or line that is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tailrace.common.settings import (
 )
 
 CONFIG_NAME: Final = "tailrace.toml"
-# Variables that are read by others: the command line, the failpoints and Spark.
+# Variables that the command line, the failpoints and Spark read.
 NON_SETTING_VARIABLES: Final = frozenset(
     {
         "TAILRACE_URL",
@@ -39,7 +39,7 @@ NON_SETTING_VARIABLES: Final = frozenset(
 )
 OVERLAY_PREFIX: Final = "TAILRACE_SEARCH_WAL_OVERLAY_"
 
-ChosenValues = dict[str, tuple[object, str]]  # by name: the value, and who says so
+ChosenValues = dict[str, tuple[object, str]]  # by name: the value and its source
 
 
 def load_settings(
@@ -47,10 +47,10 @@ def load_settings(
     env: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> Settings:
-    """Put the settings together from every source, or raise :class:`SettingsError`.
+    """Combine the settings of all sources, or raise :class:`SettingsError`.
 
-    ``flags`` holds only what was given explicitly, by field name. ``directory`` is where ``tailrace.toml`` is
-    looked for, the current one by default.
+    ``flags`` holds explicitly given values by field name. ``directory`` is searched for ``tailrace.toml``; by
+    default it is the current one.
     """
     layers = [_from_env(os.environ if env is None else env), _from_flags(flags or {})]
     config = next((value for layer in reversed(layers) if (value := layer.get("config"))), ("", ""))[0]
@@ -69,7 +69,7 @@ def load_settings(
 
 
 def _lower_dependent_defaults(chosen: ChosenValues) -> None:
-    """Defaults that have to be smaller than another setting follow it when that is chosen smaller."""
+    """Lower defaults that must not exceed another setting when that one is chosen smaller."""
     for name, bound in (("append_body_bytes", "append_queue_stream_bytes"), ("append_wait_ms", "request_ms")):
         value, source = chosen.get(bound, (None, ""))
         if name not in chosen and isinstance(value, int) and 0 < value < int(SETTINGS_TABLE[name].default):
@@ -77,7 +77,7 @@ def _lower_dependent_defaults(chosen: ChosenValues) -> None:
 
 
 def _auto_tune(chosen: ChosenValues) -> None:
-    """Puts the tuned settings among those that were chosen, if that was asked for."""
+    """Add the tuned settings to the chosen ones if `auto_tune` is on."""
     text, source = chosen.get("auto_tune", ("", ""))
     try:
         size_mb = memory.requested_mb(str(text))
@@ -98,18 +98,18 @@ def _auto_tune(chosen: ChosenValues) -> None:
 
 
 def unknown_variable_warnings(env: Mapping[str, str]) -> list[str]:
-    """What to tell somebody about variables that look like settings and are none."""
+    """Warnings about environment variables that look like settings but are unknown."""
     known = {setting.env for setting in SETTINGS_TABLE.values()} | NON_SETTING_VARIABLES
-    told: list[str] = []
+    warnings: list[str] = []
     for name in sorted(env):
         if not name.startswith(ENV_PREFIX) or name in known:
             continue
         if name.startswith(OVERLAY_PREFIX):
-            told.append(f"{name} has no effect: the tail is always searched")
+            warnings.append(f"{name} has no effect: the tail is always searched")
             continue
         near = get_close_matches(name, known, 1, 0.8)
-        told.append(f"{name} is no setting" + (f"; did you mean {near[0]}?" if near else ""))
-    return told
+        warnings.append(f"{name} is not a setting" + (f"; did you mean {near[0]}?" if near else ""))
+    return warnings
 
 
 def _from_env(env: Mapping[str, str]) -> ChosenValues:
@@ -166,7 +166,7 @@ def _build(chosen: ChosenValues) -> Settings:
     bounds: dict[str, object] = {}
     for name, (value, source) in chosen.items():
         shape: type[Struct] = Limits if SETTINGS_TABLE[name].limit else Settings
-        # Each one alone first, so that the message can name the flag, variable or line it came from.
+        # Validate each one alone first, so that the message can name its flag, variable or line.
         try:
             msgspec.convert({name: value}, shape, dec_hook=_to_path)
         except msgspec.ValidationError as error:
@@ -185,7 +185,7 @@ def _to_path(kind: type, value: object) -> object:
 
 
 def _check_combinations(settings: Settings) -> None:
-    """Refuse settings that are fine alone and wrong together."""
+    """Reject settings that are valid alone but not together."""
     limits = settings.limits
     ordered = (
         ("long_poll_default_ms", "long_poll_max_ms"),
@@ -205,25 +205,25 @@ def _check_combinations(settings: Settings) -> None:
         if low > high:
             raise SettingsError(f"{smaller} ({low}) must not be larger than {larger} ({high})")
     if bool(settings.tls_cert) != bool(settings.tls_key):
-        raise SettingsError("tls_cert and tls_key are needed together")
+        raise SettingsError("tls_cert and tls_key must be set together")
     if settings.tls_self_signed and settings.tls_cert:
-        raise SettingsError("tls_self_signed makes a certificate, tls_cert names one: give one of them")
+        raise SettingsError("tls_self_signed and tls_cert cannot be combined: set one of them")
     if settings.traces_url and not settings.traces_url.startswith(("http://", "https://")):
-        raise SettingsError("traces_url is not a URL such as http://127.0.0.1:4318")
+        raise SettingsError("traces_url must be a URL such as http://127.0.0.1:4318")
     try:
         _ = settings.webhook_keys_since_ms
     except ValueError:
-        raise SettingsError("webhook_keys_since is not an instant such as 2026-01-31T12:00:00Z") from None
+        raise SettingsError("webhook_keys_since must be a timestamp such as 2026-01-31T12:00:00Z") from None
     try:
         parse_networks(settings.trusted_proxies)
     except ValueError as error:
         raise SettingsError(f"trusted_proxies: {error}") from None
     if settings.edge_signing_key and len(settings.edge_signing_key.encode()) < 32:
-        raise SettingsError("edge_signing_key is shorter than 32 bytes, which is not safe")
+        raise SettingsError("edge_signing_key must have at least 32 bytes")
     if settings.recovery_key and len(settings.recovery_key.encode()) < 32:
-        raise SettingsError("recovery_key is shorter than 32 bytes, which is not safe")
+        raise SettingsError("recovery_key must have at least 32 bytes")
     for prefix in settings.auth_public_prefixes:
         if any(prefix.startswith(own) or own.startswith(prefix) for own in ("__", "hub/")):
-            raise SettingsError(f"auth_public_streams: {prefix!r} would cover streams of the server itself")
+            raise SettingsError(f"auth_public_streams: {prefix!r} would include system streams")
     if settings.auth_jwt_secret and len(settings.auth_jwt_secret.encode()) < 32:
-        raise SettingsError("auth_jwt_secret is shorter than 32 bytes, which HS256 needs to be safe")
+        raise SettingsError("auth_jwt_secret must have at least 32 bytes")

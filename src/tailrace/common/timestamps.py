@@ -1,4 +1,4 @@
-"""Durations and instants as they are written in headers and query parameters."""
+"""Parsing and formatting of durations and timestamps in headers and query parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT_UNIT_MS = {None: 1000, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 DURATION_S_MAX = 2**53 - 1
 _DURATION_DIGITS_MAX = len(str(DURATION_S_MAX))
-# Instants are kept in 64 bits. What lies beyond (the year 2262) is as far away as can be said.
+# Timestamps are stored in 64 bits; later ones (after the year 2262) are clamped to the maximum.
 TIMESTAMP_NS_MAX = 2**63 - 1
 
 
@@ -28,12 +28,12 @@ def parse_duration_s(text: str, header: str) -> int:
     match = _DURATION.fullmatch(text)
     if not match:
         raise TailraceError(
-            "invalid_header", f"{header} must be whole seconds or <n>s, m, h or d", header=header
+            "invalid_header", f"{header} must be whole seconds or <n>s, <n>m, <n>h or <n>d", header=header
         )
     too_long = len(match[1]) > _DURATION_DIGITS_MAX
     window_s = 0 if too_long else int(match[1]) * _DURATION_UNIT_S[match[2]]
     if too_long or window_s > DURATION_S_MAX:
-        message = f"{header} is too large: at most {DURATION_S_MAX} seconds"
+        message = f"{header} must be at most {DURATION_S_MAX} seconds"
         raise TailraceError("invalid_header", message, header=header)
     return window_s
 
@@ -42,12 +42,12 @@ def parse_timeout_ms(text: str) -> int:
     """A long-poll wait: `<n>ms|s|m|h`, or a bare integer of seconds."""
     match = _TIMEOUT.fullmatch(text)
     if not match:
-        raise TailraceError("invalid_timeout", "timeout must be <n>ms, s, m or h, or whole seconds")
+        raise TailraceError("invalid_timeout", "timeout must be whole seconds or <n>ms, <n>s, <n>m or <n>h")
     return int(match[1]) * _TIMEOUT_UNIT_MS[match[2]]
 
 
 def parse_rfc3339_ns(text: str) -> int | None:
-    """RFC 3339 with any zone and up to nanoseconds, as Unix nanoseconds; None if it is not one."""
+    """RFC 3339 with any zone and up to nanoseconds, as Unix nanoseconds; None if invalid."""
     match = _RFC3339.fullmatch(text)
     if not match:
         return None
@@ -70,7 +70,7 @@ def parse_timestamp_ns(text: str) -> int | None:
 
 
 def format_rfc3339(ns: int) -> str:
-    """RFC 3339 in UTC with milliseconds, the way every instant leaves the server."""
+    """RFC 3339 in UTC with milliseconds, the format of every timestamp that the server writes."""
     if ns >= TIMESTAMP_NS_MAX:
         return "9999-12-31T23:59:59.999Z"
     seconds, rest = divmod(ns, 1_000_000_000)

@@ -1,4 +1,4 @@
-"""Token buckets: how much an identity may do of each kind, in whole numbers so that nothing is rounded."""
+"""Token buckets: rate limits of identities by kind, in integers to avoid rounding."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ BUCKETS_MAX: Final = 100_000
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """So many per second, and so many at once after a rest."""
+    """Tokens per second, and burst size."""
 
     per_s: int
     burst: int
 
 
 class TokenBucket:
-    """Full at first. One token is kept as a thousand million parts, a nanosecond's worth being `per_s`."""
+    """A bucket, initially full. A token is 10^9 parts, so that `per_s` parts are added each nanosecond."""
 
     __slots__ = ("_filled_ns", "_full", "_parts", "rate")
 
@@ -31,10 +31,9 @@ class TokenBucket:
         self._filled_ns = now_ns
 
     def take(self, now_ns: int, count: int = 1) -> int:
-        """0 if so many were taken, else the milliseconds after which they could be.
+        """Take `count` tokens and return 0, or return the milliseconds after which they will be available.
 
-        What is more than the bucket holds needs a full one, and leaves a debt that is paid before anything
-        else is let in.
+        More than the bucket's capacity needs a full bucket and leaves a debt that is refilled first.
         """
         if now_ns > self._filled_ns:
             self._fill(now_ns)
@@ -47,7 +46,7 @@ class TokenBucket:
         return -(-missing_ns // _MILLI_NS)
 
     def take_with(self, other: TokenBucket, now_ns: int, count: int) -> bool:
-        """One of these and so many of the others, or nothing. `take`, written out for every message."""
+        """Take one token here and `count` of the other bucket, or none; `take` inlined for the hot path."""
         if now_ns > self._filled_ns:
             self._fill(now_ns)
         if now_ns > other._filled_ns:
@@ -60,7 +59,7 @@ class TokenBucket:
         return True
 
     def give_back(self, count: int = 1) -> None:
-        """What was taken for something that was refused for another reason."""
+        """Return tokens that were taken for an operation that was then refused for another reason."""
         self._parts = min(self._parts + count * _SECOND_NS, self._full)
 
     def is_full(self, now_ns: int) -> bool:
@@ -76,7 +75,7 @@ class TokenBucket:
 
 
 class TokenBuckets:
-    """The buckets of all identities, one for each kind. A full one is like a new one, and is forgotten."""
+    """The buckets of all identities and kinds. A full bucket equals a new one and is dropped."""
 
     __slots__ = ("_buckets", "_buckets_max", "_pairs", "_rates")
 
@@ -84,25 +83,25 @@ class TokenBuckets:
         self._rates = rates
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
         self._buckets_max = buckets_max
-        # Two buckets of an identity that are always asked together; they are among the others too.
+        # Two buckets of an identity that are always used together; `_buckets` has them too.
         self._pairs: dict[str, tuple[TokenBucket, TokenBucket]] = {}
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def take(self, identity: str, kind: str, now_ns: int, count: int = 1, *, rate: Rate | None = None) -> int:
-        """0 if this may be done now, else the milliseconds to wait. `rate` replaces the usual one."""
+        """Return 0 if allowed now, else the milliseconds to wait. `rate` replaces the default of the kind."""
         return self._bucket(identity, kind, now_ns, rate or self._rates[kind]).take(now_ns, count)
 
     def pair(self, identity: str, one: str, other: str, now_ns: int) -> tuple[TokenBucket, TokenBucket]:
-        """The buckets of two kinds, with their usual rates. To be asked for anew each time."""
+        """The buckets of two kinds, with their default rates. Do not hold them: a sweep may replace them."""
         found = self._pairs.get(identity)
         if found is None:
             rates = self._rates
             first = self._bucket(identity, one, now_ns, rates[one])
             second = self._bucket(identity, other, now_ns, rates[other])
             if self._buckets.get((identity, one)) is not first:
-                # It had to make room for the other; now there is enough.
+                # Creating the second one evicted it; now there is enough space.
                 first = self._bucket(identity, one, now_ns, rates[one])
             found = self._pairs[identity] = (first, second)
         return found
@@ -121,7 +120,7 @@ class TokenBuckets:
             bucket.give_back(count)
 
     def _sweep(self, now_ns: int) -> None:
-        """Away with the full ones; if hardly any is, the eldest go, whoever they belong to."""
+        """Drop full buckets and, if too few are full, the oldest ones."""
         self._pairs.clear()
         for key in [key for key, bucket in self._buckets.items() if bucket.is_full(now_ns)]:
             del self._buckets[key]

@@ -169,9 +169,9 @@ class EdgeApp:
 
     def handle(self, exchange: Exchange) -> None:
         if self._names_all:
-            exchange.name()
+            exchange.assign_request_id()
         if self._logs_all:
-            exchange.watch_answer(self._log_answer)
+            exchange.observe_response(self._log_answer)
         if self._loop_mark in exchange.headers.get(b"via", b""):
             logger.error("a request came back to this edge: its upstreams lead to itself")
             raise TailraceError("internal", "the request goes round in a circle")
@@ -207,7 +207,7 @@ class EdgeApp:
 
     def _route(self, exchange: Exchange) -> None:
         if exchange.wants_websocket():
-            self._origins.check(exchange)
+            self._origins.check_websocket(exchange)
         target = parse_target(exchange.path, self._context.limits.name_bytes)
         if target.kind == "server" and not self._shows(exchange.path):
             raise TailraceError("not_found", "this edge does not show the server behind it")

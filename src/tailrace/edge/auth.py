@@ -197,13 +197,13 @@ class Authenticator:
 
     def changed(self) -> bool:
         """Whether keys or revocations are others than when this was asked last."""
-        return self.verifier is not None and self.verifier.changed()
+        return self.verifier is not None and self.verifier.poll_changes()
 
     def stands(self, caller: Caller) -> bool:
         """Whether a client that was let in still would be."""
         if self.verifier is None or caller.identity is None:
             return True
-        return self.verifier.stands(caller.identity)
+        return self.verifier.is_valid(caller.identity)
 
     def check_still(self, caller: Caller, now_s: float) -> None:
         """Refuses a client that was let in and has waited, if what it came with is good no more."""

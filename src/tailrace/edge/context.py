@@ -90,10 +90,10 @@ class EdgeContext:
         status, head, body = error_response(error)
         if exchange is None:
             return status, head, body
-        exchange.name()
+        exchange.assign_request_id()
         if status >= 500:
-            failure_log.tell(exchange, error)
-            exchange.on_answer = None  # that was its line
+            failure_log.log_failure(exchange, error)
+            exchange.on_response = None  # that was its line
         if exchange.method in (b"GET", b"HEAD"):
             head += cache_line("BYPASS")
         return status, head, body
@@ -118,7 +118,7 @@ class EdgeContext:
             return b""
         sub = "" if caller.identity is None else caller.identity.sub
         vouched = ForwardedClient(self.edge_id.decode(), caller.ip, sub)
-        return b"tailrace-edge: %b\r\n" % self._mark.make(method, target, vouched, self.now_s())
+        return b"tailrace-edge: %b\r\n" % self._mark.sign(method, target, vouched, self.now_s())
 
     # -- Server-Timing
 

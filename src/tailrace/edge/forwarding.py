@@ -60,7 +60,7 @@ def open_tunnel(exchange: Exchange, reply: UpstreamResponse, connection: Upstrea
     server = client.server
     lines = b"".join(b"%b: %b\r\n" % field for field in reply.fields if _passes(field[0].lower()))
     bypass = cache_line("BYPASS")
-    named = exchange.note_answer(101, bypass)
+    named = exchange.begin_response(101, bypass)
     head = status_line(101) + lines + server.app.common_headers(exchange) + bypass + named + b"\r\n"
     exchange.answered = True
     exchange.on_gone = None
@@ -69,7 +69,7 @@ def open_tunnel(exchange: Exchange, reply: UpstreamResponse, connection: Upstrea
     near.other, far.other = far, near
     early = connection.take_over(far)
     held = client.detach(near)
-    server.watch(near)
+    server.add(near)
     if early:
         far.data_received(early)
     if held:
@@ -239,7 +239,7 @@ def upstream_unavailable(lost: UpstreamLostError, method: bytes) -> TailraceErro
 
 def pending_body(exchange: Exchange) -> BodyStream | None:
     """The body, if it was not all here when the request was."""
-    return exchange.intake if isinstance(exchange, StreamingExchange) else None
+    return exchange.body_stream if isinstance(exchange, StreamingExchange) else None
 
 
 def check_single_headers(exchange: Exchange) -> None:

@@ -254,7 +254,7 @@ class UpstreamRevocations:
             return False
         self._tag = reply.get(b"etag") or b""
         self.is_told, self._warned = True, False
-        return self._book.follow(self._upstream.id, marks)
+        return self._book.set_followed(self._upstream.id, marks)
 
     def _tell_once(self, status: int) -> None:
         self.is_told = False

@@ -469,7 +469,7 @@ class ConnectionPool:
 
     async def _pass_on(self, connection: UpstreamConnection, body: BodyStream) -> bool:
         """The next piece of a body that is still coming; true if it was the last."""
-        piece = await body.piece()
+        piece = await body.read()
         if body.length is None:
             piece = chunk(piece) + (LAST_CHUNK if body.ended else b"")
         connection.send_more(piece, last=body.ended)

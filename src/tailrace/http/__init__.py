@@ -1,7 +1,7 @@
-"""Transport: HTTP/1.1 and WebSocket on one listener. Knows nothing of streams.
+"""HTTP/1.1 and WebSocket transport on one listener. Knows nothing of streams.
 
-`HttpServer` listens and hands each complete request to an `App` as an `Exchange`; the application answers
-with `Exchange.respond`, streams with an `Outlet`, or takes the connection over as a WebSocket.
+`HttpServer` listens and passes each complete request to an `App` as an `Exchange`. The application responds
+with `Exchange.respond`, streams with a `ResponseStream`, or upgrades the connection to a WebSocket.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""One HTTP/1.1 connection: parses requests, validates their heads, dispatches them.
+"""One HTTP/1.1 connection: bytes in, requests to the application, responses out in order.
 
-The rules a request head must keep beyond its grammar, which llhttp checks.
-
-Most requests pass without entering this module: `connection.py` comes here only for heads that have something
-uncommon about them.
-
-One HTTP/1.1 connection: bytes in, requests to the application, answers out in order.
-
-The parser is llhttp (through httptools); this class is its callback object and the asyncio protocol at once,
-so that a request costs one object and no task. Rare cases live in methods of their own, away from the path
-that every request takes.
+The parser is llhttp (through httptools); `HttpConnection` is its callback object and the asyncio protocol at
+once, so that a request costs one object and no task. Rare cases are in separate methods, off the hot path.
+llhttp checks the grammar of a head; `validate_head` checks the remaining rules, and only for uncommon heads.
 """
 
 from __future__ import annotations
@@ -49,12 +42,12 @@ if TYPE_CHECKING:
     from tailrace.http.server import HttpServer
 
 
-# Headers that change how the connection behaves, or what its answers carry.
+# Headers that change how the connection behaves, or what its responses carry.
 CONNECTION_HEADERS = frozenset((b"connection", b"expect", b"transfer-encoding", b"upgrade", REQUEST_ID))
-# Heads that are kept in memory; a head of an append is a few hundred bytes.
+# Largest cached head; the head of an append has a few hundred bytes.
 CACHED_HEAD_BYTES_MAX = 2048
 CACHED_HEADS_MAX = 1024
-# Hosts seen to be well formed; bounded, because clients choose them.
+# Well-formed hosts seen so far; bounded, because clients choose them.
 CACHED_HOSTS_MAX = 1024
 REPEATS_MAX = 100
 
@@ -64,7 +57,7 @@ _HOST = re.compile(
 
 
 class CachedHead(NamedTuple):
-    """What the parser made of a head; shared by all requests that repeat it, so nobody changes it."""
+    """A parsed head, shared by all requests that repeat it, so it must not be changed."""
 
     method: bytes
     path: bytes
@@ -75,7 +68,7 @@ class CachedHead(NamedTuple):
 
 
 def is_plain_request(exchange: Exchange) -> bool:
-    """A request that does nothing to its connection and has its length in its head."""
+    """Whether a request has no effect on its connection and has a Content-Length."""
     headers = exchange.headers
     return (
         exchange.mode == 0
@@ -86,24 +79,26 @@ def is_plain_request(exchange: Exchange) -> bool:
 
 
 def check_head_size(exchange: Exchange, url: bytes, limit_bytes: int) -> None:
-    """The exact size of a head that came in several reads."""
+    """Check the exact size of a head that arrived in several reads."""
     size = len(url) + sum(len(name) + len(value) + 4 for name, value in exchange.headers.items())
     if size > limit_bytes:
         raise head_too_large(limit_bytes)
 
 
 def head_too_large(limit_bytes: int) -> TailraceError:
-    message = f"the header block is over {limit_bytes} bytes"
+    message = f"the header block exceeds {limit_bytes} bytes"
     return TailraceError("invalid_request", message, limit_bytes=limit_bytes)
 
 
 def add_repeated_header(exchange: Exchange, name: bytes, value: bytes) -> None:
-    """Join the values of a repeated header, and remember that it was repeated."""
+    """Join the values of a repeated header, and record that it was repeated."""
     repeated = exchange.repeated or frozenset()
     joined = exchange.headers[name] + b", " + value
-    # Joining is quadratic in the number of repeats, so there is a bound on the work, not only on the bytes.
+    # Joining is quadratic in the number of repeats, so the number is limited too.
     if joined.count(b",") > REPEATS_MAX:
-        raise TailraceError("invalid_header", "a header is repeated too often", header=_header_text(name))
+        raise TailraceError(
+            "invalid_header", f"a header is repeated more than {REPEATS_MAX} times", header=_header_text(name)
+        )
     exchange.headers[name] = joined
     exchange.repeated = repeated | {name}
 
@@ -111,7 +106,7 @@ def add_repeated_header(exchange: Exchange, name: bytes, value: bytes) -> None:
 def validate_head(
     exchange: Exchange, parser: HttpRequestParser, keep_alive: bool, hosts: set[bytes | None]
 ) -> None:
-    """Set the exchange's mode, or raise the refusal this head deserves."""
+    """Set the exchange's mode, or raise an error if the head is invalid."""
     version = parser.get_http_version()
     if version not in ("1.1", "1.0"):
         raise TailraceError("invalid_request", f"HTTP/{version} is not supported; use HTTP/1.1")
@@ -135,7 +130,7 @@ def validate_head(
         if encoding.lower() != b"chunked" or legacy:
             raise TailraceError(
                 "invalid_header",
-                "the only Transfer-Encoding is chunked, on HTTP/1.1",
+                "Transfer-Encoding must be chunked, and needs HTTP/1.1",
                 header="transfer-encoding",
             )
         has_body = True
@@ -143,13 +138,13 @@ def validate_head(
         if has_body and headers.get(b"expect", b"").lower() == b"100-continue":
             mode |= MODE_CONTINUE
         if parser.should_upgrade():
-            # The parser takes what follows an upgrade request for another protocol, so a body would be
+            # The parser treats what follows an upgrade request as another protocol, so a body would be
             # read as the next request.
             if has_body:
-                raise TailraceError("invalid_request", "a request with a body cannot ask for an upgrade")
+                raise TailraceError("invalid_request", "a request with a body cannot be upgraded")
             mode |= MODE_UPGRADE
     elif parser.should_upgrade():
-        raise TailraceError("invalid_request", "an upgrade needs HTTP/1.1")
+        raise TailraceError("invalid_request", "an upgrade requires HTTP/1.1")
     exchange.mode = mode
 
 
@@ -158,9 +153,9 @@ def _check_host(exchange: Exchange, *, legacy: bool, hosts: set[bytes | None]) -
     if host is None:
         if legacy:
             return
-        raise TailraceError("invalid_header", "HTTP/1.1 requests need a Host header", header="host")
+        raise TailraceError("invalid_header", "HTTP/1.1 requests must have a Host header", header="host")
     if exchange.repeated is not None and b"host" in exchange.repeated:
-        raise TailraceError("invalid_header", "more than one Host header", header="host")
+        raise TailraceError("invalid_header", "a request must have only one Host header", header="host")
     if host in hosts:
         return
     if not _HOST.fullmatch(host):
@@ -170,13 +165,13 @@ def _check_host(exchange: Exchange, *, legacy: bool, hosts: set[bytes | None]) -
 
 
 def _adopt_absolute_target(exchange: Exchange) -> None:
-    """`GET http://host/path`: the host of the target replaces the header, as RFC 9112 3.2.2 demands."""
+    """`GET http://host/path`: the host of the target replaces the header, as RFC 9112 3.2.2 requires."""
     target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
     try:
         url = parse_url(target)
     except HttpParserInvalidURLError:
         raise TailraceError("invalid_request", "malformed request target") from None
-    # The parser gives None for a part that is absent, whatever its stubs say.
+    # The parser returns None for an absent part, contrary to its stubs.
     schema, host = url.schema or b"", url.host or b""
     if schema.lower() not in (b"http", b"https") or not host:
         raise TailraceError("invalid_request", "malformed request target")
@@ -190,29 +185,29 @@ def _header_text(name: bytes) -> str:
     return name.decode("latin-1")
 
 
-# Looked for as numbers: `b"?" in url` takes seven times as long as `0x3F in url`.
+# Searched as numbers: `b"?" in url` takes seven times as long as `0x3F in url`.
 SLASH = 0x2F
 LETTER_P = 0x50
-# One request in eight is remembered: enough for those that repeat, cheap for those that do not.
+# One parsed head in eight is cached: enough for those that repeat, cheap for those that do not.
 CACHE_HEADS_MASK = 7
 QUESTION_MARK = 0x3F
 
 
 def _ignore_data(data: bytes | memoryview) -> None:
-    """Takes the bytes of a connection that is done with reading."""
+    """Discard further bytes of a connection that is no longer read."""
 
 
 def _http09_error() -> TailraceError:
     return TailraceError("invalid_request", "HTTP/0.9 is not supported; use HTTP/1.1")
 
 
-# Stands in for the parser of a finished connection: parser and connection refer to each other, and breaking
-# the cycle frees both at once instead of at the next collection.
+# Replaces the parser of a finished connection: parser and connection refer to each other, and breaking the
+# cycle frees both at once instead of at the next collection.
 _NO_PARSER = HttpRequestParser(object())
 
 
 class HttpConnection(RequestBodyConnection):
-    """The protocol object of one client connection. Only `net` touches it."""
+    """The protocol object of one client connection; internal to `tailrace.http`."""
 
     __slots__ = (
         "_begun",
@@ -234,11 +229,11 @@ class HttpConnection(RequestBodyConnection):
         super().__init__(server)
         # The protocol that took the connection over, if one did.
         self.successor: asyncio.Protocol | None = None
-        self._time = time.monotonic  # the clock of the loop, but read now: the loop reads it once a turn
+        self._time = time.monotonic  # the loop's clock, read directly: the loop caches it per iteration
         self._parser = HttpRequestParser(self)
         self._direct: Callable[[bytes | memoryview], None] = self._parser.feed_data
         self._feed = self._direct
-        self._begun = False  # the parser is inside a request, be it only the first letter
+        self._begun = False  # the parser is inside a request, if only at its first byte
         self._latest: Exchange | None = None  # the last request the parser completed
         self._headers: dict[bytes, bytes] = {}
         self._url = b""
@@ -264,7 +259,7 @@ class HttpConnection(RequestBodyConnection):
         size = len(data)
         server.bytes_in += size
         at_rest = not self._begun and self.current is None and self._feed is self._direct
-        if at_rest and size and data[0] == LETTER_P and self._recognise(data, size):
+        if at_rest and size and data[0] == LETTER_P and self._match_cached_head(data, size):
             return
         self.cork = []
         try:
@@ -277,7 +272,7 @@ class HttpConnection(RequestBodyConnection):
             elif at_rest and not self._begun:
                 server.heads_parsed += 1
                 if not server.heads_parsed & CACHE_HEADS_MASK:
-                    self._learn(data)
+                    self._cache_head(data)
         except HttpParserUpgrade as upgrade:
             self._leave_parser(data[cast("int", upgrade.args[0]) :])
         except HttpParserError as error:
@@ -286,15 +281,15 @@ class HttpConnection(RequestBodyConnection):
             self.flush()
             self.cork = None
 
-    def _recognise(self, data: bytes, size: int) -> bool:
-        """Handles a request whose head was seen before, byte for byte: what the parser made of it then holds.
+    def _match_cached_head(self, data: bytes, size: int) -> bool:
+        """Handle a request whose head is cached, without parsing it.
 
-        A writer repeats its head for every append of the same length; looking it up takes a third of the
-        time that parsing takes.
+        A writer repeats its head for every append of the same length; the lookup takes a third of the time of
+        parsing.
         """
         split = data.find(b"\r\n\r\n") + 4
         server = self.server
-        known = server.heads_known.get(data[:split])
+        known = server.cached_heads.get(data[:split])
         if known is None or self._write_paused or size - split != known.body_bytes:
             return False
         server.requests += 1
@@ -304,19 +299,19 @@ class HttpConnection(RequestBodyConnection):
         self.deadline = inf
         try:
             known.handle(exchange)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
+        except Exception as error:  # noqa: BLE001 - becomes an error response
             self._handler_failed(exchange, error)
         return True
 
-    def _learn(self, data: bytes) -> None:
-        """Remembers the head of a plain append that came in one piece."""
+    def _cache_head(self, data: bytes) -> None:
+        """Cache the head of a plain append that arrived in one read."""
         exchange, self._latest = self._latest, None
         if exchange is not None and exchange.method == b"POST" and is_plain_request(exchange):
             split = data.find(b"\r\n\r\n") + 4
             size = len(exchange.body)
             if split <= CACHED_HEAD_BYTES_MAX and split + size == len(data):
                 handle = self.server.app.handler_for(exchange)
-                self.server.learn(
+                self.server.cache_head(
                     data[:split],
                     CachedHead(
                         exchange.method, exchange.path, exchange.query, exchange.headers, size, handle
@@ -324,16 +319,16 @@ class HttpConnection(RequestBodyConnection):
                 )
 
     def eof_received(self) -> bool:
-        """Half-closed or gone? One cannot tell, so it depends on what the client is waiting for.
+        """The client half-closed the connection or has gone; which one is unknown.
 
-        An answer that is being made is finished and sent. A stream, or a wait whose handler asked to be told
-        (`on_gone`), would hold the connection for long and most likely for nobody: it ends.
+        A response that is being prepared is finished and sent. A stream, or a wait with `on_gone`, would
+        occupy the connection for long and most likely without a reader, so it ends.
         """
         current = self.current
         if (
             current is None
             or current.on_gone is not None
-            or self.outlet is not None
+            or self.response_stream is not None
             or self.scheme == b"https"
         ):
             return False
@@ -348,19 +343,19 @@ class HttpConnection(RequestBodyConnection):
         self._parser = _NO_PARSER
         self._direct = _ignore_data
         self._latest = None
-        self.server.forget(self)
+        self.server.remove(self)
         for waiting in self._queue:
             waiting.answered = True
         self._queue.clear()
-        exchange, outlet = self.current, self.outlet
-        self.current = self.outlet = None
+        exchange, stream = self.current, self.response_stream
+        self.current = self.response_stream = None
         if exchange is not None:
             exchange.answered = True
             gone, exchange.on_gone, exchange.on_deadline = exchange.on_gone, None, None
             self._call(gone)
-        if outlet is not None:
-            outlet.closed = True
-            gone, outlet.on_gone, outlet.on_drain = outlet.on_gone, None, None
+        if stream is not None:
+            stream.closed = True
+            gone, stream.on_gone, stream.on_drain = stream.on_gone, None, None
             self._call(gone)
 
     # --- parser callbacks
@@ -406,13 +401,13 @@ class HttpConnection(RequestBodyConnection):
         keep_alive = parser.should_keep_alive()
         if (
             not keep_alive
-            or headers.get(b"host") not in server.hosts_known
+            or headers.get(b"host") not in server.cached_hosts
             or exchange.repeated is not None
             or method == b"HEAD"
             or url[0] != SLASH
             or not CONNECTION_HEADERS.isdisjoint(headers)
         ):
-            self._examine(exchange, keep_alive)
+            self._validate_head(exchange, keep_alive)
         length = headers.get(b"content-length")
         if length is not None and len(length) >= server.body_digits:
             self._check_declared(length)
@@ -443,18 +438,18 @@ class HttpConnection(RequestBodyConnection):
             self.deadline = inf
             try:
                 self._handle(exchange)
-            except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
+            except Exception as error:  # noqa: BLE001 - becomes an error response
                 self._handler_failed(exchange, error)
         else:
             self._queue.append(exchange)
-            self.backlog = True
+            self.has_backlog = True
             if len(self._queue) >= PIPELINED_REQUESTS_MAX:
                 self._update_reading()
 
     # --- reading, uncommon cases
 
     def _feed_slices(self, data: bytes) -> None:
-        """Parse a large read in slices, so that a crowded pipeline stops it before it is all objects."""
+        """Parse a large read in slices, so that the limit of pipelined requests applies within it."""
         view = memoryview(data)
         step = self.server.slice_bytes
         position = 0
@@ -476,12 +471,12 @@ class HttpConnection(RequestBodyConnection):
                 self._on_partial(len(piece))
 
     def _hold(self, data: bytes | memoryview) -> None:
-        """Keep bytes unparsed until the answers in front are given; the socket is not read meanwhile."""
+        """Hold bytes unparsed until the responses in front are sent; the socket is not read meanwhile."""
         self._held += data
         if not self._holding:
             self._holding = True
             self._feed = self._hold
-            self.backlog = True
+            self.has_backlog = True
             self._update_reading()
 
     def _release_held(self) -> None:
@@ -492,7 +487,7 @@ class HttpConnection(RequestBodyConnection):
             self._feed_slices(data)
 
     def _leave_parser(self, rest: bytes) -> None:
-        """After an upgrade request: what follows is HTTP or not, as the application decides."""
+        """After an upgrade request: the application decides whether HTTP follows."""
         if self.successor is not None:
             if rest:
                 self.successor.data_received(rest)
@@ -512,12 +507,13 @@ class HttpConnection(RequestBodyConnection):
         self._drop_body()
 
     def _on_partial(self, size: int) -> None:
-        """A request is begun and not finished: mind its size and the time it may take."""
+        """A request is incomplete: check its size and set its deadline."""
         server = self.server
         limit = server.limits.header_bytes
         if not self._head_done:
             if self._head_bytes == 0:
-                # The part of a head that lies in one slice is never over the limit: slices are not longer.
+                # A slice is not longer than the limit, so the part of a head within one slice never exceeds
+                # it.
                 self._head_bytes = 1
                 self._head_deadline = server.now + server.limits.header_ms / 1000
             else:
@@ -530,45 +526,45 @@ class HttpConnection(RequestBodyConnection):
                 return
         else:
             try:
-                self._ask_for_admission()
-                self._ask_for_share()
+                self._check_admission()
+                self._request_body_memory()
             except TailraceError as refusal:
                 self.refuse(refusal)
                 return
             received = self._received_bytes()
-            # Chunk extensions and trailers carry no body: they may be as long as a head, not longer.
+            # Chunk extensions and trailers carry no body: together they are limited like a head.
             self._wire_idle = self._wire_idle + size if received == self._body_seen else 0
             self._body_seen = received
             if self._wire_idle > limit:
                 self.refuse(
-                    TailraceError("invalid_request", f"over {limit} bytes of chunk framing or trailers")
+                    TailraceError("invalid_request", f"chunk framing or trailers exceed {limit} bytes")
                 )
                 return
         if self.current is None:
             self.rearm()
         else:
-            self.backlog = True
+            self.has_backlog = True
 
-    def _examine(self, exchange: Exchange, keep_alive: bool) -> None:
-        # The trailers of a chunked body come through on_header too; they must not reach the headers.
+    def _validate_head(self, exchange: Exchange, keep_alive: bool) -> None:
+        # on_header is also called for the trailers of a chunked body; they must not become headers.
         self._headers = {}
-        validate_head(exchange, self._parser, keep_alive, self.server.hosts_known)
+        validate_head(exchange, self._parser, keep_alive, self.server.cached_hosts)
         if exchange.mode & MODE_CLOSE:
             self._last_request = True
         if exchange.mode & MODE_CONTINUE:
             length = exchange.headers.get(b"content-length")
             if length is not None:
                 self._check_declared(length)
-            self._ask_for_admission()
+            self._check_admission()
             self._send_continue()
 
     def _send_continue(self) -> None:
-        """Ask for the body, but only when every answer in front of it is out."""
+        """Send 100 Continue, but only after every response in front of it."""
         exchange = self._incoming
         if exchange is None or not exchange.mode & MODE_CONTINUE:
             return
         if self.current is not None or self._queue:
-            self.backlog = True
+            self.has_backlog = True
             return
         exchange.mode &= ~MODE_CONTINUE
         if self._body is None:
@@ -576,21 +572,21 @@ class HttpConnection(RequestBodyConnection):
 
     def _parse_failed(self, error: HttpParserError) -> None:
         if self._ended or (self._last_request and self._incoming is None):
-            # Bytes after a request that closes the connection are nobody's.
+            # Bytes after a request that closes the connection are ignored.
             return
         cause = error.__context__
         if isinstance(cause, TailraceError):
             self.refuse(cause)
         elif cause is not None:
-            logger.error("reading a request failed", exc_info=cause)
+            logger.error("request parsing failed", exc_info=cause)
             self.refuse(TailraceError("internal", "internal error"))
         elif self._parser.get_http_version() == "0.9":
             self.refuse(_http09_error())
         else:
             self.refuse(TailraceError("invalid_request", f"malformed HTTP request: {error}"))
 
-    def is_all(self, exchange: Exchange) -> bool:
-        """Whether nothing but `exchange` has been read and not answered, be it one byte."""
+    def is_only_request(self, exchange: Exchange) -> bool:
+        """Whether `exchange` is the only request that was read and not responded to, not even partially."""
         return (
             self.current is exchange
             and not exchange.answered
@@ -599,13 +595,13 @@ class HttpConnection(RequestBodyConnection):
         )
 
     def detach(self, successor: asyncio.Protocol) -> bytes:
-        """Give the transport to another protocol; returns the bytes that came after the request."""
+        """Give the transport to another protocol; returns the bytes received after the request."""
         held = self._held
         self._ended = True
         self.successor = successor
         self.current = None
         self._stop_parsing()
-        self.server.forget(self)
+        self.server.remove(self)
         self.transport.set_protocol(successor)
         if not self._reading:
             self._reading = True

@@ -1,15 +1,7 @@
-"""One request and its response: the exchange, streamed responses, request ids, and the application's
-interface.
+"""One request and its response: exchange, streamed responses, request ids, the application's interface.
 
-Response bytes that are made once: status lines, lengths, chunk framing.
-
-Ids of requests: taken from clients that send one, made where somebody may have to ask about an answer.
-
-What the server expects of the application behind it.
-
-A streamed answer: head first, then as many chunks as there are, then the end.
-
-One request and its answer.
+`Exchange.respond` is the hot path; `response_connection.py` has the less common cases. Response bytes that
+repeat (status lines, lengths) are built once.
 """
 
 from __future__ import annotations
@@ -31,8 +23,8 @@ if TYPE_CHECKING:
     from tailrace.http.websocket import WebSocketConnection, WebSocketHandler
 
 
-# Bodies up to this size are joined with their head into one buffer; larger ones are handed to the transport
-# beside it, because copying them would cost more than a second element in the vector.
+# Bodies up to this size are joined with their head into one buffer; larger ones are passed to the transport
+# separately, because copying them would cost more than a second element in the vector.
 JOIN_BYTES_MAX = 16 * 1024
 
 STATUS_LINES: dict[int, bytes] = {
@@ -51,7 +43,7 @@ CONNECTION_CLOSE = b"Connection: close\r\n"
 CONNECTION_KEEP_ALIVE = b"Connection: keep-alive\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 
-# Answers with these codes never have a body, nor a length.
+# Responses with these statuses never have a body or a length.
 BODILESS_STATUSES = frozenset((204, 304))
 
 
@@ -69,15 +61,15 @@ def date_line(unix_s: float) -> bytes:
 
 
 def chunk(payload: bytes) -> bytes:
-    """One chunk of a streamed answer, to be framed once and written to many connections.
+    """One chunk of a streamed response, to be framed once and written to many connections.
 
-    An empty payload gives no bytes at all: an empty chunk would end the answer.
+    An empty payload yields no bytes: an empty chunk would end the response.
     """
     return b"%x\r\n%b\r\n" % (len(payload), payload) if payload else b""
 
 
 def unchunk(framed: bytes) -> bytes:
-    """The payload of bytes made by `chunk`, for HTTP/1.0 clients, which know no chunks."""
+    """The payload of bytes framed by `chunk`, for HTTP/1.0 clients, which do not support chunks."""
     payloads: list[bytes] = []
     position = 0
     while position < len(framed):
@@ -97,7 +89,7 @@ _VALID_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,%d}" % REQUEST_ID_BYTES_M
 
 
 def request_id_from_client(value: bytes) -> bytes:
-    """The client's own id, or a new one in place of what cannot be sent back as it is."""
+    """The client's id, or a new one if it cannot be sent back safely."""
     return value if _VALID_REQUEST_ID.fullmatch(value) else new_request_id()
 
 
@@ -106,25 +98,25 @@ def new_request_id() -> bytes:
 
 
 def strip_request_id(head: bytes) -> bytes:
-    """The head lines of an answer that is passed on, without the id that somebody else gave the request."""
+    """Remove the request id that another server added to the head lines of a relayed response."""
     begin = head.find(REQUEST_ID_LINE_START)
     return head if begin < 0 else head[:begin] + head[head.index(b"\r\n", begin) + 2 :]
 
 
 class App(Protocol):
-    """The application: answers requests, and gives refusals and responses their house form."""
+    """The application: handles requests, and formats errors and common headers."""
 
-    # What `common_headers` gives for every request alike; None if it depends on the request.
+    # The result of `common_headers` if it is the same for all requests, else None.
     fixed_headers: bytes | None
 
     def handle(self, exchange: Exchange) -> None:
-        """Answer a complete request, now or later. A `TailraceError` raised here is answered by net."""
+        """Respond to a complete request, now or later. A `TailraceError` raised here becomes the response."""
         ...
 
     def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
-        """What to call for every later request with this very head: `handle`, or a shorter way to the same.
+        """The handler for later requests with exactly this head: `handle`, or a shortcut.
 
-        The body is the only thing such requests differ in.
+        Such requests differ only in their body.
         """
         ...
 
@@ -138,10 +130,10 @@ class App(Protocol):
 
 
 class ResponseStream:
-    """The writing end of a streamed answer.
+    """The writing end of a streamed response.
 
-    Nothing is buffered here: the writer looks at `unsent_bytes`, holds back when it is too much, and goes
-    on from `on_drain`.
+    Nothing is buffered here: the writer checks `unsent_bytes`, pauses when it is too large, and continues in
+    `on_drain`.
     """
 
     __slots__ = ("_connection", "_plain", "closed", "on_drain", "on_gone")
@@ -157,7 +149,7 @@ class ResponseStream:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes written here that the kernel has not taken yet."""
+        """Bytes written here that the kernel has not accepted yet."""
         return 0 if self.closed else self._connection.unsent_bytes
 
     def write(self, payload: bytes) -> None:
@@ -170,8 +162,8 @@ class ResponseStream:
         if not self.closed:
             self._connection.write(unchunk(framed) if self._plain else framed)
 
-    def offer_raw(self, encoded: bytes, unsent_bytes_max: int) -> bool:
-        """`write_raw`, unless more than that is unsent. Runs for every live reader of every message."""
+    def try_write_raw(self, encoded: bytes, unsent_bytes_max: int) -> bool:
+        """`write_raw`, unless more bytes than that are unsent. Runs for every live reader and message."""
         if self.closed:
             return True
         connection = self._connection
@@ -181,7 +173,7 @@ class ResponseStream:
         return True
 
     def end(self) -> None:
-        """Finish the answer; the connection goes on with its next request unless it is to close."""
+        """Finish the response; the connection continues with its next request unless it has to close."""
         if self.closed:
             return
         self.closed = True
@@ -191,28 +183,28 @@ class ResponseStream:
         self._connection.finish_stream()
 
 
-# Answers to one read that are written together; they are small, so this bounds their bytes too.
+# Responses to one read that are written together; they are small, so this bounds their bytes too.
 CORKED_MAX = 16
 
-# Exposed to browsers on those answers only that have it: all others are spared the line.
+# Exposed to browsers only on responses that have an id, to save the line on all others.
 REQUEST_ID_LINES = REQUEST_ID_LINE_START + b"%b\r\nAccess-Control-Expose-Headers: X-Request-Id\r\n"
 
 # Bits of `Exchange.mode`. Zero is the common case: HTTP/1.1, kept alive, not HEAD.
 MODE_CLOSE = 1
 MODE_HTTP_1_0 = 2  # HTTP/1.0
 MODE_HEAD = 4
-MODE_UPGRADE = 8  # the client asked to leave HTTP
+MODE_UPGRADE = 8  # the client requests an upgrade
 MODE_CONTINUE = 16  # the client waits for 100 Continue before it sends the body
-MODE_OBSERVED = 32  # the answer carries an id, or somebody wants to hear of it
-MODE_ADMISSION_CHECKED = 64  # the application was asked whether to wait for the body
+MODE_OBSERVED = 32  # the response carries an id, or has an observer
+MODE_ADMISSION_CHECKED = 64  # the application has decided whether to wait for the body
 
 OnResponse = Callable[["Exchange", int, bytes], None]
 
 
 class Exchange(msgspec.Struct, eq=False):
-    """One request and its answer; made per request, so it carries no more than it must.
+    """One request and its response; created per request, so it is small.
 
-    A Struct because its constructor is compiled: a third of the time of an `__init__` in Python.
+    A Struct because its constructor is compiled, which takes a third of the time of an `__init__` in Python.
     """
 
     connection: HttpConnection
@@ -225,19 +217,19 @@ class Exchange(msgspec.Struct, eq=False):
     body: bytes = b""
     repeated: frozenset[bytes] | None = None
     mode: int = 0
-    # True once an answer was given, or can no longer be given because the client is gone.
+    # True once a response was given, or the client has disconnected.
     answered: bool = False
-    # Called once if the client disconnects before the answer is complete. Set it for waits only: with
-    # it, a client that half-closes its side counts as gone.
+    # Called once if the client disconnects before the response is complete. Set it for long waits only: with
+    # it, a half-closed connection counts as disconnected.
     on_gone: Callable[[], None] | None = None
-    # What took how long, in the form of Server-Timing; the application's to fill and to send.
-    phases: str = ""
+    # Durations in the format of Server-Timing; filled and sent by the application.
+    timing_phases: str = ""
     deadline_at: float = inf
     on_deadline: Callable[[], None] | None = None
-    # Names the request in its answer and in the log. Most have none: nobody will ask about them.
+    # Identifies the request in its response and in the log. Most requests have none.
     request_id: bytes = b""
-    # Told the status and the head lines when the answer begins; set by `watch_answer`.
-    on_answer: OnResponse | None = None
+    # Called with the status and the head lines when the response begins; set by `observe_response`.
+    on_response: OnResponse | None = None
 
     @property
     def peer(self) -> str:
@@ -254,22 +246,22 @@ class Exchange(msgspec.Struct, eq=False):
     def respond(
         self, status: int, head: bytes = b"", body: bytes | Sequence[bytes | memoryview] = b""
     ) -> None:
-        """Answer. `head` is header lines, each ending in CRLF; net adds date, length and connection.
+        """Respond. `head` is header lines, each ending in CRLF; date, length and connection are added.
 
-        Answering twice, or after the client is gone, does nothing, so a late answer is harmless.
+        Does nothing after a response was sent or the client has disconnected, so a late response is harmless.
         """
         if self.answered:
             return
         self.answered = True
         connection = self.connection
         server = connection.server
-        mark = (self.method, status)
+        key = (self.method, status)
         try:
-            server.answers[mark] += 1
+            server.responses[key] += 1
         except KeyError:
-            server.answers[mark] = 1
+            server.responses[key] = 1
         if self.mode or server.draining or type(body) is not bytes or len(body) > JOIN_BYTES_MAX:
-            connection.answer_unusual(self, status, head, body)
+            connection.respond_general(self, status, head, body)
             return
         size = len(body)
         if status in BODILESS_STATUSES:
@@ -287,7 +279,7 @@ class Exchange(msgspec.Struct, eq=False):
             try:
                 connection.transport.write(data)
             except (RuntimeError, OSError):
-                # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
+                # uvloop raises on a transport that just died; connection_lost follows and cleans up.
                 return
         else:
             cork.append(data)
@@ -295,11 +287,11 @@ class Exchange(msgspec.Struct, eq=False):
                 connection.flush()
         connection.current = None
         connection.deadline = server.idle_deadline
-        if connection.backlog:
-            connection.advance()
+        if connection.has_backlog:
+            connection.process_next()
 
     def acknowledge(self, head: bytes) -> None:
-        """`respond(204, head)`, written out for the answer that is given most often."""
+        """`respond(204, head)`, inlined for the most frequent response."""
         connection = self.connection
         server = connection.server
         if (
@@ -312,11 +304,11 @@ class Exchange(msgspec.Struct, eq=False):
             self.respond(204, head)
             return
         self.answered = True
-        mark = (self.method, 204)
+        key = (self.method, 204)
         try:
-            server.answers[mark] += 1
+            server.responses[key] += 1
         except KeyError:
-            server.answers[mark] = 1
+            server.responses[key] = 1
         data = b"%b%b\r\n" % (server.status_heads.get(204) or server.status_head(204), head)
         server.bytes_out += len(data)
         connection.current = None
@@ -325,57 +317,57 @@ class Exchange(msgspec.Struct, eq=False):
             connection.transport.write(data)
         except (RuntimeError, OSError):
             return  # as in `respond`
-        if connection.backlog:
-            connection.advance()
+        if connection.has_backlog:
+            connection.process_next()
 
     def run(self, handle: Callable[[Exchange], None]) -> None:
-        """Give a request that waited to its handler; a refusal that it raises is answered."""
+        """Pass a deferred request to its handler; an error that it raises becomes the response."""
         if not self.answered:
-            self.connection.handle_later(self, handle)
+            self.connection.handle_deferred(self, handle)
 
     def hold_body(self) -> bool:
-        """Count the body among those that wait in memory, until `release_body`; False if there is no room."""
+        """Count the body as held in memory until `release_body`; False if the budget is exhausted."""
         return self.connection.server.hold_body(len(self.body))
 
     def release_body(self) -> None:
         self.connection.server.release_body(len(self.body))
 
-    def name(self) -> str:
-        """The id of this request, made now if its client gave none; the answer will carry it."""
+    def assign_request_id(self) -> str:
+        """The id of this request, created if the client sent none; the response will carry it."""
         self.request_id = self.request_id or new_request_id()
         self.mode |= MODE_OBSERVED
         return self.request_id.decode("ascii")
 
-    def watch_answer(self, on_answer: OnResponse) -> None:
-        """Have `on_answer` called once the answer begins. Not if the client leaves first."""
-        self.on_answer = on_answer
+    def observe_response(self, on_response: OnResponse) -> None:
+        """Have `on_response` called when the response begins, unless the client disconnects first."""
+        self.on_response = on_response
         self.mode |= MODE_OBSERVED
 
-    def note_answer(self, status: int, head: bytes) -> bytes:
-        """For net: the answer begins. The head lines that it gets by that."""
-        told, self.on_answer = self.on_answer, None
-        if told is not None:
-            told(self, status, head)
+    def begin_response(self, status: int, head: bytes) -> bytes:
+        """Called by the transport when the response begins; returns additional head lines."""
+        callback, self.on_response = self.on_response, None
+        if callback is not None:
+            callback(self, status, head)
         return REQUEST_ID_LINES % self.request_id if self.request_id else b""
 
     def open_stream(self, status: int, head: bytes, length: int | None = None) -> ResponseStream:
-        """Begin a streamed answer, of `length` bytes if that is known; all of them then have to be written.
+        """Begin a streamed response; if `length` is given, exactly that many bytes must be written.
 
-        After the client is gone the outlet is closed from the start.
+        If the client has disconnected, the stream is closed from the start.
         """
-        return self.connection.open_outlet(self, status, head, length)
+        return self.connection.open_response_stream(self, status, head, length)
 
     def set_deadline(self, at: float, on_deadline: Callable[[], None]) -> None:
-        """Call `on_deadline` soon after loop time `at`, unless the answer came first.
+        """Call `on_deadline` soon after loop time `at`, unless the response came first.
 
-        Kept by the sweeper that serves all connections, so it may come up to half a second late.
+        The sweeper of all connections checks it, so it may be up to half a second late.
         """
         self.deadline_at = at
         self.on_deadline = on_deadline
         self.connection.rearm()
 
     def wants_websocket(self) -> bool:
-        """True if this is an upgrade request for a WebSocket, be it well formed or not."""
+        """True if this is an upgrade request for a WebSocket, valid or not."""
         if not self.mode & MODE_UPGRADE:
             return False
         return any(token.strip() == b"websocket" for token in self.headers[b"upgrade"].lower().split(b","))
@@ -390,9 +382,9 @@ class Exchange(msgspec.Struct, eq=False):
         message_bytes: int | None = None,
         discard_bytes: int | None = None,
     ) -> WebSocketConnection:
-        """Leave HTTP and speak WebSocket on this connection; raises if the handshake is bad.
+        """Upgrade this connection to a WebSocket; raises if the handshake is invalid.
 
-        Limits not given are those of the server. `subprotocol` is the one chosen, if any.
+        Limits that are not given are those of the server. `subprotocol` is the selected one, if any.
         """
         from tailrace.http.websocket import upgrade_to_websocket
 

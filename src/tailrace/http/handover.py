@@ -1,9 +1,9 @@
-"""A client's connection given to another process of the same server, with the request that it is about.
+"""Hands a client connection over to another process of the same server, with its current request.
 
-Passing requests on costs two processes work for each. A connection that keeps asking for what another process
-owns is better off there: its descriptor goes over a unix socket, and nothing of it stays here. That is only
-done between two requests, when nothing is on its way to the client, and never with TLS, whose state cannot go
-along.
+Relaying costs two processes work for each request. A connection that keeps requesting streams of another
+process is better served there: its descriptor is sent over a unix socket, and nothing of it remains here.
+This is done only between two requests, when no response is pending, and never with TLS, whose state cannot be
+moved.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from tailrace.http.relay import encode_request
 if TYPE_CHECKING:
     from tailrace.http.server import HttpServer
 
-# A request that is larger goes on over the relay, whose socket takes any size.
+# A larger request is relayed instead.
 REQUEST_BYTES_MAX: Final = 64 * 1024
 ACCEPTED_PER_TURN: Final = 64
 
 
 class HandoverSender:
-    """The giving side."""
+    """The sending side."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self.given = 0
+        self.handed_over = 0
 
-    def give(self, exchange: Exchange, path: str) -> bool:
-        """Whether the connection and its request are the other process's now."""
+    def hand_over(self, exchange: Exchange, path: str) -> bool:
+        """Returns whether the other process has taken the connection and its request."""
         connection = exchange.connection
         if (
             connection.scheme != b"http"
-            or not connection.is_all(exchange)
+            or not connection.is_only_request(exchange)
             or connection.unsent_bytes
             or exchange.mode & ~(MODE_UPGRADE | MODE_ADMISSION_CHECKED)
             or exchange.repeated is not None
@@ -51,14 +51,14 @@ class HandoverSender:
         if client is None or len(request) > REQUEST_BYTES_MAX:
             return False
         try:
-            # Not `send_fds`, which forgets the address before Python 3.12.
+            # Not `send_fds`, which ignores the address before Python 3.12.
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [client.fileno()]))
             self._socket.sendmsg([request], [rights], 0, path)
         except OSError:
-            return False  # it does not run, or has too much to do just now
-        self.given += 1
+            return False  # it does not run, or its queue is full
+        self.handed_over += 1
         exchange.answered = True
-        # The other process holds the connection open; this only closes our way to it.
+        # The other process holds the connection open; this only closes our descriptor.
         connection.transport.abort()
         return True
 
@@ -67,7 +67,7 @@ class HandoverSender:
 
 
 class HandoverReceiver:
-    """The taking side: what arrives is a connection of the listener like any other."""
+    """The receiving side: a received connection is served like an accepted one."""
 
     def __init__(self, http: HttpServer, path: str, loop: asyncio.AbstractEventLoop) -> None:
         self._http = http
@@ -78,7 +78,7 @@ class HandoverReceiver:
         loop.add_reader(self._socket, self._on_readable)
 
     def close(self) -> None:
-        """Who was given to us and not taken yet is cut off, as by any listener that closes."""
+        """Stop receiving; connections still in the queue are cut off, as by any closed listener."""
         self._loop.remove_reader(self._socket)
         self._socket.close()
 
@@ -89,9 +89,9 @@ class HandoverReceiver:
             except OSError:
                 return
             for descriptor in descriptors:
-                self._adopt(descriptor, request)
+                self._accept(descriptor, request)
 
-    def _adopt(self, descriptor: int, request: bytes) -> None:
+    def _accept(self, descriptor: int, request: bytes) -> None:
         try:
             client = socket.socket(fileno=descriptor)
             client.setblocking(False)
@@ -112,7 +112,7 @@ class HandoverReceiver:
 
 
 class HandedOverConnection(HttpConnection):
-    """A connection whose first request came before it did."""
+    """A connection whose first request was received by another process."""
 
     __slots__ = ("_first",)
 

@@ -1,6 +1,6 @@
-"""How the events of a live reader reach its client: as server-sent events, or as WebSocket messages.
+"""Transports of live readers: server-sent events or WebSocket messages.
 
-What is sent here is encoded already, once for everybody who reads the same.
+Batches are already encoded, once for all readers with the same encoding.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tailrace.protocol import sse
 
 
 class LiveTransport(Protocol):
-    """The way to one client. Readers whose wires have one form are sent the same bytes."""
+    """The connection to one client. Readers whose transports have the same `form` get the same bytes."""
 
     form: str
 
     def send(self, encoded: bytes) -> None: ...
     def offer(self, encoded: bytes, unsent_bytes_max: int) -> bool:
-        """`send`, unless more than that is unsent. False if nothing was sent."""
+        """`send`, unless more bytes than that are unsent. False if nothing was sent."""
         ...
 
     def keep_alive(self) -> None: ...
@@ -29,27 +29,27 @@ class LiveTransport(Protocol):
 
 
 class SseTransport:
-    """An event stream."""
+    """Server-sent events."""
 
-    __slots__ = ("_outlet", "form", "offer")
+    __slots__ = ("_stream", "form", "offer")
 
-    def __init__(self, outlet: ResponseStream, form: str) -> None:
-        self._outlet = outlet
-        self.offer = outlet.offer_raw
+    def __init__(self, stream: ResponseStream, form: str) -> None:
+        self._stream = stream
+        self.offer = stream.try_write_raw
         self.form = form
 
     def send(self, encoded: bytes) -> None:
-        self._outlet.write_raw(encoded)
+        self._stream.write_raw(encoded)
 
     def keep_alive(self) -> None:
-        self._outlet.write(sse.KEEP_ALIVE)
+        self._stream.write(sse.KEEP_ALIVE)
 
     def end(self, code: int) -> None:
-        self._outlet.end()
+        self._stream.end()
 
     @property
     def unsent_bytes(self) -> int:
-        return self._outlet.unsent_bytes
+        return self._stream.unsent_bytes
 
 
 class WebSocketTransport:
@@ -75,7 +75,7 @@ class WebSocketTransport:
         return True
 
     def keep_alive(self) -> None:
-        """Nothing to do."""
+        """Nothing to do: the connection sends pings."""
 
     def end(self, code: int) -> None:
         if self._connection is not None:
@@ -87,14 +87,14 @@ class WebSocketTransport:
 
 
 class LiveReader(Protocol):
-    """Who wants to know about a WebSocket."""
+    """A live reader on a WebSocket."""
 
     def on_drain(self) -> None: ...
     def gone(self) -> None: ...
 
 
 class LiveWebSocketHandler:
-    """What the WebSocket layer calls; clients have nothing to say here."""
+    """Handles WebSocket events of a live reader; messages from the client are ignored."""
 
     __slots__ = ("_reader",)
 
@@ -102,16 +102,16 @@ class LiveWebSocketHandler:
         self._reader = reader
 
     def on_message(self, data: bytes, is_text: bool) -> None:
-        """Frames from the client are ignored."""
+        """Ignored."""
 
     def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
-        """So are long ones."""
+        """Ignored."""
 
     def on_drain(self) -> None:
         self._reader.on_drain()
 
     def on_silence(self) -> None:
-        """Nothing is said to whoever does not listen."""
+        """Nothing to send before the close frame."""
 
     def on_close(self, code: int, reason: str) -> None:
         self._reader.gone()

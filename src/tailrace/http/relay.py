@@ -1,12 +1,8 @@
-"""Relays requests to another process over a unix socket; upgraded connections become tunnels.
+"""Relays requests to another process of this machine over a unix socket.
 
-Two connections whose bytes pass each other on: what is left when a relayed one leaves HTTP.
-
-Requests that another process on this machine answers: passed on over a unix socket, bytes for bytes.
-
-The request is written as it was read; its body is not looked at. Of the answer only the framing is, to know
-where it ends: its bytes go to the client as they come. A connection that leaves HTTP becomes a tunnel. Who
-reads too slowly stops the other side: nothing is held here beyond what the transports hold.
+A request is written as it was read, without looking at its body. The response is parsed only to find its end;
+its bytes go to the client as they come. After an upgrade the two connections become a tunnel. A slow reader
+pauses the other side: nothing is buffered beyond the transports.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TunnelEnd(asyncio.Protocol):
-    """One of the two. Its transport is read only as fast as the other's is written."""
+    """One side of a tunnel. Its transport is read only as fast as the other's is written."""
 
     __slots__ = ("deadline", "other", "server", "transport")
 
@@ -45,7 +41,7 @@ class TunnelEnd(asyncio.Protocol):
 
     def __init__(self, transport: asyncio.Transport, server: HttpServer | None = None) -> None:
         self.transport = transport
-        self.server = server  # of the end that the server looks after
+        self.server = server  # of the client side, which the server sweeps
         self.deadline = inf
 
     def data_received(self, data: bytes) -> None:
@@ -72,48 +68,48 @@ class TunnelEnd(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.server is not None:
-            self.server.forget(self)
+            self.server.remove(self)
         self.other.transport.close()
 
     def on_sweep(self, now: float) -> None:
-        """Whoever answers keeps the time."""
+        """Deadlines are checked by the process that serves the connection."""
 
     def drain(self) -> None:
-        """Whoever answers says goodbye, and its end is ours."""
+        """The process that serves the connection closes it."""
 
 
 def open_tunnel(connection: HttpConnection, far: asyncio.Transport) -> None:
-    """From now on the client and the other process talk without us."""
+    """Connect the client and the other process directly."""
     server = connection.server
     near_end, far_end = TunnelEnd(connection.transport, server), TunnelEnd(far)
     near_end.other, far_end.other = far_end, near_end
     far.set_protocol(far_end)
     held = connection.detach(near_end)
-    server.watch(near_end)
+    server.add(near_end)
     if held:
         server.loop.call_soon(near_end.data_received, held)
 
 
 logger = logging.getLogger("tailrace.http")
 
-# Connections to one process that are kept for the next request.
+# Idle connections to one process that are reused.
 IDLE_CONNECTIONS_MAX = 256
-# An answer that is wanted whole.
+# Largest buffered response.
 RESPONSE_BYTES_MAX = 64 * 1024 * 1024
-# How much longer than its owner a request is waited for: the owner gives up first, and says so.
+# How much longer than the owner's timeout a request is waited for, so that the owner's error comes first.
 GRACE_S = 10.0
 
-# What the other process is told about the client. Clients that send these are not listened to.
+# Information about the client for the other process. These headers are dropped from client requests.
 PEER_HEADER, SCHEME_HEADER, REPEATED_HEADER = b"tailrace-peer", b"tailrace-scheme", b"tailrace-repeated"
 HOPS_HEADER, ALONE_HEADER = b"tailrace-hops", b"tailrace-alone"
 RELAY_HEADERS = frozenset((PEER_HEADER, SCHEME_HEADER, REPEATED_HEADER, HOPS_HEADER, ALONE_HEADER))
-_EVENT_STREAM_TYPE = b"text/event-stream"  # what a browser's EventSource accepts, and nothing else
-_SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")  # done or not, nothing changed
+_EVENT_STREAM_TYPE = b"text/event-stream"  # the only type that a browser's EventSource accepts
+_SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")  # no effect, so an error can be reported in any case
 _REPLACED_HEADERS = RELAY_HEADERS | {b"content-length", b"transfer-encoding", b"expect"}
 
 
 def encode_request(exchange: Exchange, more: bytes = b"") -> bytes:
-    """The request as its client sent it, but for framing and what only we may say; `more` are head lines."""
+    """The request as the client sent it, except for framing and relay headers; `more` are head lines."""
     target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
     headers = exchange.headers
     version = 0 if exchange.mode & MODE_HTTP_1_0 else 1
@@ -126,7 +122,7 @@ def encode_request(exchange: Exchange, more: bytes = b"") -> bytes:
 
 
 def encode_relayed_request(exchange: Exchange, hops: int) -> bytes:
-    """The request as it goes on. What it says about its connection holds for ours as well."""
+    """The request for the other process, with the client's connection data in headers."""
     peer = exchange.peer.encode("latin-1", "replace")
     more = b"%b: %b\r\n%b: %b\r\n%b: %d\r\n" % (
         PEER_HEADER,
@@ -142,7 +138,7 @@ def encode_relayed_request(exchange: Exchange, hops: int) -> bytes:
 
 
 def restore_relayed_request(exchange: Exchange) -> int:
-    """On the other side: the request gets back what its connection cannot say. How often it went on."""
+    """On the receiving side: restore connection data from the relay headers. Returns the number of hops."""
     headers, connection = exchange.headers, exchange.connection
     connection.peer = headers.get(PEER_HEADER, b"").decode("latin-1")
     connection.scheme = headers.get(SCHEME_HEADER, b"http")
@@ -152,11 +148,11 @@ def restore_relayed_request(exchange: Exchange) -> int:
 
 
 def peer_unavailable_error() -> TailraceError:
-    return TailraceError("unavailable", "the worker that owns this does not answer")
+    return TailraceError("unavailable", "the worker that owns this stream is unavailable, retry later")
 
 
 class ResponseReceiver(Protocol):
-    """Whoever waits for an answer."""
+    """Receives one response."""
 
     def on_begin(self, upstream: PeerConnection) -> None: ...
     def on_bytes(self, upstream: PeerConnection, data: bytes) -> None: ...
@@ -167,7 +163,7 @@ class ResponseReceiver(Protocol):
 
 
 class PeerClient:
-    """Another process, by its socket: idle connections are kept, new ones made when there is none."""
+    """Client of another process by its unix socket, with a pool of idle connections."""
 
     def __init__(
         self, path: str, loop: asyncio.AbstractEventLoop, request_ms: int, body_bytes_max: int
@@ -176,36 +172,38 @@ class PeerClient:
         self._loop = loop
         self._wait_s = request_ms / 1000 + GRACE_S
         self._body_bytes_max = body_bytes_max
-        self.body_bytes = 0  # of requests that are not answered yet
+        self.body_bytes = 0  # of requests without a response yet
         self._idle: deque[PeerConnection] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self.relayed = 0
         self.lost = 0
 
     def relay(self, exchange: Exchange, hops: int = 1, waits_s: float = 0.0) -> None:
-        """Has the request answered by the other process, which may first wait so long for something."""
+        """Have the other process respond; it may wait `waits_s` for something first."""
         self.relayed += 1
         relay = RelayedRequest(exchange, self, may_wait=waits_s > 0)
         if exchange.body and self.body_bytes + len(exchange.body) > self._body_bytes_max:
-            relay.refuse(TailraceError("overloaded", "too much waits for the worker that owns this"))
+            relay.refuse(
+                TailraceError("overloaded", "too many requests wait for the worker that owns this stream")
+            )
             return
-        relay.hold()
+        relay.reserve_body()
         exchange.set_deadline(self._loop.time() + self._wait_s + waits_s, relay.on_deadline)
         self.send(encode_relayed_request(exchange, hops), relay, is_head=exchange.mode & MODE_HEAD != 0)
 
     async def ask(
         self, method: str, target: str, body: bytes = b"", headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> tuple[int, bytes]:
-        """Status and body of one request of our own. Raises `unavailable` if there is no answer."""
-        asked = BufferedResponse(self._loop)
-        self.send(build_request(method, target, body, headers), asked)
+        """Status and body of a request of this process. Raises `unavailable` if there is no response."""
+        receiver = BufferedResponse(self._loop)
+        self.send(build_request(method, target, body, headers), receiver)
         try:
             async with asyncio.timeout(self._wait_s):
-                return await asked.answer
+                return await receiver.response
         except TimeoutError:
             raise peer_unavailable_error() from None
         finally:
-            asked.let_go()
+            receiver.abort()
 
     def send(self, request: bytes, sink: ResponseReceiver, *, is_head: bool = False) -> None:
         while self._idle:
@@ -226,7 +224,7 @@ class PeerClient:
             return
         upstream.begin(request, sink, is_head)
 
-    def keep(self, upstream: PeerConnection) -> None:
+    def release(self, upstream: PeerConnection) -> None:
         if len(self._idle) < IDLE_CONNECTIONS_MAX:
             self._idle.append(upstream)
         else:
@@ -247,7 +245,7 @@ def build_request(method: str, target: str, body: bytes, headers: tuple[tuple[by
 
 
 class PeerConnection(asyncio.Protocol):
-    """One connection to another process. It carries one request at a time."""
+    """One connection to another process, for one request at a time."""
 
     __slots__ = ("_head", "_is_head", "_keep_alive", "_parser", "_peer", "_sink", "done", "transport")
 
@@ -260,19 +258,19 @@ class PeerConnection(asyncio.Protocol):
         self._is_head = False
         self._head = b""
         self._keep_alive = False
-        self.done = False  # the answer is here to its end
+        self.done = False  # the response is complete
 
     def begin(self, request: bytes, sink: ResponseReceiver, is_head: bool) -> None:
         self._sink, self._is_head, self.done = sink, is_head, False
         sink.on_begin(self)
         if is_head:
-            # The parser would wait for the body that the head speaks of.
+            # The parser would wait for the body that the head announces.
             self._parser = HttpResponseParser(self)
             self._head = b""
         try:
             self.transport.write(request)
         except (RuntimeError, OSError):
-            self.abort()  # it ended a moment ago; `connection_lost` follows and tells
+            self.abort()  # it has just ended; `connection_lost` follows and reports it
 
     def abort(self) -> None:
         self.transport.abort()
@@ -289,7 +287,7 @@ class PeerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         sink = self._sink
         if sink is None:
-            self.abort()  # nobody asked
+            self.abort()  # no request is pending
             return
         if self._is_head:
             self._head += data
@@ -301,7 +299,7 @@ class PeerConnection(asyncio.Protocol):
             sink.on_upgrade(self, data[:offset], data[offset:])
             return
         except HttpParserError:
-            logger.exception("another worker's answer cannot be read")
+            logger.exception("invalid HTTP response from worker")
             self.abort()
             return
         sink.on_bytes(self, data)
@@ -311,7 +309,7 @@ class PeerConnection(asyncio.Protocol):
             if self._is_head:
                 self._parser = HttpResponseParser(self)
             if keep_alive and not self.transport.is_closing():
-                self._peer.keep(self)
+                self._peer.release(self)
             else:
                 self.transport.close()
             sink.on_end(self, keep_alive=keep_alive)
@@ -331,7 +329,7 @@ class PeerConnection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
         if self._is_head:
             self.done = True
-            # Without a length the parser expects a body to the end of the connection, which there is not.
+            # Without a length the parser expects a body until the connection ends, but HEAD has none.
             self._keep_alive = CONNECTION_CLOSE not in self._head
 
     def on_body(self, piece: bytes) -> None:
@@ -343,22 +341,22 @@ class PeerConnection(asyncio.Protocol):
 
 
 class RelayedRequest:
-    """One request of a client that another process answers."""
+    """One client request that another process serves."""
 
-    __slots__ = ("_exchange", "_held_bytes", "_outlet", "_peer", "_upstream")
+    __slots__ = ("_exchange", "_held_bytes", "_peer", "_stream", "_upstream")
 
     def __init__(self, exchange: Exchange, peer: PeerClient, *, may_wait: bool) -> None:
         self._exchange = exchange
         self._peer = peer
         self._held_bytes = 0
-        self._outlet: ResponseStream | None = None
+        self._stream: ResponseStream | None = None
         self._upstream: PeerConnection | None = None
         if may_wait or b"live=" in exchange.query:
-            # It may wait for long, and for nobody. Others are answered soon, even a client that half-closed.
+            # It may wait for long after the client has gone. Other requests finish soon, even if half-closed.
             exchange.on_gone = self._on_gone
 
-    def hold(self) -> None:
-        """Its body is held until it is answered: whoever owns it may not read."""
+    def reserve_body(self) -> None:
+        """Count the body as held until the response begins: the owner may not read it."""
         self._held_bytes = len(self._exchange.body)
         self._peer.body_bytes += self._held_bytes
 
@@ -372,22 +370,22 @@ class RelayedRequest:
             upstream.abort()
 
     def on_bytes(self, upstream: PeerConnection, data: bytes) -> None:
-        outlet = self._outlet
-        if outlet is None:
+        stream = self._stream
+        if stream is None:
             self._release()
-            outlet = self._outlet = _open_response(self._exchange, upstream.status)
-            if outlet.closed:
+            stream = self._stream = _open_response(self._exchange, upstream.status)
+            if stream.closed:
                 upstream.abort()
                 return
-            outlet.on_gone = self._on_gone
-            outlet.on_drain = self._on_drain
-        outlet.write(data)
-        if outlet.unsent_bytes > _high_water_bytes(self._exchange) and not upstream.done:
-            # Never a connection that is free from here on: the answer to its next request would not be read.
+            stream.on_gone = self._on_gone
+            stream.on_drain = self._on_drain
+        stream.write(data)
+        if stream.unsent_bytes > _high_water_bytes(self._exchange) and not upstream.done:
+            # Never pause a finished connection: the response to its next request would not be read.
             upstream.transport.pause_reading()
 
     def on_body(self, piece: bytes) -> None:
-        """The bytes went out as they came."""
+        """The bytes were already written by `on_bytes`."""
 
     def on_upgrade(self, upstream: PeerConnection, head: bytes, rest: bytes) -> None:
         exchange = self._exchange
@@ -403,33 +401,35 @@ class RelayedRequest:
     def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None:
         if not keep_alive:
             self._exchange.mode |= MODE_CLOSE
-        if self._outlet is not None:
-            self._outlet.end()
+        if self._stream is not None:
+            self._stream.end()
 
     def on_lost(self) -> None:
         self._release()
-        exchange, outlet = self._exchange, self._outlet
-        if outlet is None:
+        exchange, stream = self._exchange, self._stream
+        if stream is None:
             if exchange.answered:
                 return
             if exchange.headers.get(b"accept") == _EVENT_STREAM_TYPE:
-                # A browser's EventSource gives up for good on 503, and reconnects after a broken connection.
+                # A browser's EventSource stops for good on 503, but reconnects after a broken connection.
                 exchange.connection.transport.abort()
             elif self._upstream is None or exchange.method in _SAFE_METHODS:
                 self.refuse(peer_unavailable_error())
             else:
-                # It may have been done. Whoever had asked that process itself would be left like this, too.
+                # The request may have been executed; a client connected to that process would see the same.
                 exchange.connection.transport.abort()
-        elif outlet.closed:
+        elif stream.closed:
             return
         elif exchange.mode & MODE_HTTP_1_0:
-            exchange.mode |= MODE_CLOSE  # without framing the end of the connection is the end of the answer
-            outlet.end()
+            exchange.mode |= MODE_CLOSE  # without framing, the end of the connection ends the response
+            stream.end()
         else:
             exchange.connection.transport.abort()
 
     def on_deadline(self) -> None:
-        self.refuse(TailraceError("append_timeout", "the worker that owns this took too long to answer"))
+        self.refuse(
+            TailraceError("append_timeout", "the worker that owns this stream did not respond in time")
+        )
         self._on_gone()
 
     def refuse(self, error: TailraceError) -> None:
@@ -447,28 +447,28 @@ class RelayedRequest:
 
 
 class BufferedResponse:
-    """An answer that is wanted whole."""
+    """Collects a whole response."""
 
-    __slots__ = ("_bytes", "_pieces", "_upstream", "answer")
+    __slots__ = ("_bytes", "_pieces", "_upstream", "response")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._pieces: list[bytes] = []
         self._bytes = 0
         self._upstream: PeerConnection | None = None
-        self.answer: asyncio.Future[tuple[int, bytes]] = loop.create_future()
+        self.response: asyncio.Future[tuple[int, bytes]] = loop.create_future()
 
-    def let_go(self) -> None:
-        """Nobody waits any more: what is not answered never will be on this connection."""
+    def abort(self) -> None:
+        """Abort the connection if the response is not complete: it cannot be reused."""
         if self._upstream is not None:
             self._upstream.abort()
 
     def on_begin(self, upstream: PeerConnection) -> None:
         self._upstream = upstream
-        if self.answer.done():
+        if self.response.done():
             upstream.abort()
 
     def on_bytes(self, upstream: PeerConnection, data: bytes) -> None:
-        if self.answer.done() or self._bytes > RESPONSE_BYTES_MAX:
+        if self.response.done() or self._bytes > RESPONSE_BYTES_MAX:
             upstream.abort()
 
     def on_body(self, piece: bytes) -> None:
@@ -480,18 +480,18 @@ class BufferedResponse:
         self.on_lost()
 
     def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None:
-        self._upstream = None  # it may carry the request of somebody else by now
-        if not self.answer.done():
-            self.answer.set_result((upstream.status, b"".join(self._pieces)))
+        self._upstream = None  # it may serve another request by now
+        if not self.response.done():
+            self.response.set_result((upstream.status, b"".join(self._pieces)))
 
     def on_lost(self) -> None:
         self._upstream = None
-        if not self.answer.done():
-            self.answer.set_exception(peer_unavailable_error())
+        if not self.response.done():
+            self.response.set_exception(peer_unavailable_error())
 
 
 class LineStreamReceiver:
-    """An answer without end, by lines."""
+    """Splits an endless response into lines."""
 
     __slots__ = ("_on_line", "_on_lost", "_rest", "upstream")
 
@@ -517,7 +517,7 @@ class LineStreamReceiver:
         self._on_lost()
 
     def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None:
-        self.upstream = None  # it may carry the request of somebody else by now
+        self.upstream = None  # it may serve another request by now
         self._on_lost()
 
     def on_lost(self) -> None:
@@ -525,22 +525,22 @@ class LineStreamReceiver:
 
 
 def _open_response(exchange: Exchange, status: int) -> ResponseStream:
-    """An outlet for an answer that comes with its head and framing. It is counted where its client is."""
+    """A response stream for bytes that include head and framing. It is counted by the client's server."""
     connection = exchange.connection
-    outlet = ResponseStream(connection, plain=True)
+    stream = ResponseStream(connection, plain=True)
     if exchange.answered:
-        outlet.closed = True
-        return outlet
+        stream.closed = True
+        return stream
     exchange.answered = True
     exchange.on_gone = None
     exchange.deadline_at = inf
-    mark = (exchange.method, status)
-    connection.server.answers[mark] = connection.server.answers.get(mark, 0) + 1
-    connection.outlet = outlet
+    key = (exchange.method, status)
+    connection.server.responses[key] = connection.server.responses.get(key, 0) + 1
+    connection.response_stream = stream
     connection.rearm()
-    return outlet
+    return stream
 
 
 def _high_water_bytes(exchange: Exchange) -> int:
-    """Above it the client's transport says when it has gone down."""
+    """The client transport's high-water mark, above which it will call `on_drain`."""
     return min(WRITE_HIGH_WATER_BYTES, exchange.connection.server.limits.live_unsent_bytes)

@@ -1,7 +1,6 @@
-"""The answering half of a connection: answers in order, refusals, closing, deadlines.
+"""The response side of a connection: responses in order, errors, closing, deadlines.
 
-What every request passes through is in `exchange.py` (`respond`) and `connection.py` (reading); this half has
-the rest, so that those two stay short.
+The hot path is in `exchange.py` (`respond`) and `connection.py` (reading); the less common cases are here.
 """
 
 from __future__ import annotations
@@ -36,21 +35,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tailrace.http")
 
-# Requests of one connection that may wait parsed; beyond it the socket is not read.
+# Parsed requests of one connection that may wait; beyond that the socket is not read.
 PIPELINED_REQUESTS_MAX = 16
-# How long a refused client may go on sending before it is cut off: closing at once would reset the
-# connection and often destroy the refusal on its way.
+# How long a client may continue sending after an error response: closing at once would reset the connection
+# and often destroy the response in transit.
 LINGER_S = 2.0
-# A body may take `body_idle_ms` plus the time it needs at this rate, so that dripping cannot go on forever.
+# A body may take `body_idle_ms` plus the time it needs at this rate, which bounds slow senders.
 BODY_BYTES_PER_S_MIN = 512
 PATH_BYTES_LOGGED = 512
 
 
 class ResponseConnection(asyncio.Protocol):
-    """Everything of an HTTP connection except how requests are read."""
+    """An HTTP connection except for reading requests."""
 
     __slots__ = (
-        "_advancing",
         "_body_seen",
         "_ended",
         "_handle",
@@ -59,6 +57,7 @@ class ResponseConnection(asyncio.Protocol):
         "_holding",
         "_incoming",
         "_lingering",
+        "_processing",
         "_queue",
         "_reading",
         "_refusal",
@@ -66,12 +65,12 @@ class ResponseConnection(asyncio.Protocol):
         "_sent_seen",
         "_write_paused",
         "_written",
-        "backlog",
         "cork",
         "current",
         "deadline",
-        "outlet",
+        "has_backlog",
         "peer",
+        "response_stream",
         "scheme",
         "server",
         "transport",
@@ -83,84 +82,84 @@ class ResponseConnection(asyncio.Protocol):
         self.server = server
         self.peer = ""
         self.scheme = b"http"
-        # The exchange the application is working on, and its stream if it opened one.
+        # The exchange being handled, and its response stream if it opened one.
         self.current: Exchange | None = None
-        self.outlet: ResponseStream | None = None
-        # True when something waits for the current answer: `advance` has work to do.
-        self.backlog = False
-        # While a read is being handled: the answers to it so far. uvloop makes a system call of every write,
-        # so pipelined answers go out together.
+        self.response_stream: ResponseStream | None = None
+        # True when something waits for the current response: `process_next` has work to do.
+        self.has_backlog = False
+        # While a read is being handled: the responses to it so far. uvloop makes a system call for every
+        # write, so pipelined responses are written together.
         self.cork: list[bytes] | None = None
-        # Loop time at which the sweeper has to look at this connection.
+        # Loop time at which the sweeper checks this connection.
         self.deadline = inf
         self._handle = server.app.handle
-        # The request being read, and how far it is.
+        # The request being read, and its progress.
         self._incoming: Exchange | None = None
         self._head_done = False
         self._head_deadline = inf
         self._body_seen = 0
-        # What waits behind the current exchange: parsed requests, then a refusal or unparsed bytes.
+        # Waiting behind the current exchange: parsed requests, then an error or unparsed bytes.
         self._queue: deque[Exchange] = deque()
         self._refusal: TailraceError | None = None
         self._refused: Exchange | None = None
         self._holding = False
         self._ended = False
         self._lingering = False
-        self._advancing = False
+        self._processing = False
         self._reading = True
         self._write_paused = False
         self._written = 0
         self._sent_seen = 0
 
-    # --- what the reading half does
+    # --- implemented by the reading half
 
     def _stop_parsing(self) -> None:
-        """Read no further request, and forget the unfinished one."""
+        """Read no further request, and drop the incomplete one."""
 
     def _release_held(self) -> None:
-        """Parse the bytes that were held back."""
+        """Parse the bytes that were held."""
 
     def _send_continue(self) -> None:
-        """Ask for the body of the request being read, if its client waits to be asked."""
+        """Send 100 Continue for the request being read, if its client waits for it."""
 
     # --- flow
 
     def pause_writing(self) -> None:
         self._write_paused = True
-        self.backlog = True
+        self.has_backlog = True
         self._sent_seen = self._written - self.unsent_bytes
         self._update_reading()
         self.rearm()
 
     def resume_writing(self) -> None:
         self._write_paused = False
-        if self.outlet is not None:
-            self._call(self.outlet.on_drain)
-        self.advance()
+        if self.response_stream is not None:
+            self._call(self.response_stream.on_drain)
+        self.process_next()
 
     def _update_reading(self) -> None:
-        wanted = self._lingering or not (
+        should_read = self._lingering or not (
             self._write_paused
             or self._holding
             or self._refusal is not None
             or len(self._queue) >= PIPELINED_REQUESTS_MAX
         )
-        if wanted is self._reading or self.transport.is_closing():
+        if should_read is self._reading or self.transport.is_closing():
             return
-        self._reading = wanted
-        if wanted:
+        self._reading = should_read
+        if should_read:
             self.transport.resume_reading()
         else:
             self.transport.pause_reading()
 
-    # --- answering
+    # --- responding
 
     @property
     def unsent_bytes(self) -> int:
         return self.transport.get_write_buffer_size()
 
     def flush(self) -> None:
-        """Write the answers held back so far."""
+        """Write the responses gathered so far."""
         cork = self.cork
         if cork:
             data = cork[0] if len(cork) == 1 else b"".join(cork)
@@ -168,7 +167,7 @@ class ResponseConnection(asyncio.Protocol):
             try:
                 self.transport.write(data)
             except (RuntimeError, OSError):
-                # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
+                # uvloop raises on a transport that just died; connection_lost follows and cleans up.
                 return
 
     def write(self, data: bytes) -> None:
@@ -190,15 +189,15 @@ class ResponseConnection(asyncio.Protocol):
         elif exchange is not None and exchange.mode & MODE_HTTP_1_0:
             persistence = CONNECTION_KEEP_ALIVE
         if exchange is not None and exchange.mode & MODE_OBSERVED:
-            noted = exchange.note_answer(status, head)
-            if noted:
-                head = strip_request_id(head) + noted
-        return server.start_of_answer(status, exchange) + head + persistence
+            lines = exchange.begin_response(status, head)
+            if lines:
+                head = strip_request_id(head) + lines
+        return server.response_start(status, exchange) + head + persistence
 
-    def answer_unusual(
+    def respond_general(
         self, exchange: Exchange, status: int, head: bytes, body: bytes | Sequence[bytes | memoryview]
     ) -> None:
-        """`Exchange.respond` for all that is not small, kept alive and HTTP/1.1."""
+        """`Exchange.respond` for large responses, closing connections, HEAD and HTTP/1.0."""
         closing = exchange.mode & MODE_CLOSE != 0 or self.server.draining
         parts = (body,) if isinstance(body, bytes) else body
         size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
@@ -206,7 +205,7 @@ class ResponseConnection(asyncio.Protocol):
         if status in BODILESS_STATUSES:
             self.write(start + CRLF)
         elif exchange.mode & MODE_HEAD:
-            # A HEAD answer may leave the length out, and must not claim 0 for a body it does not know.
+            # A HEAD response may omit the length, and must not say 0 for a body of unknown size.
             self.write(start + (length_end(size) if size else CRLF))
         elif size <= JOIN_BYTES_MAX:
             self.write(b"".join((start, length_end(size), *parts)))
@@ -221,18 +220,18 @@ class ResponseConnection(asyncio.Protocol):
                 return
         self._finish(closing=closing)
 
-    def open_outlet(
+    def open_response_stream(
         self, exchange: Exchange, status: int, head: bytes, length: int | None = None
     ) -> ResponseStream:
         legacy = exchange.mode & MODE_HTTP_1_0 != 0 and length is None
-        outlet = ResponseStream(self, plain=legacy or length is not None)
+        stream = ResponseStream(self, plain=legacy or length is not None)
         if exchange.answered:
-            outlet.closed = True
-            return outlet
+            stream.closed = True
+            return stream
         exchange.answered = True
         exchange.deadline_at = inf
         if legacy:
-            # Without chunks, only the end of the connection can mark the end of the answer.
+            # Without chunks, only the end of the connection marks the end of the response.
             exchange.mode |= MODE_CLOSE
         closing = exchange.mode & MODE_CLOSE != 0 or self.server.draining
         start = self._head(exchange, status, head, closing=closing)
@@ -241,16 +240,16 @@ class ResponseConnection(asyncio.Protocol):
         ending = CHUNKED + CRLF if length is None else length_end(length)
         self.write(start + (CRLF if legacy else ending))
         if exchange.mode & MODE_HEAD:
-            outlet.closed = True
+            stream.closed = True
             self._finish(closing=closing)
         else:
-            self.outlet = outlet
+            self.response_stream = stream
             self.rearm()
-        return outlet
+        return stream
 
     def finish_stream(self) -> None:
         exchange = self.current
-        self.outlet = None
+        self.response_stream = None
         if exchange is not None:
             self._finish(closing=exchange.mode & MODE_CLOSE != 0 or self.server.draining)
 
@@ -260,14 +259,14 @@ class ResponseConnection(asyncio.Protocol):
             self.close()
             return
         self.deadline = self.server.idle_deadline
-        if self.backlog:
-            self.advance()
+        if self.has_backlog:
+            self.process_next()
 
-    def advance(self) -> None:
-        """Go on after an answer: the next waiting request, then held bytes or a refusal."""
-        if self._advancing:
+    def process_next(self) -> None:
+        """Continue after a response: the next waiting request, then held bytes or an error."""
+        if self._processing:
             return
-        self._advancing = True
+        self._processing = True
         try:
             while self.current is None and not self._write_paused and not self._ended:
                 if self._queue:
@@ -279,11 +278,11 @@ class ResponseConnection(asyncio.Protocol):
                 else:
                     break
         finally:
-            self._advancing = False
+            self._processing = False
         if self._ended:
             return
         self._send_continue()
-        self.backlog = (
+        self.has_backlog = (
             self._holding
             or self._write_paused
             or bool(self._queue)
@@ -298,71 +297,71 @@ class ResponseConnection(asyncio.Protocol):
         self.deadline = inf
         try:
             self._handle(exchange)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
+        except Exception as error:  # noqa: BLE001 - becomes an error response
             self._handler_failed(exchange, error)
 
-    def handle_later(self, exchange: Exchange, handle: Callable[[Exchange], None]) -> None:
-        """Have a request handled that waited for something."""
+    def handle_deferred(self, exchange: Exchange, handle: Callable[[Exchange], None]) -> None:
+        """Run the handler of a deferred request."""
         try:
             handle(exchange)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
+        except Exception as error:  # noqa: BLE001 - becomes an error response
             self._handler_failed(exchange, error)
 
     def _call(self, callback: Callable[[], None] | None) -> None:
-        """Run a callback of the application; its mistakes must not stop the connection's clean-up."""
+        """Run a callback of the application; its errors must not stop the connection's clean-up."""
         if callback is None:
             return
         try:
             callback()
         except Exception:
-            logger.exception("a connection callback failed")
+            logger.exception("connection callback failed")
 
-    # --- refusing and closing
+    # --- errors and closing
 
     def _handler_failed(self, exchange: Exchange, error: Exception) -> None:
         refusal = error if isinstance(error, TailraceError) else TailraceError("internal", "internal error")
-        if refusal.unsettled is not None and not exchange.answered:
-            refusal.unsettled(lambda _: self._handle_again(exchange))
+        if refusal.pending_commit is not None and not exchange.answered:
+            refusal.pending_commit(lambda _: self._handle_again(exchange))
             return
-        answer = None if exchange.answered else self._refusal_of(exchange, refusal)
+        response = None if exchange.answered else self._refusal_of(exchange, refusal)
         if refusal is not error:
             path = exchange.path[:PATH_BYTES_LOGGED].decode("latin-1")
             fields = {"path": path, "request_id": exchange.request_id.decode("ascii")}
-            logger.error("handler failed", exc_info=error, extra={"fields": fields})
-        if answer is not None:
-            exchange.respond(*answer)
+            logger.error("request handler failed", exc_info=error, extra={"fields": fields})
+        if response is not None:
+            exchange.respond(*response)
         elif self.current is exchange:
-            # The answer is half out; cutting it off is the only honest end.
+            # The response is partially sent; aborting is the only way to signal the error.
             self.transport.abort()
 
     def _handle_again(self, exchange: Exchange) -> None:
-        """What a refusal rested on is durable now, or did not happen: the request is decided by that."""
+        """The change that an error depended on was committed or has failed: handle the request again."""
         if self.current is not exchange or exchange.answered:
-            return  # the client has left
+            return  # the client has disconnected
         try:
             self.server.app.handle(exchange)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
+        except Exception as error:  # noqa: BLE001 - becomes an error response
             if isinstance(error, TailraceError):
-                error.unsettled = None  # another change may be on its way; one wait is enough
+                error.pending_commit = None  # another change may be pending; one wait is enough
             self._handler_failed(exchange, error)
 
     def _refusal_of(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         try:
             return self.server.app.refuse(exchange, error)
         except Exception:
-            logger.exception("refusing failed")
+            logger.exception("error response failed")
             body = TailraceError("internal", "internal error").body()
             return 500, b"Content-Type: application/json; charset=utf-8\r\n", body
 
     def refuse(self, error: TailraceError) -> None:
-        """Answer with `error` after the answers in front, then close. Nothing more is parsed."""
+        """Respond with `error` after the responses in front, then close. Nothing more is parsed."""
         self.server.parse_errors += 1
         self._refused = self._incoming if self._head_done else None
         self._refusal = error
-        self.backlog = True
+        self.has_backlog = True
         self._stop_parsing()
         self._update_reading()
-        self.advance()
+        self.process_next()
 
     def _send_refusal(self, error: TailraceError) -> None:
         exchange, self._refused = self._refused, None
@@ -374,7 +373,7 @@ class ResponseConnection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Ends the connection of a client that may still be sending, so that it gets to read its answer."""
+        """Close gracefully while the client may still be sending, so that it can read its response."""
         self._ended = True
         if self.transport.is_closing():
             return
@@ -390,11 +389,11 @@ class ResponseConnection(asyncio.Protocol):
         self._update_reading()
 
     def close(self) -> None:
-        """End the connection once what was written is out."""
+        """Close the connection after the written bytes are sent."""
         self._ended = True
         self._stop_parsing()
         self._queue.clear()
-        # Unread or unsent, a client has this long before the sweeper cuts the connection.
+        # The client has this long to read before the sweeper aborts the connection.
         self.deadline = self.server.now + self.server.limits.body_idle_ms / 1000
         self.flush()
         self.transport.close()
@@ -402,7 +401,7 @@ class ResponseConnection(asyncio.Protocol):
     # --- time
 
     def rearm(self) -> None:
-        """Set the time of the sweeper's next look from what the connection is doing."""
+        """Set the deadline for the sweeper from the state of the connection."""
         if self._ended:
             return
         server = self.server
@@ -422,7 +421,7 @@ class ResponseConnection(asyncio.Protocol):
         self.deadline = deadline
 
     def on_sweep(self, now: float) -> None:
-        """The deadline has passed: see what was late."""
+        """The deadline has passed: act on what was late."""
         current = self.current
         if self._ended:
             self.transport.abort()
@@ -442,11 +441,11 @@ class ResponseConnection(asyncio.Protocol):
             self.rearm()
         elif self._incoming is not None:
             part = "body" if self._head_done else "headers"
-            self.refuse(TailraceError("request_timeout", f"the request's {part} did not arrive in time"))
+            self.refuse(TailraceError("request_timeout", f"the request {part} did not arrive in time"))
         else:
             self.close()
 
     def drain(self) -> None:
-        """The server is stopping: an idle connection ends now, a working one after its answers."""
+        """The server is stopping: close an idle connection now, a busy one after its responses."""
         if self.current is None and not self._queue and self._incoming is None and not self._ended:
             self.close()

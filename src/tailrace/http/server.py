@@ -17,7 +17,7 @@ from tailrace.http.connection import CACHED_HEADS_MAX, CachedHead, HttpConnectio
 from tailrace.http.exchange import App, Exchange, date_line, status_line
 from tailrace.http.request_body import RequestBodyConnection
 
-# One coarse timer serves every deadline of every connection.
+# One coarse timer checks all deadlines of all connections.
 SWEEP_S = 0.5
 # Reads longer than this are parsed in slices.
 SLICE_BYTES_MAX = 64 * 1024
@@ -25,7 +25,7 @@ WRITE_HIGH_WATER_BYTES = 256 * 1024
 
 
 class SweptConnection(Protocol):
-    """Anything the sweeper looks after."""
+    """A connection that the sweeper checks."""
 
     deadline: float
 
@@ -36,7 +36,7 @@ class SweptConnection(Protocol):
 
 
 class BufferedConnection(Protocol):
-    """A connection that gathers the writes of one turn of the loop."""
+    """A connection that gathers the writes of one iteration of the event loop."""
 
     def flush(self) -> None: ...
 
@@ -56,40 +56,38 @@ class HttpServer:
         self.limits = limits
         self.loop = asyncio.get_running_loop()
         self.draining = False
-        # Called once when draining begins: the application ends its streams and long waits.
+        # Called once when draining begins: the application must end its streams and long waits.
         self.on_drain = on_drain
-        # Asked before a body is waited for that did not come with its head: whether its client is known.
-        # Raises if it is to be refused without its body.
+        # Called before waiting for a body that did not arrive with its head: returns whether the client is
+        # authenticated, or raises to respond without reading the body.
         self.admit_body: Callable[[Exchange], bool] | None = None
         # Counters.
         self.requests = 0
-        self.answers: dict[tuple[bytes, int], int] = {}  # by method and status
+        self.responses: dict[tuple[bytes, int], int] = {}  # by method and status
         self.bytes_in = 0
         self.bytes_out = 0
         self.parse_errors = 0
         self.connections_total = 0
         self.connections_refused = 0
-        self.body_bytes_held = 0  # of bodies that are not all there
-        self.bodies_waiting: deque[RequestBodyConnection] = (
-            deque()
-        )  # connections whose bodies wait for memory
-        self.body_shares = 0  # bodies that are in memory, or will be, as a whole
-        self._sharing_out = False
-        self.stranger_bytes_held = 0  # the same, of clients that are not known
-        # What connections read on every request.
+        self.body_bytes_held = 0  # of incomplete bodies
+        self.bodies_waiting: deque[RequestBodyConnection] = deque()  # connections that wait for body memory
+        self.bodies_reserved = 0  # bodies that have reserved their whole size
+        self._granting = False
+        self.unauthenticated_body_bytes = 0  # as `body_bytes_held`, of unauthenticated clients
+        # Read by connections on every request.
         self.fixed_headers = app.fixed_headers or b""
         self.varying_headers = app.common_headers if app.fixed_headers is None else None
         self.status_heads: dict[int, bytes] = {}
-        self.heads_known: dict[bytes, CachedHead] = {}
-        self.heads_parsed = 0  # because they were not known; of these one in a few is learnt
-        self.hosts_known: set[bytes | None] = set()
+        self.cached_heads: dict[bytes, CachedHead] = {}
+        self.heads_parsed = 0  # heads that were not cached; one in a few of them is added
+        self.cached_hosts: set[bytes | None] = set()
         self.body_bytes_max = limits.append_body_bytes
         self.body_digits = len(str(limits.append_body_bytes))
         self.slice_bytes = min(SLICE_BYTES_MAX, limits.header_bytes)
-        # Coarse loop time, moved by the sweeper.
+        # Coarse loop time, updated by the sweeper.
         self.now = self.loop.time()
         self.idle_deadline = self.now + limits.idle_ms / 1000
-        # Connections over the limit are answered with a refusal up to this number, and dropped beyond it.
+        # Connections over the limit get an error response up to this number, and are dropped beyond it.
         self._dropped_from = limits.connections + refused_connections_max(limits.connections)
         self._backlog = accept_backlog(limits.connections)
         self._clock = clock
@@ -102,7 +100,7 @@ class HttpServer:
         self._emptied: asyncio.Event = asyncio.Event()
         self._emptied.set()
 
-    # --- life
+    # --- lifecycle
 
     async def start(
         self,
@@ -113,7 +111,7 @@ class HttpServer:
         sock: socket.socket | None = None,
         reuse_port: bool = False,
     ) -> int:
-        """Listen, and return the port. May be called again for a further address."""
+        """Listen, and return the port. May be called again for another address."""
         handshake_s = self.limits.header_ms / 1000 if ssl is not None else None
         if sock is not None:
             listener = await self.loop.create_server(
@@ -137,13 +135,13 @@ class HttpServer:
         return int(listener.sockets[0].getsockname()[1])
 
     async def start_unix(self, path: str) -> None:
-        """Listen on a socket of this machine, for other processes of the same server."""
+        """Listen on a unix socket, for other processes of the same server."""
         self._listeners.append(
             await self.loop.create_unix_server(self._connection, path, backlog=self._backlog)
         )
 
     async def drain(self, ms: int | None = None) -> bool:
-        """Stop accepting, finish what runs, then close. False if some had to be cut off at the end."""
+        """Stop accepting, finish running requests, then close. False if some had to be aborted at the end."""
         self._stop_accepting()
         if not self.draining:
             self.draining = True
@@ -160,7 +158,7 @@ class HttpServer:
         return True
 
     async def close(self) -> None:
-        """Stop at once: every connection is cut."""
+        """Stop at once: abort every connection."""
         self._stop_accepting()
         self.draining = True
         for swept in tuple(self._swept):
@@ -185,16 +183,16 @@ class HttpServer:
         return HttpConnection(self)
 
     def admit(self, connection: HttpConnection) -> None:
-        """A connection was accepted: look after it, or tell it that there are too many."""
+        """Add an accepted connection, or refuse it if there are too many."""
         self.connections_total += 1
         is_full = len(self._swept) >= self.limits.connections
         if is_full and len(self._swept) >= self._dropped_from:
             self.connections_refused += 1
             connection.transport.abort()
             return
-        self.watch(connection)
-        # A live reader is held back above `live_unsent_bytes` and goes on at the low-water mark, so the
-        # transport has to count that much as high.
+        self.add(connection)
+        # A live reader pauses above `live_unsent_bytes` and continues at the low-water mark, so the
+        # transport's high-water mark must not be above that.
         high_bytes = min(WRITE_HIGH_WATER_BYTES, self.limits.live_unsent_bytes)
         connection.transport.set_write_buffer_limits(high_bytes)
         connection.deadline = self.idle_deadline
@@ -206,63 +204,63 @@ class HttpServer:
                 else TailraceError("unavailable", "the server is stopping")
             )
 
-    def learn(self, head: bytes, known: CachedHead) -> None:
-        """Remembers what the parser made of a head."""
-        if len(self.heads_known) >= CACHED_HEADS_MAX:
-            self.heads_known.clear()
-        self.heads_known[head] = known
+    def cache_head(self, head: bytes, known: CachedHead) -> None:
+        """Cache a parsed head."""
+        if len(self.cached_heads) >= CACHED_HEADS_MAX:
+            self.cached_heads.clear()
+        self.cached_heads[head] = known
 
     def hold_body(self, size: int) -> bool:
-        """Count a body that waits in memory for its turn; False if bodies take too much memory already."""
+        """Count a body that waits in memory; False if the budget for bodies is exhausted."""
         if self.body_bytes_held + size > self.limits.append_queue_max_bytes:
             return False
         self.body_bytes_held += size
-        self.body_shares += 1
+        self.bodies_reserved += 1
         return True
 
     def release_body(self, size: int) -> None:
         self.body_bytes_held -= size
-        self.body_shares -= 1
+        self.bodies_reserved -= 1
         if self.bodies_waiting:
-            self.share_out()
+            self.grant_body_memory()
 
-    def has_share(self, size: int) -> bool:
-        """Whether a further body of this size may be received now. One alone always may."""
+    def has_body_memory(self, size: int) -> bool:
+        """Whether another body of this size may be received now. A single one always may."""
         fits = self.body_bytes_held + size <= self.limits.append_queue_max_bytes
-        return fits or not self.body_shares
+        return fits or not self.bodies_reserved
 
-    def share_out(self) -> None:
-        """Memory for bodies was given back: those that wait for it are read further, soon and in order."""
-        if not self._sharing_out:
-            self._sharing_out = True
-            self.loop.call_soon(self._share_out)
+    def grant_body_memory(self) -> None:
+        """Body memory was released: resume waiting connections in order, in the next loop iteration."""
+        if not self._granting:
+            self._granting = True
+            self.loop.call_soon(self._grant_body_memory)
 
-    def _share_out(self) -> None:
-        self._sharing_out = False
+    def _grant_body_memory(self) -> None:
+        self._granting = False
         waiting = self.bodies_waiting
         while waiting:
-            wanted = waiting[0].share_wanted
-            if wanted is not None:
-                if not self.has_share(wanted):
+            needed = waiting[0].body_memory_needed
+            if needed is not None:
+                if not self.has_body_memory(needed):
                     return
-                waiting[0].take_share()
+                waiting[0].reserve_body_memory()
             waiting.popleft()
 
-    def watch(self, swept: SweptConnection) -> None:
-        """Have the sweeper look after `swept` until `forget`."""
+    def add(self, swept: SweptConnection) -> None:
+        """Have the sweeper check `swept` until `remove`."""
         self._swept.add(swept)
         self._emptied.clear()
         if self._sweep_timer is None:
             self._set_time(self.loop.time())
             self._sweep_timer = self.loop.call_later(SWEEP_S, self._on_timer)
 
-    def forget(self, swept: SweptConnection) -> None:
+    def remove(self, swept: SweptConnection) -> None:
         self._swept.discard(swept)
         if not self._swept:
             self._emptied.set()
 
     def flush_later(self, connection: BufferedConnection) -> None:
-        """Have `connection.flush` called at the end of this turn of the loop."""
+        """Have `connection.flush` called at the end of this loop iteration."""
         if not self._unflushed:
             self.loop.call_soon(self._flush)
         self._unflushed.append(connection)
@@ -281,7 +279,7 @@ class HttpServer:
             self._sweep_timer = self.loop.call_later(SWEEP_S, self._on_timer)
 
     def sweep(self, now: float) -> None:
-        """Look at every connection whose deadline lies before `now`."""
+        """Handle every connection whose deadline is before `now`."""
         self._set_time(now)
         late = [swept for swept in self._swept if swept.deadline <= now]
         for swept in late:
@@ -297,13 +295,13 @@ class HttpServer:
             self.status_heads.clear()
 
     def status_head(self, status: int) -> bytes:
-        """What every answer with this status begins with, made once per second and status."""
+        """The start of every response with this status, built once per second and status."""
         head = self.status_heads.get(status)
         if head is None:
             head = self.status_heads[status] = status_line(status) + self._date + self.fixed_headers
         return head
 
-    def start_of_answer(self, status: int, exchange: Exchange | None) -> bytes:
-        """The status line and the headers that every response carries."""
+    def response_start(self, status: int, exchange: Exchange | None) -> bytes:
+        """The status line and the headers that every response has."""
         head = self.status_head(status)
         return head if self.varying_headers is None else head + self.varying_headers(exchange)

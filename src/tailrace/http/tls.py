@@ -1,9 +1,4 @@
-"""TLS: certificate files that can be reloaded, and self-signed certificates for development.
-
-TLS from certificate files, which may be replaced while the server runs.
-
-A certificate for development: made on this machine, for this machine, trusted by nobody unasked.
-"""
+"""TLS: certificate files that can be reloaded, and self-signed certificates for development."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from tailrace.common.errors import TailraceError
 
 
 class Certificate:
-    """The files of a certificate, and the context of the listener that presents it."""
+    """The files of a certificate, and the TLS context of the listener."""
 
     def __init__(self, cert_file: str | Path, key_file: str | Path) -> None:
         self._cert_file = cert_file
@@ -34,17 +29,17 @@ class Certificate:
         self.context = server_context(cert_file, key_file)
 
     def reload(self) -> None:
-        """New connections get what the files hold now. What cannot be used raises and changes nothing."""
-        # Tried on a context of its own: a pair that does not fit would leave the listener without any.
+        """Use the files' current content for new connections; raises and changes nothing if it is invalid."""
+        # Validated on a separate context: an invalid pair would leave the listener without a certificate.
         server_context(self._cert_file, self._key_file)
         load_certificate(self.context, self._cert_file, self._key_file)
 
 
 def server_context(cert_file: str | Path, key_file: str | Path) -> ssl.SSLContext:
-    """A context for the listener; the certificate file may hold the whole chain."""
+    """A context for the listener; the certificate file may contain the whole chain."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # Without this a client that prefers HTTP/2 would choose it and then be refused.
+    # Without this a client that prefers HTTP/2 would select it and fail.
     context.set_alpn_protocols(["http/1.1"])
     load_certificate(context, cert_file, key_file)
     return context
@@ -53,20 +48,20 @@ def server_context(cert_file: str | Path, key_file: str | Path) -> ssl.SSLContex
 def load_certificate(context: ssl.SSLContext, cert_file: str | Path, key_file: str | Path) -> None:
     try:
         context.load_cert_chain(cert_file, key_file)
-    except OSError as error:  # what is wrong with the content is an OSError too
+    except OSError as error:  # also raised for invalid content
         reason = error.strerror or str(error)
         raise TailraceError(
-            "unavailable", f"cannot use the TLS certificate {cert_file} with the key {key_file}: {reason}"
+            "unavailable", f"cannot load TLS certificate {cert_file} with key {key_file}: {reason}"
         ) from error
 
 
 CERTIFICATE_LIFETIME: Final = timedelta(days=90)
-RENEW_BEFORE: Final = timedelta(days=14)  # so long before it ends, at the next start
+RENEW_BEFORE: Final = timedelta(days=14)  # before it expires, at the next start
 LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 
 
 def self_signed_certificate(directory: Path, host: str) -> tuple[Path, Path]:
-    """The files of a certificate and its key, made if they are not there, too old or for another host."""
+    """The files of a certificate and its key, created if missing, about to expire or for another host."""
     cert_file, key_file = directory / "cert.pem", directory / "key.pem"
     wanted = subject_alternative_names(host)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,7 +80,7 @@ def self_signed_certificate(directory: Path, host: str) -> tuple[Path, Path]:
 
 @contextmanager
 def _directory_lock(directory: Path) -> Generator[None]:
-    """Several processes of one server make one certificate."""
+    """Several processes of one server share one certificate."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -95,7 +90,7 @@ def _directory_lock(directory: Path) -> Generator[None]:
 
 
 def subject_alternative_names(host: str) -> list[x509.GeneralName]:
-    """The names and addresses under which this machine is reached from itself, and the one listened on."""
+    """The local names of this machine, and the address that the server listens on."""
     return [_general_name(name) for name in dict.fromkeys((*LOCAL, host)) if name not in ("0.0.0.0", "::")]  # noqa: S104
 
 
@@ -132,7 +127,7 @@ def _certificate(key: ec.EllipticCurvePrivateKey, names: list[x509.GeneralName])
 
 
 def _write(file: Path, content: bytes) -> None:
-    """For its owner only, from its first byte on."""
+    """Write a file that only its owner can ever read."""
     temporary = file.with_name(file.name + ".tmp")
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

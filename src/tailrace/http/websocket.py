@@ -1,7 +1,7 @@
-"""WebSocket connections: they take over from HTTP at the upgrade, on the same listener.
+"""WebSocket connections: they take over from HTTP after the upgrade, on the same listener.
 
-A connection has no task, queue or timer of its own: frames are handled as they are read, writes go
-straight to the transport, and the server's sweeper keeps its time.
+A connection has no task, queue or timer: frames are handled as they are read, writes go to the transport
+directly, and the server's sweeper checks its deadlines.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = ["WebSocketConnection", "WebSocketHandler", "encode_text", "upgrade_to
 logger = logging.getLogger("tailrace.http")
 
 _ACCEPT_SALT: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-# How long the peer has to answer our close before TCP is ended.
+# How long the peer has to respond to our close frame before TCP is closed.
 CLOSE_S = 2.0
 # How long a frame may take from its first byte to its last.
 FRAME_S = 30.0
-# Frames gathered in one turn beyond this are written at once.
+# Frames gathered in one loop iteration beyond this size are written at once.
 GATHER_BYTES_MAX = 64 * 1024
 # Below this, deflating costs more than it saves.
 DEFLATE_BYTES_MIN = 512
-_DEFLATE_ANSWER: Final = (
+_DEFLATE_RESPONSE: Final = (
     b"Sec-WebSocket-Extensions: permessage-deflate; "
     b"server_no_context_takeover; client_no_context_takeover\r\n"
 )
@@ -60,7 +60,7 @@ INTERNAL_ERROR: Final = 1011
 
 
 class WebSocketHandler(Protocol):
-    """What an endpoint does with its connection."""
+    """What an endpoint implements."""
 
     def on_message(self, data: bytes, is_text: bool) -> None:
         """A whole message; text is known to be UTF-8."""
@@ -75,16 +75,16 @@ class WebSocketHandler(Protocol):
         ...
 
     def on_silence(self) -> None:
-        """The peer gave no sign of life and is given up: a last word, before the close frame."""
+        """The peer sent nothing for too long; called before the close frame is sent."""
         ...
 
     def on_close(self, code: int, reason: str) -> None:
-        """The connection is over; called exactly once. 1006 if nobody said goodbye."""
+        """The connection has ended; called exactly once. The code is 1006 if no close frame was exchanged."""
         ...
 
 
 class WebSocketConnection(asyncio.Protocol):
-    """The server's end of one WebSocket."""
+    """The server's side of one WebSocket."""
 
     __slots__ = (
         "_alive_at",
@@ -126,11 +126,11 @@ class WebSocketConnection(asyncio.Protocol):
         self.server = server
         self.transport = transport
         self.peer = peer
-        # Seconds between pings, and of silence until the peer counts as gone; close code for the latter.
+        # Seconds between pings, and without data until the peer counts as gone; close code for the latter.
         self.ping_s = server.limits.ws_ping_ms / 1000
         self.dead_s = server.limits.ws_dead_ms / 1000
         self.silence_code = GOING_AWAY
-        # True if the endpoint says its own goodbye at shutdown; otherwise the server closes with 1001.
+        # True if the endpoint closes its connection itself at shutdown; otherwise the server sends 1001.
         self.drains_itself = False
         self._handler = handler
         self._reader = reader
@@ -141,11 +141,11 @@ class WebSocketConnection(asyncio.Protocol):
         self._lost = False
         self._reading = True
         self._write_paused = False
-        # Frames of this turn of the loop, written together: uvloop makes a system call of every write.
+        # Frames of this loop iteration, written together: uvloop makes a system call for every write.
         self._out: list[bytes] | None = None
         self._out_bytes = 0
-        # What is here, and what the transport held after the last flush: since then it can only be less. So
-        # it is never below `unsent_bytes`, but for the answer to the handshake, and known without asking.
+        # Upper bound of `unsent_bytes` without a call: `_out_bytes` and what the transport held after the
+        # last flush, which can only shrink. The handshake response is not included.
         self.unsent_bytes_most = 0
         self._pong: bytes | None = None
         self._code = ABNORMAL
@@ -156,7 +156,7 @@ class WebSocketConnection(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """True once a close was sent or received, or the client is gone."""
+        """True once a close frame was sent or received, or the client has disconnected."""
         return self._closing
 
     @property
@@ -169,7 +169,7 @@ class WebSocketConnection(asyncio.Protocol):
         if self._closing or (self._deflate and size >= DEFLATE_BYTES_MIN):
             self._send(TEXT, payload)
             return
-        # `_write`, written out: this runs for every message of the hub.
+        # `_write` inlined: this runs for every message of the hub.
         head, out = TEXT_HEADS.get(size) or text_head(size), self._out
         if out is None:
             out = self._out = []
@@ -186,12 +186,12 @@ class WebSocketConnection(asyncio.Protocol):
         self._send(BINARY, payload)
 
     def send_encoded(self, frame: bytes) -> None:
-        """Send a frame made by `encode_text` or its like, so that one encoding serves many readers."""
+        """Send a frame encoded by `encode_text` or similar, so that one encoding serves many readers."""
         if not self._closing:
             self._write(frame)
 
     def close(self, code: int = 1000, reason: str = "") -> None:
-        """Say goodbye; the connection ends when the peer has answered, or soon if it does not."""
+        """Send a close frame; the connection ends when the peer has responded, or after a timeout."""
         if self._closing:
             return
         self._write(encode_close(code, reason))
@@ -220,7 +220,7 @@ class WebSocketConnection(asyncio.Protocol):
             self.flush()
 
     def flush(self) -> None:
-        """Write what was gathered; the server calls this at the end of each turn."""
+        """Write the gathered frames; the server calls this at the end of each loop iteration."""
         out = self._out
         if out is None or self._lost:
             return
@@ -232,10 +232,10 @@ class WebSocketConnection(asyncio.Protocol):
             if size > GATHER_BYTES_MAX:
                 transport.writelines(out)
             else:
-                # Small pieces are sooner copied together than handed to the kernel one by one.
+                # Copying small pieces together is faster than passing them to the kernel one by one.
                 transport.write(b"".join(out))
         except (RuntimeError, OSError):
-            # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
+            # uvloop raises on a transport that just died; connection_lost follows and cleans up.
             return
         self.unsent_bytes_most = transport.get_write_buffer_size()
 
@@ -275,7 +275,7 @@ class WebSocketConnection(asyncio.Protocol):
             if event[0] == TEXT and not self._closing:
                 try:
                     self._handler.on_message(event[1], True)
-                except Exception as error:  # noqa: BLE001 - whatever a handler raises ends its connection
+                except Exception as error:  # noqa: BLE001 - an error of a handler closes its connection
                     self._handler_failed(error)
             else:
                 self._on_event(event)
@@ -293,16 +293,16 @@ class WebSocketConnection(asyncio.Protocol):
             if not self._closing:
                 try:
                     self._handler.on_message(payload, kind == TEXT)
-                except Exception as error:  # noqa: BLE001 - whatever a handler raises ends its connection
+                except Exception as error:  # noqa: BLE001 - as above
                     self._handler_failed(error)
         elif kind == PING:
-            # Only the newest ping is answered if many wait.
+            # Only the newest of several pings gets a pong.
             self._pong = payload
         elif kind == TOO_LARGE:
             if not self._closing:
                 try:
                     self._handler.on_too_large(payload, number)
-                except Exception as error:  # noqa: BLE001 - whatever a handler raises ends its connection
+                except Exception as error:  # noqa: BLE001 - as above
                     self._handler_failed(error)
         elif kind == CLOSE:
             self._on_peer_close(number, payload.decode("utf-8"))
@@ -319,7 +319,7 @@ class WebSocketConnection(asyncio.Protocol):
         self.transport.close()
 
     def _fail(self, code: int, reason: str) -> None:
-        """The peer broke the protocol: tell it, and let it read that before TCP ends."""
+        """The peer violated the protocol: close, and let it read the reason before TCP ends."""
         self.close(code, reason)
         self.deadline = self.server.now + CLOSE_S
         self.flush()
@@ -334,7 +334,7 @@ class WebSocketConnection(asyncio.Protocol):
             return
 
     def _handler_failed(self, error: Exception) -> None:
-        logger.error("a WebSocket handler failed", exc_info=error)
+        logger.error("WebSocket handler failed", exc_info=error)
         self.close(INTERNAL_ERROR, "internal error")
 
     def _guard_drain(self) -> None:
@@ -344,7 +344,7 @@ class WebSocketConnection(asyncio.Protocol):
             self._handler_failed(error)
 
     def _send_pong(self) -> None:
-        """Answer the newest ping, but not into a buffer the peer does not empty."""
+        """Respond to the newest ping, but not while the peer does not read."""
         if self._pong is not None and not self._write_paused and not self._closing:
             self._write(encode_frame(PONG, self._pong))
             self._pong = None
@@ -354,11 +354,11 @@ class WebSocketConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = self._closing = True
-        self.server.forget(self)
+        self.server.remove(self)
         try:
             self._handler.on_close(self._code, self._reason)
         except Exception:
-            logger.exception("a WebSocket handler failed to close")
+            logger.exception("WebSocket close handler failed")
 
     # --- time
 
@@ -367,13 +367,13 @@ class WebSocketConnection(asyncio.Protocol):
             self.transport.abort()
             return
         if not self._reading:
-            # Silence of our own making proves nothing about the peer.
+            # We do not read, so a missing pong proves nothing.
             self._alive_at = now
         if now - self._alive_at >= self.dead_s:
             self._give_up()
             return
         if self._frame_began and now - self._frame_began >= FRAME_S:
-            self._fail(1002, "a frame was not finished in time")
+            self._fail(1002, "frame not completed in time")
             return
         ping_at = max(self._alive_at, self._pinged_at) + self.ping_s
         if ping_at <= now:
@@ -389,7 +389,7 @@ class WebSocketConnection(asyncio.Protocol):
             self._handler.on_silence()
         except Exception as error:  # noqa: BLE001 - as above
             self._handler_failed(error)
-        self.close(self.silence_code, "no sign of life")
+        self.close(self.silence_code, "ping timeout")
 
     def drain(self) -> None:
         if not self.drains_itself:
@@ -409,7 +409,7 @@ def upgrade_to_websocket(
     message_bytes: int | None = None,
     discard_bytes: int | None = None,
 ) -> WebSocketConnection:
-    """Answer a good handshake with 101 and hand the connection over; raise for a bad one."""
+    """Respond to a valid handshake with 101 and take over the connection; raise for an invalid one."""
     key = _handshake_key(exchange)
     deflate = deflate and _offers_deflate(exchange.headers.get(b"sec-websocket-extensions", b""))
     connection = exchange.connection
@@ -424,26 +424,26 @@ def upgrade_to_websocket(
         server, connection.transport, handler, reader, peer=connection.peer, deflate=deflate
     )
     if exchange.answered:
-        # The client left while the application made up its mind.
+        # The client disconnected while the application decided.
         server.loop.call_soon(websocket.connection_lost, None)
         return websocket
     exchange.answered = True
     accept = base64.b64encode(hashlib.sha1(key + _ACCEPT_SALT, usedforsecurity=False).digest())
-    answer = (
+    response = (
         status_line(101),
         b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: ",
         accept,
         b"\r\n",
         server.app.common_headers(exchange),
-        exchange.note_answer(101, head) if exchange.mode & MODE_OBSERVED else b"",
+        exchange.begin_response(101, head) if exchange.mode & MODE_OBSERVED else b"",
         b"Sec-WebSocket-Protocol: %b\r\n" % subprotocol if subprotocol else b"",
-        _DEFLATE_ANSWER if deflate else b"",
+        _DEFLATE_RESPONSE if deflate else b"",
         head,
         b"\r\n",
     )
-    connection.write(b"".join(answer))
+    connection.write(b"".join(response))
     held = connection.detach(websocket)
-    server.watch(websocket)
+    server.add(websocket)
     if held:
         server.loop.call_soon(websocket.data_received, held)
     return websocket
@@ -452,21 +452,21 @@ def upgrade_to_websocket(
 def _handshake_key(exchange: Exchange) -> bytes:
     if exchange.method != b"GET" or not exchange.wants_websocket():
         raise TailraceError(
-            "upgrade_required", "this endpoint speaks WebSocket only", headers=(("Upgrade", "websocket"),)
+            "upgrade_required", "this endpoint requires a WebSocket", headers=(("Upgrade", "websocket"),)
         )
     headers = exchange.headers
     if headers.get(b"sec-websocket-version") != b"13":
         raise TailraceError(
             "upgrade_required",
-            "the WebSocket version must be 13",
+            "Sec-WebSocket-Version must be 13",
             headers=(("Upgrade", "websocket"), ("Sec-WebSocket-Version", "13")),
         )
     key = headers.get(b"sec-websocket-key", b"")
     try:
-        is_good = len(base64.b64decode(key, validate=True)) == 16
+        is_valid = len(base64.b64decode(key, validate=True)) == 16
     except binascii.Error:
-        is_good = False
-    if not is_good:
+        is_valid = False
+    if not is_valid:
         raise TailraceError(
             "invalid_header", "Sec-WebSocket-Key must be 16 bytes in base64", header="sec-websocket-key"
         )
@@ -474,7 +474,7 @@ def _handshake_key(exchange: Exchange) -> bytes:
 
 
 def _offers_deflate(offers: bytes) -> bool:
-    """True if one of the client's offers can be met with our single set of parameters."""
+    """True if one of the client's offers is compatible with our parameters."""
     for offer in offers.lower().split(b","):
         name, *parameters = (part.strip() for part in offer.split(b";"))
         if name == b"permessage-deflate" and all(_supports_parameter(parameter) for parameter in parameters):

@@ -272,7 +272,7 @@ class HubRoutes:
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
         self._check_open()
-        self._origins.check(exchange)
+        self._origins.check_websocket(exchange)
         address = self._proxies.address_of(exchange).strip("[]")
         now_ns = self._runner.now_ms() * 1_000_000
         refusal = self._admission.decide(address, len(self._runner.wires), now_ns)

@@ -216,7 +216,7 @@ def _token_minter(settings: Settings) -> Callable[[Identity, int], str]:
         # Whoever revokes the token that all began with revokes what it was exchanged for, and so does
         # whoever removes the key behind it.
         claims["trOrigin"] = identity.origin_id or identity.token_id
-        claims["trVouched"] = identity.vouched_by
+        claims["trVouched"] = identity.credential
         return jwt.encode(claims, settings.auth_jwt_secret.encode(), algorithm="HS256")
 
     return mint

@@ -111,7 +111,7 @@ class CommitBatch:
 def refuse_after_commit(refusal: TailraceError, batch: CommitBatch | None) -> TailraceError:
     """Delays a refusal until the batch it is based on is durable or has failed."""
     if batch is not None:
-        refusal.unsettled = batch.waiting.append
+        refusal.pending_commit = batch.waiting.append
     return refusal
 
 

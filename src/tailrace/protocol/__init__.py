@@ -1,3 +1,3 @@
-"""Pure knowledge of the wire: offsets, names, headers, framing. No I/O."""
+"""Wire formats without I/O: offsets, names, headers, framing."""
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """HTTP headers of the protocol: header names, content types, ETags, and the response for an error.
 
-The one table of header names: what browsers may read, what they may send.
-
-Media types: JSON mode, text or binary, and comparison without parameters.
-
-Slice tags and their comparison.
-
-A refusal as HTTP: the only place where an error becomes a status, header lines and a body.
+`error_response` is the only place where an error becomes a status, header lines and a body.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ from urllib.parse import quote
 
 from tailrace.common.errors import TailraceError
 
-# Every response header of the protocol; `Access-Control-Expose-Headers` is made from it.
+# Every response header of the protocol; `Access-Control-Expose-Headers` is built from it.
 RESPONSE_HEADERS: tuple[str, ...] = (
     "Stream-Next-Offset",
     "Stream-End-Offset",
@@ -53,10 +47,10 @@ RESPONSE_HEADERS: tuple[str, ...] = (
     "Vary",
 )
 
-# On the answer to a long-poll whose wait was shortened, and exposed there only.
+# On the response to a long-poll whose wait was shortened, and exposed only there.
 WAIT_LIMIT_HEADER = "Stream-Wait-Limit-Ms"
 
-# On answers to searches only, and so exposed there only: every other answer is spared the length of them.
+# On responses to searches only, and exposed only there, to save the bytes on all others.
 SEARCH_HEADERS: tuple[str, ...] = (
     "search-timed-out",
     "search-timeout-ms",
@@ -115,18 +109,18 @@ PREFLIGHT_MAX_AGE_S = 86_400
 
 
 def expose_headers_line(names: tuple[str, ...]) -> bytes:
-    """The line that lets browsers read these. It may be there more than once: browsers join them."""
+    """The line that lets browsers read these headers. It may be repeated: browsers join the values."""
     return header_line("Access-Control-Expose-Headers", ", ".join(names))
 
 
 def header_line(name: str, value: str) -> bytes:
-    """One header line, CRLF included. Values beyond ASCII travel as UTF-8."""
+    """One header line, CRLF included. Values beyond ASCII are UTF-8."""
     assert not {"\r", "\n"} & set(value), f"line break in header {name}"
     return f"{name}: {value}\r\n".encode()
 
 
 def common_header_lines(resource_policy: str, origin: str | None) -> bytes:
-    """On every response, errors and preflights included; `origin` is None where it depends on the request."""
+    """Header lines of every response; `origin` is None if it depends on the request."""
     lines = header_line("X-Content-Type-Options", "nosniff")
     lines += header_line("Cross-Origin-Resource-Policy", resource_policy)
     lines += expose_headers_line(RESPONSE_HEADERS)
@@ -152,7 +146,7 @@ CONTENT_TYPE_BYTES_MAX = 256
 
 @lru_cache(maxsize=1024)
 def media_type(content_type: str) -> str:
-    """The type without parameters, in lower case: what two content types are compared by."""
+    """The type without parameters, in lower case, for comparisons."""
     return content_type.partition(";")[0].strip().lower()
 
 
@@ -171,7 +165,7 @@ def is_text(content_type: str | None) -> bool:
 
 
 def is_valid_content_type(content_type: str) -> bool:
-    """A type, a slash, a subtype, and nothing that could break a header line."""
+    """Whether it has the form type/subtype and cannot break a header line."""
     if len(content_type) > CONTENT_TYPE_BYTES_MAX or not content_type.isprintable():
         return False
     kind, slash, sub = media_type(content_type).partition("/")
@@ -179,16 +173,16 @@ def is_valid_content_type(content_type: str) -> bool:
 
 
 def slice_etag(
-    start: str, following: str, key: str, fmt: str, filter_text: str, closed: bool, mark: str = ""
+    start: str, following: str, key: str, fmt: str, filter_text: str, closed: bool, version: str = ""
 ) -> str:
-    """The weak tag of the slice `(start, following]`; closing alone changes it.
+    """The weak tag of the slice `(start, following]`; it changes when the stream is closed.
 
-    The mark stands for whatever else the bytes depend on, such as the stream's schema registry.
+    `version` identifies what else the bytes depend on, such as the stream's schema registry.
     """
     tail = ":closed" if closed else ""
-    known = f":schema={mark}" if mark else ""
+    schema = f":schema={version}" if version else ""
     key, filter_text = quote(key, safe=""), quote(filter_text, safe="")
-    return f'W/"slice:{start}:{following}:key={key}:fmt={fmt}{known}:filter={filter_text}{tail}"'
+    return f'W/"slice:{start}:{following}:key={key}:fmt={fmt}{schema}:filter={filter_text}{tail}"'
 
 
 def if_none_match(header: str, tag: str) -> bool:
@@ -200,12 +194,12 @@ def if_none_match(header: str, tag: str) -> bool:
 
 
 def slice_etag_format(tag: str) -> str:
-    """The form of a slice's body, also where none was asked for; empty if the tag is not one of ours."""
+    """The format of a slice's body; empty if the tag is not a slice tag."""
     return tag.partition(":fmt=")[2].partition(":")[0] if slice_etag_start(tag) else ""
 
 
 def slice_etag_start(tag: str) -> str:
-    """Where the slice of a tag begins; empty if it is not one of ours."""
+    """The start offset of a slice; empty if the tag is not a slice tag."""
     parts = tag.removeprefix("W/").strip('"').split(":", 3)
     return parts[1] if len(parts) == 4 and parts[0] == "slice" else ""
 
@@ -215,10 +209,10 @@ JSON_TYPE = b"Content-Type: application/json; charset=utf-8\r\n"
 
 
 def error_response(refusal: TailraceError) -> tuple[int, bytes, bytes]:
-    """Status, header lines and body.
+    """Status, header lines and body of an error.
 
-    The way it came is of no use any more, and holds the request with its body: some refusals are in frames of
-    that way themselves, others are raised again and again.
+    The traceback is dropped because it references the request with its body, and some errors are long-lived
+    or part of a reference cycle.
     """
     refusal.__traceback__ = refusal.__context__ = None
     head = JSON_TYPE + NO_STORE

@@ -1,8 +1,8 @@
-"""Cutting a JSON body into entries without decoding it: stored bytes are the client's own bytes.
+"""Splits a JSON body into entries without decoding it: the client's bytes are stored unchanged.
 
-The memory this takes is a small multiple of the body, and the time is linear, whatever the body is. So there
-is no pattern here that repeats a group (`re` keeps a state for every repetition until the match ends), and no
-object for each of many short elements.
+Memory is a small multiple of the body and time is linear, for any body. So no pattern here repeats a group
+(`re` stores a state for every repetition until the match ends), and short elements do not become objects in
+large numbers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _VALUE = msgspec.json.Decoder(msgspec.Raw)
 _SPACE = b" \t\n\r"
 _SEPARATOR = re.compile(rb"[ \t\n\r,]*")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-# A large body is looked at in blocks of this size.
+# A large body is processed in blocks of this size.
 _BLOCK_BYTES = 256 * 1024
-# An element costs an object of 56 bytes while its body is cut; with fewer bytes each, a large body is cut
+# An element costs an object of 56 bytes while its body is split; a large body with smaller elements is split
 # in pieces.
 _ELEMENT_BYTES_MIN = 16
 
@@ -50,7 +50,7 @@ def split_to_block(body: bytes, depth_max: int, entries_max: int) -> tuple[bytes
 def split_entries(body: bytes, depth_max: int) -> list[msgspec.Raw]:
     """The entries of one JSON text: an array loses one level, any other value is one entry.
 
-    msgspec checks the grammar while it cuts, but not UTF-8 inside strings, nor depth; those are ours.
+    msgspec checks the grammar while splitting, but neither UTF-8 inside strings nor depth; this does.
     """
     try:
         try:
@@ -78,14 +78,14 @@ def join_entries(found: list[msgspec.Raw]) -> tuple[bytes, Sequence[int]]:
 
 
 def _check_utf8(found: list[msgspec.Raw]) -> None:
-    """Between entries the grammar has nothing but ASCII. Most of them have nothing else either."""
+    """Check the entries that are not ASCII; between entries the grammar allows only ASCII."""
     for entry in map(bytes, found):
         if not entry.isascii():
             entry.decode()
 
 
 def _is_deeper(entry: bytes, depth_max: int) -> bool:
-    """Each level has two brackets, so few entries are long enough; and few of these have that many."""
+    """Whether an entry is nested too deeply. Counting brackets first avoids the exact check for most."""
     return entry.count(b"[") + entry.count(b"{") > depth_max and _depth(entry) > depth_max
 
 
@@ -97,9 +97,9 @@ def _split_grammar(body: bytes) -> list[msgspec.Raw]:
 
 
 def _split_past_surrogates(body: bytes) -> list[msgspec.Raw]:
-    """Half a surrogate pair, escaped, is legal JSON, and what JavaScript writes; msgspec refuses it.
+    """An escaped half of a surrogate pair is legal JSON and written by JavaScript, but msgspec rejects it.
 
-    So the grammar is checked, and the cuts are found, on a copy with plain escapes of the same length.
+    So the grammar is checked, and the splits are found, on a copy with other escapes of the same length.
     """
     found: list[msgspec.Raw] = []
     text = body.lstrip(_SPACE)
@@ -115,8 +115,8 @@ def _split_past_surrogates(body: bytes) -> list[msgspec.Raw]:
 def _without_surrogates(body: bytes) -> bytes:
     """A text of the same length and structure, in which each escaped surrogate is an escaped space.
 
-    An escaped backslash becomes two letters: after that every backslash begins an escape, and a block may end
-    in front of any of them.
+    An escaped backslash becomes two letters: then every backslash starts an escape, and a block may end
+    before any of them.
     """
     text = body.replace(b"\\\\", b"__")
     blocks: list[bytes] = []
@@ -130,7 +130,7 @@ def _without_surrogates(body: bytes) -> bytes:
 
 
 def _join_pieces(text: bytes, depth_max: int, entries_max: int) -> tuple[bytes, Sequence[int]]:
-    """`entries` of an array of many short elements: split piece by piece, each piece an array of its own."""
+    """`split_entries` for an array of many short elements, split in pieces that are arrays of their own."""
     bodies: list[bytes] = []
     lengths = array("I")
     start = 1
@@ -147,7 +147,7 @@ def _join_pieces(text: bytes, depth_max: int, entries_max: int) -> tuple[bytes, 
 
 
 def _commas(text: bytes) -> Iterator[int]:
-    """In each block of an array the last comma between two of its elements, if there is one."""
+    """For each block of an array, the last comma between two of its elements, if there is one."""
     import numpy
 
     for start, codes, depths in _depths(text):
@@ -161,15 +161,15 @@ def _depth(text: bytes) -> int:
 
 
 def _depths(text: bytes) -> Iterator[tuple[int, NDArray[numpy.uint8], NDArray[numpy.int32]]]:
-    """Block by block: where it starts, its bytes, and how many brackets are open behind each of them.
+    """For each block: its start, its bytes, and how many brackets are open after each of them.
 
-    Inside of a string the depth is below zero.
+    Inside a string the depth is below zero.
     """
     import numpy
 
     steps = numpy.zeros(256, numpy.int32)
     steps[list(b"[{")], steps[list(b"]}")] = 1, -1
-    # Without the escaped ones, every quote begins or ends a string.
+    # Without escaped quotes, every quote starts or ends a string.
     plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     depth, quoted = 0, numpy.uint8(0)
     for start in range(0, len(plain), _BLOCK_BYTES):

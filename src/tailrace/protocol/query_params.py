@@ -1,4 +1,4 @@
-"""Query strings: which parameters there are, and what they say."""
+"""Query parameters of reads: parsing, live mode, start position, routing key, wait time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIVE_MODES = {
 
 
 def parse_query(raw: bytes) -> dict[str, str]:
-    """Query parameters; the result is shared and must not be changed. Unknown ones are kept and ignored."""
+    """Query parameters; the result is shared and must not be changed. Unknown ones are included."""
     return parse_query_cached(raw) if len(raw) <= QUERY_BYTES_CACHED else _parse_params(raw)
 
 
@@ -58,10 +58,10 @@ def _parse_params(raw: bytes) -> dict[str, str]:
             key = unquote_to_bytes(name.replace(b"+", b" ")).decode()
             text = unquote_to_bytes(value.replace(b"+", b" ")).decode()
         except UnicodeDecodeError:
-            raise TailraceError("invalid_request", "the query string is not valid UTF-8") from None
+            raise TailraceError("invalid_request", "the query string must be UTF-8") from None
         if key in found and key in SINGLE_VALUED_PARAMS:
             raise TailraceError(
-                "invalid_offset" if key == "offset" else "invalid_request", f"{key} is given more than once"
+                "invalid_offset" if key == "offset" else "invalid_request", f"{key} must be given only once"
             )
         found[key] = text
     return found
@@ -71,7 +71,7 @@ parse_query_cached = lru_cache(maxsize=4096)(_parse_params)
 
 
 def live_mode(query: dict[str, str]) -> str:
-    """`long-poll`, `sse`, `ws`, or nothing for a read that does not wait."""
+    """`long-poll`, `sse`, `ws`, or empty for a read that does not wait."""
     mode = LIVE_MODES.get(query.get("live", ""))
     if mode is None:
         raise TailraceError("invalid_request", "live must be long-poll, sse or ws")
@@ -79,25 +79,25 @@ def live_mode(query: dict[str, str]) -> str:
 
 
 class ReadStart(NamedTuple):
-    """Where a read starts, as the request says it."""
+    """The start of a read as requested."""
 
-    offset: str | None  # None if the request names none
-    since: str | None  # of the request; used only without an offset
-    header: bytes  # the line that tells what decided, where the request names more than an offset
+    offset: str | None  # None if the request has none
+    since: str | None  # used only without an offset
+    header: bytes  # the Stream-Start line, if the request has more than an offset
 
 
 def read_start(query: dict[str, str], mode: str, headers: Mapping[bytes, bytes]) -> ReadStart:
-    """`Last-Event-ID` decides on an event stream, then `offset`, then `since`.
+    """`Last-Event-ID` takes precedence on an event stream, then `offset`, then `since`.
 
-    A browser's `EventSource` reconnects with the URL that it was opened with, so the id of the last event
-    that it received is newer than everything in that URL. An id that is not an offset is not one of ours, and
-    is ignored, as the header is in all other modes; `Stream-Start` tells the client what was used instead.
+    A browser's `EventSource` reconnects with its original URL, so the id of the last event that it received
+    is newer than everything in the URL. An id that is not an offset is ignored, as the header is in all other
+    modes; `Stream-Start` says what was used instead.
     """
     offset, since = query.get("offset"), query.get("since")
-    given = headers.get(b"last-event-id") if mode == "sse" else None
-    if given:
+    last_event_id = headers.get(b"last-event-id") if mode == "sse" else None
+    if last_event_id:
         try:
-            resumed = offsets.encode_offset(*offsets.parse_offset(given.decode("latin-1")))
+            resumed = offsets.encode_offset(*offsets.parse_offset(last_event_id.decode("latin-1")))
             return ReadStart(resumed, since, header_line("Stream-Start", "last-event-id"))
         except TailraceError:
             pass
@@ -107,26 +107,26 @@ def read_start(query: dict[str, str], mode: str, headers: Mapping[bytes, bytes])
 
 
 def routing_key(query: dict[str, str], path_key: str | None) -> str:
-    """The key whose entries are asked for, nothing for all of them. What stands in the path decides."""
+    """The routing key of a read, empty for all entries. The path takes precedence."""
     if path_key is not None:
         return path_key
     key = query.get("key")
     if key == "":
-        # No entry has it. Whoever left it empty by mistake must not get the entries of everybody.
+        # No entry has an empty key; treating it as absent would return the entries of all keys.
         raise TailraceError("invalid_request", "key must not be empty")
     return key or ""
 
 
 def wait_ms(query: dict[str, str], default_ms: int, max_ms: int) -> int:
-    """How long a long-poll waits: `timeout_ms`, else `timeout`, cut down to what is allowed."""
-    asked_ms = _requested_wait_ms(query)
-    return min(default_ms if asked_ms is None else asked_ms, max_ms)
+    """How long a long-poll waits: `timeout_ms`, else `timeout`, within the limit."""
+    requested_ms = _requested_wait_ms(query)
+    return min(default_ms if requested_ms is None else requested_ms, max_ms)
 
 
 def wait_limit_lines(query: dict[str, str], max_ms: int) -> bytes:
-    """For the answer to a long-poll that waited in vain: the longest wait, if the client asked for more."""
-    asked_ms = _requested_wait_ms(query)
-    if asked_ms is None or asked_ms <= max_ms:
+    """For the response to a long-poll without data: the limit, if the client requested a longer wait."""
+    requested_ms = _requested_wait_ms(query)
+    if requested_ms is None or requested_ms <= max_ms:
         return b""
     return header_line(WAIT_LIMIT_HEADER, str(max_ms)) + expose_headers_line((WAIT_LIMIT_HEADER,))
 

@@ -1,9 +1,9 @@
-"""Server-sent events: how a batch and its control look on the wire.
+"""Server-sent events and WebSocket messages of live reads: data and control events.
 
-Both events of a pair have the offset behind the batch as their `id`. A browser's `EventSource` keeps the id
-of the last event that it dispatched and sends it as `Last-Event-ID` when it reconnects, so a connection that
-ends anywhere, also between data and control, neither loses nor repeats a batch. The `id` line comes last in
-an event: clients that match the text of an event expect `data:` right behind `event:`.
+Both events of a pair have the offset after the batch as their `id`. A browser's `EventSource` remembers the
+id of the last event that it dispatched and sends it as `Last-Event-ID` when it reconnects, so a connection
+that ends anywhere, even between data and control, neither loses nor repeats a batch. The `id` line is the
+last one of an event because clients that match the text of an event expect `data:` directly after `event:`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 
 import orjson
 
-# The header lines that every event stream begins with.
+# The header lines of every event stream.
 EVENT_STREAM_HEADERS = (
     b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
 )
@@ -22,10 +22,10 @@ _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 def text_event(payload: bytes, next_offset: str) -> bytes:
-    """A data event; cut at CR as well as LF, or a payload could open an event of its own."""
+    """A data event; split at CR as well as LF, otherwise a payload could inject an event."""
     end = b"id: %b\n\n" % next_offset.encode()
     if b"\n" not in payload and b"\r" not in payload:
-        # Parsers strip one leading space, so a line that begins with one gets another.
+        # Parsers strip one leading space, so a line that starts with one gets another.
         return b"event: data\ndata:" + (b" " if payload.startswith(b" ") else b"") + payload + b"\n" + end
     lines = _LINE_END.split(payload)
     body = b"".join(b"data:" + (b" " if line.startswith(b" ") else b"") + line + b"\n" for line in lines)
@@ -37,7 +37,7 @@ def base64_event(payload: bytes, next_offset: str) -> bytes:
 
 
 def control_event(next_offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes:
-    """The control that follows every data event: one flat object on one line."""
+    """The control event after every data event: one flat object on one line."""
     fields = f'"streamNextOffset":"{next_offset}"'
     if closed:
         fields += ',"streamClosed":true'
@@ -49,7 +49,7 @@ def control_event(next_offset: str, cursor: str, up_to_date: bool, closed: bool)
 
 
 def websocket_data(payload: bytes, text: bool) -> bytes:
-    """A data message of `live=ws`; bytes that are not text travel as base64."""
+    """A data message of `live=ws`; payloads that are not text are base64."""
     if text:
         try:
             return orjson.dumps({"type": "data", "payload": payload.decode()})

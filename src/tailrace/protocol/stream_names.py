@@ -1,9 +1,4 @@
-"""Stream names: decoding from a URL path, validation, reserved names, and glob patterns.
-
-Stream names: from a URL path to text, what is valid and what is reserved.
-
-Globs over the segments of stream names: `*` is exactly one segment, `**` zero or more.
-"""
+"""Stream names: decoding from a URL path, validation, reserved names, and glob patterns over segments."""
 
 from __future__ import annotations
 
@@ -34,12 +29,12 @@ def is_valid_name(name: str, bytes_max: int) -> bool:
 
 
 def is_system_name(name: str) -> bool:
-    """Owned by the server: readable under its own rules, written only by the server."""
+    """Whether the server owns the stream; only the server writes it."""
     return name.startswith("__")
 
 
 def is_sub_resource_name(name: str) -> bool:
-    """Whether the path belongs to something of a stream rather than to a stream."""
+    """Whether the path is a sub-resource of a stream rather than a stream."""
     segments = name.split("/")
     return segments[-1] in RESERVED_LAST_SEGMENTS or any(
         segment in RESERVED_INNER_SEGMENTS for segment in segments[1:-1]
@@ -47,11 +42,11 @@ def is_sub_resource_name(name: str) -> bool:
 
 
 def check_creatable_name(name: str | None, bytes_max: int) -> str:
-    """Refuses names no stream may have, so that none is created that could not be reached."""
+    """Reject invalid and reserved names, so that every created stream can be reached."""
     if name is None or not is_valid_name(name, bytes_max):
         raise TailraceError(
             "invalid_name",
-            f"a stream name is 1 to {bytes_max} bytes of UTF-8 without control characters and without "
+            f"a stream name must be 1 to {bytes_max} bytes of UTF-8 without control characters and without "
             "empty, '.' or '..' segments",
         )
     first = name.partition("/")[0]
@@ -65,7 +60,7 @@ def _is_printable(name: str) -> bool:
 
 
 class NamePattern:
-    """A compiled glob over segments: `*` is exactly one, `**` zero or more, everything else is literal."""
+    """A compiled glob over segments: `*` is exactly one, `**` zero or more, all others are literal."""
 
     __slots__ = ("_segments", "prefix", "text")
 
@@ -75,14 +70,14 @@ class NamePattern:
         self.prefix = literal_prefix(text)
 
     def matches(self, name: str) -> bool:
-        """Whether the glob covers the name. Streams of the server are linked by name or not at all."""
+        """Whether the glob matches the name. System and hub streams are only matched by exact name."""
         if not name.startswith(self.prefix) or name.startswith(("__", "hub/")):
             return False
         return _match_segments(self._segments, name.split("/"))
 
 
 def literal_prefix(pattern: str) -> str:
-    """What every matching name starts with: the scan for existing streams begins there.
+    """The common prefix of all matching names, where the scan for existing streams starts.
 
     `a/**` also matches `a`, so the slash before a `**` is not part of it.
     """
@@ -95,7 +90,7 @@ def literal_prefix(pattern: str) -> str:
 
 
 def _match_segments(pattern: list[str], name: list[str]) -> bool:
-    """Greedy, with one point to come back to: the latest `**` can make up for all earlier ones."""
+    """Greedy with one backtracking point: the latest `**` can compensate for all earlier ones."""
     at = seen = 0
     star = retry = -1
     while seen < len(name):

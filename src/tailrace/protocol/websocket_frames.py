@@ -1,8 +1,8 @@
 """WebSocket frames (RFC 6455), server side: bytes in, events out; payloads in, frames out. No I/O.
 
-`FrameReader.feed` takes reads cut anywhere and gives events; the same bytes give the same events however they
-are cut. It never holds more than one message, one frame header and one control frame: larger messages are
-skipped in constant memory and reported, far larger ones end the connection.
+`FrameReader.feed` accepts reads split anywhere; the same bytes yield the same events however they are split.
+It never holds more than one message, one frame header and one control frame: larger messages are skipped in
+constant memory and reported, far larger ones end the connection.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MESSAGE_TOO_BIG: Final = 1009
 
 # (kind, payload, number).
 # TEXT, BINARY, PING, PONG: the payload, 0. CLOSE: the reason in UTF-8, the code (1005 if there was none).
-# TOO_LARGE: the first bytes of a skipped message, its size so far. FAIL: why, the code to close
-# with; it is the last.
+# TOO_LARGE: the first bytes of a skipped message, its size so far. FAIL: the reason, the code to close with;
+# it is the last event.
 FrameEvent = tuple[int, bytes, int]
 
-# How much of a skipped message is kept for its reader to recognise it by.
+# Size of the prefix of a skipped message that is reported, so that its handler can identify it.
 SKIPPED_PREFIX_BYTES = 4096
 HEADER_BYTES_MAX = 14
 CONTROL_BYTES_MAX = 125
 
-# What ends a deflated message on the wire is cut off by the sender and added again by the reader (RFC 7692).
+# The sender removes this end of a deflated message and the reader adds it again (RFC 7692).
 _DEFLATE_TAIL = b"\x00\x00\xff\xff"
 _RSV1 = 0x40
 _FIN = 0x80
@@ -70,13 +70,13 @@ def is_close_code(code: int) -> bool:
 # --- writing
 
 
-# The heads of text messages by their size: one of a few hundred goes before nearly every message.
+# Heads of text messages by size; a few hundred sizes cover nearly all messages.
 _HEADS_MAX: Final = 1024
 TEXT_HEADS: Final[dict[int, bytes]] = {}
 
 
 def text_head(size: int) -> bytes:
-    """What comes before the payload of a text message as a server sends it."""
+    """The frame head of a text message from the server."""
     head = TEXT_HEADS.get(size)
     if head is None:
         head = _frame_head(_FIN | TEXT, size)
@@ -98,7 +98,7 @@ def encode_frame(opcode: int, payload: bytes, *, fin: bool = True, compressed: b
 
 
 def encode_text(payload: bytes) -> bytes:
-    """One text message as a server sends it, made once and written to many."""
+    """One text message from the server, encoded once and written to many connections."""
     return text_head(len(payload)) + payload
 
 
@@ -107,7 +107,7 @@ def encode_binary(payload: bytes) -> bytes:
 
 
 def encode_close(code: int, reason: str = "") -> bytes:
-    """A close frame; the reason is cut to what fits, at a character's end."""
+    """A close frame; the reason is truncated to fit, at a character boundary."""
     if code == NO_STATUS:
         return encode_frame(CLOSE, b"")
     cut = reason.encode("utf-8")[: CONTROL_BYTES_MAX - 2].decode("utf-8", "ignore")
@@ -163,14 +163,14 @@ class FrameReader:
         self._prefix_bytes = min(SKIPPED_PREFIX_BYTES, message_bytes)
         self._deflate = deflate
         self._done = False
-        # An unfinished frame header.
+        # An incomplete frame header.
         self._header = b""
         # The frame whose payload is arriving; -1 between frames.
         self._frame_opcode = -1
         self._frame_left = 0
         self._fin = True
         self._mask = b""
-        self._payload: bytearray | None = None  # as far as it came, if more is to come
+        self._payload: bytearray | None = None  # received so far, if incomplete
         # The message whose frames are arriving; 0 between messages.
         self._message_opcode = 0
         self._parts: list[bytes] = []
@@ -183,12 +183,12 @@ class FrameReader:
 
     @property
     def buffered_bytes(self) -> int:
-        """Input held for what is not finished yet."""
+        """Bytes buffered for incomplete frames and messages."""
         return len(self._header) + len(self._payload or b"") + self._parts_bytes + len(self._prefix)
 
     @property
     def in_frame(self) -> bool:
-        """True if a frame is begun and not finished."""
+        """Whether a frame is incomplete."""
         return self._frame_opcode >= 0 or self._header != b""
 
     def feed(self, data: bytes) -> list[FrameEvent]:
@@ -203,7 +203,7 @@ class FrameReader:
             events.append((FAIL, str(failure).encode("utf-8"), failure.code))
             self._done = True
         if self._done:
-            self._forget()
+            self._reset()
         return events
 
     def _read(self, data: bytes, events: list[FrameEvent]) -> None:
@@ -267,9 +267,9 @@ class FrameReader:
                 raise _FrameError(PROTOCOL_ERROR, "a control frame is too long or fragmented")
         elif opcode == CONTINUATION:
             if self._message_opcode == 0:
-                raise _FrameError(PROTOCOL_ERROR, "a continuation of no message")
+                raise _FrameError(PROTOCOL_ERROR, "continuation frame without a message")
         elif self._message_opcode != 0:
-            raise _FrameError(PROTOCOL_ERROR, "a new message inside a fragmented one")
+            raise _FrameError(PROTOCOL_ERROR, "new message inside a fragmented one")
 
     def _check_size(self, first: int, size: int, events: list[FrameEvent]) -> None:
         """End the connection for a message that is too large even to skip, as soon as its size is known."""
@@ -305,7 +305,7 @@ class FrameReader:
             self._skipped_bytes += size
 
     def _skip(self) -> None:
-        """From here on the message is thrown away as it arrives; its beginning is kept for its reader."""
+        """Discard the rest of the message as it arrives; its prefix is stored."""
         self._prefix = b"".join(self._parts)[: self._prefix_bytes]
         self._skipped_bytes = self._parts_bytes
         self._parts.clear()
@@ -313,7 +313,7 @@ class FrameReader:
         self._checker = None
 
     def _read_payload(self, data: bytes, position: int, events: list[FrameEvent]) -> int:
-        """Take what `data` has of the current frame's payload; the new position."""
+        """Consume the part of the current frame's payload in `data`; returns the new position."""
         piece = data[position : position + self._frame_left]
         position += len(piece)
         self._frame_left -= len(piece)
@@ -329,8 +329,8 @@ class FrameReader:
             payload = apply_mask(whole, self._mask) if whole else b""
         else:
             payload = apply_mask(piece, self._mask) if piece else b""
-            turn = len(piece) & 3
-            self._mask = self._mask[turn:] + self._mask[:turn]
+            shift = len(piece) & 3
+            self._mask = self._mask[shift:] + self._mask[:shift]
             if self._skipped_bytes >= 0:
                 if len(self._prefix) < self._prefix_bytes and self._inflater is None:
                     self._prefix += payload[: self._prefix_bytes - len(self._prefix)]
@@ -349,14 +349,14 @@ class FrameReader:
         return position
 
     def _inflate(self, payload: bytes) -> None:
-        """Inflate into the message, stopping at the limit, so that a bomb costs no more than its fuse."""
+        """Inflate into the message up to the limit, to bound memory for compression bombs."""
         inflater = self._inflater
         assert inflater is not None
         room = self._message_bytes - self._parts_bytes + 1
         try:
             inflated = inflater.decompress(payload, room)
         except zlib.error:
-            raise _FrameError(INVALID_DATA, "a compressed message is damaged") from None
+            raise _FrameError(INVALID_DATA, "invalid compressed message") from None
         if inflated:
             self._parts.append(inflated)
             self._parts_bytes += len(inflated)
@@ -395,7 +395,7 @@ class FrameReader:
         self._end_message()
 
     def _check_fragment(self, payload: bytes) -> None:
-        """Characters may be cut between fragments, so the check goes on from frame to frame."""
+        """Characters may be split between fragments, so the decoder keeps its state between frames."""
         if self._checker is None:
             self._checker = codecs.getincrementaldecoder("utf-8")()
         try:
@@ -427,14 +427,14 @@ class FrameReader:
         self._skipped_bytes = -1
         self._prefix = b""
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._end_message()
         self._header = b""
         self._payload = None
 
 
 def _read_whole_texts(data: bytes, bytes_max: int, events: list[FrameEvent]) -> int:
-    """Takes text messages of one frame that are all there, as most are; where it has to be read on from."""
+    """Read complete single-frame text messages, the common case; returns the position after them."""
     position, end, mask_off = 0, len(data), apply_mask
     while end - position > HEADER_BYTES_MAX and data[position] == _FIN | TEXT:
         size = data[position + 1] - 0x80  # negative without a mask
@@ -460,7 +460,7 @@ def _read_whole_texts(data: bytes, bytes_max: int, events: list[FrameEvent]) -> 
 def _long_size(field: bytes) -> int:
     size = int.from_bytes(field, "big")
     if size >> 63 or size < (126 if len(field) == 2 else 65536):
-        raise _FrameError(PROTOCOL_ERROR, "a frame's length is not in its shortest form")
+        raise _FrameError(PROTOCOL_ERROR, "frame length is not minimally encoded")
     return size
 
 

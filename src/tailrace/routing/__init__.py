@@ -1,1 +1,1 @@
-"""What the routes of every subject share: context, responses, request headers, client address."""
+"""Shared by the routes of all subjects: context, responses, request headers, client address."""

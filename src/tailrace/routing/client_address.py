@@ -1,8 +1,6 @@
-"""The client behind trusted proxies and edges: address, forwarded host, and the identity an edge vouches for.
+"""The client behind trusted proxies and edges: its address, the forwarded host, and its identity at an edge.
 
-What proxies say of the clients behind them, believed of those alone that the operator has named.
-
-The client behind a request that came through an edge or a proxy, where their word can be believed.
+Forwarding headers are used only if they come from a configured proxy or carry a valid edge signature.
 """
 
 from __future__ import annotations
@@ -21,17 +19,17 @@ from tailrace.http.exchange import Exchange
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
-_ADDRESSES_KEPT: Final = 1024
+_CACHED_ADDRESSES_MAX: Final = 1024
 
 
 class TrustedProxies:
-    """The setting `trusted_proxies`. Headers are looked at only when somebody wants to know."""
+    """The setting `trusted_proxies`. Headers are parsed only on demand."""
 
     def __init__(self, trusted: str) -> None:
         self._networks = parse_networks(trusted)
 
     def address_of(self, exchange: Exchange) -> str:
-        """Of the client, without its port: the last one in X-Forwarded-For that is no proxy of ours."""
+        """The client's address without port: the last one in X-Forwarded-For that is not a trusted proxy."""
         peer = exchange.peer.rpartition(":")[0]
         if not self._networks or not self._trusts(peer):
             return peer
@@ -46,16 +44,16 @@ class TrustedProxies:
         return found
 
     def remote_of(self, exchange: Exchange) -> str:
-        """The client as it is written down: with its port, unless a proxy stands between."""
+        """The client's address for logs: with its port, unless it came through a proxy."""
         client = self.address_of(exchange)
         return exchange.peer if exchange.peer.startswith(client + ":") else client
 
     def base_of(self, exchange: Exchange) -> tuple[str, str]:
-        """Scheme and host by which the client reached us, or the proxy that it reached instead."""
+        """Scheme and host by which the client reached the server or its proxy."""
         scheme = exchange.scheme.decode()
         host = exchange.headers.get(b"host", b"localhost").decode("latin-1")
         if self._networks and self._trusts(exchange.peer.rpartition(":")[0]):
-            # Of several the last one: what comes before it was said to the proxy, by anybody.
+            # The last of several: earlier ones may come from the client.
             schemes, hosts = (
                 _forwarded_value(exchange, b"x-forwarded-proto"),
                 _forwarded_value(exchange, b"x-forwarded-host"),
@@ -77,7 +75,7 @@ def load_trusted_proxies(trusted: str) -> TrustedProxies:
 
 
 def client_network(address: str) -> str:
-    """By which a client without a name is counted: of IPv6 everybody has as many addresses as they like."""
+    """The network by which anonymous clients are counted: an IPv6 client has a whole /64."""
     parsed = _parse_address(address)
     if isinstance(parsed, ipaddress.IPv6Address):
         return str(ipaddress.IPv6Network((int(parsed) >> 64 << 64, 64)))
@@ -85,13 +83,13 @@ def client_network(address: str) -> str:
 
 
 def _forwarded_value(exchange: Exchange, name: bytes) -> list[str]:
-    given = exchange.headers.get(name, b"").decode("latin-1")
-    return [one.strip() for one in given.split(",")] if given else []
+    value = exchange.headers.get(name, b"").decode("latin-1")
+    return [one.strip() for one in value.split(",")] if value else []
 
 
-@lru_cache(_ADDRESSES_KEPT)
+@lru_cache(_CACHED_ADDRESSES_MAX)
 def _parse_address(text: str) -> Address | None:
-    """Without the port that some proxies add; IPv4 also if it comes in the clothes of IPv6."""
+    """Parse an address with or without port; IPv4-mapped IPv6 becomes IPv4."""
     bare = text.strip("[]").partition("%")[0]
     if text.startswith("["):
         bare = text[1:].partition("]")[0]
@@ -109,22 +107,22 @@ NO_PROXIES: Final = TrustedProxies("")
 
 
 class ClientResolver:
-    """Believes edges that have the key, proxies that are trusted, and nobody else."""
+    """Resolves clients from edge signatures and trusted proxies."""
 
     def __init__(self, key: str, clock: Clock = SYSTEM_CLOCK, proxies: TrustedProxies = NO_PROXIES) -> None:
-        self._mark = EdgeSignature(key) if key else None
+        self._signature = EdgeSignature(key) if key else None
         self.proxies = proxies
         self._clock = clock
 
     def client_of(self, exchange: Exchange) -> ForwardedClient | None:
-        """Looked at only when somebody wants to know: most requests are never asked about."""
+        """The client that an edge forwarded for, verified on demand; None if there is none."""
         value = exchange.headers.get(EDGE_HEADER)
-        if self._mark is None or value is None:
+        if self._signature is None or value is None:
             return None
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
-        return self._mark.read(value, exchange.method, target, self._clock.now_ns() / 1e9)
+        return self._signature.verify(value, exchange.method, target, self._clock.now_ns() / 1e9)
 
     def address_of(self, exchange: Exchange) -> str:
-        """Of the client, without its port."""
-        vouched = self.client_of(exchange)
-        return self.proxies.address_of(exchange) if vouched is None else vouched.ip
+        """The client's address without port."""
+        forwarded = self.client_of(exchange)
+        return self.proxies.address_of(exchange) if forwarded is None else forwarded.ip

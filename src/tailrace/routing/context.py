@@ -1,4 +1,4 @@
-"""What every route works with."""
+"""The context that all routes share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tailrace.log.log import Log
 
 
 class Context(NamedTuple):
-    """The server's parts, put together once at start-up."""
+    """The components of the server, assembled at start-up."""
 
     settings: Settings
     log: Log
     clock: Clock
     loop: asyncio.AbstractEventLoop
     telemetry: ServerMetrics
-    deployment: str  # made with the data directory; tells two servers apart
+    deployment: str  # created with the data directory; distinguishes servers
 
     @property
     def limits(self) -> Limits:

@@ -1,4 +1,4 @@
-"""Requests into the terms of the protocol: query strings and headers, checked and typed."""
+"""Parses and validates the headers and page limits of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tailrace.protocol.stream_names import decode_name
 INTEGER_MAX = 2**53 - 1
 _INTEGER = re.compile(rb"[0-9]{1,16}")
 _COUNT = re.compile(rb"0|[1-9][0-9]{0,15}")
-# Headers that mean nothing when they come twice.
+# Headers that must not be repeated.
 _SINGLE_HEADERS = frozenset(
     {
         b"content-type",
@@ -41,25 +41,25 @@ _SINGLE_HEADERS = frozenset(
 )
 
 
-def parse_page_limit(query: dict[str, str], name: str, most: int) -> int:
-    """How much a page may hold: what is asked for, cut down to what is allowed."""
+def parse_page_limit(query: dict[str, str], name: str, maximum: int) -> int:
+    """The requested size of a page, within the limit."""
     text = query.get(name)
     if text is None:
-        return most
+        return maximum
     if not text.isascii() or not text.isdigit() or len(text) > 12 or not int(text):
         raise TailraceError("invalid_request", f"{name} must be a whole number above 0")
-    return min(int(text), most)
+    return min(int(text), maximum)
 
 
-def invalid_header(name: str, why: str) -> TailraceError:
-    return TailraceError("invalid_header", f"{name} {why}", header=name)
+def invalid_header(name: str, problem: str) -> TailraceError:
+    return TailraceError("invalid_header", f"{name} {problem}", header=name)
 
 
 def check_single_headers(exchange: Exchange) -> None:
-    """Refuses a repeated header that may come only once."""
+    """Reject repeated headers that may occur only once."""
     if exchange.repeated is not None:
         for name in exchange.repeated & _SINGLE_HEADERS:
-            raise invalid_header(name.decode(), "is given more than once")
+            raise invalid_header(name.decode(), "must be given only once")
 
 
 def request_content_type(exchange: Exchange) -> str | None:
@@ -72,9 +72,9 @@ def parse_content_type(raw: bytes) -> str:
     try:
         text = raw.decode()
     except UnicodeDecodeError:
-        raise invalid_header("Content-Type", "is not text") from None
+        raise invalid_header("Content-Type", "must be UTF-8") from None
     if not is_valid_content_type(text):
-        raise invalid_header("Content-Type", "is not a media type")
+        raise invalid_header("Content-Type", "must be a media type")
     return text
 
 
@@ -85,7 +85,7 @@ def check_content_encoding(exchange: Exchange) -> None:
 
 
 def is_closing(exchange: Exchange) -> bool:
-    """`Stream-Closed: true`, in any case; every other value is as if it were absent."""
+    """Whether the request has `Stream-Closed: true` (case-insensitive); other values are ignored."""
     value = exchange.headers.get(b"stream-closed")
     return value is not None and value.lower() == b"true"
 
@@ -106,7 +106,7 @@ def parse_stream_key(exchange: Exchange, limits: Limits) -> bytes | None:
     try:
         value.decode()
     except UnicodeDecodeError:
-        raise invalid_header("Stream-Key", "is not valid UTF-8") from None
+        raise invalid_header("Stream-Key", "must be UTF-8") from None
     return value
 
 
@@ -116,12 +116,12 @@ def parse_stream_timestamp_ns(exchange: Exchange) -> int | None:
         return None
     parsed = timestamps.parse_timestamp_ns(value.decode("latin-1"))
     if parsed is None:
-        raise invalid_header("Stream-Timestamp", "is neither RFC 3339 nor Unix nanoseconds")
+        raise invalid_header("Stream-Timestamp", "must be an RFC 3339 timestamp or Unix nanoseconds")
     return parsed
 
 
 def parse_producer(exchange: Exchange, limits: Limits) -> tuple[str, int, int] | None:
-    """All three producer headers or none."""
+    """The three producer headers; all of them must be present, or none."""
     headers = exchange.headers
     raw_id, raw_epoch, raw_seq = (
         headers.get(b"producer-id"),
@@ -131,15 +131,13 @@ def parse_producer(exchange: Exchange, limits: Limits) -> tuple[str, int, int] |
     if raw_id is None and raw_epoch is None and raw_seq is None:
         return None
     if raw_id is None or raw_epoch is None or raw_seq is None:
-        raise invalid_header(
-            "Producer-Id", "needs Producer-Epoch and Producer-Seq beside it, and they need it"
-        )
+        raise invalid_header("Producer-Id", "must be sent together with Producer-Epoch and Producer-Seq")
     if not 0 < len(raw_id) <= limits.producer_id_bytes:
         raise invalid_header("Producer-Id", f"must have 1 to {limits.producer_id_bytes} bytes")
     try:
         producer_id = raw_id.decode()
     except UnicodeDecodeError:
-        raise invalid_header("Producer-Id", "is not valid UTF-8") from None
+        raise invalid_header("Producer-Id", "must be UTF-8") from None
     return producer_id, _parse_integer("Producer-Epoch", raw_epoch), _parse_integer("Producer-Seq", raw_seq)
 
 
@@ -153,13 +151,13 @@ def parse_lifetime(exchange: Exchange) -> Lifetime:
     headers = exchange.headers
     raw_ttl, raw_expires = headers.get(b"stream-ttl"), headers.get(b"stream-expires-at")
     if raw_ttl is not None and raw_expires is not None:
-        raise TailraceError("conflicting_expiry", "Stream-TTL and Stream-Expires-At exclude each other")
+        raise TailraceError("conflicting_expiry", "Stream-TTL and Stream-Expires-At cannot be combined")
     ttl_s = None if raw_ttl is None else timestamps.parse_duration_s(raw_ttl.decode("latin-1"), "Stream-TTL")
     expires_ns: int | None = None
     if raw_expires is not None:
         expires_ns = timestamps.parse_rfc3339_ns(raw_expires.decode("latin-1"))
         if expires_ns is None:
-            raise invalid_header("Stream-Expires-At", "is not an RFC 3339 instant")
+            raise invalid_header("Stream-Expires-At", "must be an RFC 3339 timestamp")
     raw_retention, raw_bytes = headers.get(b"stream-retention"), headers.get(b"stream-retention-bytes")
     retention_s: int | None = None
     if raw_retention is not None:
@@ -182,7 +180,7 @@ def parse_fork(exchange: Exchange) -> ForkHeaders:
     raw_sub = headers.get(b"stream-fork-sub-offset")
     if raw_source is None:
         if raw_offset is not None or raw_sub is not None:
-            raise TailraceError("invalid_fork", "a fork position needs Stream-Forked-From")
+            raise TailraceError("invalid_fork", "Stream-Fork-Offset requires Stream-Forked-From")
         return ForkHeaders(None, None, 0)
     raw_name = raw_source.removeprefix(b"/v1/stream/")
     source = decode_name(raw_name)
@@ -193,6 +191,6 @@ def parse_fork(exchange: Exchange) -> ForkHeaders:
     position: tuple[int, int] | None = None
     if raw_offset is not None:
         text = raw_offset.decode("latin-1")
-        if text != "now":  # else the tail, as if no offset were given
+        if text != "now":  # `now` is the tail, as without an offset
             position = (0, 0) if text == "-1" else offsets.parse_offset(text)
     return ForkHeaders(source, position, 0 if raw_sub is None else int(raw_sub))

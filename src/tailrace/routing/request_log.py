@@ -1,4 +1,4 @@
-"""The log of requests, with the clients for whom edges have asked."""
+"""The request log of a server, with clients behind edges and proxies."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from tailrace.routing.client_address import ClientResolver, TrustedProxies
 __all__ = ["answered", "configure", "failure_log"]
 
 
-_vouching = ClientResolver("")
+_resolver = ClientResolver("")
 
 
-def configure(choice: RequestLogMode, edge_key: str = "") -> None:
-    """`edge_key` is what edges sign their word about clients with; without it they are not believed."""
-    global _vouching
-    _vouching = ClientResolver(edge_key)
-    request_log.configure_request_log(choice, _client)
+def configure(mode: RequestLogMode, edge_key: str = "") -> None:
+    """`edge_key` verifies the client information of edges; without it that is ignored."""
+    global _resolver
+    _resolver = ClientResolver(edge_key)
+    request_log.configure_request_log(mode, _client)
 
 
 def trust(proxies: TrustedProxies) -> None:
-    """Whose word about clients the log may repeat."""
-    _vouching.proxies = proxies
+    """Set the proxies whose forwarding headers are used."""
+    _resolver.proxies = proxies
 
 
 def answered(exchange: Exchange, status: int, seconds: float) -> None:
-    """A line of the log of all requests. Failures have theirs already, with the reason."""
+    """Log a request that did not fail; failures are logged separately, with the reason."""
     if status < 500:
         request_log.log_request(exchange, status, seconds)
 
 
 def _client(exchange: Exchange) -> LogFields:
-    vouched = _vouching.client_of(exchange)
-    if vouched is not None:
-        return {"client": vouched.ip, "sub": vouched.sub, "edge": vouched.edge_id}
-    client = _vouching.proxies.remote_of(exchange)
+    forwarded = _resolver.client_of(exchange)
+    if forwarded is not None:
+        return {"client": forwarded.ip, "sub": forwarded.sub, "edge": forwarded.edge_id}
+    client = _resolver.proxies.remote_of(exchange)
     return {} if client == exchange.peer else {"client": client}

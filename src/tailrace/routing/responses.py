@@ -1,4 +1,4 @@
-"""Answers: header lines that more than one route needs, and the one form of an error."""
+"""Responses: header lines that several routes use, and error responses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def end_offset_header(offset: str) -> bytes:
 
 
 def earliest_offset_header(stream: Stream) -> bytes:
-    """Where reading can begin, once that is no longer the start."""
+    """The earliest readable offset, if entries at the start were removed."""
     return header_line("Stream-Earliest-Offset", stream.offset(stream.earliest)) if stream.earliest else b""
 
 
@@ -44,51 +44,51 @@ def content_type_header(stream: Stream) -> bytes:
 
 
 def lifetime_headers(stream: Stream) -> bytes:
-    """How long the stream and its entries live, as far as that is set."""
-    set_to = stream.lifetime
+    """TTL, expiry and retention headers, as far as they are set."""
+    lifetime = stream.lifetime
     lines = b""
-    if set_to.ttl_s is not None:
-        lines += header_line("Stream-TTL", str(set_to.ttl_s))
+    if lifetime.ttl_s is not None:
+        lines += header_line("Stream-TTL", str(lifetime.ttl_s))
     deadline_ns = stream.deadline_ns()
     if deadline_ns is not None:
         lines += header_line("Stream-Expires-At", format_rfc3339(deadline_ns))
-    if set_to.retention_s is not None:
-        lines += header_line("Stream-Retention", str(set_to.retention_s))
-    if set_to.retention_bytes is not None:
-        lines += header_line("Stream-Retention-Bytes", str(set_to.retention_bytes))
+    if lifetime.retention_s is not None:
+        lines += header_line("Stream-Retention", str(lifetime.retention_s))
+    if lifetime.retention_bytes is not None:
+        lines += header_line("Stream-Retention-Bytes", str(lifetime.retention_bytes))
     return lines
 
 
 def method_not_allowed(allow: str) -> TailraceError:
-    return TailraceError("method_not_allowed", f"this path takes {allow}", headers=(("Allow", allow),))
+    return TailraceError("method_not_allowed", f"method must be {allow}", headers=(("Allow", allow),))
 
 
 def render_error(exchange: Exchange | None, refusal: TailraceError) -> tuple[int, bytes, bytes]:
-    """As `error`; the request can be asked about by its id, and is in the log if the fault is ours."""
+    """`error_response` with a request id; server errors are logged."""
     if exchange is not None:
-        exchange.name()
+        exchange.assign_request_id()
         if refusal.status >= 500:
-            failure_log.tell(exchange, refusal)
+            failure_log.log_failure(exchange, refusal)
     return error_response(refusal)
 
 
 def respond_error(exchange: Exchange, refusal: TailraceError) -> None:
-    """For those who answer later; whoever raises is answered in the same way by net."""
-    if refusal.unsettled is not None:
-        hold, refusal.unsettled = refusal.unsettled, None
-        hold(lambda failure: respond_error(exchange, failure or refusal))
+    """Send an error response, for handlers that respond later; the transport handles raised errors."""
+    if refusal.pending_commit is not None:
+        on_commit, refusal.pending_commit = refusal.pending_commit, None
+        on_commit(lambda failure: respond_error(exchange, failure or refusal))
         return
     exchange.respond(*exchange.connection.server.app.refuse(exchange, refusal))
 
 
 def stream_deleted(stream: Stream) -> TailraceError:
-    """The refusal for a stream that was deleted while a request was at work on it."""
+    """The error for a stream that was deleted while a request was being processed."""
     code = "stream_gone" if stream.gone and not stream.removed else "not_found"
     return refuse_after_commit(TailraceError(code, "the stream was deleted"), stream.batch)
 
 
 def base_url(exchange: Exchange, settings: Settings) -> str:
-    """What absolute URLs begin with: the configured base, else how the client reached us."""
+    """The base of absolute URLs: the configured one, else the one the client used."""
     if settings.public_url:
         return settings.public_url.rstrip("/")
     scheme, host = load_trusted_proxies(settings.trusted_proxies).base_of(exchange)
@@ -96,7 +96,7 @@ def base_url(exchange: Exchange, settings: Settings) -> str:
 
 
 def page_limit(query: dict[str, str], limits: Limits) -> int:
-    """How much of a listing is asked for."""
+    """The requested size of a page of a listing."""
     text = query.get("limit")
     if text is None:
         return limits.list_page
@@ -106,7 +106,7 @@ def page_limit(query: dict[str, str], limits: Limits) -> int:
     return limit
 
 
-def next_page_header(path: str, limit: int, after: str, **kept: str) -> bytes:
-    """The header that says where a listing goes on."""
-    following = {"limit": str(limit), "after": after, **kept}
+def next_page_header(path: str, limit: int, after: str, **params: str) -> bytes:
+    """The Link header of the next page of a listing."""
+    following = {"limit": str(limit), "after": after, **params}
     return header_line("Link", f'<{path}?{urlencode(following)}>; rel="next"')

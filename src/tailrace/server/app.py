@@ -370,9 +370,9 @@ class CredentialWatch:
         self.look()
 
     def look(self) -> None:
-        if not self._verifier.changed():
+        if not self._verifier.poll_changes():
             return
-        ended = self._app.recheck(self._verifier.stands)
+        ended = self._app.recheck(self._verifier.is_valid)
         self.ended += ended
         if ended:
             auth_logger.info("%d connections ended, whose tokens are good no more", ended)

@@ -96,7 +96,11 @@ class IdentityRoutes:
 
     def _show_keys(self, exchange: Exchange) -> None:
         book = self._known.book
-        self._run(exchange, book.listed, lambda found: (200, {"keys": [key.shown() for key in found.keys]}))
+        self._run(
+            exchange,
+            book.read_records,
+            lambda found: (200, {"keys": [key.to_public() for key in found.keys]}),
+        )
 
     def _make_key(self, exchange: Exchange, identity: Identity) -> None:
         asked = _decode_body(exchange, NewApiKey)
@@ -113,7 +117,7 @@ class IdentityRoutes:
 
         def answer(_: None) -> tuple[int, Json]:
             logger.info("API key %s of %r was made by %r", key.id, key.sub, identity.sub)
-            return 201, {"key": text, **key.shown()}
+            return 201, {"key": text, **key.to_public()}
 
         self._run(exchange, lambda: book.add_key(key), answer)
 
@@ -135,7 +139,7 @@ class IdentityRoutes:
             shown = [msgspec.to_builtins(one) for one in listed[:LISTED_MAX]]
             return 200, {"total": len(listed), "revocations": shown}
 
-        self._run(exchange, self._known.book.listed, answer)
+        self._run(exchange, self._known.book.read_records, answer)
 
     def _follow(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """What edges ask every few seconds. Where nobody needs a token, none can be revoked."""
@@ -150,7 +154,7 @@ class IdentityRoutes:
 
         async def renew() -> None:
             # Hashing tens of thousands of them takes longer than the loop has for one request.
-            self._marks = (version, *await asyncio.to_thread(lambda: _encode_marks(revocations.marks())))
+            self._marks = (version, *await asyncio.to_thread(lambda: _encode_marks(revocations.hashes())))
             self._show_marks(exchange)
 
         self._spawn(renew())

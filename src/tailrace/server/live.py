@@ -434,7 +434,7 @@ class LiveReaders:
             raise TailraceError(
                 "upgrade_required", "live=ws needs a WebSocket upgrade", headers=(("Upgrade", "websocket"),)
             )
-        self._origins.check(exchange)
+        self._origins.check_websocket(exchange)
         follower = self._open(request, None, identity)
         wire = WebSocketFollowerTransport(is_text(request.stream.content_type))
         try:

@@ -281,7 +281,7 @@ class Server:
         if self._verifier is None:
             return None
         identity = Identity(sub="pipeline", scopes=frozenset({"manage", "system"}))
-        return lambda seconds: self._grants.give(identity, seconds)
+        return lambda seconds: self._grants.issue(identity, seconds)
 
     def hang_up(self) -> None:
         """SIGHUP: what was missing is looked for again, and files that may have changed are read again."""
@@ -402,7 +402,8 @@ class Server:
         log.committer.observe_sync = telemetry.observe_sync if self._tracing is None else self._synced
         telemetry.ready.read = lambda: float(self.app.health.unready_reason is None)
         telemetry.requests.each = lambda: (
-            ([method.decode(), str(status)], count) for (method, status), count in list(http.answers.items())
+            ([method.decode(), str(status)], count)
+            for (method, status), count in list(http.responses.items())
         )
         telemetry.malformed_requests.read = lambda: http.parse_errors
         telemetry.received_bytes.read = lambda: http.bytes_in

@@ -83,7 +83,7 @@ class IdentityRateLimiter:
 
     def _counts(self, identity: Identity, exchange: Exchange) -> bool:
         """A part of this server does not, nor a part of a request that another worker counted."""
-        if identity.vouched_by.startswith("grant "):
+        if identity.credential.startswith("grant "):
             return False
         return ALONE_HEADER not in exchange.headers or exchange.connection.server is not self.inside
 

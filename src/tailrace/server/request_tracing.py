@@ -74,13 +74,13 @@ class RequestObserver:
 
     def _observe(self, exchange: Exchange, handle: RequestHandler) -> None:
         if self._names_all:
-            exchange.name()
+            exchange.assign_request_id()
         span = None if self._tracer is None else self._tracer.request(exchange)
         if span is None and not self._logs_all:
             handle(exchange)
             return
         seen = _ObservedRequest(self, span)
-        exchange.watch_answer(seen.answered)
+        exchange.observe_response(seen.answered)
         queued_bytes = self._committer.queued_bytes
         handle(exchange)
         seen.commits = self._committer.queued_bytes != queued_bytes

@@ -1,10 +1,7 @@
-"""Webhook signing keys with rotation and JWKS, and wake tokens.
+"""Webhook signing keys (Ed25519) with rotation and JWKS, and wake tokens.
 
-Webhook signatures: Ed25519 keys, their public set, and the Webhook-Signature header.
-
-Callback tokens: what a worker shows to answer a wake. Signed, good for one subscription and generation.
-
-The server's own keys: those that sign webhooks, and one for callback tokens. They are kept in the log.
+Both kinds of secrets are stored in the log. A wake token authorizes a worker to answer one wake; it is
+signed, and valid for one subscription and generation.
 """
 
 from __future__ import annotations
@@ -25,31 +22,32 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.settings import Settings
 from tailrace.log.log import Log
 from tailrace.log.transaction import Transaction
 
 SEED_BYTES: Final = 32
-# How long whoever fetched the public keys may go on using them without asking again.
+# How long receivers may cache the public keys.
 JWKS_CACHE_S: Final = 300
-# A receiver may accept a signature for this long, so a retired key has to be known for as long.
+# A receiver may accept a signature for this long, so a retired key stays published for as long.
 REPLAY_WINDOW_MS: Final = 5 * 60 * 1000
-# Public this long before it signs: by then no copy of the key set is in use that lacks it.
+# A new key is published this long before it signs, so that all cached key sets contain it by then.
 ANNOUNCED_MS: Final = 2 * JWKS_CACHE_S * 1000
-# A receiver whose clock is a little behind accepts an old signature a little longer.
+# A receiver whose clock is behind accepts an old signature a little longer.
 CLOCK_SKEW_MS: Final = 60 * 1000
 
 
 class StoredWebhookKey(msgspec.Struct, frozen=True, array_like=True):
-    """A private key as it is kept: never shown, never logged."""
+    """A private key as stored: never shown, never logged."""
 
     seed: bytes
     created_ms: int
-    signs_ms: int | None = None  # when it begins to sign, if not at once
+    signs_ms: int | None = None  # when it starts to sign, if not at once
 
 
 class WebhookKey:
-    """A key in use: its id, its public form, and signatures."""
+    """A key in use: its id, its public form, and signing."""
 
     __slots__ = ("_private", "jwk", "kid", "saved")
 
@@ -76,10 +74,10 @@ class WebhookKey:
 
 
 class WebhookKeyRing:
-    """The keys of a server, the oldest first: retired ones, the one that signs, and at times the next.
+    """The keys of a server, oldest first: retired ones, the signing one, and sometimes the next one.
 
-    Which one signs follows from the time alone. A key's signatures all bear times before the moment at which
-    the next one takes over. That moment is saved beforehand, and also says when nobody needs the old key.
+    The time alone determines which key signs. The time of a switch is stored beforehand; all signatures of
+    the old key are from before it, so it also determines when the old key can be dropped.
     """
 
     __slots__ = ("_keys",)
@@ -91,18 +89,18 @@ class WebhookKeyRing:
         assert moments == sorted(moments), "keys take over in order"
 
     def current(self, now_ms: int) -> WebhookKey:
-        """The key that signs now. With a clock that was set back, the oldest one left."""
+        """The key that signs now; the oldest one if the clock was set back."""
         return self._keys[self._position(now_ms)]
 
     def jwks(self, now_ms: int) -> bytes:
-        """The public keys, the one that signs first."""
+        """The public keys, the signing one first."""
         position = self._position(now_ms)
         listed = (self._keys[position], *self._keys[position + 1 :], *self._keys[:position])
         needed = self._needed(now_ms)
         return orjson.dumps({"keys": [key.jwk for key in listed if key in needed]})
 
     def changed(self, now_ms: int, age_ms_max: int) -> WebhookKeyRing | None:
-        """The ring with what is due now: the next key announced, keys that nobody needs gone."""
+        """The ring after due changes (next key published, unneeded keys dropped); None if nothing is due."""
         keys = [key.saved for key in self._needed(now_ms)]
         retires_ms = self._keys[-1].signs_ms + age_ms_max
         if now_ms >= retires_ms - ANNOUNCED_MS:
@@ -111,17 +109,17 @@ class WebhookKeyRing:
             return None
         return WebhookKeyRing(tuple(keys))
 
-    def made_since(self, since_ms: int) -> WebhookKeyRing | None:
-        """The ring without keys that are older: itself if none is, None if all are."""
-        kept = tuple(key.saved for key in self._keys if key.saved.created_ms >= since_ms)
-        if len(kept) == len(self._keys):
+    def created_since(self, since_ms: int) -> WebhookKeyRing | None:
+        """The ring without older keys: itself if there are none, None if all are older."""
+        recent = tuple(key.saved for key in self._keys if key.saved.created_ms >= since_ms)
+        if len(recent) == len(self._keys):
             return self
-        return WebhookKeyRing(kept) if kept else None
+        return WebhookKeyRing(recent) if recent else None
 
     def changes_at_ms(self, age_ms_max: int) -> int:
         """When `changed` has something to do."""
         announce_ms = self._keys[-1].signs_ms + age_ms_max - ANNOUNCED_MS
-        return announce_ms if len(self._keys) == 1 else min(announce_ms, self._forgotten_at_ms(1))
+        return announce_ms if len(self._keys) == 1 else min(announce_ms, self._drop_at_ms(1))
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode([key.saved for key in self._keys])
@@ -135,11 +133,11 @@ class WebhookKeyRing:
         return [
             key
             for position, key in enumerate(self._keys)
-            if position == last or now_ms < self._forgotten_at_ms(position + 1)
+            if position == last or now_ms < self._drop_at_ms(position + 1)
         ]
 
-    def _forgotten_at_ms(self, successor: int) -> int:
-        """When the key before this one is of no use to anybody."""
+    def _drop_at_ms(self, successor: int) -> int:
+        """When the key before this one can be dropped."""
         return self._keys[successor].signs_ms + REPLAY_WINDOW_MS + CLOCK_SKEW_MS
 
 
@@ -160,8 +158,8 @@ def _base64url(raw: bytes) -> str:
 
 
 TOKEN_KEY_BYTES: Final = 32
-# Fencing by generation is what ends a wake. The expiry only bounds how long a leaked token means anything,
-# and has to outlast a worker that keeps its lease by heartbeats.
+# A wake ends by fencing. The expiry only limits the value of a leaked token, and must be longer than a worker
+# may extend its lease by heartbeats.
 TOKEN_LIFETIME_MS: Final = 24 * 3600 * 1000
 TOKEN_BYTES_MAX: Final = 1024
 _TOKEN_CONTEXT: Final = b"tailrace wake token 1\n"
@@ -183,7 +181,7 @@ def issue_wake_token(key: bytes, subscription: str, generation: int, now_ms: int
 
 
 def read_wake_token(key: bytes, token: bytes, subscription: str) -> WakeToken:
-    """The token's content if it is genuine for this subscription. Expiry is for the caller, after fencing."""
+    """The content of a valid token for this subscription. The caller checks expiry, after fencing."""
     payload_text, _, mac_text = token.partition(b".")
     try:
         if len(token) > TOKEN_BYTES_MAX:
@@ -200,14 +198,14 @@ def read_wake_token(key: bytes, token: bytes, subscription: str) -> WakeToken:
 
 
 def read_bearer_token(key: bytes, authorization: bytes | None, subscription: str) -> WakeToken:
-    """As `read`, from an Authorization header: a token anywhere else does not count."""
+    """As `read_wake_token`, from an Authorization header; tokens elsewhere are not accepted."""
     scheme, _, token = (authorization or b"").partition(b" ")
     if scheme.lower() != b"bearer":
-        raise invalid_wake_token("the wake's token belongs in the Authorization header: Bearer <token>")
+        raise invalid_wake_token("send the wake token in the Authorization header: Bearer <token>")
     return read_wake_token(key, token.strip(b" "), subscription)
 
 
-def invalid_wake_token(reason: str = "the token is not one of this subscription's") -> TailraceError:
+def invalid_wake_token(reason: str = "invalid wake token for this subscription") -> TailraceError:
     return TailraceError(
         "TOKEN_INVALID", reason, headers=(("WWW-Authenticate", 'Bearer realm="tailrace-wake"'),)
     )
@@ -216,7 +214,7 @@ def invalid_wake_token(reason: str = "the token is not one of this subscription'
 def expired_wake_token() -> TailraceError:
     return TailraceError(
         "TOKEN_EXPIRED",
-        "the token has expired; the next wake brings a new one",
+        "the wake token has expired; the next wake has a new one",
         headers=(("WWW-Authenticate", 'Bearer realm="tailrace-wake", error="invalid_token"'),),
     )
 
@@ -230,7 +228,7 @@ def _encode(raw: bytes) -> str:
 
 
 def _decode_base64url(text: bytes) -> bytes:
-    # Strict: one token has one spelling.
+    # Strict: each token has one valid encoding.
     raw = base64.b64decode(text + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
     if _encode(raw).encode() != text:
         raise ValueError("not canonical")
@@ -239,16 +237,16 @@ def _decode_base64url(text: bytes) -> bytes:
 
 logger = logging.getLogger("tailrace.subscriptions")
 
-# Prefixed so that whatever prints the server's facts knows what to leave out.
+# The prefix marks records that must not be shown by inspection commands.
 SIGNING_KEYS_RECORD: Final = "secret/webhook-keys"
 TOKEN_KEY_RECORD: Final = "secret/wake-token-key"  # noqa: S105 (the name of a record)
-# The wall clock may be set while a timer runs, so no timer runs for long.
+# The wall clock may be changed while a timer runs, so timers are short.
 TIMER_S_MAX: Final = 3600.0
 RETRY_S: Final = 5.0
 
 
 class ServerKeys:
-    """Nothing is signed with a key that is not durable: it could be gone after a crash."""
+    """The server's own keys. Nothing is signed with a key that is not durable: a crash could lose it."""
 
     def __init__(self, log: Log, clock: Clock, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
         self._log = log
@@ -266,16 +264,16 @@ class ServerKeys:
         saved, token_key = meta.get(SIGNING_KEYS_RECORD), meta.get(TOKEN_KEY_RECORD)
         if saved is None or token_key is None:
             if self._log.refusal is None:
-                self._make()
+                self._create()
             return
         self._token_key = token_key
         ring = decode_key_ring(saved)
-        trusted = ring.made_since(self._since_ms)
+        trusted = ring.created_since(self._since_ms)
         if trusted is ring:
             self._ring = ring
             self.rotate()
         else:
-            logger.warning("webhook keys made before webhook_keys_since are given up")
+            logger.warning("discarding webhook keys created before webhook_keys_since")
             self._replace(trusted or new_key_ring(self._now_ms()))
 
     def stop(self) -> None:
@@ -290,14 +288,14 @@ class ServerKeys:
     @property
     def token_key(self) -> bytes:
         if self._token_key is None:
-            raise self._missing()
+            raise self._keys_unavailable()
         return self._token_key
 
     def jwks(self) -> bytes:
         return self._saved_ring().jwks(self._now_ms())
 
     def rotate(self) -> None:
-        """Does what is due: announces the next key, forgets those that nobody needs. Then waits for more."""
+        """Publish the next key and drop unneeded ones when due, then wait for the next change."""
         ring = self._saved_ring()
         changed = ring.changed(self._now_ms(), self._age_ms_max)
         if changed is None:
@@ -307,7 +305,7 @@ class ServerKeys:
             self._save(changed, self.rotate)
 
     def _replace(self, ring: WebhookKeyRing) -> None:
-        """Until this ring is saved there is none: what it replaces is not to be used."""
+        """Replace the ring. Until the new one is saved there is none: the old one must not be used."""
         self._save(ring, lambda: self._replace(ring))
 
     def _save(self, ring: WebhookKeyRing, again: Callable[[], None]) -> None:
@@ -316,7 +314,7 @@ class ServerKeys:
                 self._wait(RETRY_S, again)
                 return
             self._ring = ring
-            logger.info("the webhook keys have changed; %s signs now", self.current().kid)
+            logger.info("webhook signing key changed", extra=log_fields(kid=self.current().kid))
             self.rotate()
 
         try:
@@ -330,7 +328,7 @@ class ServerKeys:
         if not self._stopped:
             self._timer = self._loop.call_later(delay_s, then)
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         ring, token_key = new_key_ring(self._now_ms()), new_token_key()
 
         def saved(_: Transaction, error: TailraceError | None) -> None:
@@ -345,11 +343,11 @@ class ServerKeys:
 
     def _saved_ring(self) -> WebhookKeyRing:
         if self._ring is None:
-            raise self._missing()
+            raise self._keys_unavailable()
         return self._ring
 
-    def _missing(self) -> TailraceError:
-        """The disk was full when the server started. Making keys is tried again whenever one is needed."""
+    def _keys_unavailable(self) -> TailraceError:
+        """The disk was full when the server started. Creating keys is retried whenever one is needed."""
         if SIGNING_KEYS_RECORD not in self._log.streams.meta and self._log.refusal is None:
-            self._make()
-        return TailraceError("unavailable", "the server's signing keys are not saved yet")
+            self._create()
+        return TailraceError("unavailable", "the server's signing keys are not saved yet, retry later")

@@ -1,11 +1,7 @@
-"""Subscription configuration, state, changes and their stored form.
+"""Subscription configuration, state, changes, and their stored form.
 
-A subscription's configuration: parsed, normalised, compared by hash.
-
-A subscription's state, the changes it goes through, and their form on disk.
-
-Offsets here are text: they compare like positions, and `-1` sorts before all of them. What is saved is one
-head per subscription and one record per link, so that an ack of one stream among many writes that one.
+Offsets are text here: they compare like positions, and `-1` sorts before all of them. One head per
+subscription and one record per link are stored, so that an ack of one stream writes only its link.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ SubscriptionKind = Literal["webhook", "pull-wake"]
 
 
 class SubscriptionConfig(msgspec.Struct, frozen=True, array_like=True):
-    """Normalised: streams sorted and unique, defaults filled in, what the type does not use left out."""
+    """Normalised: streams sorted and unique, defaults filled in, unused fields of the type left out."""
 
     type: SubscriptionKind
     pattern: str | None
@@ -74,77 +70,79 @@ def invalid_subscription(reason: str) -> TailraceError:
 
 
 def parse_config(body: bytes, limits: Limits) -> SubscriptionConfig:
-    """The configuration in a PUT body. The webhook's URL is judged by the URL rules, not here."""
+    """The configuration in a PUT body. `ssrf.check_url` checks the webhook URL."""
     try:
-        given = _decode_config(body)
+        request = _decode_config(body)
     except msgspec.DecodeError as error:
-        raise invalid_subscription(f"not a subscription: {error}") from None
-    if given.pattern is None and not given.streams:
+        raise invalid_subscription(f"invalid subscription: {error}") from None
+    if request.pattern is None and not request.streams:
         raise invalid_subscription("a subscription needs a pattern or streams")
-    if given.pattern is not None:
-        check_pattern(given.pattern, limits)
-    lease_ttl_ms = limits.lease_default_ms if given.lease_ttl_ms is None else given.lease_ttl_ms
+    if request.pattern is not None:
+        check_pattern(request.pattern, limits)
+    lease_ttl_ms = limits.lease_default_ms if request.lease_ttl_ms is None else request.lease_ttl_ms
     if not limits.lease_min_ms <= lease_ttl_ms <= limits.lease_max_ms:
-        raise invalid_subscription(f"lease_ttl_ms is {limits.lease_min_ms} to {limits.lease_max_ms}")
-    if given.description is not None and len(given.description.encode()) > DESCRIPTION_BYTES_MAX:
-        raise invalid_subscription(f"the description is longer than {DESCRIPTION_BYTES_MAX} bytes")
+        raise invalid_subscription(f"lease_ttl_ms must be {limits.lease_min_ms} to {limits.lease_max_ms}")
+    if request.description is not None and len(request.description.encode()) > DESCRIPTION_BYTES_MAX:
+        raise invalid_subscription(f"description must have at most {DESCRIPTION_BYTES_MAX} bytes")
     url = wake_stream = None
-    if given.type == "webhook":
-        if given.webhook is None:
+    if request.type == "webhook":
+        if request.webhook is None:
             raise invalid_subscription("a webhook subscription needs webhook.url")
-        url = given.webhook.url
+        url = request.webhook.url
         if len(url.encode()) > URL_BYTES_MAX:
-            raise invalid_subscription(f"webhook.url is longer than {URL_BYTES_MAX} bytes")
+            raise invalid_subscription(f"webhook.url must have at most {URL_BYTES_MAX} bytes")
     else:
-        if given.wake_stream is None:
+        if request.wake_stream is None:
             raise invalid_subscription("a pull-wake subscription needs a wake_stream")
-        wake_stream = check_stream(given.wake_stream, limits)
+        wake_stream = check_stream(request.wake_stream, limits)
         if stream_names.is_system_name(wake_stream) or wake_stream.startswith("hub/"):
-            raise invalid_subscription("the wake_stream is an ordinary stream, not one of the server's own")
+            raise invalid_subscription("wake_stream must not be a system or hub stream")
     return SubscriptionConfig(
-        type=given.type,
-        pattern=given.pattern,
-        streams=normalise_streams(given.streams, limits),
+        type=request.type,
+        pattern=request.pattern,
+        streams=normalise_streams(request.streams, limits),
         webhook_url=url,
         wake_stream=wake_stream,
         lease_ttl_ms=lease_ttl_ms,
-        description=given.description,
+        description=request.description,
     )
 
 
 def parse_streams(body: bytes, limits: Limits) -> tuple[str, ...]:
     """The names in the body of POST .../streams."""
     try:
-        given = _decode_streams(body)
+        request = _decode_streams(body)
     except msgspec.DecodeError as error:
-        raise invalid_subscription(f"not a list of streams: {error}") from None
-    return normalise_streams(given.streams, limits)
+        raise invalid_subscription(f"invalid list of streams: {error}") from None
+    return normalise_streams(request.streams, limits)
 
 
-def normalise_streams(given: list[str], limits: Limits) -> tuple[str, ...]:
-    return tuple(sorted({check_stream(name, limits) for name in given}))
+def normalise_streams(names: list[str], limits: Limits) -> tuple[str, ...]:
+    return tuple(sorted({check_stream(name, limits) for name in names}))
 
 
 def check_stream(name: str, limits: Limits) -> str:
-    """Any name a stream can have, system streams included: those are linked when they are named."""
+    """Accept any valid name, including system streams, which are linked only by name."""
     if not stream_names.is_valid_name(name, limits.name_bytes):
         raise invalid_subscription(f"{name[:100]!r} is not a stream name")
     return name
 
 
 def check_id(subscription_id: str) -> str:
-    """One path segment that can be told apart in logs and URLs."""
+    """Check that the id is one path segment without control characters."""
     if len(subscription_id.encode()) > ID_BYTES_MAX or "/" in subscription_id:
-        raise invalid_subscription(f"a subscription id is one path segment of at most {ID_BYTES_MAX} bytes")
+        raise invalid_subscription(
+            f"a subscription id must be one path segment of at most {ID_BYTES_MAX} bytes"
+        )
     if not stream_names.is_valid_name(subscription_id, ID_BYTES_MAX):
-        raise invalid_subscription("a subscription id has no control characters and is not '.' or '..'")
+        raise invalid_subscription("a subscription id must not have control characters or be '.' or '..'")
     return subscription_id
 
 
 def check_pattern(pattern: str, limits: Limits) -> None:
     if not stream_names.is_valid_name(pattern, limits.name_bytes):
         raise invalid_subscription(
-            "a pattern has the form of a stream name; * stands for one segment, ** for any number"
+            "a pattern must have the form of a stream name; * matches one segment, ** any number"
         )
 
 
@@ -155,7 +153,7 @@ LINK_PREFIX: Final = "subscription-link/"
 
 
 class StreamLink(msgspec.Struct, frozen=True, array_like=True):
-    """A stream a subscription follows. `acked` is processed, up to and including."""
+    """A stream that a subscription follows. Entries up to and including `acked` are processed."""
 
     acked: str
     explicit: bool
@@ -167,27 +165,27 @@ class StreamLink(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Wake(msgspec.Struct, frozen=True, array_like=True):
-    """Work handed out, or offered. There is at most one per subscription."""
+    """A unit of work, offered or claimed. There is at most one per subscription."""
 
     id: str
     generation: int
-    tails: dict[str, str]  # what was pending when it was issued: stream -> tail
-    lease_until_ms: int | None = None  # None while a pull wake waits for somebody to claim it
+    tails: dict[str, str]  # pending when it was issued: stream -> tail
+    lease_until_ms: int | None = None  # None while a pull wake is unclaimed
     holder: str | None = None
-    # Webhooks: deliveries that failed, and when the next one is due (None once one was accepted).
+    # Webhooks: failed deliveries, and when the next one is due (None once one was accepted).
     failures: int = 0
     attempt_at_ms: int | None = None
 
 
 class SubscriptionHead(msgspec.Struct, frozen=True, array_like=True):
-    """All of a subscription but its links. Without a configuration it is the tombstone of a deleted one."""
+    """A subscription without its links. Without a configuration it is the tombstone of a deleted one."""
 
     config: SubscriptionConfig | None
     created_ms: int
     generation: int
     wake: Wake | None = None
     deleted_ms: int | None = None
-    base_url: str = ""  # how the client that made it reached the server: callbacks go there
+    base_url: str = ""  # by which its creator reached the server; callbacks go there
 
 
 class SetHead(msgspec.Struct, frozen=True):
@@ -207,7 +205,7 @@ Change = SetHead | SetLink | DropLink
 
 
 class Subscription:
-    """State in memory. Changes come through `apply` only; `observe` notes what the log says about tails."""
+    """The state in memory. Only `apply` changes it; `observe` records tails from the log."""
 
     __slots__ = ("delivering", "head", "id", "links", "pattern", "pending")
 
@@ -215,9 +213,10 @@ class Subscription:
         self.id = subscription_id
         self.head = head
         self.links: dict[str, StreamLink] = {}
-        # Tails past their cursor, in the order in which they became so. Other links' tail is their cursor.
+        # Tails beyond their cursor, in the order in which they became so. The tail of other links is their
+        # cursor.
         self.pending: dict[str, str] = {}
-        # Generation whose POST is under way: its answer decides, so the lease does not run out meanwhile.
+        # Generation whose POST is running: its response decides, so the lease does not expire meanwhile.
         self.delivering: int | None = None
         self.pattern = _pattern_of(head)
 
@@ -249,7 +248,7 @@ class Subscription:
             self.pending.pop(change.path, None)
 
     def observe(self, path: str, tail: str | None) -> None:
-        """Takes note of a linked stream's tail; None if the stream does not exist."""
+        """Record the tail of a linked stream; None if the stream does not exist."""
         link = self.links.get(path)
         if link is None:
             return
@@ -262,7 +261,7 @@ class Subscription:
         return self.pending.get(path) or self.links[path].acked
 
     def wants(self, path: str) -> bool:
-        """Whether a stream of this name belongs to the pattern. The wake stream never does."""
+        """Whether the pattern matches this stream. The wake stream never matches."""
         return self.pattern is not None and path != self.config.wake_stream and self.pattern.matches(path)
 
 
@@ -271,11 +270,11 @@ def _pattern_of(head: SubscriptionHead) -> NamePattern | None:
 
 
 def first_cursor(tail: str, *, empty: bool) -> str:
-    """Where a stream that was created after the subscription is linked: before its first content."""
+    """The cursor of a stream created after the subscription: before its first entry."""
     return tail if empty else START_OFFSET
 
 
-# -- on disk ----------------------------------------------------------------------------------------------
+# -- stored form ------------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder()
 _decode_head = msgspec.msgpack.Decoder(SubscriptionHead).decode
@@ -299,10 +298,10 @@ def link_key(subscription_id: str, path: str) -> str:
 
 
 def decode_subscriptions(records: Iterable[tuple[str, bytes]]) -> tuple[dict[str, Subscription], list[str]]:
-    """Subscriptions, and tombstones, from all key-value records; those of others are passed over.
+    """Subscriptions and tombstones from all key-value records; other records are skipped.
 
-    Also the keys of links that belong to nothing: many links are saved in several pieces, before the head of
-    their subscription when it is made, after it when it is deleted. A crash in between leaves some behind.
+    Also returns the keys of orphaned links: many links are saved in several transactions, before the head
+    when a subscription is created, after it when it is deleted, and a crash in between leaves some behind.
     """
     found: dict[str, Subscription] = {}
     orphans: list[str] = []

@@ -1,4 +1,4 @@
-"""Subscription control, `/v1/stream/__ds/...`: who may, what is asked, what is answered."""
+"""Routes of subscriptions, `/v1/stream/__ds/...`: authorization, requests, responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JWKS_HEAD = (
 )
 JSON_HEAD = responses.JSON_TYPE + responses.NO_STORE
 
-# The caller waits for this; a name server that is slower has its say at the first delivery.
+# The caller waits for this; a slower name server is checked at the first delivery.
 RESOLVE_S_MAX = 2.0
 
 Identify = Callable[[Exchange], Identity]
@@ -63,19 +63,19 @@ _decode_claim = msgspec.json.Decoder(_ClaimBody).decode
 
 
 class SubscriptionRoutes:
-    """Everything under `__ds`. Wakes are answered with their own token, so each route asks who is calling."""
+    """Everything under `__ds`. Wakes are answered with their own token, so each route authenticates."""
 
     def __init__(self, context: Context, service: SubscriptionService) -> None:
         self._context = context
         self._service = service
         self._tasks: set[asyncio.Task[None]] = set()
-        self._whole: dict[bytes, Handler] = {
+        self._subscription_handlers: dict[bytes, Handler] = {
             b"PUT": self._put,
             b"GET": self._get,
             b"HEAD": self._get,
             b"DELETE": self._delete,
         }
-        self._parts: dict[bytes, Handler] = {
+        self._action_handlers: dict[bytes, Handler] = {
             b"streams": self._add_streams,
             b"claim": self._claim,
             b"callback": self._callback,
@@ -84,31 +84,31 @@ class SubscriptionRoutes:
         }
 
     def handle(self, exchange: Exchange, rest: bytes, identify: Identify) -> None:
-        """`rest` is the raw path behind `/v1/stream/__ds`."""
+        """`rest` is the raw path after `/v1/stream/__ds`."""
         if rest == b"/jwks.json":
             _allow(exchange, b"GET", b"HEAD")
             exchange.respond(200, JWKS_HEAD, self._service.keys.jwks())
             return
         segments = rest.split(b"/")
         if len(segments) < 3 or segments[:2] != [b"", b"subscriptions"]:
-            raise TailraceError("not_found", "there is nothing at this path")
+            raise TailraceError("not_found", "no resource at this path")
         subscription_id = stream_names.decode_name(segments[2])
         if subscription_id is None:
-            raise invalid_subscription("a subscription id is valid UTF-8")
+            raise invalid_subscription("a subscription id must be UTF-8")
         check_id(subscription_id)
         if len(segments) == 3:
-            _allow(exchange, *self._whole)
-            self._whole[exchange.method](exchange, subscription_id, identify)
-        elif len(segments) == 4 and segments[3] in self._parts:
+            _allow(exchange, *self._subscription_handlers)
+            self._subscription_handlers[exchange.method](exchange, subscription_id, identify)
+        elif len(segments) == 4 and segments[3] in self._action_handlers:
             _allow(exchange, b"POST")
-            self._parts[segments[3]](exchange, subscription_id, identify)
+            self._action_handlers[segments[3]](exchange, subscription_id, identify)
         elif len(segments) >= 5 and segments[3] == b"streams":
             _allow(exchange, b"DELETE")
             self._remove_stream(exchange, subscription_id, b"/".join(segments[4:]), identify)
         else:
-            raise TailraceError("not_found", "there is nothing at this path")
+            raise TailraceError("not_found", "no resource at this path")
 
-    # -- managing ------------------------------------------------------------------------------------------
+    # -- management ----------------------------------------------------------------------------------------
 
     def _put(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
         identity = identify(exchange)
@@ -116,7 +116,7 @@ class SubscriptionRoutes:
         config = parse_config(exchange.body, self._context.limits)
         authorise_all(identity, Action.MANAGE_SUBSCRIPTION, config.streams, config.pattern)
         if config.wake_stream is not None:
-            # The server writes there on the caller's behalf: no more than the caller could.
+            # The server writes there on behalf of the caller, who must be allowed to.
             authorise(identity, Action.WRITE_STREAM, stream=config.wake_stream)
         if config.webhook_url is None:
             self._create(exchange, subscription_id, config)
@@ -129,11 +129,11 @@ class SubscriptionRoutes:
     async def _resolve(
         self, exchange: Exchange, subscription_id: str, config: SubscriptionConfig, target: ssrf.WebhookTarget
     ) -> None:
-        """Names are judged by their addresses, now and at every delivery. An unknown one may yet appear."""
+        """Check the addresses of the host, as before every delivery. An unknown host may appear later."""
         try:
             try:
-                look_up = self._context.loop.run_in_executor(None, ssrf.check_target, target)
-                await asyncio.wait_for(look_up, RESOLVE_S_MAX)
+                lookup = self._context.loop.run_in_executor(None, ssrf.check_target, target)
+                await asyncio.wait_for(lookup, RESOLVE_S_MAX)
             except (OSError, TimeoutError):
                 pass
             self._create(exchange, subscription_id, config)
@@ -144,87 +144,87 @@ class SubscriptionRoutes:
         base_url = responses.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
 
-        def told(agent: SubscriptionRunner, new: bool, error: TailraceError | None) -> None:
+        def callback(runner: SubscriptionRunner, new: bool, error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
             else:
                 exchange.respond(
-                    201 if new else 200, JSON_HEAD, views.subscription_body(agent.sub, kid, base_url)
+                    201 if new else 200, JSON_HEAD, views.subscription_body(runner.sub, kid, base_url)
                 )
 
-        self._service.create(subscription_id, config, base_url, told)
+        self._service.create(subscription_id, config, base_url, callback)
 
     def _get(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        agent = self._find(identify(exchange), Action.READ_SUBSCRIPTION, subscription_id)
+        runner = self._find(identify(exchange), Action.READ_SUBSCRIPTION, subscription_id)
         base_url = responses.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
-        exchange.respond(200, JSON_HEAD, views.subscription_body(agent.sub, kid, base_url))
+        exchange.respond(200, JSON_HEAD, views.subscription_body(runner.sub, kid, base_url))
 
     def _delete(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
         identity = identify(exchange)
         try:
-            agent = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
+            runner = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
         except TailraceError as refusal:
             if refusal.code != "SUBSCRIPTION_NOT_FOUND":
                 raise
             exchange.respond(204, responses.NO_STORE)
             return
 
-        def told(_: Step, error: TailraceError | None) -> None:
-            # Deleted by somebody else a moment ago is deleted.
+        def callback(_: Step, error: TailraceError | None) -> None:
+            # A concurrent deletion is a success.
             if error is not None and error.code != "SUBSCRIPTION_NOT_FOUND":
                 responses.respond_error(exchange, error)
             else:
                 exchange.respond(204, responses.NO_STORE)
 
-        self._service.delete(agent, told)
+        self._service.delete(runner, callback)
 
     def _add_streams(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
         identity = identify(exchange)
-        agent = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
+        runner = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
         paths = parse_streams(exchange.body, self._context.limits)
         authorise_all(identity, Action.MANAGE_SUBSCRIPTION, paths, None)
-        self._service.add_streams(agent, paths, _answer_empty(exchange))
+        self._service.add_streams(runner, paths, _answer_empty(exchange))
 
     def _remove_stream(
         self, exchange: Exchange, subscription_id: str, raw: bytes, identify: Identify
     ) -> None:
-        agent = self._find(identify(exchange), Action.MANAGE_SUBSCRIPTION, subscription_id)
+        runner = self._find(identify(exchange), Action.MANAGE_SUBSCRIPTION, subscription_id)
         path = stream_names.decode_name(raw)
         if path is None:
-            raise invalid_subscription("a stream name is valid UTF-8")
-        self._service.remove_stream(agent, path, _answer_empty(exchange))
+            raise invalid_subscription("a stream name must be UTF-8")
+        self._service.remove_stream(runner, path, _answer_empty(exchange))
 
     def _find(self, identity: Identity, action: Action, subscription_id: str) -> SubscriptionRunner:
-        """The subscription, if the caller may see everything it is about."""
+        """The subscription, if the caller may read all of its streams."""
         authorise(identity, action)
-        agent = self._service.find(subscription_id)
-        explicit = [path for path, link in agent.sub.links.items() if link.explicit]
-        authorise_all(identity, action, explicit, agent.config.pattern)
-        return agent
+        runner = self._service.find(subscription_id)
+        explicit = [path for path, link in runner.sub.links.items() if link.explicit]
+        authorise_all(identity, action, explicit, runner.config.pattern)
+        return runner
 
-    # -- working -------------------------------------------------------------------------------------------
+    # -- wakes ---------------------------------------------------------------------------------------------
 
     def _claim(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        agent = self._find(identify(exchange), Action.CLAIM_WAKE, subscription_id)
-        if agent.config.type != "pull-wake":
-            raise invalid_subscription("webhook subscriptions are not claimed; their wakes are sent")
+        runner = self._find(identify(exchange), Action.CLAIM_WAKE, subscription_id)
+        if runner.config.type != "pull-wake":
+            raise invalid_subscription("only pull-wake subscriptions can be claimed; webhook wakes are sent")
         try:
             worker = _decode_claim(exchange.body).worker
         except msgspec.DecodeError as error:
-            raise invalid_subscription(f"not a claim: {error}") from None
+            raise invalid_subscription(f"invalid claim: {error}") from None
         token_key = self._service.keys.token_key
 
-        def told(step: Step, error: TailraceError | None) -> None:
+        def callback(step: Step, error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
             assert step.wake is not None, "a claim is granted with its wake"
             now_ms = self._service.now_ms()
-            token = keys.issue_wake_token(token_key, agent.sub.id, step.wake.generation, now_ms)
-            exchange.respond(200, JSON_HEAD, views.claim_body(agent.sub, step.wake, token))
+            token = keys.issue_wake_token(token_key, runner.sub.id, step.wake.generation, now_ms)
+            exchange.respond(200, JSON_HEAD, views.claim_body(runner.sub, step.wake, token))
 
-        self._service.claim(agent, worker, told)
+        self._service.claim(runner, worker, callback)
 
     def _callback(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
         self._answer_wake(exchange, subscription_id, "webhook")
@@ -238,27 +238,27 @@ class SubscriptionRoutes:
     def _answer_wake(
         self, exchange: Exchange, subscription_id: str, kind: str, *, release: bool = False
     ) -> None:
-        """The wake's own token is the permission; a missing one is refused before anything else is said."""
+        """The wake's own token authorizes the request; it is checked before anything is revealed."""
         token = keys.read_bearer_token(
             self._service.keys.token_key, exchange.headers.get(b"authorization"), subscription_id
         )
-        agent = self._service.find(subscription_id)
-        if agent.config.type != kind:
-            raise invalid_subscription(f"this is a {agent.config.type} subscription")
+        runner = self._service.find(subscription_id)
+        if runner.config.type != kind:
+            raise invalid_subscription(f"this is a {runner.config.type} subscription")
         try:
             body = _decode_answer(exchange.body)
         except msgspec.DecodeError as error:
-            raise invalid_subscription(f"not an answer to a wake: {error}") from None
+            raise invalid_subscription(f"invalid answer to a wake: {error}") from None
         acks = [StreamAck(ack.stream, _normalise(ack.offset)) for ack in body.acks]
-        given = WakeAnswer(token.generation, body.generation, body.wake_id, acks, body.done)
-        told = _answer_empty(exchange) if release else _answer_next(exchange)
-        self._service.answer(agent, token, given, told, release=release)
+        wake_answer = WakeAnswer(token.generation, body.generation, body.wake_id, acks, body.done)
+        callback = _answer_empty(exchange) if release else _answer_next(exchange)
+        self._service.answer(runner, token, wake_answer, callback, release=release)
 
 
 def authorise_all(
     identity: Identity, action: Action, paths: list[str] | tuple[str, ...], pattern: str | None
 ) -> None:
-    """Read on each named stream and on the whole pattern."""
+    """Require read access to each named stream and to the whole pattern."""
     if pattern is not None:
         authorise(identity, action, pattern=pattern)
     for path in paths:
@@ -266,7 +266,7 @@ def authorise_all(
 
 
 def _normalise(offset: str) -> str:
-    """The offset as the server writes it; empty if it is none, which the decision then refuses."""
+    """The offset in canonical form; empty if it is invalid, which the state machine rejects."""
     try:
         return offsets.encode_offset(*offsets.parse_offset(offset))
     except TailraceError:
@@ -274,27 +274,27 @@ def _normalise(offset: str) -> str:
 
 
 def _answer_empty(exchange: Exchange) -> StepCallback:
-    def told(_: Step, error: TailraceError | None) -> None:
+    def callback(_: Step, error: TailraceError | None) -> None:
         if error is not None:
             responses.respond_error(exchange, error)
         else:
             exchange.respond(204, responses.NO_STORE)
 
-    return told
+    return callback
 
 
 def _answer_next(exchange: Exchange) -> StepCallback:
-    def told(step: Step, error: TailraceError | None) -> None:
+    def callback(step: Step, error: TailraceError | None) -> None:
         if error is not None:
             responses.respond_error(exchange, error)
         else:
             body = orjson.dumps({"ok": True, "next_wake": step.wake is not None})
             exchange.respond(200, JSON_HEAD, body)
 
-    return told
+    return callback
 
 
 def _allow(exchange: Exchange, *methods: bytes) -> None:
     if exchange.method not in methods:
         allow = ", ".join([*(method.decode() for method in methods), "OPTIONS"])
-        raise TailraceError("method_not_allowed", f"this path takes {allow}", headers=(("Allow", allow),))
+        raise TailraceError("method_not_allowed", f"method must be {allow}", headers=(("Allow", allow),))

@@ -1,4 +1,4 @@
-"""Runs one subscription: a decision at a time, each durable before the next one looks at the state."""
+"""Runs one subscription: one step at a time; each step is durable before the next one is decided."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tailrace.subscriptions.model import (
 from tailrace.subscriptions.state_machine import Step
 
 JOBS_MAX: Final = 1000
-# Created and deleted streams that one commit takes in.
+# Created and deleted streams in one commit.
 EVENTS_PER_STEP: Final = 1000
-# Records of one journal transaction; a subscription with more links is saved in pieces.
+# Records of one journal transaction; a subscription with more links is saved in several.
 RECORDS_PER_SAVE: Final = 5000
 SAVE_RETRY_S: Final = 1.0
 TIMER_S_MIN: Final = 0.01
 
 
 class StreamTail(NamedTuple):
-    """The end of a stream, as readers see it."""
+    """The visible end of a stream."""
 
     offset: str
     empty: bool
@@ -43,32 +43,32 @@ SavedCallback = Callable[[TailraceError | None], None]
 
 
 class SubscriptionJob(NamedTuple):
-    """A decision to make when its turn comes, and who is told once it is durable, or refused."""
+    """A decision for later, and the callback after it was committed or refused."""
 
     decide: Decide
     settled: StepCallback
-    # The server's own: not given up when it cannot be saved, but done when it can.
-    lasting: bool = False
+    # Of the server itself: repeated until it can be saved.
+    must_succeed: bool = False
 
 
 class SubscriptionHost(Protocol):
-    """What an agent needs from the service it belongs to."""
+    """The service as used by a runner."""
 
     def now_ms(self) -> int: ...
     def new_wake_id(self) -> str: ...
     def tail(self, path: str) -> StreamTail | None: ...
     def save(self, records: Sequence[tuple[str, bytes | None]], done: SavedCallback) -> None: ...
-    def follow(self, path: str, agent: SubscriptionRunner) -> None: ...
-    def unfollow(self, path: str, agent: SubscriptionRunner) -> None: ...
-    def send(self, agent: SubscriptionRunner, wake: Wake) -> None: ...
+    def follow(self, path: str, runner: SubscriptionRunner) -> None: ...
+    def unfollow(self, path: str, runner: SubscriptionRunner) -> None: ...
+    def send(self, runner: SubscriptionRunner, wake: Wake) -> None: ...
 
 
 class SubscriptionRunner:
-    """One subscription at work. Everything happens on the loop thread."""
+    """One running subscription. Everything happens on the loop thread."""
 
     __slots__ = (
-        "_desk",
         "_events",
+        "_host",
         "_jobs",
         "_loop",
         "_scheduled",
@@ -79,17 +79,17 @@ class SubscriptionRunner:
         "closed",
         "config",
         "created",
-        "missed",
+        "moved_while_saving",
         "sub",
         "warned",
     )
 
     def __init__(
-        self, sub: Subscription, desk: SubscriptionHost, loop: asyncio.AbstractEventLoop, *, created: bool
+        self, sub: Subscription, host: SubscriptionHost, loop: asyncio.AbstractEventLoop, *, created: bool
     ) -> None:
         self.sub = sub
-        self.config = sub.config  # outlives its deletion
-        self._desk = desk
+        self.config = sub.config  # still available after deletion
+        self._host = host
         self._loop = loop
         self._jobs: deque[SubscriptionJob] = deque()
         self._events: deque[tuple[str, bool]] = deque()
@@ -101,39 +101,39 @@ class SubscriptionRunner:
         self.closed = False
         self.announced: int | None = None  # generation whose wake event was written
         self.warned = False  # about the wake stream
-        # Streams that moved while their link was being saved.
-        self.missed: set[str] = set()
+        # Streams whose tail moved while their link was being saved.
+        self.moved_while_saving: set[str] = set()
 
-    # -- what comes in -----------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------------
 
     def submit(self, job: SubscriptionJob) -> None:
-        if len(self._jobs) >= JOBS_MAX and not job.lasting:
-            raise TailraceError("overloaded", "too many requests for this subscription are waiting")
+        if len(self._jobs) >= JOBS_MAX and not job.must_succeed:
+            raise TailraceError("overloaded", "too many pending requests for this subscription, retry later")
         self._jobs.append(job)
-        self.poke()
+        self.schedule()
 
-    def note(self, path: str, *, exists: bool) -> None:
-        """A stream was created or deleted; links follow in that order."""
+    def on_stream_event(self, path: str, *, exists: bool) -> None:
+        """A stream was created or deleted; links are updated in that order."""
         self._events.append((path, exists))
-        self.poke()
+        self.schedule()
 
-    def moved(self, path: str, tail: str) -> None:
+    def on_tail_moved(self, path: str, tail: str) -> None:
         """A followed stream has a new tail."""
         if path not in self.sub.links:
-            self.missed.add(path)
+            self.moved_while_saving.add(path)
             return
         self.sub.observe(path, tail)
         if self.sub.wake is None:
-            self.poke()
+            self.schedule()
 
-    def poke(self) -> None:
-        """Looks for work soon; many pokes make one look."""
+    def schedule(self) -> None:
+        """Run soon; several calls result in one run."""
         if not self._scheduled and not self.closed:
             self._scheduled = True
-            self._loop.call_soon(self._pump)
+            self._loop.call_soon(self._run_next)
 
     def close(self, refusal: TailraceError) -> None:
-        """Ends all activity; whoever still waits is refused."""
+        """Stop all activity and refuse pending requests."""
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -144,19 +144,19 @@ class SubscriptionRunner:
 
     # -- one step at a time --------------------------------------------------------------------------------
 
-    def _pump(self) -> None:
+    def _run_next(self) -> None:
         self._scheduled = False
         while not self.busy and not self.closed:
             job = self._next_job()
             if job is None:
-                self._arm()
+                self._set_due_timer()
                 return
             self.run(job)
 
     def _next_job(self) -> SubscriptionJob | None:
         if self._stalled:
-            # The journal takes nothing now. Requests hear that; our own work waits.
-            return self._jobs.popleft() if self._jobs and not self._jobs[0].lasting else None
+            # The journal accepts nothing now. Requests are refused; the server's own work waits.
+            return self._jobs.popleft() if self._jobs and not self._jobs[0].must_succeed else None
         if self._events:
             return self._event_job()
         if self._jobs:
@@ -165,12 +165,12 @@ class SubscriptionRunner:
         return SubscriptionJob(_always(step), _ignore_outcome) if step.changes else None
 
     def _own_step(self) -> Step:
-        now_ms = self._desk.now_ms()
+        now_ms = self._host.now_ms()
         step = state_machine.begin_attempt(self.sub, now_ms)
-        return step if step.changes else state_machine.next_wake(self.sub, now_ms, self._desk.new_wake_id())
+        return step if step.changes else state_machine.next_wake(self.sub, now_ms, self._host.new_wake_id())
 
     def _event_job(self) -> SubscriptionJob:
-        """All that happened to different streams, as one step."""
+        """Combine events of different streams into one step."""
         batch: dict[str, bool] = {}
         for path, exists in self._events:
             if path in batch or len(batch) >= EVENTS_PER_STEP:
@@ -180,7 +180,7 @@ class SubscriptionRunner:
         def decide(_: int) -> Step:
             changes: list[Change] = []
             for path, exists in batch.items():
-                tail = self._desk.tail(path)
+                tail = self._host.tail(path)
                 if not exists:
                     changes.extend(state_machine.stream_deleted(self.sub, path).changes)
                 elif tail is not None:
@@ -196,9 +196,9 @@ class SubscriptionRunner:
         return SubscriptionJob(decide, settled)
 
     def run(self, job: SubscriptionJob) -> None:
-        """Decides, saves, applies; then tells."""
+        """Decide, save, apply, then call back."""
         try:
-            step = job.decide(self._desk.now_ms())
+            step = job.decide(self._host.now_ms())
         except TailraceError as refusal:
             job.settled(Step(), refusal)
             return
@@ -206,54 +206,54 @@ class SubscriptionRunner:
             job.settled(step, None)
             return
         self.busy = True
-        fresh = [
+        new_links = [
             change.path
             for change in step.changes
             if isinstance(change, SetLink) and change.path not in self.sub.links
         ]
-        for path in fresh:
-            # From now on their movements are noticed, though they are linked only when that is durable.
-            self._desk.follow(path, self)
-        self._save(job, step, fresh, encode_changes(self.sub.id, step.changes))
+        for path in new_links:
+            # Follow them from now on, although they are linked only when that is durable.
+            self._host.follow(path, self)
+        self._save(job, step, new_links, encode_changes(self.sub.id, step.changes))
 
     def _save(
-        self, job: SubscriptionJob, step: Step, fresh: list[str], records: list[tuple[str, bytes | None]]
+        self, job: SubscriptionJob, step: Step, new_links: list[str], records: list[tuple[str, bytes | None]]
     ) -> None:
         piece, rest = records[:RECORDS_PER_SAVE], records[RECORDS_PER_SAVE:]
 
         def done(error: TailraceError | None) -> None:
             if error is not None:
-                self._not_saved(job, fresh, error)
+                self._not_saved(job, new_links, error)
             elif rest:
-                self._save(job, step, fresh, rest)
+                self._save(job, step, new_links, rest)
             else:
-                self._saved(job, step, fresh)
+                self._saved(job, step, new_links)
 
         try:
-            self._desk.save(piece, done)
+            self._host.save(piece, done)
         except TailraceError as refusal:
-            self._not_saved(job, fresh, refusal)
+            self._not_saved(job, new_links, refusal)
 
-    def _saved(self, job: SubscriptionJob, step: Step, fresh: list[str]) -> None:
+    def _saved(self, job: SubscriptionJob, step: Step, new_links: list[str]) -> None:
         self.busy = False
-        moved, self.missed = self.missed, set()
-        if len(fresh) <= EVENTS_PER_STEP:
-            # A cursor at the beginning has work before it. (More links come from a scan, at their tails.)
-            moved.update(fresh, self._waiting_links(step))
+        moved, self.moved_while_saving = self.moved_while_saving, set()
+        if len(new_links) <= EVENTS_PER_STEP:
+            # A cursor at the beginning has pending entries. (More links come from a scan, at their tails.)
+            moved.update(new_links, self._waiting_links(step))
         for change in step.changes:
             self.sub.apply(change)
             if isinstance(change, DropLink):
-                self._desk.unfollow(change.path, self)
+                self._host.unfollow(change.path, self)
         for path in moved:
-            tail = self._desk.tail(path)
+            tail = self._host.tail(path)
             self.sub.observe(path, None if tail is None else tail.offset)
         job.settled(step, None)
         if step.wake is not None and not self.closed:
-            self._desk.send(self, step.wake)
-        self.poke()
+            self._host.send(self, step.wake)
+        self.schedule()
 
     def _waiting_links(self, step: Step) -> list[str]:
-        """Links of a step whose stream had not existed before."""
+        """Links of a step whose stream did not exist before."""
         links = self.sub.links
         return [
             change.path
@@ -263,28 +263,28 @@ class SubscriptionRunner:
             and links[change.path].acked == BEFORE_FIRST
         ]
 
-    def _not_saved(self, job: SubscriptionJob, fresh: list[str], error: TailraceError) -> None:
-        """Nothing happened. Requests are refused; the server's own work is tried again later."""
+    def _not_saved(self, job: SubscriptionJob, new_links: list[str], error: TailraceError) -> None:
+        """The step did not happen. Requests are refused; the server's own work is retried later."""
         self.busy = False
-        self.missed.clear()
-        for path in fresh:
-            self._desk.unfollow(path, self)
-        if job.lasting:
+        self.moved_while_saving.clear()
+        for path in new_links:
+            self._host.unfollow(path, self)
+        if job.must_succeed:
             self._jobs.appendleft(job)
         else:
             job.settled(Step(), error)
         if not self.closed:
             self._stalled = True
             self._set_timer(SAVE_RETRY_S)
-            self.poke()
+            self.schedule()
 
     # -- time --------------------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
-        """One timer while something is due, none otherwise."""
+    def _set_due_timer(self) -> None:
+        """One timer while something is due, otherwise none."""
         if self._stalled:
             return
-        due_ms = state_machine.due_in_ms(self.sub, self._desk.now_ms())
+        due_ms = state_machine.due_in_ms(self.sub, self._host.now_ms())
         if due_ms is not None:
             self._set_timer(due_ms / 1000)
         elif self._timer is not None:
@@ -294,12 +294,12 @@ class SubscriptionRunner:
     def _set_timer(self, delay_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(max(TIMER_S_MIN, delay_s), self._timed)
+        self._timer = self._loop.call_later(max(TIMER_S_MIN, delay_s), self._on_timer)
 
-    def _timed(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._stalled = False
-        self.poke()
+        self.schedule()
 
 
 def _always(step: Step) -> Decide:
@@ -310,4 +310,4 @@ def _always(step: Step) -> Decide:
 
 
 def _ignore_outcome(_step: Step, _error: TailraceError | None) -> None:
-    """For the server's own work: what was not saved is decided again."""
+    """For the server's own work: a step that was not saved is decided again."""

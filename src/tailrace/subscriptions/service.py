@@ -1,8 +1,7 @@
-"""All subscriptions of a server: index by stream name, restore, wake, manage.
+"""All subscriptions of a server: index by stream name, restore at start, wakes, management.
 
-Who has to hear of what: from a stream's name to the subscriptions it concerns.
-
-Subscriptions over the log: restored at start, told of every change, woken when there is something new.
+The service observes the log while there are subscriptions, passes stream events to the runners that are
+affected, and writes the wake events of pull-wake subscriptions.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Final
 
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
@@ -44,47 +44,48 @@ from tailrace.subscriptions.webhooks import WebhookSender, new_wake_id
 
 
 class SubscriptionIndex:
-    """Look-ups by name that cost nothing for streams nobody subscribes to."""
+    """Lookups by stream name, cheap for streams without subscriptions."""
 
     def __init__(self) -> None:
         self.followers: dict[str, list[SubscriptionRunner]] = {}
         self.wake_streams: dict[str, list[SubscriptionRunner]] = {}
-        self._globs: dict[
-            str, list[SubscriptionRunner]
-        ] = {}  # by the first segment of the pattern, "" if that is a star
+        # By the first segment of the pattern, "" if that is a star.
+        self._globs: dict[str, list[SubscriptionRunner]] = {}
 
-    def add(self, agent: SubscriptionRunner) -> None:
-        sub = agent.sub
+    def add(self, runner: SubscriptionRunner) -> None:
+        sub = runner.sub
         for path in sub.links:
-            self.follow(path, agent)
-        for index, key in self._places(agent):
-            index.setdefault(key, []).append(agent)
+            self.follow(path, runner)
+        for index, key in self._places(runner):
+            index.setdefault(key, []).append(runner)
 
-    def remove(self, agent: SubscriptionRunner) -> None:
-        for path in list(agent.sub.links):
-            self.unfollow(path, agent)
-        for index, key in self._places(agent):
-            _remove_runner(index, key, agent)
+    def remove(self, runner: SubscriptionRunner) -> None:
+        for path in list(runner.sub.links):
+            self.unfollow(path, runner)
+        for index, key in self._places(runner):
+            _remove_runner(index, key, runner)
 
-    def follow(self, path: str, agent: SubscriptionRunner) -> None:
-        agents = self.followers.setdefault(path, [])
-        if agent not in agents:
-            agents.append(agent)
+    def follow(self, path: str, runner: SubscriptionRunner) -> None:
+        runners = self.followers.setdefault(path, [])
+        if runner not in runners:
+            runners.append(runner)
 
-    def unfollow(self, path: str, agent: SubscriptionRunner) -> None:
-        _remove_runner(self.followers, path, agent)
+    def unfollow(self, path: str, runner: SubscriptionRunner) -> None:
+        _remove_runner(self.followers, path, runner)
 
-    def wanting(self, name: str) -> list[SubscriptionRunner]:
+    def matching(self, name: str) -> list[SubscriptionRunner]:
         """The subscriptions whose pattern matches a name."""
         candidates = [*self._globs.get(name.partition("/")[0], ()), *self._globs.get("", ())]
-        return [agent for agent in candidates if agent.sub.wants(name)]
+        return [runner for runner in candidates if runner.sub.wants(name)]
 
-    def concerned(self, name: str) -> list[SubscriptionRunner]:
-        """Those that follow the stream, and those that would."""
-        return list(dict.fromkeys([*self.followers.get(name, ()), *self.wanting(name)]))
+    def affected(self, name: str) -> list[SubscriptionRunner]:
+        """The subscriptions that follow the stream, and those whose pattern matches it."""
+        return list(dict.fromkeys([*self.followers.get(name, ()), *self.matching(name)]))
 
-    def _places(self, agent: SubscriptionRunner) -> Iterator[tuple[dict[str, list[SubscriptionRunner]], str]]:
-        config = agent.config
+    def _places(
+        self, runner: SubscriptionRunner
+    ) -> Iterator[tuple[dict[str, list[SubscriptionRunner]], str]]:
+        config = runner.config
         if config.pattern is not None:
             first = config.pattern.partition("/")[0]
             yield self._globs, "" if first in ("*", "**") else first
@@ -92,11 +93,11 @@ class SubscriptionIndex:
             yield self.wake_streams, config.wake_stream
 
 
-def _remove_runner(index: dict[str, list[SubscriptionRunner]], key: str, agent: SubscriptionRunner) -> None:
-    agents = index.get(key)
-    if agents is not None and agent in agents:
-        agents.remove(agent)
-        if not agents:
+def _remove_runner(index: dict[str, list[SubscriptionRunner]], key: str, runner: SubscriptionRunner) -> None:
+    runners = index.get(key)
+    if runners is not None and runner in runners:
+        runners.remove(runner)
+        if not runners:
             del index[key]
 
 
@@ -106,12 +107,12 @@ SUBSCRIPTIONS_MAX: Final = 100_000
 SCAN_PAGE: Final = 500
 WAKE_EVENT_RETRY_S: Final = 1
 
-# (agent, whether it is new, why not)
+# (runner, whether it is new, error)
 CreatedCallback = Callable[[SubscriptionRunner, bool, TailraceError | None], None]
 
 
 class SubscriptionService:
-    """All subscriptions of a server. It watches the log only while there are any."""
+    """All subscriptions of a server. It observes the log only while there are any."""
 
     def __init__(
         self,
@@ -127,24 +128,24 @@ class SubscriptionService:
         self._loop = loop
         self.keys = ServerKeys(log, clock, loop, settings)
         self.webhooks = WebhookSender(settings, self.keys, clock, loop, telemetry)
-        self._agents: dict[str, SubscriptionRunner] = {}
+        self._runners: dict[str, SubscriptionRunner] = {}
         self._tombstones: dict[str, SubscriptionHead] = {}
         self._index = SubscriptionIndex()
         self._creating: set[asyncio.Task[None]] = set()
-        # What appends have to pass on a stream with a schema or a profile.
+        # Validates appends to a stream with a schema or a profile.
         self.check: Callable[[AppendRequest, Stream], Sequence[bytes | None] | None] | None = None
-        telemetry.subscriptions.read = lambda: len(self._agents)
+        telemetry.subscriptions.read = lambda: len(self._runners)
 
-    # -- life ----------------------------------------------------------------------------------------------
+    # -- lifecycle -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Takes up every subscription where it was: wakes, leases, retries, and what happened meanwhile."""
+        """Restore every subscription: wakes, leases, retries, and changes since the last run."""
         self.keys.load()
         found, orphans = decode_subscriptions(self._log.streams.meta.items())
         now_ms = self.now_ms()
         for subscription_id, sub in found.items():
             if not sub.deleted:
-                self._adopt(SubscriptionRunner(sub, self, self._loop, created=True))
+                self._add(SubscriptionRunner(sub, self, self._loop, created=True))
             elif now_ms - (sub.head.deleted_ms or 0) > self._tombstone_ms:
                 orphans.append(HEAD_PREFIX + subscription_id)
             else:
@@ -153,15 +154,15 @@ class SubscriptionService:
             self._log.put_metas([(key, None) for key in orphans])
         await self._log.committer.drain()
         await self._reconcile()
-        for agent in list(self._agents.values()):
-            self._announce_again(agent)
-            agent.poke()
+        for runner in list(self._runners.values()):
+            self._retry_wake_event(runner)
+            runner.schedule()
 
     async def stop(self) -> None:
-        """Ends what is under way; the next server goes on from what is durable."""
+        """Stop running work; the next server continues from the durable state."""
         self.keys.stop()
-        for agent in list(self._agents.values()):
-            agent.close(TailraceError("unavailable", "the server is stopping"))
+        for runner in list(self._runners.values()):
+            runner.close(TailraceError("unavailable", "the server is stopping"))
         self._watch(False)
         for task in list(self._creating):
             task.cancel()
@@ -169,8 +170,8 @@ class SubscriptionService:
         await self.webhooks.stop()
 
     async def _reconcile(self) -> None:
-        """Compares links with the log: a crash may have come between a change and its link."""
-        patterns = [agent.sub.pattern for agent in self._agents.values()]
+        """Compare links with the log: a crash may have come between a change and its link."""
+        patterns = [runner.sub.pattern for runner in self._runners.values()]
         scanned: list[str] = []
         for prefix in sorted({pattern.prefix for pattern in patterns if pattern is not None}):
             if scanned and prefix.startswith(scanned[-1]):
@@ -178,24 +179,24 @@ class SubscriptionService:
             scanned.append(prefix)
             for page in self.scan(prefix):
                 for name, _offset in page:
-                    for agent in self._index.wanting(name):
-                        if name not in agent.sub.links:
-                            agent.note(name, exists=True)
+                    for runner in self._index.matching(name):
+                        if name not in runner.sub.links:
+                            runner.on_stream_event(name, exists=True)
                 await asyncio.sleep(0)
         looked_at = 0
-        for agent in list(self._agents.values()):
-            for path, link in list(agent.sub.links.items()):
+        for runner in list(self._runners.values()):
+            for path, link in list(runner.sub.links.items()):
                 tail = self.tail(path)
                 if (tail is None) != (link.acked == BEFORE_FIRST):
-                    agent.note(path, exists=tail is not None)
+                    runner.on_stream_event(path, exists=tail is not None)
                 elif tail is not None:
-                    agent.sub.observe(path, tail.offset)
+                    runner.sub.observe(path, tail.offset)
                 looked_at += 1
                 if looked_at % SCAN_PAGE == 0:
                     await asyncio.sleep(0)
 
     def scan(self, prefix: str) -> Iterator[list[tuple[str, str]]]:
-        """Existing streams and their tails, by pages. The server's own are not among them."""
+        """Existing streams and their tails, in pages, without system streams."""
         after = ""
         while True:
             page = list_streams(self._log, after, prefix, SCAN_PAGE, system=False)
@@ -204,26 +205,26 @@ class SubscriptionService:
                 return
             after = page[-1].name
 
-    def _adopt(self, agent: SubscriptionRunner) -> None:
-        self._agents[agent.sub.id] = agent
-        self._index.add(agent)
+    def _add(self, runner: SubscriptionRunner) -> None:
+        self._runners[runner.sub.id] = runner
+        self._index.add(runner)
         self._watch(True)
 
-    def _dismiss(self, agent: SubscriptionRunner, refusal: TailraceError) -> None:
-        del self._agents[agent.sub.id]
-        self._index.remove(agent)
-        agent.close(refusal)
-        if not self._agents:
+    def _remove(self, runner: SubscriptionRunner, refusal: TailraceError) -> None:
+        del self._runners[runner.sub.id]
+        self._index.remove(runner)
+        runner.close(refusal)
+        if not self._runners:
             self._watch(False)
 
-    def _watch(self, wanted: bool) -> None:
+    def _watch(self, enabled: bool) -> None:
         watching = self in self._log.publisher.observers
-        if wanted and not watching:
+        if enabled and not watching:
             self._log.publisher.observers.append(self)
-        elif watching and not wanted:
+        elif watching and not enabled:
             self._log.publisher.observers.remove(self)
 
-    # -- what the log tells --------------------------------------------------------------------------------
+    # -- events from the log -------------------------------------------------------------------------------
 
     def on_created(self, stream: Stream) -> None:
         self.created(stream.name)
@@ -236,22 +237,22 @@ class SubscriptionService:
         self.removed(stream.name)
 
     def created(self, name: str) -> None:
-        for agent in self._index.concerned(name):
-            agent.note(name, exists=True)
-        for agent in self._index.wake_streams.get(name, ()):
-            self._announce_again(agent)
+        for runner in self._index.affected(name):
+            runner.on_stream_event(name, exists=True)
+        for runner in self._index.wake_streams.get(name, ()):
+            self._retry_wake_event(runner)
 
     def moved(self, name: str, offset: str) -> None:
-        for agent in self._index.followers.get(name, ()):
-            agent.moved(name, offset)
+        for runner in self._index.followers.get(name, ()):
+            runner.on_tail_moved(name, offset)
 
     def removed(self, name: str) -> None:
-        for agent in self._index.concerned(name):
-            agent.note(name, exists=False)
-        for agent in self._index.wake_streams.get(name, ()):
-            agent.announced = None  # the event went with the stream; its successor gets it again
+        for runner in self._index.affected(name):
+            runner.on_stream_event(name, exists=False)
+        for runner in self._index.wake_streams.get(name, ()):
+            runner.announced = None  # the event was deleted with the stream; a new stream gets it again
 
-    # -- what agents need ----------------------------------------------------------------------------------
+    # -- used by runners -----------------------------------------------------------------------------------
 
     def now_ms(self) -> int:
         return self._clock.now_ns() // 1_000_000
@@ -260,7 +261,7 @@ class SubscriptionService:
         return new_wake_id()
 
     def tail(self, path: str) -> StreamTail | None:
-        """Looks without loading: a subscription over many idle streams must not bring them into memory."""
+        """Read the tail without loading the stream: subscriptions may cover many idle streams."""
         streams = self._log.streams
         stream = streams.by_name.get(path)
         if stream is None and path not in streams.changed_names:
@@ -275,117 +276,119 @@ class SubscriptionService:
 
         self._log.put_metas(records, reply)
 
-    def follow(self, path: str, agent: SubscriptionRunner) -> None:
-        self._index.follow(path, agent)
+    def follow(self, path: str, runner: SubscriptionRunner) -> None:
+        self._index.follow(path, runner)
 
-    def unfollow(self, path: str, agent: SubscriptionRunner) -> None:
-        self._index.unfollow(path, agent)
+    def unfollow(self, path: str, runner: SubscriptionRunner) -> None:
+        self._index.unfollow(path, runner)
 
-    def send(self, agent: SubscriptionRunner, wake: Wake) -> None:
-        if agent.config.type == "webhook":
-            self.webhooks.send(agent, wake)
+    def send(self, runner: SubscriptionRunner, wake: Wake) -> None:
+        if runner.config.type == "webhook":
+            self.webhooks.send(runner, wake)
         elif wake.holder is None:
-            self._announce(agent, wake)
+            self._write_wake_event(runner, wake)
 
-    def _announce(self, agent: SubscriptionRunner, wake: Wake) -> None:
-        """Writes the wake event. Without a stream to write to, the wake can still be claimed.
+    def _write_wake_event(self, runner: SubscriptionRunner, wake: Wake) -> None:
+        """Write the wake event. If the wake stream does not exist, the wake can still be claimed.
 
-        However often this is tried, over crashes too, the stream takes an event once: the subscription is a
-        producer of its wake stream, and each generation an epoch with one append.
+        The event is written once, even over retries and crashes: the subscription is a producer of its wake
+        stream, and each generation an epoch with one append.
         """
-        name = agent.config.wake_stream
+        name = runner.config.wake_stream
         assert name is not None, "a pull-wake subscription has a wake stream"
-        body = views.wake_event(agent.sub, wake, self.now_ms())
+        body = views.wake_event(runner.sub, wake, self.now_ms())
 
         def written(error: TailraceError | None) -> None:
             if error is None:
-                agent.announced = wake.generation
-                agent.warned = False
+                runner.announced = wake.generation
+                runner.warned = False
             else:
-                self._not_announced(agent, error)
+                self._wake_event_failed(runner, error)
 
         try:
-            self.write_wake(name, body, (_producer_id(agent), wake.generation, 0), written)
+            self.write_wake(name, body, (_producer_id(runner), wake.generation, 0), written)
         except TailraceError as refusal:
-            self._not_announced(agent, refusal)
+            self._wake_event_failed(runner, refusal)
 
     def write_wake(
         self, name: str, body: bytes, producer: tuple[str, int, int], written: SavedCallback
     ) -> None:
         request = AppendRequest(body, "application/json", producer=producer)
         if self.check is not None:
-            # A schema or a profile of the wake stream holds for the server as for everybody.
+            # The schema or profile of the wake stream applies to the server too.
             request.check = self.check
         self._log.append(self._log.existing(name), request, lambda _, error: written(error), None)
 
-    def _not_announced(self, agent: SubscriptionRunner, error: TailraceError) -> None:
+    def _wake_event_failed(self, runner: SubscriptionRunner, error: TailraceError) -> None:
         if error.retry_after_s is not None or error.code == "append_timeout":
-            self._loop.call_later(error.retry_after_s or WAKE_EVENT_RETRY_S, self._announce_again, agent)
-        elif not agent.warned:
-            agent.warned = True  # once, not for every wake until somebody makes the stream
-            name = agent.config.wake_stream
-            logger.warning("wake of %r not written to %r: %s", agent.sub.id, name, error)
+            self._loop.call_later(error.retry_after_s or WAKE_EVENT_RETRY_S, self._retry_wake_event, runner)
+        elif not runner.warned:
+            runner.warned = True  # once, not for every wake until the stream is created
+            fields = log_fields(
+                subscription=runner.sub.id, stream=runner.config.wake_stream, error=str(error)
+            )
+            logger.warning("wake event append failed", extra=fields)
 
-    def _announce_again(self, agent: SubscriptionRunner) -> None:
-        """For a wake whose event may not have been written, and that nobody has claimed."""
-        wake = agent.sub.wake
-        if agent.closed or agent.config.type != "pull-wake" or wake is None:
+    def _retry_wake_event(self, runner: SubscriptionRunner) -> None:
+        """Write the event of an unclaimed wake again, if it may not have been written."""
+        wake = runner.sub.wake
+        if runner.closed or runner.config.type != "pull-wake" or wake is None:
             return
-        if wake.holder is None and agent.announced != wake.generation:
-            self._announce(agent, wake)
+        if wake.holder is None and runner.announced != wake.generation:
+            self._write_wake_event(runner, wake)
 
-    # -- what the routes need ------------------------------------------------------------------------------
+    # -- used by routes ------------------------------------------------------------------------------------
 
     def find(self, subscription_id: str) -> SubscriptionRunner:
-        agent = self._agents.get(subscription_id)
-        if agent is None or not agent.created:
+        runner = self._runners.get(subscription_id)
+        if runner is None or not runner.created:
             raise subscription_not_found(subscription_id)
-        return agent
+        return runner
 
     def create(
-        self, subscription_id: str, config: SubscriptionConfig, base_url: str, told: CreatedCallback
+        self, subscription_id: str, config: SubscriptionConfig, base_url: str, callback: CreatedCallback
     ) -> None:
-        """Makes a subscription, or confirms one with the same configuration."""
-        agent = self._agents.get(subscription_id)
-        if agent is not None:
-            self._confirm(agent, config, base_url, told)
+        """Create a subscription, or confirm one with the same configuration."""
+        runner = self._runners.get(subscription_id)
+        if runner is not None:
+            self._confirm(runner, config, base_url, callback)
             return
-        if len(self._agents) >= SUBSCRIPTIONS_MAX:
-            raise TailraceError("overloaded", f"there are {SUBSCRIPTIONS_MAX} subscriptions already")
+        if len(self._runners) >= SUBSCRIPTIONS_MAX:
+            raise TailraceError("overloaded", f"limit of {SUBSCRIPTIONS_MAX} subscriptions reached")
         tombstone = self._tombstones.get(subscription_id)
         generation = 0 if tombstone is None else tombstone.generation
         head = SubscriptionHead(config, self.now_ms(), generation, base_url=base_url)
-        agent = SubscriptionRunner(Subscription(subscription_id, head), self, self._loop, created=False)
-        agent.busy = True  # what arrives before it exists waits
-        self._adopt(agent)
-        task = self._loop.create_task(self._create(agent, told))
+        runner = SubscriptionRunner(Subscription(subscription_id, head), self, self._loop, created=False)
+        runner.busy = True  # events wait until it exists
+        self._add(runner)
+        task = self._loop.create_task(self._create(runner, callback))
         self._creating.add(task)
         task.add_done_callback(self._creating.discard)
 
     def _confirm(
-        self, agent: SubscriptionRunner, config: SubscriptionConfig, base_url: str, told: CreatedCallback
+        self, runner: SubscriptionRunner, config: SubscriptionConfig, base_url: str, callback: CreatedCallback
     ) -> None:
-        if agent.config.hash() != config.hash():
+        if runner.config.hash() != config.hash():
             raise TailraceError(
-                "SUBSCRIPTION_ALREADY_EXISTS", "a subscription of this id has another configuration"
+                "SUBSCRIPTION_ALREADY_EXISTS", "a subscription with this id has another configuration"
             )
 
         def decide(_now_ms: int) -> Step:
-            return state_machine.confirm(agent.sub, base_url)
+            return state_machine.confirm(runner.sub, base_url)
 
         def settled(_: Step, error: TailraceError | None) -> None:
-            told(agent, False, error)
+            callback(runner, False, error)
 
-        agent.submit(SubscriptionJob(decide, settled))
+        runner.submit(SubscriptionJob(decide, settled))
 
-    async def _create(self, agent: SubscriptionRunner, told: CreatedCallback) -> None:
-        """Finds what exists, without holding up the server while there is much of it."""
-        sub = agent.sub
+    async def _create(self, runner: SubscriptionRunner, callback: CreatedCallback) -> None:
+        """Find existing streams in pages, without blocking the event loop."""
+        sub = runner.sub
         try:
-            await self.hear_of(sub.config)
+            await self.wait_for_streams(sub.config)
         except TailraceError as error:
-            self._dismiss(agent, error)
-            told(agent, True, error)
+            self._remove(runner, error)
+            callback(runner, True, error)
             return
         existing: dict[str, str | None] = {}
         for path in sub.config.streams:
@@ -396,8 +399,8 @@ class SubscriptionService:
                 for name, offset in page:
                     if sub.wants(name):
                         existing[name] = offset
-                        # Its movements count from here on, though the link is not saved yet.
-                        self.follow(name, agent)
+                        # Follow it from here on, although the link is not saved yet.
+                        self.follow(name, runner)
                 await asyncio.sleep(0)
 
         def decide(_now_ms: int) -> Step:
@@ -405,20 +408,20 @@ class SubscriptionService:
 
         def settled(_: Step, error: TailraceError | None) -> None:
             if error is None:
-                agent.created = True
+                runner.created = True
                 self._tombstones.pop(sub.id, None)
             else:
-                self._dismiss(agent, error)
-            told(agent, True, error)
+                self._remove(runner, error)
+            callback(runner, True, error)
 
-        agent.busy = False
-        agent.run(SubscriptionJob(decide, settled))
+        runner.busy = False
+        runner.run(SubscriptionJob(decide, settled))
 
-    async def hear_of(self, config: SubscriptionConfig) -> None:
-        """Returns when what there is of a subscription's streams is known; of this log's it always is."""
+    async def wait_for_streams(self, config: SubscriptionConfig) -> None:
+        """Wait until the state of the subscription's streams is known; for the local log it always is."""
 
-    def delete(self, agent: SubscriptionRunner, told: StepCallback) -> None:
-        sub = agent.sub
+    def delete(self, runner: SubscriptionRunner, callback: StepCallback) -> None:
+        sub = runner.sub
 
         def decide(now_ms: int) -> Step:
             return state_machine.delete(sub, now_ms)
@@ -426,38 +429,38 @@ class SubscriptionService:
         def settled(step: Step, error: TailraceError | None) -> None:
             if error is None:
                 self._tombstones[sub.id] = sub.head
-                self._dismiss(agent, subscription_not_found(sub.id))
-            told(step, error)
+                self._remove(runner, subscription_not_found(sub.id))
+            callback(step, error)
 
-        agent.submit(SubscriptionJob(decide, settled))
+        runner.submit(SubscriptionJob(decide, settled))
 
-    def add_streams(self, agent: SubscriptionRunner, paths: Sequence[str], told: StepCallback) -> None:
+    def add_streams(self, runner: SubscriptionRunner, paths: Sequence[str], callback: StepCallback) -> None:
         def decide(_now_ms: int) -> Step:
             tails = {path: self.tail(path) for path in paths}
             return state_machine.add_streams(
-                agent.sub, {path: None if tail is None else tail.offset for path, tail in tails.items()}
+                runner.sub, {path: None if tail is None else tail.offset for path, tail in tails.items()}
             )
 
-        agent.submit(SubscriptionJob(decide, told))
+        runner.submit(SubscriptionJob(decide, callback))
 
-    def remove_stream(self, agent: SubscriptionRunner, path: str, told: StepCallback) -> None:
+    def remove_stream(self, runner: SubscriptionRunner, path: str, callback: StepCallback) -> None:
         def decide(_now_ms: int) -> Step:
-            return state_machine.remove_stream(agent.sub, path)
+            return state_machine.remove_stream(runner.sub, path)
 
-        agent.submit(SubscriptionJob(decide, told))
+        runner.submit(SubscriptionJob(decide, callback))
 
-    def claim(self, agent: SubscriptionRunner, worker: str, told: StepCallback) -> None:
+    def claim(self, runner: SubscriptionRunner, worker: str, callback: StepCallback) -> None:
         def decide(now_ms: int) -> Step:
-            return state_machine.claim(agent.sub, worker, now_ms, new_wake_id())
+            return state_machine.claim(runner.sub, worker, now_ms, new_wake_id())
 
-        agent.submit(SubscriptionJob(decide, told))
+        runner.submit(SubscriptionJob(decide, callback))
 
     def answer(
         self,
-        agent: SubscriptionRunner,
+        runner: SubscriptionRunner,
         token: WakeToken,
-        given: WakeAnswer,
-        told: StepCallback,
+        wake_answer: WakeAnswer,
+        callback: StepCallback,
         *,
         release: bool,
     ) -> None:
@@ -465,21 +468,21 @@ class SubscriptionService:
         decision = state_machine.release if release else state_machine.apply_answer
 
         def decide(now_ms: int) -> Step:
-            for ack in given.acks:
+            for ack in wake_answer.acks:
                 tail = self.tail(ack.stream)
-                agent.sub.observe(ack.stream, None if tail is None else tail.offset)
-            step = decision(agent.sub, given, now_ms, new_wake_id())
+                runner.sub.observe(ack.stream, None if tail is None else tail.offset)
+            step = decision(runner.sub, wake_answer, now_ms, new_wake_id())
             if now_ms >= token.expires_ms:
                 raise expired_wake_token()
             return step
 
-        agent.submit(SubscriptionJob(decide, told))
+        runner.submit(SubscriptionJob(decide, callback))
 
 
-def _producer_id(agent: SubscriptionRunner) -> str:
-    """Not one that a client can send: no header contains a line end. A subscription made anew is another."""
-    return f"wake\n{agent.sub.id}\n{agent.sub.head.created_ms}"
+def _producer_id(runner: SubscriptionRunner) -> str:
+    """A producer id that no client can send (it has line breaks), unique for each creation."""
+    return f"wake\n{runner.sub.id}\n{runner.sub.head.created_ms}"
 
 
 def subscription_not_found(subscription_id: str) -> TailraceError:
-    return TailraceError("SUBSCRIPTION_NOT_FOUND", f"there is no subscription {subscription_id!r}")
+    return TailraceError("SUBSCRIPTION_NOT_FOUND", f"subscription {subscription_id!r} not found")

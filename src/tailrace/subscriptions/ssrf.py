@@ -1,6 +1,7 @@
-"""Where webhooks may go. A URL is judged by its text, then by every address its host resolves to, each time.
+"""Checks of webhook URLs against server-side request forgery.
 
-The addresses that were judged are the ones to connect to: a name cannot pass and then lead elsewhere.
+A URL is checked by its text, then by every address its host resolves to, before each delivery. Connections
+are made to the checked addresses, so that a name cannot pass the check and then resolve to another address.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Sequence[str]]
 
 ADDRESSES_MAX: Final = 16
-# What a connection may carry without being mistaken for a second request or another host.
+# Characters that cannot be mistaken for a second request or another host.
 _URL_TEXT: Final = re.compile(r"[!-~]+")
-# A longer label is no name: looking it up fails in a way of its own.
+# A longer label is invalid; its lookup would fail with another kind of error.
 _LABEL: Final = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST_TEXT: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
-# The translators of single networks: where in it the IPv4 address is, is their own affair.
+# Translators of local networks: the position of the IPv4 address is not standardised.
 _LOCAL_NAT64: Final = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 class UrlRules(msgspec.Struct, frozen=True):
-    """The operator's choices: whether this machine may be called, and hosts that may be although private."""
+    """The operator's settings: whether loopback may be called, and private hosts that may be called."""
 
     loopback: bool = False
     allowed: frozenset[tuple[str, str]] = frozenset()  # (scheme, host)
 
 
 class WebhookTarget(msgspec.Struct, frozen=True):
-    """A URL that passed the rules on its text."""
+    """A URL whose text passed the check."""
 
     scheme: str
     host: str  # lower case, without brackets or final dot
     port: int
     path: str  # with query, never empty
     authority: str  # the Host header
-    any_address: bool  # allow-listed: whatever it resolves to
-    loopback: bool  # must resolve to this machine, and to nothing else
+    any_address: bool  # allow-listed: any address is accepted
+    loopback: bool  # must resolve to loopback addresses only
 
 
 def rejected_url(reason: str) -> TailraceError:
@@ -55,7 +56,7 @@ def rejected_url(reason: str) -> TailraceError:
 
 
 def url_rules(settings: Settings) -> UrlRules:
-    """`webhook_allow` lists hosts, meant for https; `http://host` allows plain HTTP to it too."""
+    """`webhook_allow` lists hosts for https; `http://host` also allows plain HTTP."""
     allowed: set[tuple[str, str]] = set()
     for item in settings.webhook_allow.split(","):
         scheme, separator, host = item.strip().lower().rpartition("://")
@@ -68,9 +69,9 @@ def url_rules(settings: Settings) -> UrlRules:
 
 
 def check_url(url: str, rules: UrlRules) -> WebhookTarget:
-    """Judges the text of a URL; names are resolved later, by `check_addresses`."""
+    """Check the text of a URL; names are resolved later, by `check_addresses`."""
     if not _URL_TEXT.fullmatch(url) or "\\" in url:
-        raise rejected_url("the webhook URL has characters that have to be percent-encoded")
+        raise rejected_url("the webhook URL has characters that must be percent-encoded")
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").removesuffix("."), parts.port
@@ -82,7 +83,7 @@ def check_url(url: str, rules: UrlRules) -> WebhookTarget:
         raise rejected_url("the webhook URL must be https://host/...")
     address = parse_ip(host)
     if address is None and (not _HOST_TEXT.fullmatch(host) or _looks_numeric(host)):
-        raise rejected_url("the webhook URL's host is neither a name nor an address")
+        raise rejected_url("the host of the webhook URL must be a name or an address")
     any_address = (parts.scheme, host) in rules.allowed
     loopback = (
         not any_address
@@ -107,17 +108,17 @@ def check_url(url: str, rules: UrlRules) -> WebhookTarget:
 
 
 def check_addresses(target: WebhookTarget, resolved: Sequence[str]) -> list[str]:
-    """The addresses to connect to. One bad one spoils them all: the next look-up could return only that."""
+    """The addresses to connect to. One rejected address rejects all, as a later lookup could return it."""
     addresses = [parse_ip(text.partition("%")[0]) for text in resolved[:ADDRESSES_MAX]]
     good: list[str] = []
     for address in addresses:
         if address is None:
-            raise rejected_url("the webhook's host did not resolve to an address")
+            raise rejected_url("the webhook host did not resolve to an address")
         if target.loopback:
             if not address.is_loopback:
-                raise rejected_url("the webhook's host is not this machine")
+                raise rejected_url("the webhook host is not a loopback address")
         elif not target.any_address and not is_public(address):
-            raise rejected_url("the webhook's host resolves to a private or reserved address")
+            raise rejected_url("the webhook host resolves to a private or reserved address")
         good.append(str(address))
     return good
 
@@ -129,14 +130,14 @@ def resolve_host(host: str, port: int) -> list[str]:
 
 
 def check_target(target: WebhookTarget, resolver: Resolver = resolve_host) -> list[str]:
-    """Resolves and judges; OSError if the name does not resolve. Blocks, so it runs off the loop."""
+    """Resolve and check; OSError if the name does not resolve. Blocks, so it runs off the loop."""
     if parse_ip(target.host) is not None:
         return check_addresses(target, [target.host])
     return check_addresses(target, resolver(target.host, target.port))
 
 
 def parse_ip(host: str) -> IpAddress | None:
-    """A literal address in its one standard spelling; zones are not addresses."""
+    """A literal address in standard notation; zones are not accepted."""
     if "%" in host:
         return None
     try:
@@ -146,7 +147,7 @@ def parse_ip(host: str) -> IpAddress | None:
 
 
 def is_public(address: IpAddress) -> bool:
-    """Whether an address is one of the open Internet, looking through every form that embeds IPv4."""
+    """Whether an address is public, including all forms that embed an IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
         embedded = address.ipv4_mapped or address.sixtofour
         if embedded is None and address in _NAT64:
@@ -168,6 +169,6 @@ def is_public(address: IpAddress) -> bool:
 
 
 def _looks_numeric(host: str) -> bool:
-    """`127.1`, `0x7f000001`, `017700000001`: other spellings of IPv4, which resolvers understand."""
+    """`127.1`, `0x7f000001`, `017700000001`: other notations of IPv4 that resolvers accept."""
     last = host.rpartition(".")[2]
     return last.isdigit() or re.fullmatch(r"0x[0-9a-f]*", last) is not None

@@ -1,8 +1,8 @@
-"""What happens to a subscription: pure decisions over its state, without clock, I/O or chance of their own.
+"""The state machine of a subscription: pure decisions without clock, I/O or randomness.
 
 Each function looks at a `Subscription` and returns a `Step`: the changes to make durable and then to apply,
-and whether a wake has to be sent out after that. Nothing is changed here, so a step that cannot be saved has
-not happened.
+and whether a wake has to be sent after that. Nothing is changed here, so a step that cannot be saved has no
+effect.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ RETRY_MS_FIRST: Final = 1000
 RETRY_MS_MAX: Final = 60_000
 RETRY_JITTER: Final = 0.2
 RETRY_DELAY_MS_MAX: Final = round(RETRY_MS_MAX * (1 + RETRY_JITTER))
-# Streams one wake covers. What is pending beyond that follows in the next wake.
+# Streams in one wake. Further pending streams follow in the next wake.
 WAKE_STREAMS_MAX: Final = 1000
-# With more links than this, a wake lists only those with work.
+# With more links than this, a wake lists only those with pending entries.
 LISTED_STREAMS_MAX: Final = 1000
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A decision: what becomes durable, and whether its wake then goes out."""
+    """A decision: the changes to make durable, and the wake to send after that."""
 
     changes: tuple[Change, ...] = ()
     wake: Wake | None = None
@@ -45,11 +45,11 @@ class Step(msgspec.Struct, frozen=True):
 
 class StreamAck(msgspec.Struct, frozen=True):
     stream: str
-    offset: str  # in the form the server writes; empty if it was malformed
+    offset: str  # in canonical form; empty if it was malformed
 
 
 class WakeAnswer(msgspec.Struct, frozen=True):
-    """A callback, ack or release: which wake it speaks for, by its token and by its body."""
+    """A callback, ack or release: the wake it refers to, by its token and by its body."""
 
     token_generation: int
     generation: int
@@ -62,11 +62,11 @@ class WakeAnswer(msgspec.Struct, frozen=True):
 
 
 def create(sub: Subscription, existing: Iterable[tuple[str, str | None]]) -> Step:
-    """A new subscription over streams that exist, at their tails: nothing is replayed.
+    """A new subscription over existing streams, from their tails: nothing is replayed.
 
-    `existing` are the named streams (None for those not there yet) and all that match. The head's generation
-    continues that of a deleted subscription of the same id, so that its tokens stay fenced. It is saved last:
-    without it there is no subscription.
+    `existing` are the named streams (None for those that do not exist yet) and all that match. The generation
+    continues that of a deleted subscription with the same id, so that its tokens stay fenced. The head is
+    saved last: without it the subscription does not exist.
     """
     named = set(sub.config.streams)
     changes: list[Change] = []
@@ -78,20 +78,20 @@ def create(sub: Subscription, existing: Iterable[tuple[str, str | None]]) -> Ste
 
 
 def confirm(sub: Subscription, base_url: str) -> Step:
-    """The same configuration again. Callbacks follow the client to where it now finds the server."""
+    """The same configuration again. Callbacks use the URL by which the client now reaches the server."""
     if base_url == sub.head.base_url:
         return Step()
     return Step((SetHead(replace(sub.head, base_url=base_url)),))
 
 
 def delete(sub: Subscription, now_ms: int) -> Step:
-    """A tombstone remembers the generation; links go, after it: from then on they belong to nothing."""
+    """Store a tombstone with the generation, then remove the links."""
     tombstone = SubscriptionHead(None, sub.head.created_ms, sub.head.generation, None, now_ms)
     return Step((SetHead(tombstone), *(DropLink(path) for path in sub.links)))
 
 
 def add_streams(sub: Subscription, tails: Mapping[str, str | None]) -> Step:
-    """Explicit links; those that are new start at the current tail."""
+    """Add explicit links; new ones start at the current tail."""
     changes: list[Change] = []
     for path, tail in tails.items():
         link = sub.links.get(path)
@@ -104,7 +104,7 @@ def add_streams(sub: Subscription, tails: Mapping[str, str | None]) -> Step:
 
 
 def remove_stream(sub: Subscription, path: str) -> Step:
-    """Removes an explicit link; what the pattern links stays."""
+    """Remove an explicit link; a link by pattern stays."""
     link = sub.links.get(path)
     if link is None or not link.explicit:
         return Step()
@@ -114,7 +114,7 @@ def remove_stream(sub: Subscription, path: str) -> Step:
 
 
 def stream_created(sub: Subscription, path: str, cursor: str) -> Step:
-    """A stream came to be: linked before its first content, so that the first append wakes."""
+    """Link a new stream before its first entry, so that the first append wakes."""
     link = sub.links.get(path)
     glob = sub.wants(path)
     if not glob and link is None:
@@ -125,7 +125,7 @@ def stream_created(sub: Subscription, path: str, cursor: str) -> Step:
 
 
 def stream_deleted(sub: Subscription, path: str) -> Step:
-    """A stream is gone: what only the pattern linked goes with it, a named one waits for its return."""
+    """Remove the link of a deleted stream; an explicit one waits for its recreation."""
     link = sub.links.get(path)
     if link is None:
         return Step()
@@ -138,7 +138,7 @@ def stream_deleted(sub: Subscription, path: str) -> Step:
 
 
 def current_wake(sub: Subscription, now_ms: int) -> Wake | None:
-    """The wake that may be answered now: one whose lease ran out is over, however late the timer is."""
+    """The wake that can be answered now; not one whose lease has expired, even if the timer is late."""
     return None if lease_expired(sub, now_ms) else sub.wake
 
 
@@ -154,16 +154,16 @@ def lease_expired(sub: Subscription, now_ms: int) -> bool:
 
 
 def _is_due(at_ms: int, now_ms: int, ms_max: int) -> bool:
-    """Whether an instant has come that was at most `ms_max` ahead when it was set.
+    """Whether a time has come that was at most `ms_max` ahead when it was set.
 
-    One that is twice as far ahead was set before the clock was set back. A small step of the clock must not
-    end a lease.
+    A time more than twice as far ahead was set before the clock was set back. A small step of the clock must
+    not end a lease.
     """
     return now_ms >= at_ms or at_ms - now_ms > 2 * ms_max
 
 
 def next_wake(sub: Subscription, now_ms: int, wake_id: str) -> Step:
-    """What is due now without anybody asking: the end of a lease, a wake for pending work."""
+    """A step that is due by itself: the end of a lease, or a wake for pending entries."""
     over = lease_expired(sub, now_ms)
     if sub.wake is not None and not over:
         return Step()
@@ -174,7 +174,7 @@ def next_wake(sub: Subscription, now_ms: int, wake_id: str) -> Step:
 
 
 def due_at_ms(sub: Subscription) -> int | None:
-    """When this subscription next needs attention without anybody asking."""
+    """The time of the next step that is due by itself."""
     wake = sub.wake
     if wake is None or sub.delivering == wake.generation:
         return None
@@ -182,7 +182,7 @@ def due_at_ms(sub: Subscription) -> int | None:
 
 
 def due_in_ms(sub: Subscription, now_ms: int) -> int | None:
-    """How long until then: at most twice a lease or a pause, also when the clock was set back."""
+    """Milliseconds until then: at most twice a lease or a retry pause, even if the clock was set back."""
     at_ms = due_at_ms(sub)
     if at_ms is None or sub.wake is None:
         return None
@@ -191,7 +191,7 @@ def due_in_ms(sub: Subscription, now_ms: int) -> int | None:
 
 
 def claim(sub: Subscription, worker: str, now_ms: int, wake_id: str) -> Step:
-    """A worker takes the wake; one is issued on the spot if there is work and no wake yet."""
+    """A worker claims the wake; one is issued at once if there are pending entries and no wake."""
     wake = current_wake(sub, now_ms)
     if wake is not None and wake.holder is not None:
         raise TailraceError(
@@ -201,26 +201,26 @@ def claim(sub: Subscription, worker: str, now_ms: int, wake_id: str) -> Step:
             generation=wake.generation,
         )
     if not sub.pending:
-        raise TailraceError("NO_PENDING_WORK", "there is nothing new in this subscription's streams")
+        raise TailraceError("NO_PENDING_WORK", "this subscription has no pending entries")
     if wake is None:
         wake = _issue(sub, sub.pending, now_ms, wake_id)
-        assert wake is not None, "there is work"
+        assert wake is not None, "there are pending entries"
     claimed = replace(
         wake, holder=worker, tails=_snapshot(sub.pending), lease_until_ms=now_ms + sub.config.lease_ttl_ms
     )
     return Step((_head(sub, claimed),), claimed)
 
 
-def apply_answer(sub: Subscription, given: WakeAnswer, now_ms: int, wake_id: str) -> Step:
-    """Acks from whoever has the wake. `done` ends it, otherwise the lease starts anew."""
-    wake = _require_current(sub, given, now_ms)
-    cursors = _check_acks(sub, given.acks)
-    return _settle(sub, wake, cursors, done=given.done, now_ms=now_ms, wake_id=wake_id)
+def apply_answer(sub: Subscription, answer: WakeAnswer, now_ms: int, wake_id: str) -> Step:
+    """Acks from the holder of the wake. `done` ends it, otherwise the lease is renewed."""
+    wake = _require_current(sub, answer, now_ms)
+    cursors = _check_acks(sub, answer.acks)
+    return _settle(sub, wake, cursors, done=answer.done, now_ms=now_ms, wake_id=wake_id)
 
 
-def release(sub: Subscription, given: WakeAnswer, now_ms: int, wake_id: str) -> Step:
-    """The holder gives the wake back, with nothing acked; another one follows if there is work."""
-    wake = _require_current(sub, given, now_ms)
+def release(sub: Subscription, answer: WakeAnswer, now_ms: int, wake_id: str) -> Step:
+    """The holder releases the wake without acks; another one follows if entries are pending."""
+    wake = _require_current(sub, answer, now_ms)
     return _settle(sub, wake, {}, done=True, now_ms=now_ms, wake_id=wake_id)
 
 
@@ -228,7 +228,7 @@ def release(sub: Subscription, given: WakeAnswer, now_ms: int, wake_id: str) -> 
 
 
 def begin_attempt(sub: Subscription, now_ms: int) -> Step:
-    """A delivery that was put off is tried again: the same wake, with a lease that starts now."""
+    """Retry a failed delivery: the same wake, with a lease that starts now."""
     wake = sub.wake
     if wake is None or wake.attempt_at_ms is None:
         return Step()
@@ -241,10 +241,10 @@ def begin_attempt(sub: Subscription, now_ms: int) -> Step:
 
 
 def delivery_succeeded(sub: Subscription, generation: int, *, done: bool, now_ms: int, wake_id: str) -> Step:
-    """The hook answered 2xx. With `done` the snapshot is acked and the wake over."""
+    """The webhook returned 2xx. With `done` the snapshot is acked and the wake ends."""
     wake = sub.wake
     if wake is None or wake.generation != generation:
-        return Step()  # answered by a callback, or deleted, before the response came
+        return Step()  # answered by a callback, or deleted, before the response arrived
     if done:
         cursors = {
             path: tail
@@ -256,7 +256,7 @@ def delivery_succeeded(sub: Subscription, generation: int, *, done: bool, now_ms
 
 
 def delivery_failed(sub: Subscription, generation: int, now_ms: int, jitter: float) -> Step:
-    """The hook did not take the wake. `jitter` is between -1 and 1."""
+    """The delivery failed. `jitter` is between -1 and 1."""
     wake = sub.wake
     if wake is None or wake.generation != generation:
         return Step()
@@ -272,31 +272,31 @@ def retry_delay_ms(failures: int, jitter: float) -> int:
     return round(pause_ms * (1 + RETRY_JITTER * jitter))
 
 
-# -- inside -----------------------------------------------------------------------------------------------
+# -- internal ---------------------------------------------------------------------------------------------
 
 
-def _require_current(sub: Subscription, given: WakeAnswer, now_ms: int) -> Wake:
+def _require_current(sub: Subscription, answer: WakeAnswer, now_ms: int) -> Wake:
     wake = current_wake(sub, now_ms)
     if (
         wake is None
-        or given.token_generation != wake.generation
-        or given.generation != wake.generation
-        or given.wake_id != wake.id
+        or answer.token_generation != wake.generation
+        or answer.generation != wake.generation
+        or answer.wake_id != wake.id
         or (sub.config.type == "pull-wake" and wake.holder is None)
     ):
         raise TailraceError(
-            "FENCED", "this wake is over: its lease ran out, or it was answered, or a newer one was issued"
+            "FENCED", "this wake has ended: its lease expired, it was answered, or a newer one was issued"
         )
     return wake
 
 
 def _check_acks(sub: Subscription, acks: Sequence[StreamAck]) -> dict[str, str]:
-    """The cursors that acks ask for, all checked before any is applied. The furthest of a stream counts."""
+    """The cursors of all acks, checked before any is applied. The highest one of a stream counts."""
     cursors: dict[str, str] = {}
     for ack in acks:
         link = sub.links.get(ack.stream)
         if not ack.offset:
-            raise invalid_offset(ack.stream, "not an offset that this server hands out")
+            raise invalid_offset(ack.stream, "the offset must be one returned by this server")
         if link is None:
             raise invalid_offset(ack.stream, "the stream is not linked to this subscription")
         if ack.offset < link.acked:
@@ -314,14 +314,14 @@ def invalid_offset(stream: str, reason: str) -> TailraceError:
 def _settle(
     sub: Subscription, wake: Wake, cursors: Mapping[str, str], *, done: bool, now_ms: int, wake_id: str
 ) -> Step:
-    """Moves cursors, then ends the wake (and issues the next, if there is work) or extends its lease."""
+    """Move cursors, then end the wake (and issue the next one if entries are pending) or extend its lease."""
     changes: list[Change] = [
         SetLink(path, replace(sub.links[path], acked=cursor))
         for path, cursor in cursors.items()
         if cursor != sub.links[path].acked
     ]
     if not done:
-        # Whoever calls has the wake, even if our POST seemed to fail: no need to send it again.
+        # The caller has the wake, even if our POST seemed to fail: it need not be sent again.
         held = replace(wake, lease_until_ms=now_ms + sub.config.lease_ttl_ms, attempt_at_ms=None, failures=0)
         return Step((*changes, _head(sub, held)))
     pending = {path: tail for path, tail in sub.pending.items() if tail > cursors.get(path, "")}
@@ -338,7 +338,7 @@ def _issue(sub: Subscription, pending: Mapping[str, str], now_ms: int, wake_id: 
         generation=sub.head.generation + 1,
         tails=_snapshot(pending),
         lease_until_ms=now_ms + sub.config.lease_ttl_ms if webhook else None,
-        # Due at once: a restart before the hook has answered tries again.
+        # Due at once: after a restart before the webhook has responded it is tried again.
         attempt_at_ms=now_ms if webhook else None,
     )
 

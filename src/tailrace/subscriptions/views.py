@@ -1,4 +1,4 @@
-"""What subscriptions look like in JSON: to those who manage them, to hooks, to workers."""
+"""JSON bodies of subscriptions: for management, webhooks and workers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tailrace.subscriptions import state_machine
 from tailrace.subscriptions.model import Subscription, Wake
 
 CONTROL_PATH: Final = "/v1/stream/__ds"
-# Links shown at most; the rest is only counted.
+# Links listed at most; beyond that only their number is returned.
 SHOWN_STREAMS_MAX: Final = 10_000
 
 
 def subscription_body(sub: Subscription, kid: str, base_url: str) -> bytes:
-    """The body of PUT and GET. No secret is ever part of it."""
+    """The body of PUT and GET, without secrets."""
     config = sub.config
     streams = [
         {"path": path, "link_type": link.kind, "acked_offset": link.acked}
@@ -47,13 +47,13 @@ def subscription_body(sub: Subscription, kid: str, base_url: str) -> bytes:
 
 
 def status(sub: Subscription) -> str:
-    """`failed` while a delivery that did not work waits to be tried again."""
+    """`failed` while a failed delivery waits for its retry."""
     wake = sub.wake
     return "failed" if wake is not None and wake.failures and wake.attempt_at_ms is not None else "active"
 
 
 def wake_streams(sub: Subscription, tails: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The links as a wake shows them; with very many links, those with work only."""
+    """The links in a wake; with very many links, only those with pending entries."""
     paths = list(sub.links) if len(sub.links) <= state_machine.LISTED_STREAMS_MAX else list(tails)
     listed: list[dict[str, Any]] = []
     for path in paths:
@@ -99,7 +99,7 @@ def claim_body(sub: Subscription, wake: Wake, token: str) -> bytes:
 
 
 def wake_event(sub: Subscription, wake: Wake, now_ms: int) -> bytes:
-    """What is written to the wake stream."""
+    """The event written to the wake stream."""
     return orjson.dumps(
         {
             "type": "wake",

@@ -1,9 +1,4 @@
-"""Webhook delivery: signed POST requests, bounded in time, size and number.
-
-One webhook call: a POST to an address that was checked, bounded in time and size, no redirects.
-
-Webhook deliveries: signed, to checked addresses, a bounded number at once.
-"""
+"""Webhook delivery: signed POST requests to checked addresses, bounded in time, size and number."""
 
 from __future__ import annotations
 
@@ -21,6 +16,7 @@ import msgspec
 
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.subscriptions import keys as tokens
@@ -46,7 +42,7 @@ class WebhookResponse(NamedTuple):
 
     @property
     def done(self) -> bool:
-        """Whether a worker says that it has dealt with the wake already."""
+        """Whether the worker has already processed the wake."""
         if not (self.accepted and self.complete):
             return False
         try:
@@ -60,7 +56,7 @@ class _ResponseBody(msgspec.Struct):
 
 
 class DeliveryError(Exception):
-    """No usable answer; the message says why, without secrets."""
+    """No usable response; the message has the reason, without secrets."""
 
 
 async def post_webhook(
@@ -72,7 +68,7 @@ async def post_webhook(
     answer_bytes_max: int,
     tls: ssl.SSLContext | None,
 ) -> WebhookResponse:
-    """Sends the body and reads the answer. The caller sets the time limit by cancelling."""
+    """Send the body and read the response. The caller limits the time by cancelling."""
     reader, writer = await _connect(target, addresses, tls)
     try:
         lines = [f"POST {target.path} HTTP/1.1", f"Host: {target.authority}", f"Content-Length: {len(body)}"]
@@ -90,21 +86,21 @@ async def post_webhook(
 async def _connect(
     target: WebhookTarget, addresses: Sequence[str], tls: ssl.SSLContext | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """The first checked address that answers. The name is used for the certificate, never looked up again."""
+    """Connect to the first checked address that accepts. The host name is used only for the certificate."""
     assert (target.scheme == "https") == (tls is not None)
-    trouble = "the host has no address"
+    problem = "the host has no address"
     for address in addresses:
         try:
             return await asyncio.open_connection(
                 address, target.port, ssl=tls, server_hostname=target.host if tls is not None else None
             )
         except OSError as error:
-            trouble = error.strerror or str(error)
-    raise DeliveryError(f"cannot connect: {trouble}")
+            problem = error.strerror or str(error)
+    raise DeliveryError(f"cannot connect: {problem}")
 
 
 class _ResponseReader:
-    """Collects one response; what httptools calls while it parses."""
+    """Collects one response; the callback object of httptools."""
 
     def __init__(self, parser_of: type[httptools.HttpResponseParser], body_bytes_max: int) -> None:
         self.parser = parser_of(self)
@@ -125,27 +121,27 @@ class _ResponseReader:
         self.body += data[:room]
 
     def on_message_complete(self) -> None:
-        # An interim answer (1xx) announces the real one.
+        # An interim response (1xx) precedes the final one.
         self.complete = self.head_complete
 
 
 async def _read(reader: asyncio.StreamReader, body_bytes_max: int) -> WebhookResponse:
-    answer = _ResponseReader(httptools.HttpResponseParser, body_bytes_max)
+    response = _ResponseReader(httptools.HttpResponseParser, body_bytes_max)
     head_bytes = 0
-    while not (answer.complete or answer.full):
+    while not (response.complete or response.full):
         data = await reader.read(READ_BYTES)
         if not data:
-            if not answer.head_complete:
-                raise DeliveryError("the connection was closed without an answer")
+            if not response.head_complete:
+                raise DeliveryError("the connection was closed without a response")
             break
-        if not answer.head_complete:
+        if not response.head_complete:
             head_bytes += len(data)
             if head_bytes > HEAD_BYTES_MAX + READ_BYTES:
-                raise DeliveryError("the answer's head is too long")
-        # After a complete message the rest of the data is not ours.
+                raise DeliveryError("the response head is too long")
+        # Data after a complete message is ignored.
         with contextlib.suppress(httptools.HttpParserUpgrade):
-            answer.parser.feed_data(data)
-    return WebhookResponse(answer.status, bytes(answer.body), not answer.full)
+            response.parser.feed_data(data)
+    return WebhookResponse(response.status, bytes(response.body), not response.full)
 
 
 logger = logging.getLogger("tailrace.subscriptions")
@@ -154,7 +150,7 @@ DELIVERIES_AT_ONCE: Final = 64
 
 
 class WebhookSpan(Protocol):
-    """A call that is part of a trace."""
+    """The trace span of a webhook call."""
 
     @property
     def traceparent(self) -> str: ...
@@ -162,7 +158,7 @@ class WebhookSpan(Protocol):
 
 
 class WebhookSender:
-    """Sends wakes to hooks."""
+    """Sends wakes to webhooks."""
 
     def __init__(
         self,
@@ -182,46 +178,47 @@ class WebhookSender:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(DELIVERIES_AT_ONCE)
         self._tls: ssl.SSLContext | None = None
-        self.trace: Callable[[str], WebhookSpan] | None = None  # begins a trace with a call, by subscription
+        self.trace: Callable[[str], WebhookSpan] | None = None  # starts a span by subscription id
 
-    def send(self, agent: SubscriptionRunner, wake: Wake) -> None:
-        agent.sub.delivering = wake.generation
-        task = self._loop.create_task(self._deliver(agent, wake))
+    def send(self, runner: SubscriptionRunner, wake: Wake) -> None:
+        runner.sub.delivering = wake.generation
+        task = self._loop.create_task(self._deliver(runner, wake))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        """Ends deliveries under way; the next server tries them again."""
+        """Cancel running deliveries; the next server retries them."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _deliver(self, agent: SubscriptionRunner, wake: Wake) -> None:
-        """One attempt; its outcome is a decision like any other."""
+    async def _deliver(self, runner: SubscriptionRunner, wake: Wake) -> None:
+        """One delivery attempt; its outcome is a state machine step."""
         accepted = done = False
-        traced = None if self.trace is None else self.trace(agent.sub.id)
+        traced = None if self.trace is None else self.trace(runner.sub.id)
         try:
             async with self._slots:
                 response = await asyncio.wait_for(
-                    self._post(agent, wake, traced), self._limits.webhook_ms / 1000
+                    self._post(runner, wake, traced), self._limits.webhook_ms / 1000
                 )
             accepted, done = response.accepted, response.done
-            trouble = "" if accepted else f"it answered {response.status}"
+            problem = "" if accepted else f"status {response.status}"
         except TimeoutError:
-            trouble = "it did not answer in time"
+            problem = "no response in time"
         except (DeliveryError, TailraceError, OSError) as error:
-            trouble = str(error)
+            problem = str(error)
         outcome = "done" if done else "accepted" if accepted else "failed"
         self._outcomes.add(outcome)
         if traced is not None:
             traced.end(outcome)
-        if agent.closed:
+        if runner.closed:
             return
-        if trouble:
-            logger.warning("webhook of subscription %r failed: %s", agent.sub.id, trouble)
+        if problem:
+            fields = log_fields(subscription=runner.sub.id, error=problem)
+            logger.warning("webhook delivery failed", extra=fields)
 
         def decide(now_ms: int) -> Step:
-            sub = agent.sub
+            sub = runner.sub
             if sub.delivering == wake.generation:
                 sub.delivering = None
             if sub.deleted:
@@ -230,16 +227,16 @@ class WebhookSender:
                 return state_machine.delivery_succeeded(
                     sub, wake.generation, done=done, now_ms=now_ms, wake_id=new_wake_id()
                 )
-            jitter = random.uniform(-1, 1)  # noqa: S311 (spreads retries, keeps no secret)
+            jitter = random.uniform(-1, 1)  # noqa: S311 (spreads retries, not a secret)
             return state_machine.delivery_failed(sub, wake.generation, now_ms, jitter)
 
-        agent.submit(SubscriptionJob(decide, _ignore_outcome, lasting=True))
+        runner.submit(SubscriptionJob(decide, _ignore_outcome, must_succeed=True))
 
     async def _post(
-        self, agent: SubscriptionRunner, wake: Wake, traced: WebhookSpan | None
+        self, runner: SubscriptionRunner, wake: Wake, traced: WebhookSpan | None
     ) -> WebhookResponse:
-        sub = agent.sub
-        url = agent.config.webhook_url
+        sub = runner.sub
+        url = runner.config.webhook_url
         assert url is not None, "a webhook subscription has a URL"
         target = ssrf.check_url(url, self.rules)
         addresses = await self._loop.run_in_executor(None, ssrf.check_target, target)
@@ -267,4 +264,4 @@ def new_wake_id() -> str:
 
 
 def _ignore_outcome(_step: Step, _error: TailraceError | None) -> None:
-    """The outcome of a delivery concerns nobody but the subscription."""
+    """Only the state machine needs the outcome."""

@@ -116,7 +116,7 @@ class SubscriptionSummaries:
             "offset": "" if stream is None else stream.offset(upto),
             "subscriptions": len(self._written),
             "expires": self._now_ms() + seconds * 1000,
-            "token": None if grants is None else grants.give(who, seconds, asker),
+            "token": None if grants is None else grants.issue(who, seconds, asker),
         }
 
     def _keep(self, pause_s: float) -> None:

@@ -1,11 +1,7 @@
-"""The async hub client, and the sync one over it.
+"""The async hub client, and the sync one, which runs it on an event loop in its own thread.
 
-The asynchronous client of the hub: a session that lasts, and everything an actor does with it.
-
-The synchronous client of the hub: the asynchronous one, on an event loop in a thread of its own.
-
-So heartbeats are sent and addresses are renewed while the caller does something else. Every operation is said
-once, in `AsyncHub`; here it is called, and waited for.
+So the sync client sends heartbeats and renews addresses while the caller does something else. Every operation
+is implemented once, in `AsyncHub`.
 """
 
 from __future__ import annotations
@@ -40,15 +36,15 @@ from tailrace.client.hub.model import (
     Registration,
     Subscription,
     Timeouts,
-    decode_answer,
+    decode_response,
 )
 from tailrace.client.hub.resources import Inbox, SessionResources
 from tailrace.client.hub.session import SessionOptions
 from tailrace.client.hub.wire import SigningKey, connection_lost, without_none
 from tailrace.client.transport import Retries
 
-# The first contact is tried three times. A session that was there once comes back for as long as it takes,
-# after 1 s, 2 s, 4 s and so on, at most 30 s, each time a random part of it.
+# The first connection is tried three times. An established session reconnects without limit, with an
+# exponential back-off from 1 s to 30 s and full jitter.
 RETRIES: Final = Retries(attempts_max=3, delay_s_first=1.0, delay_s_max=30.0)
 INBOX_MESSAGES_MAX: Final = 2000
 INBOX_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -60,7 +56,7 @@ PRODUCER_ID_BYTES_MAX: Final = 128
 
 
 class AsyncHub(AsyncContextManaged):
-    """An actor's place at the hub. Use it as a context manager, or `connect` and `close` it."""
+    """A client of the hub for one actor. Use it as a context manager, or call `connect` and `close`."""
 
     def __init__(
         self,
@@ -88,15 +84,15 @@ class AsyncHub(AsyncContextManaged):
         check_integer("inbox_messages_max", inbox_messages_max, least=1)
         check_integer("inbox_bytes_max", inbox_bytes_max, least=1)
         inbox = Inbox(messages_max=inbox_messages_max, bytes_max=inbox_bytes_max)
-        self._place = SessionResources(options, inbox, on_notice)
+        self._resources = SessionResources(options, inbox, on_notice)
 
     # -- the session
 
     async def connect(self) -> None:
-        await self._place.open()
+        await self._resources.open()
 
     async def close(self) -> None:
-        await self._place.close()
+        await self._resources.close()
 
     async def __aenter__(self) -> AsyncHub:
         await self.connect()
@@ -104,18 +100,18 @@ class AsyncHub(AsyncContextManaged):
 
     @property
     def identity(self) -> str:
-        """Who the hub says we are."""
-        return self._place.session.identity
+        """The identity assigned by the hub."""
+        return self._resources.session.identity
 
     @property
     def session_id(self) -> str:
-        welcome = self._place.session.welcome
+        welcome = self._resources.session.welcome
         return "" if welcome is None else welcome.session_id
 
     @property
     def resumed(self) -> bool:
-        """Whether the session is the one from before the last lost connection."""
-        welcome = self._place.session.welcome
+        """Whether the session was resumed after the last lost connection."""
+        welcome = self._resources.session.welcome
         return welcome is not None and welcome.resumed
 
     async def request(
@@ -126,12 +122,12 @@ class AsyncHub(AsyncContextManaged):
         metadata: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Message:
-        """Any message of the protocol that is answered, for what has no method here."""
-        return await self._place.ask(type, payload or {}, metadata=metadata, timeout_s=timeout_s)
+        """Send any message of the protocol that has a response, for operations without a method here."""
+        return await self._resources.ask(type, payload or {}, metadata=metadata, timeout_s=timeout_s)
 
     async def refresh_token(self, token: str | None = None) -> int | None:
-        """Go on under a new token. Returns when it expires, in milliseconds since 1970."""
-        return await self._place.refresh_token(token)
+        """Continue with a new token. Returns its expiry in milliseconds since 1970."""
+        return await self._resources.refresh_token(token)
 
     # -- addresses
 
@@ -149,11 +145,11 @@ class AsyncHub(AsyncContextManaged):
         ack_timeout_s: int | None = None,
         deliveries_max: int | None = None,
     ) -> Registration:
-        """Take an address, and keep it: it is renewed, and taken again by every new session."""
+        """Register an address. It is renewed automatically, and registered again by every new session."""
         check_seconds("ttl_s", ttl_s)
         check_choice("commit", commit, COMMITS)
         if not capabilities:
-            raise ValueError("capabilities must name one or more")
+            raise ValueError("capabilities must not be empty")
         for name, value in (
             ("in_flight_max", in_flight_max),
             ("ack_timeout_s", ack_timeout_s),
@@ -173,12 +169,12 @@ class AsyncHub(AsyncContextManaged):
             ackTimeout=ack_timeout_s,
             maxDeliver=deliveries_max,
         )
-        return await self._place.register(payload)
+        return await self._resources.register(payload)
 
     async def unregister(self, address: str, *, delete_mailbox: bool = False) -> None:
-        self._place.let_go(address)
+        self._resources.forget_registration(address)
         payload = without_none(actorAddress=address, deleteMailbox=delete_mailbox or None)
-        await self._place.ask("hub:unregister", payload)
+        await self._resources.ask("hub:unregister", payload)
 
     async def discover(
         self,
@@ -198,19 +194,19 @@ class AsyncHub(AsyncContextManaged):
             asOf=as_of,
             limit=page_size,
         )
-        async for actor in self._place.discover(query):
+        async for actor in self._resources.discover(query):
             yield actor
 
     async def watch(self, pattern: str = "*", *, capability: str | None = None) -> AsyncIterator[Presence]:
-        """Who is there, and from then on who comes, goes or changes. It goes on over lost sessions."""
-        watching = await self._place.watch(
+        """The present actors, then those that join, leave or change. Survives lost sessions."""
+        watching = await self._resources.watch(
             without_none(action="watch", pattern=pattern, capability=capability)
         )
         try:
             while (event := await watching.next()) is not None:
                 yield event
         finally:
-            await self._place.unwatch(watching)
+            await self._resources.unwatch(watching)
 
     # -- messages
 
@@ -230,14 +226,14 @@ class AsyncHub(AsyncContextManaged):
         ttl_ms: int | None = None,
         timeout_s: float | None = None,
     ) -> Ack:
-        """Tell somebody something. With `ack` it returns when it has come so far, else once it is sent."""
+        """Send a message. With `ack` it returns when that level is reached, otherwise once it is sent."""
         if ack is not None:
             check_choice("ack", ack, ACK_LEVELS)
         if ttl_ms is not None:
             check_integer("ttl_ms", ttl_ms, least=1)
         _check_timeout(timeout_s)
         extended = _metadata(metadata, priority, producer)
-        await self._place.until_open(to)
+        await self._resources.wait_until_resumed(to)
         options: dict[str, Any] = {
             "metadata": extended,
             "sender": sender,
@@ -251,8 +247,10 @@ class AsyncHub(AsyncContextManaged):
             **without_none(ack=ack, durable=durable),
         }
         if ack is None:
-            return Ack(await self._place.tell("hub:send", payload, **options), "sent")
-        return decode_answer(await self._place.ask("hub:send", payload, timeout_s=timeout_s, **options), Ack)
+            return Ack(await self._resources.tell("hub:send", payload, **options), "sent")
+        return decode_response(
+            await self._resources.ask("hub:send", payload, timeout_s=timeout_s, **options), Ack
+        )
 
     async def ask(
         self,
@@ -265,11 +263,11 @@ class AsyncHub(AsyncContextManaged):
         timeout_s: float | None = None,
         on_part: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Ask somebody something, and wait for the reply. `on_part` gets what comes before the last one."""
+        """Send a request to an actor and wait for the reply; `on_part` gets those before the final one."""
         _check_timeout(timeout_s)
-        await self._place.until_open(to)
-        wait_s = self._place.timeouts.ask_s if timeout_s is None else timeout_s
-        answer = await self._place.ask(
+        await self._resources.wait_until_resumed(to)
+        wait_s = self._resources.timeouts.ask_s if timeout_s is None else timeout_s
+        response = await self._resources.ask(
             "hub:send",
             {"to": to, "type": type, "data": wire.to_payload_data(data), "expectReply": True},
             metadata=metadata,
@@ -278,14 +276,14 @@ class AsyncHub(AsyncContextManaged):
             timeout_s=wait_s,
             on_part=on_part,
         )
-        return wire.reply_data(answer)
+        return wire.reply_data(response)
 
     async def reply(self, message: Message, data: Any = None, *, final: bool = True) -> None:
-        """Answer a message that wants a reply. All but the last answer are not final."""
+        """Reply to a message that expects it. All replies but the last one are sent with `final=False`."""
         await self._reply(message, {"ok": True, "data": wire.to_payload_data(data), "final": final})
 
     async def reply_error(self, message: Message, code: str, text: str) -> None:
-        """Say that it cannot be answered. The asker gets an error with this code."""
+        """Reply with an error. The asker gets an error with this code."""
         await self._reply(message, {"ok": False, "error": {"code": code, "message": text}, "final": True})
 
     async def broadcast(
@@ -299,7 +297,7 @@ class AsyncHub(AsyncContextManaged):
         sender: str | None = None,
         timeout_s: float | None = None,
     ) -> Broadcast:
-        """Send to everybody who is registered now, or to those who match."""
+        """Send to all registered actors, or to those that match."""
         _check_timeout(timeout_s)
         payload = {
             "type": type,
@@ -308,21 +306,21 @@ class AsyncHub(AsyncContextManaged):
             **without_none(pattern=pattern),
         }
         metadata = without_none(targetCapability=capability)
-        answer = await self._place.ask(
+        response = await self._resources.ask(
             "hub:broadcast", payload, metadata=metadata, sender=sender, timeout_s=timeout_s, is_ask=False
         )
-        return decode_answer(answer, Broadcast)
+        return decode_response(response, Broadcast)
 
     async def messages(self) -> AsyncIterator[Message]:
-        """What comes for any address or subscription of ours, for as long as the client is open."""
-        while (message := await self._place.inbox.get()) is not None:
+        """Messages for all addresses and subscriptions of this client, until it is closed."""
+        while (message := await self._resources.inbox.get()) is not None:
             yield message
 
     async def next_message(self, timeout_s: float | None = None) -> Message | None:
-        """The next of them; None if none came in time, or none will come any more."""
+        """The next message; None after the timeout or when the client is closed."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._place.inbox.get()
+                return await self._resources.inbox.get()
         except TimeoutError:
             return None
 
@@ -338,15 +336,15 @@ class AsyncHub(AsyncContextManaged):
         start: str | int | None = None,
         sender: str | None = None,
     ) -> Subscription:
-        """Get what is published to a topic. `+` stands for one segment, a last `#` for all the rest."""
+        """Subscribe to a topic. `+` matches one segment, `#` at the end all remaining ones."""
         payload = without_none(topic=topic, durable=durable, group=group, name=name)
         if start is not None:
             payload["from"] = start
-        return await self._place.subscribe(payload, sender)
+        return await self._resources.subscribe(payload, sender)
 
     async def unsubscribe(self, subscription: Subscription) -> None:
-        identifier = self._place.unfollow(subscription)
-        await self._place.ask("hub:unsubscribe", {"subscriptionId": identifier})
+        identifier = self._resources.unfollow(subscription)
+        await self._resources.ask("hub:unsubscribe", {"subscriptionId": identifier})
 
     async def publish(
         self,
@@ -367,14 +365,14 @@ class AsyncHub(AsyncContextManaged):
             "data": wire.to_payload_data(data),
             **without_none(durable=durable),
         }
-        answer = await self._place.ask(
+        response = await self._resources.ask(
             "hub:publish",
             payload,
             metadata=_metadata(metadata, None, producer),
             sender=sender,
             timeout_s=timeout_s,
         )
-        return decode_answer(answer, Published)
+        return decode_response(response, Published)
 
     # -- mailboxes
 
@@ -387,12 +385,12 @@ class AsyncHub(AsyncContextManaged):
         limit: int = PAGE_SIZE,
         stream: str | None = None,
     ) -> MailboxPage:
-        """A page of what is kept for an address. Reading moves nothing."""
+        """A page of the messages stored for an address. Reading commits nothing."""
         check_integer("limit", limit, least=1)
         payload = without_none(
             actorAddress=address or self.identity, offset=offset, since=since, limit=limit, stream=stream
         )
-        return decode_answer(await self._place.ask("hub:mailbox_read", payload), MailboxPage)
+        return decode_response(await self._resources.ask("hub:mailbox_read", payload), MailboxPage)
 
     async def commit_offset(
         self,
@@ -402,17 +400,17 @@ class AsyncHub(AsyncContextManaged):
         stream: str | None = None,
         reject: Mapping[str, str] | None = None,
     ) -> Committed:
-        """Everything up to an offset was processed; `reject` says of single entries why they could not be."""
+        """Commit everything up to an offset; `reject` has the reasons for entries that were not processed."""
         rejected = [{"offset": at, "reason": reason} for at, reason in (reject or {}).items()]
         payload = without_none(
             actorAddress=address or self.identity, offset=offset, stream=stream, reject=rejected or None
         )
-        return decode_answer(await self._place.ask("hub:mailbox_commit", payload), Committed)
+        return decode_response(await self._resources.ask("hub:mailbox_commit", payload), Committed)
 
     async def commit(self, message: Message, *, wait: bool = True) -> None:
-        """A kept message was processed, and what was before it; in a durable group it stands alone.
+        """Commit a stored message and those before it; in a durable group only the message itself.
 
-        Without `wait`, no answer is waited for.
+        Without `wait` it does not wait for the response.
         """
         if message.offset is None:
             return
@@ -423,12 +421,12 @@ class AsyncHub(AsyncContextManaged):
             subscriptionId=message.subscription_id,
         )
         if wait:
-            await self._place.ask("hub:mailbox_commit", payload)
+            await self._resources.ask("hub:mailbox_commit", payload)
         else:
-            await self._place.tell("hub:mailbox_commit", payload)
+            await self._resources.tell("hub:mailbox_commit", payload)
 
     async def commit_each(self, messages: Sequence[Message]) -> None:
-        """These kept messages were processed, and nothing is said of others: for durable groups."""
+        """Commit exactly these stored messages, for durable groups."""
         places: dict[tuple[str, str | None, str | None], list[str]] = {}
         for message in messages:
             if message.offset is not None:
@@ -438,14 +436,15 @@ class AsyncHub(AsyncContextManaged):
             payload = without_none(
                 actorAddress=address, stream=stream, subscriptionId=subscription_id, offsets=offsets
             )
-            await self._place.ask("hub:mailbox_commit", payload)
+            await self._resources.ask("hub:mailbox_commit", payload)
 
     async def follow(
         self, address: str | None = None, *, capabilities: Sequence[str] = ("actor",), **registering: Any
     ) -> AsyncIterator[Message]:
-        """The messages of a durable address, each until it was processed.
+        """The messages of a durable address, with at-least-once processing.
 
-        A message is committed when the next one is asked for. Whoever leaves in the middle gets it again.
+        A message is committed when the next one is requested. If the caller stops before that, it is
+        redelivered.
         """
         await self.register(address, capabilities=capabilities, durable=True, commit="manual", **registering)
         async for message in self.messages():
@@ -453,12 +452,12 @@ class AsyncHub(AsyncContextManaged):
             try:
                 await self.commit(message, wait=False)
             except ClientError as error:
-                # A commit that is lost with its connection only means that the message comes again.
+                # A commit that is lost with its connection only means that the message is redelivered.
                 if error.code != CONNECTION_LOST:
                     raise
 
     async def _reply(self, message: Message, payload: dict[str, Any]) -> None:
-        await self._place.tell("hub:reply", payload, correlation_id=message.id, sender=message.to or None)
+        await self._resources.tell("hub:reply", payload, correlation_id=message.id, sender=message.to or None)
 
 
 def _metadata(
@@ -486,7 +485,7 @@ P = ParamSpec("P")
 
 
 class BlockingMethod(Generic[P, T]):
-    """An operation of the asynchronous client, waited for."""
+    """A method of the async client that blocks until its result is there."""
 
     def __init__(self, method: Callable[Concatenate[AsyncHub, P], Coroutine[Any, Any, T]]) -> None:
         self._method = method
@@ -500,7 +499,7 @@ class BlockingMethod(Generic[P, T]):
 
 
 class BlockingIterator(Generic[P, T]):
-    """The same for what comes one after the other."""
+    """An async iterator of the async client as a blocking iterator."""
 
     def __init__(self, method: Callable[Concatenate[AsyncHub, P], AsyncIterator[T]]) -> None:
         self._method = method
@@ -514,7 +513,7 @@ class BlockingIterator(Generic[P, T]):
 
 
 class Hub(ContextManaged):
-    """An actor's place at the hub. Safe to share between threads. Use it as a context manager."""
+    """The sync client of the hub. Can be shared between threads. Use it as a context manager."""
 
     def __init__(
         self,
@@ -564,7 +563,7 @@ class Hub(ContextManaged):
 
     @property
     def identity(self) -> str:
-        """Who the hub says we are."""
+        """The identity assigned by the hub."""
         return self._hub.identity
 
     @property
@@ -573,7 +572,7 @@ class Hub(ContextManaged):
 
     @property
     def resumed(self) -> bool:
-        """Whether the session is the one from before the last lost connection."""
+        """Whether the session was resumed after the last lost connection."""
         return self._hub.resumed
 
     request = BlockingMethod(AsyncHub.request)
@@ -599,14 +598,14 @@ class Hub(ContextManaged):
     follow = BlockingIterator(AsyncHub.follow)
 
     def run(self, work: Callable[[AsyncHub], Coroutine[Any, Any, T]]) -> T:
-        """Waits for something that the asynchronous client behind this one does."""
+        """Run an operation of the async client and wait for it."""
         if not self._thread.is_alive():
             raise connection_lost("the client is not connected", sent=False)
         waiting = asyncio.run_coroutine_threadsafe(work(self._hub), self._loop)
         try:
             return waiting.result()
         except BaseException:
-            waiting.cancel()  # as for Ctrl-C: nobody waits for it any more
+            waiting.cancel()  # for example on Ctrl-C: the caller no longer waits
             raise
 
     def iterate(self, begin: Callable[[AsyncHub], AsyncIterator[T]]) -> Iterator[T]:

@@ -1,9 +1,4 @@
-"""Messages, actors, acknowledgements and pages of the hub client; address forms of runtimes.
-
-Addresses as other runtimes write them, and back.
-
-What the client of the hub hands out: messages, actors, acknowledgements.
-"""
+"""Messages, actors, acknowledgements and pages of the hub client; address forms of runtimes."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from tailrace.hub.envelope import Envelope
 
 Runtime = Literal["browser", "cloudflare", "local", "seag", "beam"]
 
-# The first is what is written, all are understood.
+# The first prefix is written, all are accepted.
 _PREFIXES: Final[dict[Runtime, tuple[str, ...]]] = {
     "browser": ("local://",),
     "cloudflare": ("remote://do/", "remote://worker/", "worker://", "do://"),
@@ -29,14 +24,14 @@ _PREFIXES: Final[dict[Runtime, tuple[str, ...]]] = {
 
 
 def to_runtime(address: str, runtime: Runtime) -> str:
-    """An address of the hub as a runtime writes it: `local://w-1` in a browser for `@(w-1)`."""
+    """A hub address in the form of a runtime: `local://w-1` in a browser for `@(w-1)`."""
     path = parse_address(address, "address")
     prefixes = _PREFIXES[runtime]
     return prefixes[0] + path if prefixes else address
 
 
 def from_runtime(text: str, runtime: Runtime) -> str:
-    """The hub's address for one that a runtime wrote. The hub's own form is understood everywhere."""
+    """The hub address for that of a runtime. The hub's own form is always accepted."""
     if not text.startswith("@("):
         for prefix in _PREFIXES[runtime]:
             if text.startswith(prefix):
@@ -51,7 +46,7 @@ ACK_LEVELS: Final = get_args(AckLevel)
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the client waits before it takes something for lost."""
+    """How long the client waits for each kind of response."""
 
     connect_s: float = 5.0
     register_s: float = 5.0
@@ -64,7 +59,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message:
-    """One message as it came. `data` is decoded when it is looked at."""
+    """One received message. `data` is decoded on access."""
 
     __slots__ = ("_envelope", "_metadata")
 
@@ -82,7 +77,7 @@ class Message:
 
     @property
     def sender(self) -> str:
-        """Who sent it. The hub has verified this."""
+        """The sender's address, verified by the hub."""
         return self._envelope.from_ or ""
 
     @property
@@ -91,7 +86,7 @@ class Message:
 
     @property
     def raw(self) -> bytes:
-        """The data, byte for byte as the sender wrote it."""
+        """The data exactly as the sender wrote it."""
         return bytes(self._envelope.payload)
 
     @property
@@ -123,12 +118,12 @@ class Message:
 
     @property
     def stream(self) -> str | None:
-        """Where it is kept, if it is."""
+        """The stream that stores it, if it is stored."""
         return self._mailbox.get("stream")
 
     @property
     def offset(self) -> str | None:
-        """What to commit once it was processed, if it is kept."""
+        """The offset to commit after processing, if it is stored."""
         return self._mailbox.get("offset")
 
     @property
@@ -152,7 +147,7 @@ class Message:
 
 
 class Ack(msgspec.Struct, frozen=True, rename="camel"):
-    """How far a message has come: `sent`, `delivered` or `queued`, `accepted` (on disk), `processed`."""
+    """Delivery state of a message: `sent`, `delivered` or `queued`, `accepted` (durable), `processed`."""
 
     message_id: str
     status: str
@@ -178,17 +173,17 @@ class Actor(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Presence(msgspec.Struct, frozen=True, rename="camel"):
-    """Somebody `joined`, `left`, `expired`, or was `updated`. Who is there when a watch begins joins it."""
+    """An actor `joined`, `left`, `expired` or was `updated`. A watch starts with `joined` for all present."""
 
     event: str
     actor_address: str
     capabilities: list[str] = []
     version: int = 0
-    at: int | None = None  # milliseconds since 1970; None if it was seen by looking
+    at: int | None = None  # milliseconds since 1970; None if it was derived from a snapshot
 
 
 class PresencePage(msgspec.Struct, frozen=True, rename="camel"):
-    """Who is there when a watch begins."""
+    """The actors that are present when a watch starts."""
 
     watch_id: str
     actors: list[Actor]
@@ -203,7 +198,7 @@ class ActorPage(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Published(msgspec.Struct, frozen=True, rename="camel"):
-    """How many got a publication at once, and where it is kept if it is."""
+    """How many subscribers got a publication at once, and where it is stored, if it is."""
 
     topic: str
     subscriber_count: int = 0
@@ -213,7 +208,7 @@ class Published(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Broadcast(msgspec.Struct, frozen=True, rename="camel"):
-    """What became of a broadcast: every recipient is in one of the three counts."""
+    """The outcome of a broadcast: every recipient is in one of the three counts."""
 
     message_id: str
     delivered_count: int = 0
@@ -231,7 +226,7 @@ class Subscription(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Registration(msgspec.Struct, frozen=True, rename="camel"):
-    """An address that is ours until it expires. The client renews it by itself."""
+    """A registered address with its expiry. The client renews it automatically."""
 
     actor_address: str
     expires_at: int
@@ -239,7 +234,7 @@ class Registration(msgspec.Struct, frozen=True, rename="camel"):
     version: int = 0
     durable: bool = False
     mailbox: Any = None
-    ttl_seconds: float | None = None  # what was given, which may differ from what was asked for
+    ttl_seconds: float | None = None  # granted, which may differ from the requested one
 
 
 class MailboxEntry(msgspec.Struct, frozen=True, rename="camel"):
@@ -251,7 +246,7 @@ class MailboxEntry(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class MailboxPage(msgspec.Struct, frozen=True, rename="camel"):
-    """A slice of a mailbox. Reading it moves nothing; committing an offset does."""
+    """A page of a mailbox. Reading changes nothing; committing an offset does."""
 
     actor_address: str
     messages: list[MailboxEntry]
@@ -271,7 +266,7 @@ class Committed(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Welcome(msgspec.Struct, frozen=True, rename="camel"):
-    """What the hub says when a session begins."""
+    """The hub's response to `hub:connect`."""
 
     session_id: str
     server_version: str = ""
@@ -285,12 +280,12 @@ def decode_json(text: bytes) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        # Legal JSON beyond msgspec: numbers like 1e400, lone surrogates.
+        # Legal JSON that msgspec rejects: numbers like 1e400, lone surrogates.
         return json.loads(text)
 
 
-def decode_answer(message: Message, kind: Any) -> Any:
-    """The payload of an answer as a value of this kind."""
+def decode_response(message: Message, kind: Any) -> Any:
+    """The payload of a response, decoded as this type."""
     try:
         return msgspec.json.decode(message.raw, type=kind)
     except msgspec.MsgspecError as error:

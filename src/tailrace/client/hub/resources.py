@@ -1,13 +1,4 @@
-"""Registrations, subscriptions and presence watches kept over reconnects, and the inbox.
-
-Messages that have come and were not taken yet, bounded in number and bytes.
-
-What a session has to be told again: addresses and subscriptions, and when they are renewed.
-
-Who is there: what the hub says of actors that come and go, kept over lost sessions.
-
-An actor's place at the hub: what it holds there, kept over renewals, pauses and lost sessions.
-"""
+"""Registrations, subscriptions and presence watches of a hub client over reconnects, and its inbox."""
 
 from __future__ import annotations
 
@@ -30,7 +21,7 @@ from tailrace.client.hub.model import (
     PresencePage,
     Registration,
     Subscription,
-    decode_answer,
+    decode_response,
 )
 from tailrace.client.hub.session import HubSession, SessionOptions, now_ms
 from tailrace.client.hub.wire import OutgoingRequest
@@ -38,7 +29,7 @@ from tailrace.hub.envelope import new_id
 
 
 class Inbox:
-    """First in, first out. Whoever fills it waits while it is full: then the socket is not read either."""
+    """Received messages in order, bounded in number and bytes. While it is full, the socket is not read."""
 
     __slots__ = ("_bytes", "_bytes_max", "_changed", "_ended", "_error", "_messages", "_messages_max", "full")
 
@@ -62,7 +53,7 @@ class Inbox:
         self._changed.set()
 
     async def get(self) -> Message | None:
-        """The next message; None after the end, or the error that it ended with."""
+        """The next message; None after the end, or raises the error that ended it."""
         while not self._messages:
             if self._error is not None:
                 raise self._error
@@ -75,7 +66,7 @@ class Inbox:
         return message
 
     def end(self, error: ClientError | None) -> None:
-        """Nothing more will come. What is there can still be taken."""
+        """No more messages will arrive. Those that are here can still be read."""
         self._ended = True
         self._error = error
         self._changed.set()
@@ -88,13 +79,13 @@ class Inbox:
         await self._changed.wait()
 
 
-# Half of the time to live: one renewal may be lost, and the address is still ours.
+# At half of the time to live, so that one renewal may be lost.
 _RENEW_AT_FRACTION: Final = 0.5
 RETRY_S: Final = 5.0
 
 
 class HeldRegistration(msgspec.Struct):
-    """An address of ours."""
+    """A registered address."""
 
     payload: dict[str, Any]
     registration: Registration
@@ -102,16 +93,16 @@ class HeldRegistration(msgspec.Struct):
 
     def renewed(self, registration: Registration) -> None:
         self.registration = registration
-        # What was given, which the hub bounds; a hub that does not tell gave what was asked for.
+        # The hub may limit the TTL; one that does not report it granted the requested one.
         ttl_s = registration.ttl_seconds or float(self.payload["ttlSeconds"])
         self.renew_at = time.monotonic() + _RENEW_AT_FRACTION * ttl_s
 
-    def postponed(self) -> None:
+    def schedule_retry(self) -> None:
         self.renew_at = time.monotonic() + RETRY_S
 
 
 class HeldSubscription(msgspec.Struct):
-    """A subscription of ours. Its id changes when a new session makes it again."""
+    """A subscription. Its id changes when a new session recreates it."""
 
     payload: dict[str, Any]
     sender: str | None
@@ -119,16 +110,16 @@ class HeldSubscription(msgspec.Struct):
 
 
 class PausedTargets:
-    """Whom the hub has asked us not to write to for now."""
+    """Recipients that the hub has paused."""
 
-    __slots__ = ("_everybody", "_targets")
+    __slots__ = ("_all", "_targets")
 
     def __init__(self) -> None:
         self._targets: set[str] = set()
-        self._everybody = False
+        self._all = False
 
     def pause(self, targets: list[str] | None) -> None:
-        self._everybody = self._everybody or targets is None
+        self._all = self._all or targets is None
         self._targets.update(targets or ())
 
     def resume(self, targets: list[str] | None) -> None:
@@ -138,10 +129,10 @@ class PausedTargets:
 
     def clear(self) -> None:
         self._targets.clear()
-        self._everybody = False
+        self._all = False
 
     def __contains__(self, target: str) -> bool:
-        return self._everybody or target in self._targets
+        return self._all or target in self._targets
 
 
 EVENTS_MAX: Final = 10_000
@@ -149,42 +140,42 @@ GONE_EVENTS: Final = frozenset({"left", "expired"})
 
 
 class PresenceWatch:
-    """One watch. Whatever is missed in between shows as the difference between two looks."""
+    """One presence watch. Events missed between sessions appear as the difference of two snapshots."""
 
     def __init__(self, payload: dict[str, Any]) -> None:
         self.payload = payload
         self.id = ""
-        self._there: dict[str, Actor] = {}
+        self._present_actors: dict[str, Actor] = {}
         self._events: deque[Presence] = deque()
         self._changed = asyncio.Event()
         self._error: ClientError | None = None
         self._ended = False
 
-    def look(self, actors: list[Actor]) -> None:
-        """Everybody who is there now."""
+    def apply_snapshot(self, actors: list[Actor]) -> None:
+        """Replace the known actors by a snapshot, and emit the differences."""
         now = {actor.address: actor for actor in actors}
-        for address in [address for address in self._there if address not in now]:
-            self._tell(Presence("left", address, [], self._there.pop(address).version))
+        for address in [address for address in self._present_actors if address not in now]:
+            self._emit(Presence("left", address, [], self._present_actors.pop(address).version))
         for address, actor in now.items():
-            known = self._there.get(address)
+            known = self._present_actors.get(address)
             if known is None or known.version != actor.version:
                 event = "joined" if known is None else "updated"
-                self._tell(Presence(event, address, actor.capabilities, actor.version))
-        self._there = now
+                self._emit(Presence(event, address, actor.capabilities, actor.version))
+        self._present_actors = now
 
-    def take(self, event: Presence) -> None:
-        """Somebody came, went or changed."""
-        known = self._there.get(event.actor_address)
+    def apply_event(self, event: Presence) -> None:
+        """Apply an event: an actor joined, left or changed."""
+        known = self._present_actors.get(event.actor_address)
         if event.event in GONE_EVENTS:
-            if self._there.pop(event.actor_address, None) is None:
+            if self._present_actors.pop(event.actor_address, None) is None:
                 return
         elif known is not None and known.version >= event.version:
-            return  # the look before it had it already
+            return  # the snapshot already contained it
         else:
-            self._there[event.actor_address] = Actor(
+            self._present_actors[event.actor_address] = Actor(
                 event.actor_address, event.capabilities, version=event.version
             )
-        self._tell(event)
+        self._emit(event)
 
     async def next(self) -> Presence | None:
         while not self._events:
@@ -200,10 +191,10 @@ class PresenceWatch:
         self._ended, self._error = True, error
         self._changed.set()
 
-    def _tell(self, event: Presence) -> None:
+    def _emit(self, event: Presence) -> None:
         if len(self._events) >= EVENTS_MAX:
             self._events.clear()
-            self.end(ClientError("inbox_full", "too many came and went while nobody looked"))
+            self.end(ClientError("inbox_full", f"more than {EVENTS_MAX} unread presence events"))
         elif not self._ended:
             self._events.append(event)
             self._changed.set()
@@ -214,7 +205,7 @@ EARLY_EVENTS_MAX: Final = 10_000
 
 
 class SessionResources:
-    """One session, the messages that have come, and the addresses and subscriptions that are ours."""
+    """One session, its inbox, and the registrations and subscriptions of the client."""
 
     def __init__(
         self, options: SessionOptions, inbox: Inbox, on_notice: Callable[[Message], None] | None
@@ -224,7 +215,7 @@ class SessionResources:
         self.session = HubSession(
             options,
             deliver=inbox.put,
-            notice=self._noticed,
+            notice=self._on_hub_notice,
             restore=self._restore,
             is_behind=lambda: inbox.full,
         )
@@ -232,9 +223,8 @@ class SessionResources:
         self._held: dict[str, HeldRegistration] = {}
         self._followed: dict[str, HeldSubscription] = {}
         self._watched: dict[str, PresenceWatch] = {}
-        self._early: deque[dict[str, Any]] = deque(
-            maxlen=EARLY_EVENTS_MAX
-        )  # events of watches that just begin
+        # Events of watches whose snapshot is still loading.
+        self._early: deque[dict[str, Any]] = deque(maxlen=EARLY_EVENTS_MAX)
         self._paused = PausedTargets()
         self._flow_changed = asyncio.Event()
         self._held_changed = asyncio.Event()
@@ -242,8 +232,8 @@ class SessionResources:
 
     async def open(self) -> None:
         await self.session.start()
-        self._begin(self._renewals())
-        self._begin(self._watch_end())
+        self._start_task(self._renewals())
+        self._start_task(self._watch_end())
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -267,30 +257,30 @@ class SessionResources:
         is_ask: bool = True,
         **options: Any,
     ) -> Message:
-        """Send, and wait for the answer. Some messages are answered though they are tells."""
+        """Send, and wait for the response. Some messages are answered although they are tells."""
         wait_s = self.timeouts.ask_s if timeout_s is None else timeout_s
         request = _make_request(kind, payload, ask=is_ask, **options)
         return await self.session.ask(request, wait_s, urgent=urgent, on_part=on_part)
 
     async def tell(self, kind: str, payload: Mapping[str, Any], **options: Any) -> str:
-        """Send, and give the id of what was sent."""
+        """Send, and return the message id."""
         request = _make_request(kind, payload, ask=False, **options)
         await self.session.tell(request)
         return request.id
 
-    async def until_open(self, target: str) -> None:
-        """The hub asks for a pause when a recipient cannot keep up."""
+    async def wait_until_resumed(self, target: str) -> None:
+        """Wait while the hub has paused this recipient because it cannot keep up."""
         while target in self._paused:
             self._flow_changed.clear()
             await self._flow_changed.wait()
 
     async def refresh_token(self, token: str | None = None) -> int | None:
-        fresh = token or self.session.options.token_now()
-        if fresh is None:
-            raise ValueError("there is no token to go on with")
-        metadata = {"authToken": fresh, "nonce": secrets.token_hex(16)}
-        answer = await self.ask("hub:refresh_token", {}, metadata=metadata)
-        return answer.data.get("tokenExpiresAt")
+        new_token = token or self.session.options.token_now()
+        if new_token is None:
+            raise ValueError("no token to refresh the session with")
+        metadata = {"authToken": new_token, "nonce": secrets.token_hex(16)}
+        response = await self.ask("hub:refresh_token", {}, metadata=metadata)
+        return response.data.get("tokenExpiresAt")
 
     # -- addresses
 
@@ -299,23 +289,23 @@ class SessionResources:
         while True:
             tries += 1
             try:
-                answer = await self.ask(
+                response = await self.ask(
                     "hub:register", payload, timeout_s=self.timeouts.register_s, urgent=urgent
                 )
                 break
             except ClientError as error:
-                # Registering twice is registering once.
+                # Registering is idempotent.
                 if error.code != wire.TIMEOUT or tries == _REGISTER_ATTEMPTS:
                     raise
-        registration: Registration = decode_answer(answer, Registration)
+        registration: Registration = decode_response(response, Registration)
         held = self._held.setdefault(registration.actor_address, HeldRegistration(payload, registration))
         held.payload = payload
         held.renewed(registration)
         self._held_changed.set()
         return registration
 
-    def let_go(self, address: str) -> None:
-        """It is not renewed, nor taken again."""
+    def forget_registration(self, address: str) -> None:
+        """Stop renewing and restoring a registration."""
         self._held.pop(address, None)
 
     async def _renewals(self) -> None:
@@ -330,10 +320,10 @@ class SessionResources:
                     await self._renew(held)
 
     async def _renew(self, held: HeldRegistration) -> None:
-        held.postponed()  # unless it goes well, it is tried again soon
+        held.schedule_retry()  # unless it succeeds, it is retried soon
         try:
-            answer = await self.ask("hub:renew", {"renewalToken": held.registration.renewal_token})
-            held.renewed(decode_answer(answer, Registration))
+            response = await self.ask("hub:renew", {"renewalToken": held.registration.renewal_token})
+            held.renewed(decode_response(response, Registration))
         except ClientError as error:
             if error.code == "invalid_token":
                 await self._register_again(held)
@@ -347,27 +337,27 @@ class SessionResources:
     # -- subscriptions
 
     async def subscribe(self, payload: dict[str, Any], sender: str | None) -> Subscription:
-        subscription: Subscription = decode_answer(
+        subscription: Subscription = decode_response(
             await self.ask("hub:subscribe", payload, sender=sender), Subscription
         )
         self._followed[subscription.subscription_id] = HeldSubscription(payload, sender, subscription)
         return subscription
 
     def unfollow(self, subscription: Subscription) -> str:
-        """The id that it has by now: each session that makes it anew gives it another."""
+        """The current id: each session that recreates a subscription gives it another."""
         followed = self._followed.pop(subscription.subscription_id, None)
         return (subscription if followed is None else followed.subscription).subscription_id
 
     # -- presence
 
     async def discover(self, query: dict[str, Any], *, urgent: bool = False) -> AsyncIterator[Actor]:
-        """All who match, page by page."""
+        """All matching actors, page by page."""
         cursor: str | None = None
         while True:
-            answer = await self.ask(
+            response = await self.ask(
                 "hub:discover", {**query, **wire.without_none(cursor=cursor)}, urgent=urgent
             )
-            page: ActorPage = decode_answer(answer, ActorPage)
+            page: ActorPage = decode_response(response, ActorPage)
             for actor in page.actors:
                 yield actor
             cursor = page.cursor
@@ -388,38 +378,40 @@ class SessionResources:
             return  # it ends with the session
 
     async def _watch(self, watching: PresenceWatch, *, urgent: bool = False) -> None:
-        answer = await self.ask("hub:presence", watching.payload, urgent=urgent)
-        await self._look(watching, decode_answer(answer, PresencePage), urgent=urgent)
+        response = await self.ask("hub:presence", watching.payload, urgent=urgent)
+        await self._load_snapshot(watching, decode_response(response, PresencePage), urgent=urgent)
 
-    async def _look(self, watching: PresenceWatch, page: PresencePage, *, urgent: bool = False) -> None:
-        """Everybody who was there at an offset; what came after it is told after it."""
+    async def _load_snapshot(
+        self, watching: PresenceWatch, page: PresencePage, *, urgent: bool = False
+    ) -> None:
+        """Load the snapshot at an offset, then apply the events after it."""
         actors = page.actors
         if page.has_more:
             named = {name: watching.payload.get(name) for name in ("pattern", "capability")}
             query = wire.without_none(asOf=page.offset, **named)
             actors = [actor async for actor in self.discover(query, urgent=urgent)]
-        watching.look(actors)
+        watching.apply_snapshot(actors)
         watching.id = page.watch_id
         self._watched[watching.id] = watching
         early, self._early = self._early, deque(maxlen=EARLY_EVENTS_MAX)
         for payload in early:
-            self._present(payload)
+            self._on_presence(payload)
 
-    def _present(self, payload: dict[str, Any]) -> None:
+    def _on_presence(self, payload: dict[str, Any]) -> None:
         watching = self._watched.get(payload["watchId"])
         if watching is None:
             self._early.append(payload)
         elif "actors" in payload:
-            # We fell behind, and are told from the start.
+            # The watch fell behind, and gets a new snapshot.
             del self._watched[watching.id]
-            self._begin(self._look(watching, msgspec.convert(payload, PresencePage)))
+            self._start_task(self._load_snapshot(watching, msgspec.convert(payload, PresencePage)))
         else:
-            watching.take(msgspec.convert(payload, Presence))
+            watching.apply_event(msgspec.convert(payload, Presence))
 
     # -- a new session
 
     async def _restore(self) -> None:
-        """It knows nothing of the one before."""
+        """Restore the state of the client in a new session."""
         self._paused.clear()
         self._flow_changed.set()
         for address, held in list(self._held.items()):
@@ -428,25 +420,25 @@ class SessionResources:
             except ClientError as error:
                 if error.extra.get("retryable"):
                     raise
-                self.let_go(address)
+                self.forget_registration(address)
         for known_as, followed in list(self._followed.items()):
-            # A durable subscription goes on where it was; others begin anew, and that is now.
+            # A durable subscription continues where it was; others start at the current end.
             payload = {name: value for name, value in followed.payload.items() if name != "from"}
             try:
-                answer = await self.ask("hub:subscribe", payload, urgent=True, sender=followed.sender)
+                response = await self.ask("hub:subscribe", payload, urgent=True, sender=followed.sender)
             except ClientError as error:
                 if error.extra.get("retryable"):
                     raise
                 del self._followed[known_as]
             else:
-                followed.subscription = decode_answer(answer, Subscription)
+                followed.subscription = decode_response(response, Subscription)
         watched, self._watched = list(self._watched.values()), {}
         for watching in watched:
             await self._watch(watching, urgent=True)
 
-    # -- what the hub says by itself
+    # -- messages that the hub sends by itself
 
-    def _noticed(self, message: Message) -> None:
+    def _on_hub_notice(self, message: Message) -> None:
         kind = message.type
         payload: dict[str, Any] = message.data or {}
         if kind == "hub:pause":
@@ -455,11 +447,11 @@ class SessionResources:
             self._paused.resume(payload.get("targets"))
             self._flow_changed.set()
         elif kind == "hub:presence":
-            self._present(payload)
+            self._on_presence(payload)
         elif kind == "hub:unregistered":
-            self.let_go(payload.get("actorAddress", ""))
+            self.forget_registration(payload.get("actorAddress", ""))
         elif kind == "hub:token_expiring" and callable(self.session.options.token):
-            self._begin(self._refresh())
+            self._start_task(self._refresh())
         if self._on_notice is not None:
             self._on_notice(message)
 
@@ -467,7 +459,7 @@ class SessionResources:
         try:
             await self.refresh_token()
         except ClientError:
-            return  # the hub ends the session when the token's time is over, and that is told then
+            return  # the hub ends the session when the token expires, and reports it then
 
     async def _watch_end(self) -> None:
         await self.session.ended.wait()
@@ -477,7 +469,7 @@ class SessionResources:
         self._paused.clear()
         self._flow_changed.set()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,10 +1,7 @@
 """A hub session that reconnects: WebSocket, heartbeats, pending requests.
 
-Questions that wait for their answers.
-
-One WebSocket to the hub: opened, written, read, closed.
-
-Staying connected: heartbeats, reconnecting with jitter, and what was open over it.
+After a lost connection the session is resumed or restored, and pending requests are sent again under their
+ids.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from websockets.typing import Subprotocol
 
 from tailrace.client.errors import CONNECT_FAILED, INVALID_ANSWER, ClientError, error_from
 from tailrace.client.hub import wire
-from tailrace.client.hub.model import Message, Timeouts, Welcome, decode_answer
+from tailrace.client.hub.model import Message, Timeouts, Welcome, decode_response
 from tailrace.client.hub.wire import OutgoingRequest, connection_lost, error_from_message
 from tailrace.client.transport import NOT_APPLIED_STATUSES, TRANSIENT_STATUSES, Retries
 from tailrace.hub.envelope import new_id, parse_envelope
@@ -30,22 +27,22 @@ from tailrace.hub.errors import HubError
 
 
 class PendingRequest:
-    """One question, and what becomes of it."""
+    """One request and its future response."""
 
-    __slots__ = ("answer", "on_part", "request")
+    __slots__ = ("on_part", "request", "response")
 
     def __init__(self, request: OutgoingRequest, on_part: Callable[[Any], None] | None) -> None:
         self.request = request
         self.on_part = on_part
-        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self.response: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: ClientError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        if not self.response.done():
+            self.response.set_exception(error)
 
 
 class PendingRequests:
-    """Open questions by the id of their request. A late answer finds nobody, and is dropped."""
+    """Pending requests by id. A late response is dropped."""
 
     __slots__ = ("_open",)
 
@@ -56,45 +53,45 @@ class PendingRequests:
         return iter(list(self._open.values()))
 
     def open(self, request: OutgoingRequest, on_part: Callable[[Any], None] | None = None) -> PendingRequest:
-        ask = self._open[request.id] = PendingRequest(request, on_part)
-        return ask
+        pending = self._open[request.id] = PendingRequest(request, on_part)
+        return pending
 
-    def close(self, ask: PendingRequest) -> None:
-        self._open.pop(ask.request.id, None)
-        if not ask.answer.cancel() and not ask.answer.cancelled():
-            ask.answer.exception()  # looked at, so that asyncio does not complain that nobody did
+    def close(self, pending: PendingRequest) -> None:
+        self._open.pop(pending.request.id, None)
+        if not pending.response.cancel() and not pending.response.cancelled():
+            pending.response.exception()  # retrieved, so that asyncio does not warn about it
 
-    def take(self, message: Message) -> bool:
-        """Whether somebody has waited for this."""
-        ask = self._open.get(message.correlation_id or "")
-        if ask is None or ask.answer.done():
+    def resolve(self, message: Message) -> bool:
+        """Pass a message to the request that waits for it; False if there is none."""
+        pending = self._open.get(message.correlation_id or "")
+        if pending is None or pending.response.done():
             return False
         if message.type == "hub:broadcast_progress":
             return True
         if message.type == "hub:reply" and message.data.get("final") is False:
-            if ask.on_part is not None:
-                ask.on_part(message.data.get("data"))
+            if pending.on_part is not None:
+                pending.on_part(message.data.get("data"))
             return True
         error = error_from_message(message)
         if error is None:
-            ask.answer.set_result(message)
+            pending.response.set_result(message)
         else:
-            ask.fail(error)
+            pending.fail(error)
         return True
 
     def fail(self, error: ClientError) -> None:
-        for ask in self:
-            ask.fail(error)
+        for pending in self:
+            pending.fail(error)
 
 
-# Larger than anything the hub sends, with room for its envelope.
+# Larger than anything the hub sends, including the envelope.
 _FRAME_BYTES_MAX: Final = 20 * 1024 * 1024
 _CLOSE_S_MAX: Final = 2.0
 _SUBPROTOCOL: Final = Subprotocol("signal-hub")
 
 
 class HubConnection:
-    """Errors of the socket become those of the client here, and nowhere else."""
+    """One WebSocket to the hub; maps errors of the socket to client errors."""
 
     __slots__ = ("_socket",)
 
@@ -105,25 +102,25 @@ class HubConnection:
         try:
             await self._socket.send(frame.decode())
         except ConnectionClosed as error:
-            raise connection_lost(f"the connection to the hub was lost: {error}", sent=True) from error
+            raise connection_lost(f"connection to the hub lost: {error}", sent=True) from error
 
     async def receive(self) -> bytes:
         try:
             text = await self._socket.recv()
         except ConnectionClosed as error:
-            raise connection_lost(f"the connection to the hub was lost: {error}", sent=True) from error
+            raise connection_lost(f"connection to the hub lost: {error}", sent=True) from error
         return text.encode() if isinstance(text, str) else text
 
     async def close(self) -> None:
         await self._socket.close()
 
     def abort(self) -> None:
-        """The end without a goodbye, for a peer that does not answer."""
+        """Close without a close frame, for a peer that does not respond."""
         self._socket.transport.abort()
 
 
 async def open_connection(url: str, timeout_s: float) -> HubConnection:
-    """A new socket. An answer that is no upgrade is the error that it tells."""
+    """Open a socket. A response other than an upgrade becomes its error."""
     try:
         socket = await connect(
             url,
@@ -131,16 +128,16 @@ async def open_connection(url: str, timeout_s: float) -> HubConnection:
             compression=None,
             open_timeout=timeout_s,
             close_timeout=_CLOSE_S_MAX,
-            # The heartbeat of the protocol tells more: that somebody reads what is sent.
+            # The heartbeat of the protocol also shows that the hub processes messages.
             ping_interval=None,
             max_size=_FRAME_BYTES_MAX,
         )
     except InvalidStatus as error:
-        answer = error.response
-        headers = {name.lower(): value for name, value in answer.headers.raw_items()}
-        raise error_from(answer.status_code, headers, bytes(answer.body or b"")) from error
+        response = error.response
+        headers = {name.lower(): value for name, value in response.headers.raw_items()}
+        raise error_from(response.status_code, headers, bytes(response.body or b"")) from error
     except (OSError, TimeoutError, InvalidHandshake, ConnectionClosed) as error:
-        raise ClientError(CONNECT_FAILED, f"no hub answers at {url}: {error}") from error
+        raise ClientError(CONNECT_FAILED, f"cannot connect to the hub at {url}: {error}") from error
     except InvalidURI as error:
         raise ValueError(str(error)) from error
     return HubConnection(socket)
@@ -150,7 +147,7 @@ _DISCONNECT_S_MAX: Final = 2.0
 
 
 class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client reaches its hub, and who it says it is."""
+    """Address, identity, token, timeouts and retries of a client."""
 
     url: str
     address: str
@@ -165,10 +162,10 @@ class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HubSession:
-    """One session after the other, for as long as the client wants one.
+    """A sequence of sessions, for as long as the client is open.
 
-    `deliver` takes messages for actors, and may make the socket wait. `notice` gets what the hub says by
-    itself. `restore` brings back what a new session has forgotten.
+    `deliver` receives messages for actors, and may block reading. `notice` receives messages that the hub
+    sends by itself. `restore` recreates the state that a new session lacks.
     """
 
     def __init__(
@@ -184,25 +181,25 @@ class HubSession:
         self.identity = options.address
         self.welcome: Welcome | None = None
         self.failure: ClientError | None = None
-        self.asks = PendingRequests()
+        self.pending = PendingRequests()
         self.ended = asyncio.Event()
         self._deliver = deliver
         self._notice = notice
         self._restore = restore
         self._is_behind = is_behind
-        self._link: HubConnection | None = None
+        self._connection: HubConnection | None = None
         self._ready = asyncio.Event()
-        self._beat = asyncio.Event()
-        self._goodbye: dict[str, Any] = {}
+        self._heartbeat_received = asyncio.Event()
+        self._disconnect_notice: dict[str, Any] = {}
         self._failures = 0
         self._started = False
         self._complete = False
         self._task: asyncio.Task[None] | None = None
 
-    # -- what callers use
+    # -- used by callers
 
     async def start(self) -> None:
-        """Connect. Returns when the first session is there, or raises what prevented it."""
+        """Connect. Returns when the first session is established, or raises."""
         assert self._task is None, "already connected"
         self._task = asyncio.create_task(self._run())
         await self._until_ready()
@@ -215,60 +212,60 @@ class HubSession:
         urgent: bool = False,
         on_part: Callable[[Any], None] | None = None,
     ) -> Message:
-        """Send, and wait for the answer. It is sent again after a lost connection, under the same id.
+        """Send, and wait for the response. It is sent again after a lost connection, under the same id.
 
-        What is urgent belongs to the making of a session, and is not sent again.
+        Urgent requests are part of establishing a session, and are not sent again.
         """
-        ask = self.asks.open(request, on_part)
+        pending = self.pending.open(request, on_part)
         try:
             async with asyncio.timeout(timeout_s):
                 if urgent or self._ready.is_set():
-                    await self._write(request, quietly=not urgent)
+                    await self._write(request, ignore_loss=not urgent)
                 if not urgent:
                     self._raise_failure()
-                return await ask.answer
+                return await pending.response
         except TimeoutError:
             raise wire.timeout_error(request.type, timeout_s) from None
         finally:
-            self.asks.close(ask)
+            self.pending.close(pending)
 
     async def tell(self, request: OutgoingRequest) -> None:
-        """Send, once. While there is no connection it waits for one."""
+        """Send once. Waits for a connection if there is none."""
         try:
             async with asyncio.timeout(self.options.timeouts.ask_s):
                 await self._until_ready()
         except TimeoutError:
-            raise wire.connection_lost("there is no connection to the hub", sent=False) from None
+            raise wire.connection_lost("not connected to the hub", sent=False) from None
         await self._write(request)
 
     async def stop(self) -> None:
-        """Say goodbye, and end."""
+        """Disconnect from the hub, and end."""
         if self._task is None:
             return
-        if self._link is not None and self._ready.is_set():
+        if self._connection is not None and self._ready.is_set():
             request = OutgoingRequest(
                 id=new_id(now_ms()), type="hub:disconnect", payload={"reason": "client_requested"}
             )
             try:
                 await self.ask(request, _DISCONNECT_S_MAX, urgent=True)
             except ClientError:
-                pass  # it ends in any case
+                pass  # the session ends in any case
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._end(None)
 
     def drop(self) -> None:
-        """Lose the connection as a broken network would; the session comes back by itself."""
-        if self._link is not None:
-            self._link.abort()
+        """Drop the connection as a broken network would; the session reconnects by itself."""
+        if self._connection is not None:
+            self._connection.abort()
 
-    # -- the life of the connection
+    # -- lifecycle of the connection
 
     async def _run(self) -> None:
         try:
             await self._stay_connected()
         except Exception as error:
-            # Nobody waits for this task: whoever waits for a message or an answer has to learn of it.
+            # This task is not awaited, so waiting callers must get the error.
             self._end(ClientError(INVALID_ANSWER, f"the client failed: {error!r}"))
             raise
 
@@ -276,7 +273,7 @@ class HubSession:
         while True:
             pause_s: float
             try:
-                link = await self._open()
+                connection = await self._open()
             except (ClientError, ValueError) as error:
                 pause = self._pause_after(error)
                 if pause is None:
@@ -284,8 +281,8 @@ class HubSession:
                     return
                 pause_s = pause
             else:
-                await self._serve(link)
-                reason = self._goodbye.get("reason")
+                await self._serve(connection)
+                reason = self._disconnect_notice.get("reason")
                 if reason in wire.FATAL_CODES:
                     self._end(ClientError(str(reason), f"the hub ended the session: {reason}"))
                     return
@@ -293,22 +290,22 @@ class HubSession:
             await asyncio.sleep(pause_s)
 
     async def _open(self) -> HubConnection:
-        """A socket on which the hub has said that we are connected."""
+        """Open a connection and complete the hub's handshake on it."""
         options = self.options
-        link = await open_connection(options.url, options.timeouts.connect_s)
-        self._goodbye = {}
+        connection = await open_connection(options.url, options.timeouts.connect_s)
+        self._disconnect_notice = {}
         try:
             async with asyncio.timeout(options.timeouts.connect_s):
-                await self._introduce(link)
+                await self._handshake(connection)
         except TimeoutError:
-            await link.close()
-            raise ClientError(CONNECT_FAILED, "the hub did not answer in time") from None
+            await connection.close()
+            raise ClientError(CONNECT_FAILED, "the hub did not respond in time") from None
         except BaseException:
-            link.abort()
+            connection.abort()
             raise
-        return link
+        return connection
 
-    async def _introduce(self, link: HubConnection) -> None:
+    async def _handshake(self, connection: HubConnection) -> None:
         options = self.options
         request = wire.connect_request(
             new_id(now_ms()),
@@ -318,62 +315,67 @@ class HubSession:
             ttl_ms=int(options.timeouts.connect_s * 1000),
         )
         try:
-            await link.send(request.frame(options.address, now_ms(), options.key))
+            await connection.send(request.frame(options.address, now_ms(), options.key))
         except ClientError:
-            pass  # a hub that takes no more connections says so and closes: what it said can still be read
+            pass  # a hub over its limit sends an error and closes: that can still be read
         while True:
-            answer = await self._receive(link)
-            if (error := wire.error_from_message(answer)) is not None:
+            response = await self._receive(connection)
+            if (error := wire.error_from_message(response)) is not None:
                 raise error
-            if answer.correlation_id == request.id:
+            if response.correlation_id == request.id:
                 break
-        self.welcome = decode_answer(answer, Welcome)
-        self.identity = answer.metadata.get("actorIdentity") or options.address
+        self.welcome = decode_response(response, Welcome)
+        self.identity = response.metadata.get("actorIdentity") or options.address
 
-    async def _serve(self, link: HubConnection) -> None:
-        """Until the connection ends, however it does."""
+    async def _serve(self, connection: HubConnection) -> None:
+        """Process messages until the connection ends."""
         assert self.welcome is not None
-        self._link = link
-        helpers = [asyncio.create_task(self._heartbeats(link)), asyncio.create_task(self._resume(link))]
+        self._connection = connection
+        helpers = [
+            asyncio.create_task(self._heartbeats(connection)),
+            asyncio.create_task(self._resume(connection)),
+        ]
         try:
             while True:
-                await self._take(await self._receive(link))
+                await self._handle(await self._receive(connection))
         except ClientError:
             pass
         finally:
-            self._link = None
+            self._connection = None
             self._ready.clear()
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            await link.close()
+            await connection.close()
 
-    async def _resume(self, link: HubConnection) -> None:
-        """Bring back what a new session lacks, then what was asked before and not answered."""
+    async def _resume(self, connection: HubConnection) -> None:
+        """Restore what a new session lacks, then send pending requests again."""
         assert self.welcome is not None
         try:
-            # A session that was lost before it had everything back is resumed without it.
+            # A session that was lost before it was completely restored is resumed incomplete.
             self._complete = self._complete and self.welcome.resumed
             if not self._complete:
                 await self._restore()
                 self._complete = True
             written = set[str]()
-            while waiting := [ask.request for ask in self.asks if ask.request.id not in written]:
+            while waiting := [
+                pending.request for pending in self.pending if pending.request.id not in written
+            ]:
                 for request in waiting:
-                    await self._write(request, quietly=True)
+                    await self._write(request, ignore_loss=True)
                     written.add(request.id)
         except ClientError:
-            link.abort()  # the next session tries again
+            connection.abort()  # the next session retries
             return
         self._failures = 0
         self._started = True
         self._ready.set()
 
-    async def _heartbeats(self, link: HubConnection) -> None:
+    async def _heartbeats(self, connection: HubConnection) -> None:
         assert self.welcome is not None
         while True:
             await asyncio.sleep(self.welcome.heartbeat_interval / 1000)
-            self._beat.clear()
+            self._heartbeat_received.clear()
             moment_ms = now_ms()
             beat = OutgoingRequest(
                 id=new_id(moment_ms), type="hub:heartbeat", payload={"timestamp": moment_ms}, ask=False
@@ -381,43 +383,43 @@ class HubSession:
             try:
                 await self._write(beat)
                 async with asyncio.timeout(self.options.timeouts.heartbeat_s):
-                    await self._beat.wait()
+                    await self._heartbeat_received.wait()
             except TimeoutError:
-                # While nobody takes the messages that came before it, the answer cannot have been read.
+                # While the inbox is full, the response may be unread behind other messages.
                 if not self._is_behind():
-                    link.abort()
+                    connection.abort()
             except ClientError:
                 return
 
     # -- single messages
 
-    async def _receive(self, link: HubConnection) -> Message:
-        frame = await link.receive()
+    async def _receive(self, connection: HubConnection) -> Message:
+        frame = await connection.receive()
         try:
             return Message(parse_envelope(frame, _FRAME_BYTES_MAX))
         except HubError as error:
-            raise ClientError(INVALID_ANSWER, f"the hub sent no envelope: {error.message}") from error
+            raise ClientError(INVALID_ANSWER, f"invalid message from the hub: {error.message}") from error
 
-    async def _take(self, message: Message) -> None:
+    async def _handle(self, message: Message) -> None:
         kind = message.type
         if not kind.startswith("hub:"):
             await self._deliver(message)
         elif kind == "hub:heartbeat_ack":
-            self._beat.set()
-        elif not self.asks.take(message):
+            self._heartbeat_received.set()
+        elif not self.pending.resolve(message):
             if kind == "hub:disconnect":
-                self._goodbye = message.data
+                self._disconnect_notice = message.data
             self._notice(message)
 
-    async def _write(self, request: OutgoingRequest, *, quietly: bool = False) -> None:
-        """`quietly`: whoever waits for the answer will see it sent again by the next session."""
-        link = self._link
+    async def _write(self, request: OutgoingRequest, *, ignore_loss: bool = False) -> None:
+        """With `ignore_loss`, errors are ignored because the next session sends the request again."""
+        connection = self._connection
         try:
-            if link is None:
-                raise wire.connection_lost("there is no connection to the hub", sent=False)
-            await link.send(request.frame(self.identity, now_ms(), self.options.key))
+            if connection is None:
+                raise wire.connection_lost("not connected to the hub", sent=False)
+            await connection.send(request.frame(self.identity, now_ms(), self.options.key))
         except ClientError:
-            if not quietly:
+            if not ignore_loss:
                 raise
 
     # -- the end
@@ -442,22 +444,24 @@ class HubSession:
         self.failure = error
         self._ready.clear()
         self.ended.set()
-        self.asks.fail(error or wire.connection_lost("the client was closed", sent=True))
+        self.pending.fail(error or wire.connection_lost("the client was closed", sent=True))
 
     def _pause_after(self, error: Exception) -> float | None:
-        """How long to wait after a connection that failed; None if another would fail as well."""
+        """How long to wait after a failed connection; None if another one would fail too."""
         if not isinstance(error, ClientError) or error.code in wire.FATAL_CODES:
             return None
-        passing = error.status == 0 or error.status in NOT_APPLIED_STATUSES | TRANSIENT_STATUSES
-        if not passing or (not self._started and self._failures + 1 >= self.options.retries.attempts_max):
+        is_temporary = error.status == 0 or error.status in NOT_APPLIED_STATUSES | TRANSIENT_STATUSES
+        if not is_temporary or (
+            not self._started and self._failures + 1 >= self.options.retries.attempts_max
+        ):
             return None
         return self._pause_now() + wire.retry_after_from(error)
 
     def _pause_now(self) -> float:
-        """What the hub has asked for; else longer each time, and never at once with everybody else."""
-        asked_ms = self._goodbye.get("reconnectAfter")
-        if isinstance(asked_ms, int | float):
-            return asked_ms / 1000
+        """The pause requested by the hub, or an exponential back-off with full jitter."""
+        requested_ms = self._disconnect_notice.get("reconnectAfter")
+        if isinstance(requested_ms, int | float):
+            return requested_ms / 1000
         retries = self.options.retries
         ceiling = min(retries.delay_s_max, retries.delay_s_first * 2 ** min(self._failures, 30))
         self._failures += 1

@@ -1,4 +1,4 @@
-"""Requests to the hub as values, their frames, and the errors that answers stand for. No I/O here."""
+"""Requests to the hub as values, their frames, and the errors in responses. No I/O."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tailrace.hub.signatures import sign_frame
 
 PROTOCOL_VERSION: Final = "0.1.0"
 PATH: Final = "/hub/ws"
-# Messages of these kinds are sent only to clients that know them; this one does.
+# Optional message kinds that the hub sends only to clients that support them, as this one does.
 FEATURES: Final = ("resume", "delivery-notices", "token-refresh", "mailbox")
-# After these, trying again by itself would only do harm.
+# After these codes the client must not reconnect by itself.
 FATAL_CODES: Final = frozenset({"unauthorized", "version_mismatch", "duplicate_connection"})
 TIMEOUT: Final = "timeout"
 _encode_json: Final = msgspec.json.Encoder().encode
 
 
 class SigningKey(msgspec.Struct, frozen=True):
-    """A secret shared with the hub. With an id, the signatures name it and cover the canonical form."""
+    """A secret shared with the hub. With an id, signatures name it and cover the canonical form."""
 
     secret: bytes
     id: str | None = None
@@ -35,7 +35,7 @@ class SigningKey(msgspec.Struct, frozen=True):
 
 
 class OutgoingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One message to the hub. A repeat keeps its id, so that it has no second effect."""
+    """One message to the hub. A retry has the same id, so that it has no second effect."""
 
     id: str
     type: str
@@ -63,17 +63,17 @@ class OutgoingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def without_none(**members: Any) -> dict[str, Any]:
-    """The members that were given a value."""
+    """The members that are not None."""
     return {name: value for name, value in members.items() if value is not None}
 
 
 def to_payload_data(value: Any) -> Any:
-    """Application data: bytes are JSON text and go out as they are."""
+    """Application data: bytes are JSON text and are sent unchanged."""
     return msgspec.Raw(value) if isinstance(value, bytes) else value
 
 
 def socket_url(base_url: str) -> str:
-    """Where the hub of a server is: its base URL, or the address of a socket."""
+    """The WebSocket URL of a server's hub, from its base URL or a WebSocket URL."""
     if base_url.startswith(("ws://", "wss://")):
         return base_url
     if not base_url.startswith(("http://", "https://")):
@@ -99,7 +99,7 @@ def connect_request(
 
 
 def error_from_message(message: Message) -> ClientError | None:
-    """The error that an answer stands for, in the generic or in a typed form."""
+    """The error in a response, in the generic or a typed form."""
     if message.type not in ERROR_TYPES:
         return None
     payload: dict[str, Any] = message.data or {}
@@ -114,15 +114,15 @@ def error_from_message(message: Message) -> ClientError | None:
 
 
 def retry_after_from(error: ClientError) -> float:
-    """How long a server that refused a connection asks to wait: before the upgrade, or after it."""
-    asked_ms = error.extra.get("retryAfter")
-    if isinstance(asked_ms, int | float):
-        return asked_ms / 1000
+    """How long a server that refused a connection wants the client to wait, before or after the upgrade."""
+    requested_ms = error.extra.get("retryAfter")
+    if isinstance(requested_ms, int | float):
+        return requested_ms / 1000
     return retry_after_s(error.answer_headers) or 0.0
 
 
 def reply_data(message: Message) -> Any:
-    """The data of a reply, or the failure that it tells."""
+    """The data of a reply, or the error that it contains."""
     payload: dict[str, Any] = message.data
     if payload.get("ok") is not False:
         return payload.get("data")
@@ -134,7 +134,7 @@ def reply_data(message: Message) -> Any:
 
 def timeout_error(what: str, seconds: float) -> ClientError:
     return ClientError(
-        TIMEOUT, f"{what} was not answered in {seconds:g} s", extra={"retryable": True}, outcome_unknown=True
+        TIMEOUT, f"{what} got no response in {seconds:g} s", extra={"retryable": True}, outcome_unknown=True
     )
 
 

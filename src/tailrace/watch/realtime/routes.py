@@ -222,7 +222,7 @@ class RealtimeRoutes:
             raise TailraceError(
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
-        self._origins.check(exchange)
+        self._origins.check_websocket(exchange)
         self._check_room()
         identity: Identity | None = None
         if self._gateway.verifier is None or b"authorization" in exchange.headers:
@@ -353,7 +353,7 @@ class RealtimeRoutes:
             orjson.dumps(request),
             identity.token_id,
             identity.issued_at,
-            identity.vouched_by,
+            identity.credential,
             identity.origin_id,
         )
         body = {"ticket": signer.ticket(ticket), "expiresAt": int(expires_s * 1000)}
@@ -380,11 +380,11 @@ class RealtimeRoutes:
             claims=ticket.claims,
             token_id=ticket.token_id,
             issued_at=ticket.issued_at,
-            vouched_by=ticket.vouched_by,
+            credential=ticket.vouched_by,
             origin_id=ticket.origin_id,
         )
         if verifier is not None:
-            verifier.check_stands(identity)
+            verifier.check_valid(identity)
         return identity, orjson.loads(ticket.request)
 
     def _query(self, exchange: Exchange) -> dict[str, str]:

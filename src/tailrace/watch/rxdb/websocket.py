@@ -412,7 +412,7 @@ class ReplicationSocketRoute:
             raise TailraceError(
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
-        self._origins.check(exchange)
+        self._origins.check_websocket(exchange)
         replication.check_room()
         identity: Identity | None = None
         if replication.gateway.verifier is None:
