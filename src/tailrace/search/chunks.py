@@ -49,7 +49,7 @@ from tailrace.search.records import Getter, Value, raw_column
 def add_statistics(chunk: Chunk, statistics: Statistics, after: int) -> None:
     """Counts a chunk in; `after` is the last entry that retention has taken."""
     whole = chunk.first > after
-    kept = chunk.after(after)
+    kept = chunk.rows_after(after)
     for name, field in statistics.items():
         column = chunk.columns[name]
         if whole:
@@ -238,27 +238,27 @@ class Chunk:
         for column in self.columns.values():
             column.drop_lists()
 
-    def after(self, entry: int) -> int:
+    def rows_after(self, entry: int) -> int:
         """The set of rows behind an entry."""
         return self.all_rows & ~((1 << bisect_left(self.entries, entry + 1)) - 1)
 
     # -- what a search asks of a source --------------------------------------------------------------------
 
-    def edge(self, name: str, row: int, largest: bool) -> Value | None:
+    def extreme_value(self, name: str, row: int, largest: bool) -> Value | None:
         """The smallest or largest value of a field in a row."""
-        return self.columns[name].edge(row, largest)
+        return self.columns[name].extreme_value(row, largest)
 
     def bounds(self, name: str) -> tuple[Value, Value] | None:
         """The smallest and largest value of a field; None if no row has one."""
         terms = self.columns[name].terms
         return (terms[0], terms[len(terms) - 1]) if len(terms) else None
 
-    def within(self, name: str, comparison: str, bound: Value) -> int:
+    def rows_in_range(self, name: str, comparison: str, bound: Value) -> int:
         """The rows with a value of a field on one side of a bound."""
         column = self.columns[name]
         return column.with_ranks(column.terms.range_of(comparison, bound))
 
-    def missing(self, name: str) -> int:
+    def rows_without(self, name: str) -> int:
         """The rows without a value of a field."""
         return self.all_rows & ~self.columns[name].present
 
@@ -268,7 +268,7 @@ class Chunk:
     def scores(self, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
         return score_chunk_rows(self, query, rows, scorer)
 
-    def heavy(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
+    def rows_scoring_at_least(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
         return rows_scoring_at_least(self, query, rows, scorer, least)
 
     def match(self, query: BoundQuery) -> int:

@@ -491,7 +491,7 @@ class Column:
                 values[-1].append(rank)
         return values
 
-    def edge(self, row: int, largest: bool) -> Value | None:
+    def extreme_value(self, row: int, largest: bool) -> Value | None:
         """The smallest or largest value of a row."""
         ranks = self.ranks_of(row)
         if not ranks:

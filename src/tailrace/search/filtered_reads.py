@@ -188,8 +188,10 @@ class CandidateEntries(NamedTuple):
 class IndexPrefilter:
     """One read with one filter. It remembers the span it is in."""
 
-    def __init__(self, library: IndexCatalogue, stream: Stream, view: RecordView, query: BoundQuery) -> None:
-        self._library = library
+    def __init__(
+        self, catalogue: IndexCatalogue, stream: Stream, view: RecordView, query: BoundQuery
+    ) -> None:
+        self._catalogue = catalogue
         self._stream = stream
         self._view = view
         self._query = query
@@ -201,34 +203,35 @@ class IndexPrefilter:
         """What may match in the span that an entry lies in; None if nothing is known of it."""
         if self._known is not None and self._known[0].first <= entry <= self._known[0].last:
             return self._known[1]
-        spans = await self._library.spans(self._stream, self._view.indexed)
+        spans = await self._catalogue.spans(self._stream, self._view.indexed)
         place = bisect_left(spans, entry, key=lambda span: span.last)
         if place == len(spans) or spans[place].first > entry:
             return None
         span = spans[place]
-        self._known = (span, await self._judged(span))
+        self._known = (span, await self._find_candidates(span))
         return self._known[1]
 
-    async def _judged(self, span: IndexSpan) -> CandidateEntries | None:
+    async def _find_candidates(self, span: IndexSpan) -> CandidateEntries | None:
         if self._wants.rules_out(span):
             return CandidateEntries(span.last, [])
         files = self._wants.files(span, self._stream.earliest)
         if files is None:
             return None
-        opened = await self._library.opened(files)
+        opened = await self._catalogue.open_all(files)
         if len(opened) < len(files):
             return None
 
-        def judged() -> CandidateEntries:
+        def find_candidates() -> CandidateEntries:
             from tailrace.search.index_files.span_source import SpanSource  # brings Arrow, which is large
 
             source = SpanSource(span, self._view.config, opened)
             return CandidateEntries(
-                span.last, [source.entries[row] for row in rows_from_bits(source.judge(self._query).maybe)]
+                span.last,
+                [source.entries[row] for row in rows_from_bits(source.match_rows(self._query).possible)],
             )
 
         try:
-            return await self._library.shelf.on_thread(judged)
+            return await self._catalogue.files.on_thread(find_candidates)
         except UnusableFileError:
             return None
 
@@ -256,7 +259,7 @@ class FilteredReads:
         self._turns = asyncio.Semaphore(CONCURRENT_SCANS_MAX)
         self._kept: OrderedDict[tuple[int, str], RecordFilter] = OrderedDict()
         self._kept_bytes = 0
-        self.library: IndexCatalogue | None = None  # set by whoever knows what is published
+        self.catalogue: IndexCatalogue | None = None  # set by whoever knows what is published
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -317,8 +320,8 @@ class FilteredReads:
         """Scans until the answer is full, everything is decided, or the time (of the loop) has come."""
         limits = self._limits
         narrowing = None
-        if self.library is not None and sieve.decided < stream.sealed:
-            narrowing = IndexPrefilter(self.library, stream, sieve.filter.view, sieve.filter.query)
+        if self.catalogue is not None and sieve.decided < stream.sealed:
+            narrowing = IndexPrefilter(self.catalogue, stream, sieve.filter.view, sieve.filter.query)
         async with self._turns:
             while not sieve.done:
                 entries_max = limits.read_page_entries

@@ -282,14 +282,14 @@ ClauseDecider = Callable[[Clause], "RowMatches | None"]
 
 
 class RowMatches(NamedTuple):
-    """Sets of rows; `sure` is part of `maybe`."""
+    """Sets of rows; `certain` is part of `possible`."""
 
-    sure: int
-    maybe: int
+    certain: int
+    possible: int
 
     @property
     def is_final(self) -> bool:
-        return self.sure == self.maybe
+        return self.certain == self.possible
 
 
 def certain_match(rows: int) -> RowMatches:
@@ -300,24 +300,24 @@ def match_rows(query: BoundQuery, all_rows: int, decide: ClauseDecider) -> RowMa
     """`decide` answers for one clause, or None if it cannot tell."""
     match query:
         case All(clauses):
-            sure = maybe = all_rows
+            certain = possible = all_rows
             for clause in clauses:
-                if not maybe:
+                if not possible:
                     break
                 found = match_rows(clause, all_rows, decide)
-                sure &= found.sure
-                maybe &= found.maybe
-            return RowMatches(sure & maybe, maybe)
+                certain &= found.certain
+                possible &= found.possible
+            return RowMatches(certain & possible, possible)
         case AnyOf(clauses) | Anywhere(clauses):
-            sure = maybe = 0
+            certain = possible = 0
             for clause in clauses:
                 found = match_rows(clause, all_rows, decide)
-                sure |= found.sure
-                maybe |= found.maybe
-            return RowMatches(sure, maybe)
+                certain |= found.certain
+                possible |= found.possible
+            return RowMatches(certain, possible)
         case Negation(clause):
             found = match_rows(clause, all_rows, decide)
-            return RowMatches(all_rows & ~found.maybe, all_rows & ~found.sure)
+            return RowMatches(all_rows & ~found.possible, all_rows & ~found.certain)
         case _:
             known = decide(query)
             return RowMatches(0, all_rows) if known is None else known

@@ -232,8 +232,10 @@ def span_chunks(
     """
     fields, field = view.config.fields, request.timestamp_field
     for name in wanted:
-        source.missing(name)
-    inside = source.within(field, ">=", request.from_ms) & source.within(field, "<", request.to_ms)
+        source.rows_without(name)
+    inside = source.rows_in_range(field, ">=", request.from_ms) & source.rows_in_range(
+        field, "<", request.to_ms
+    )
     for begin in range(0, source.rows.count, ROWS_AT_ONCE):
         end = min(begin + ROWS_AT_ONCE, source.rows.count)
         if inside >> begin & ((1 << (end - begin)) - 1):

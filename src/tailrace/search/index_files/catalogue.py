@@ -93,32 +93,32 @@ class IndexCatalogue:
 
     def __init__(
         self,
-        shelf: IndexFileCache,
-        catalogue: Callable[[Stream], Awaitable[IndexFileSet]],
+        files: IndexFileCache,
+        list_files: Callable[[Stream], Awaitable[IndexFileSet]],
         levels: AncestorLookup = without_ancestors,
     ) -> None:
-        self.shelf = shelf
-        self._catalogue = catalogue
+        self.files = files
+        self._list_files = list_files
         self._levels = levels
         self._kept: OrderedDict[int, _CachedSpans] = OrderedDict()
 
-    async def companions(self, stream: Stream) -> IndexFileSet:
-        return await self._catalogue(stream)
+    async def index_files(self, stream: Stream) -> IndexFileSet:
+        return await self._list_files(stream)
 
     async def spans(self, stream: Stream, view: RecordView) -> Sequence[IndexSpan]:
         """The spans of a stream, in order."""
-        kept = await self._of(stream, view)
+        kept = await self._spans_of(stream, view)
         return () if kept is None else kept.spans
 
     async def rollups(self, stream: Stream, view: RecordView) -> Sequence[UsableFile]:
         """The files of rollups, by their first entry."""
-        kept = await self._of(stream, view)
+        kept = await self._spans_of(stream, view)
         return () if kept is None else kept.rollups
 
-    async def _of(self, stream: Stream, view: RecordView) -> _CachedSpans | None:
+    async def _spans_of(self, stream: Stream, view: RecordView) -> _CachedSpans | None:
         parts: list[_StreamIndexFiles] = []
         for owner, upto in self._levels(stream):
-            found = await self._catalogue(owner)
+            found = await self._list_files(owner)
             if found.companions and (owner is stream or has_same_versions(view.registry, owner, upto)):
                 identity = make_stream_id(owner.name, owner.incarnation)
                 parts.append(_StreamIndexFiles(found, identity, FOREVER if owner is stream else upto))
@@ -135,7 +135,7 @@ class IndexCatalogue:
         self._kept.move_to_end(stream.number)
         return kept
 
-    def covered(self, stream: Stream) -> int:
+    def covered_through(self, stream: Stream) -> int:
         """The last entry that all wanted families speak for, with all before it; of what was last asked."""
         kept = self._kept.get(stream.number)
         through = stream.earliest
@@ -145,12 +145,12 @@ class IndexCatalogue:
             through = max(through, span.last)
         return through
 
-    async def opened(self, files: Mapping[str, UsableFile]) -> dict[str, OpenedFile]:
+    async def open_all(self, files: Mapping[str, UsableFile]) -> dict[str, OpenedFile]:
         """The files that can be used, by their keys."""
         found: dict[str, OpenedFile] = {}
         missing: list[UsableFile] = []
         for key, served in files.items():
-            opened = self.shelf.find(served.published)
+            opened = self.files.get(served.published)
             if opened is None:
                 missing.append(served)
             else:
@@ -161,12 +161,12 @@ class IndexCatalogue:
                     found[served.published.key] = opened
         return found
 
-    def at_hand(self, files: Mapping[str, UsableFile]) -> bool:
+    def are_open(self, files: Mapping[str, UsableFile]) -> bool:
         """Whether all of some files are open already."""
-        return all(self.shelf.holds(served.published) for served in files.values())
+        return all(self.files.is_open(served.published) for served in files.values())
 
     async def open(self, served: UsableFile) -> OpenedFile | None:
-        return await self.shelf.open(served.published, partial(_open_usable_file, served))
+        return await self.files.open(served.published, partial(_open_usable_file, served))
 
 
 def has_same_versions(registry: Registry, owner: Stream, upto: int) -> bool:
@@ -213,10 +213,10 @@ class _CachedKeyFiles(NamedTuple):
 
 
 class RoutingKeyIndex:
-    """Lives on the loop, beside the library whose files it reads."""
+    """Lives on the loop, beside the catalogue whose files it reads."""
 
-    def __init__(self, library: IndexCatalogue) -> None:
-        self._library = library
+    def __init__(self, catalogue: IndexCatalogue) -> None:
+        self._catalogue = catalogue
         self._kept: OrderedDict[tuple[str, str], _CachedKeyFiles] = OrderedDict()
         self.lookups = 0  # that an index answered
 
@@ -241,11 +241,11 @@ class RoutingKeyIndex:
         """Within one run, or the entry behind it; None if that cannot be told."""
         found: list[int] = []
         for served in run:
-            file = cast("RoutingKeyIndexFile | None", await self._library.open(served))
+            file = cast("RoutingKeyIndexFile | None", await self._catalogue.open(served))
             if file is None:
                 return None
             try:
-                places = file.known(key) or await self._library.shelf.on_thread(file.places, key)
+                places = file.known(key) or await self._catalogue.files.on_thread(file.places, key)
             except UnusableFileError:
                 return None
             following = places.next_from(entry)
@@ -257,7 +257,7 @@ class RoutingKeyIndex:
         self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int, times: LexiconTimes
     ) -> LexiconKeys:
         """The first keys that the lexicons of a stream have of the entries behind `below` up to `upto`."""
-        on_thread = self._library.shelf.on_thread
+        on_thread = self._catalogue.files.on_thread
         covered: list[tuple[int, int]] = []
         keys: list[bytes] = []
         for run in await self._runs(stream, ROUTING_KEY_LEXICON):
@@ -267,7 +267,7 @@ class RoutingKeyIndex:
             listed: list[bytes] | None = []
             for served in run:
                 begun_s = time.monotonic()
-                file = cast("RoutingKeyLexiconFile | None", await self._library.open(served))
+                file = cast("RoutingKeyLexiconFile | None", await self._catalogue.open(served))
                 times.get_s += time.monotonic() - begun_s
                 try:
                     more = None if file is None else await on_thread(file.keys, after, wanted, below, times)
@@ -284,7 +284,7 @@ class RoutingKeyIndex:
 
     async def _runs(self, stream: Stream, family: str) -> list[list[UsableFile]]:
         """The files of a family by the range they speak for, in order; a large run may be several files."""
-        companions = (await self._library.companions(stream)).companions
+        companions = (await self._catalogue.index_files(stream)).companions
         identity = make_stream_id(stream.name, stream.incarnation)
         kept = self._kept.get((identity, family))
         if kept is None or kept.companions is not companions:
@@ -338,16 +338,16 @@ class IndexFileService:
         lexicon_bytes = limits.lexicon_index_cache_max_bytes
         self.lexicons = ObjectCache(url, cache_dir.with_name(LEXICONS), lexicon_bytes, limits, self._work)
         memory_bytes = limits.search_companion_memory_max_bytes
-        self.shelf = IndexFileCache(
+        self.files = IndexFileCache(
             self.parts, self._work, self._readers, lexicons=self.lexicons, bytes_max=memory_bytes
         )
-        self.library = IndexCatalogue(self.shelf, log.catalogue.of, log.reader.levels)
-        self.keys = RoutingKeyIndex(self.library)
+        self.catalogue = IndexCatalogue(self.files, log.catalogue.of, log.reader.levels)
+        self.keys = RoutingKeyIndex(self.catalogue)
         log.reader.history.keys = self.keys
 
     def connect(self, telemetry: ServerMetrics) -> None:
-        counts = self.shelf.counts
-        telemetry.companion_opened_bytes.read = lambda: self.shelf.bytes
+        counts = self.files.counts
+        telemetry.companion_opened_bytes.read = lambda: self.files.bytes
         telemetry.companion_cache_bytes.read = lambda: self.parts.cached_bytes
         telemetry.lexicon_cache_bytes.read = lambda: self.lexicons.cached_bytes
         telemetry.companion_opens.read = lambda: counts.fetched

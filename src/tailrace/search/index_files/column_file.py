@@ -86,9 +86,9 @@ class ArrowColumn:
         if self._is_words:
             place: int = pc.index(self._words, pa.scalar(str(value), self._words.type)).as_py()
             return 0 if place < 0 else self._rows(pc.equal(self._flat, pa.scalar(place, self._flat.type)))
-        return self.within("=", value)
+        return self.rows_in_range("=", value)
 
-    def within(self, comparison: str, bound: Value) -> int:
+    def rows_in_range(self, comparison: str, bound: Value) -> int:
         """The rows with a value on one side of a bound."""
         compare = getattr(pc, _COMPARE[comparison])
         if self._is_words:
@@ -133,7 +133,7 @@ class ArrowColumn:
             found = self._flat[self._starts[row].as_py() : self._starts[row + 1].as_py()].to_pylist()
         return [self._words[place].as_py() for place in found] if self._is_words else found
 
-    def edge(self, row: int, largest: bool) -> Value | None:
+    def extreme_value(self, row: int, largest: bool) -> Value | None:
         values = self.values(row)
         if not values:
             return None

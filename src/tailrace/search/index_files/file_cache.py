@@ -293,7 +293,7 @@ class IndexFileCache:
         """For those who read files, and may have to wait for bytes."""
         return await self._readers.on_thread(function, *arguments)
 
-    def find(self, published: IndexFileRef) -> OpenedFile | None:
+    def get(self, published: IndexFileRef) -> OpenedFile | None:
         """The file, if it is open."""
         found = self._opened.get(published.key)
         if found is None:
@@ -303,18 +303,18 @@ class IndexFileCache:
         self._measure(published.key, found)
         return found[0]
 
-    def holds(self, published: IndexFileRef) -> bool:
+    def is_open(self, published: IndexFileRef) -> bool:
         return published.key in self._opened
 
-    def may_open(self, published: IndexFileRef) -> bool:
+    def can_retry(self, published: IndexFileRef) -> bool:
         """Whether it is worth a try."""
         until = self._unusable.get(published.key)
         return published.bytes <= FILE_BYTES_MAX and (until is None or time.monotonic() >= until)
 
     async def open(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile | None:
         """The file; None if it cannot be used."""
-        found = self.find(published)
-        if found is not None or not self.may_open(published):
+        found = self.get(published)
+        if found is not None or not self.can_retry(published):
             return found
         task = self._opening.get(published.key)
         if task is None:
@@ -322,7 +322,7 @@ class IndexFileCache:
         # Whoever goes away must not take the file from the others.
         return await asyncio.shield(task)
 
-    def shed(self) -> None:
+    def evict_all(self) -> None:
         """Memory is short: everything can be had again."""
         self._opened.clear()
         self.bytes = 0
@@ -339,7 +339,7 @@ class IndexFileCache:
                 async with self._budget.hold(2 * published.bytes):
                     opened = await self._opened_whole(published, open_file)
         except (UnusableFileError, ObjectStoreError, OSError) as error:
-            self._refuse(published, error)
+            self._mark_unusable(published, error)
             return None
         finally:
             del self._opening[published.key]
@@ -350,7 +350,7 @@ class IndexFileCache:
         self._shrink()
         return opened
 
-    def _refuse(self, published: IndexFileRef, error: Exception) -> None:
+    def _mark_unusable(self, published: IndexFileRef, error: Exception) -> None:
         """Leaves a file alone for a while."""
         self.counts.unusable += 1
         logger.warning("%s cannot be used, its rows are decoded instead: %s", published.key, error)
@@ -375,7 +375,7 @@ class IndexFileCache:
                 opened = await self.on_thread(open_file, body)
         except WholeFileRequiredError:
             return None
-        body.refuse = partial(self._refuse, published)
+        body.refuse = partial(self._mark_unusable, published)
         return opened
 
     async def _opened_whole(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile:

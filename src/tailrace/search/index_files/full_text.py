@@ -316,7 +316,7 @@ class TokenPostings:
         listed, places = _distinct_numbers(self.frequencies.astype(np.int64) * width + self.lengths)
         return [divmod(kind, width) for kind in listed.tolist()], places
 
-    def heavy(self, weigh: Callable[[int, int], float], least: float, count: int) -> int:
+    def rows_scoring_at_least(self, weigh: Callable[[int, int], float], least: float, count: int) -> int:
         """The set of rows whose frequency and length weigh at least so much."""
         if not len(self.rows):
             return 0
@@ -344,7 +344,7 @@ class PostingsSource(Protocol):
         """How many rows there are."""
         ...
 
-    def certain(self, clause: Clause) -> int: ...
+    def certain_rows(self, clause: Clause) -> int: ...
     def token_rows(self, field: str, token: str) -> TokenPostings: ...
     def text_lengths(self, field: str) -> Any:
         """The tokens in the text of each row."""
@@ -374,7 +374,7 @@ def rows_needing_records(source: PostingsSource, query: BoundQuery) -> int:
                 found |= rows_needing_records(source, clause)
             return found
         case Phrase(field, tokens) if len(tokens) > 1:
-            found = source.certain(query)
+            found = source.certain_rows(query)
             for token in tokens:
                 found &= ~source.token_rows(field, token).once(source.count) if found else 0
             return found
@@ -402,7 +402,7 @@ def _add_scores(
         case Anywhere(targets):
             best: dict[int, float] = {}
             for target in targets:
-                weights = _clause_scores(source, target, rows & source.certain(target), scorer)
+                weights = _clause_scores(source, target, rows & source.certain_rows(target), scorer)
                 for row, weight in weights.items():
                     if weight > best.get(row, 0.0):
                         best[row] = weight
@@ -431,7 +431,7 @@ def certain_rows(source: PostingsSource, query: BoundQuery) -> int:
         case Negation(clause):
             return ~certain_rows(source, clause)
         case _:
-            return source.certain(query)
+            return source.certain_rows(query)
 
 
 def _clause_scores(
@@ -476,7 +476,7 @@ def rows_scoring_at_least(
             heavy = 0
             for target in targets:
                 heavy |= _clause_rows_scoring_at_least(
-                    source, target, rows & source.certain(target), scorer, least
+                    source, target, rows & source.certain_rows(target), scorer, least
                 )
             return heavy
         case Words() | Phrase():
@@ -502,4 +502,4 @@ def _clause_rows_scoring_at_least(
         # A phrase that is weighed here occurs once, however often its tokens do.
         return scorer.weigh(clause, (1 if is_phrase else frequency,), length)
 
-    return source.token_rows(clause.field, token).heavy(weigh, least, source.count) & rows
+    return source.token_rows(clause.field, token).rows_scoring_at_least(weigh, least, source.count) & rows

@@ -74,7 +74,7 @@ class RowNumbering:
     def _numbers(self) -> Any:
         return np.array(self.entries, np.int64)
 
-    def after(self, entry: int) -> int:
+    def rows_after(self, entry: int) -> int:
         """The rows behind an entry."""
         return self.all_rows & ~((1 << bisect_left(self.entries, entry + 1)) - 1)
 
@@ -111,9 +111,9 @@ class SpanSource:
         self._opened = opened
         self.rows = RowNumbering(range(span.first, span.last + 1) if span.is_range else self._listed())
         self.families: set[str] = set()  # that were asked something
-        self._judged: dict[Clause, RowMatches] = {}
+        self._decided: dict[Clause, RowMatches] = {}
         # Of this search: fetching one again, half-way through taking its rows, might fail.
-        self._weighed: dict[tuple[str, str], TokenPostings] = {}
+        self._token_rows: dict[tuple[str, str], TokenPostings] = {}
         self._text_lengths: dict[str, Any] = {}
 
     def _listed(self) -> Sequence[int]:
@@ -150,17 +150,17 @@ class SpanSource:
     def count(self) -> int:
         return self.rows.count
 
-    def after(self, entry: int) -> int:
-        return self.rows.after(entry)
+    def rows_after(self, entry: int) -> int:
+        return self.rows.rows_after(entry)
 
     def match(self, query: BoundQuery) -> int:
-        verdict = self.judge(query)
+        verdict = self.match_rows(query)
         assert verdict.is_final, "rows in doubt are decoded"
-        return verdict.sure
+        return verdict.certain
 
-    def edge(self, name: str, row: int, largest: bool) -> Value | None:
+    def extreme_value(self, name: str, row: int, largest: bool) -> Value | None:
         column, shift = self.column(name)
-        return column.edge(row + shift, largest)
+        return column.extreme_value(row + shift, largest)
 
     def bounds(self, name: str) -> tuple[Value, Value] | None:
         if name == self._primary and self._span.primary is not None:
@@ -171,18 +171,18 @@ class SpanSource:
         found = [value for row in range(self.rows.count) for value in column.values(row + shift)]
         return (min(found), max(found)) if found else None
 
-    def within(self, name: str, comparison: str, bound: Value) -> int:
+    def rows_in_range(self, name: str, comparison: str, bound: Value) -> int:
         if self._col(name).is_beyond(name, comparison, bound):
             return 0  # told by the file without decoding the column
         column, shift = self.column(name)
-        return self._cut(column.within(comparison, bound), shift)
+        return self._cut(column.rows_in_range(comparison, bound), shift)
 
-    def several(self, name: str) -> int:
+    def rows_with_several(self, name: str) -> int:
         """The rows with more than one value."""
         column, shift = self.column(name)
         return self._cut(column.multiple, shift)
 
-    def missing(self, name: str) -> int:
+    def rows_without(self, name: str) -> int:
         if self._col(name).is_full(name):
             return 0
         column, shift = self.column(name)
@@ -194,7 +194,7 @@ class SpanSource:
     def scores(self, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
         return score_rows(self, query, rows, scorer)
 
-    def heavy(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
+    def rows_scoring_at_least(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
         return rows_scoring_at_least(self, query, rows, scorer, least)
 
     # -- columns -------------------------------------------------------------------------------------------
@@ -223,24 +223,24 @@ class SpanSource:
 
     # -- clauses -------------------------------------------------------------------------------------------
 
-    def judge(self, query: BoundQuery) -> RowMatches:
+    def match_rows(self, query: BoundQuery) -> RowMatches:
         return match_rows(query, self.rows.all_rows, self.decide)
 
-    def knows(self, clauses: Iterable[Clause]) -> bool:
+    def decides_all(self, clauses: Iterable[Clause]) -> bool:
         """Whether every one of these clauses is certain, and not just all of them together."""
         return all((found := self.decide(clause)) is not None and found.is_final for clause in clauses)
 
-    def certain(self, clause: Clause) -> int:
+    def certain_rows(self, clause: Clause) -> int:
         found = self.decide(clause)
         assert found is not None
-        return found.sure
+        return found.certain
 
     def decide(self, clause: Clause) -> RowMatches | None:
-        known = self._judged.get(clause)
+        known = self._decided.get(clause)
         if known is None:
             known = self._decide(clause)
             if known is not None:
-                self._judged[clause] = known
+                self._decided[clause] = known
         return known
 
     def _decide(self, clause: Clause) -> RowMatches | None:
@@ -253,7 +253,9 @@ class SpanSource:
                 return self._starting(field, prefix)
             case Compares(field, comparison, value):
                 return (
-                    certain_match(self.within(field, comparison, value)) if self.has_column(field) else None
+                    certain_match(self.rows_in_range(field, comparison, value))
+                    if self.has_column(field)
+                    else None
                 )
             case Words():
                 return self._words(clause)
@@ -340,14 +342,14 @@ class SpanSource:
         return certain_match(found & self.rows.rows(engine))
 
     def token_rows(self, field: str, token: str) -> TokenPostings:
-        found = self._weighed.get((field, token))
+        found = self._token_rows.get((field, token))
         if found is None:
             split = self._split(field)
             assert split is not None
             postings = split.postings(field, token)
             which, rows = self.rows.cut(postings.entries)
             lengths = self.text_lengths(field)[rows]
-            found = self._weighed[field, token] = TokenPostings(rows, postings.frequencies[which], lengths)
+            found = self._token_rows[field, token] = TokenPostings(rows, postings.frequencies[which], lengths)
         return found
 
     def text_lengths(self, field: str) -> Any:

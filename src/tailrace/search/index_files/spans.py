@@ -256,7 +256,7 @@ def is_outside_times(query: BoundQuery, primary: str, bounds: tuple[int, int]) -
         comparison = clause.comparison if isinstance(clause, Compares) else "="
         return RowMatches(0, 0) if excludes_bounds(comparison, clause.value, bounds) else None
 
-    return not match_rows(query, 1, decide).maybe
+    return not match_rows(query, 1, decide).possible
 
 
 def _add_file(found: dict[str, UsableFile], served: UsableFile | None) -> bool:
