@@ -182,7 +182,7 @@ class HitCollector:
 
     def explain(self, hit: Hit, payload: Payload) -> Hit:
         """The hit with the terms to score, from its record."""
-        return hit._replace(groups=self.scanner.groups_in(hit.entry, payload), source=None)
+        return hit._replace(groups=self.scanner.explain_payload(hit.entry, payload), source=None)
 
     def add_counted(self, counts: ScanStatistics, last: int) -> None:
         """Add the statistics of a scanned range that was decided up to `last`."""

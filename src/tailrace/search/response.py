@@ -1,4 +1,4 @@
-"""The answer to a search: hits with their records, totals, coverage, and the headers that mirror it."""
+"""The response of a search: hits with their records, totals, coverage, and headers with the same counters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tailrace.search.records import RecordView
 from tailrace.search.requests import SearchRequest
 from tailrace.search.run import SearchResult
 
-TIMESTAMP_MS_MAX = 253_402_300_799_999  # the end of the year 9999; nothing later is shown as an instant
+TIMESTAMP_MS_MAX = 253_402_300_799_999  # the end of the year 9999, the last that RFC 3339 can express
 
 
 async def build_search_body(
@@ -28,7 +28,7 @@ async def build_search_body(
     reader: PointReader,
     took_ms: int,
 ) -> dict[str, object]:
-    """The whole body. Records are read for the hits of the page only."""
+    """The response body. Reads the records of the hits on the page."""
     page = result.hits[: request.size]
     payloads = await reader.payloads(stream, [hit.entry for hit in page])
     hits = [_hit(hit, payloads[hit.entry], request, stream, view) for hit in page]
@@ -110,7 +110,7 @@ def _hit(
 
 
 def _hit_sort_values(hit: Hit, request: SearchRequest, stream: Stream) -> list[object]:
-    """The sort values of a hit, as `search_after` takes them."""
+    """The sort values of a hit, as `search_after` expects them."""
     return [
         stream.offset(hit.entry) if key.kind == "offset" else value
         for key, value in zip(request.sort, hit.values, strict=True)
@@ -118,7 +118,7 @@ def _hit_sort_values(hit: Hit, request: SearchRequest, stream: Stream) -> list[o
 
 
 def hit_fields(record: object, view: RecordView) -> dict[str, object]:
-    """What lies at each field's pointer, as it is."""
+    """The raw value at each field's pointer."""
     fields: dict[str, object] = {}
     if not isinstance(record, dict):
         return fields
@@ -131,7 +131,7 @@ def hit_fields(record: object, view: RecordView) -> dict[str, object]:
 
 
 def to_json_value(value: object) -> orjson.Fragment:
-    """Any value that a record can have: numbers of any size, nesting of any depth."""
+    """Encode any value of a record, with numbers and nesting beyond what orjson accepts."""
     try:
         return orjson.Fragment(orjson.dumps(value))
     except orjson.JSONEncodeError:

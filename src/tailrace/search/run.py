@@ -483,7 +483,7 @@ class _SearchRun:
         if not scan_range.is_whole(self._searcher.scan_rows):
             return None
         facts = self._searcher.range_statistics.find(self._stream.number, scan_range, self._view.indexed)
-        if facts is None or not facts.has_counts(self._collector.scanner.wanted, self._view.primary):
+        if facts is None or not facts.has_counts(self._collector.scanner.scored_tokens, self._view.primary):
             return None
         return facts
 

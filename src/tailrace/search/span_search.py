@@ -52,7 +52,7 @@ class SpanSearch:
         self._collector = collector
         self._trimmed = trimmed
         columns = [key.name for key in request.sort if key.kind not in ("score", "offset")]
-        self._scored = tuple(collector.scanner.wanted) if collector.scores_text else ()
+        self._scored = tuple(collector.scanner.scored_tokens) if collector.scores_text else ()
         self._selection = FileSelection(view, request.query, columns, self._scored)
         self._columns = columns
         self._scores_from_postings = can_score_from_postings(request.query)
@@ -192,7 +192,7 @@ class SpanSearch:
         try:
             found = {
                 name: source.text_statistics(name, tokens)
-                for name, tokens in self._collector.scanner.wanted.items()
+                for name, tokens in self._collector.scanner.scored_tokens.items()
             }
         except UnusableFileError:
             return False
@@ -258,7 +258,7 @@ class SpanSearch:
     def _preload(self, source: SpanSource, rows: int) -> None:
         """Read everything that adding the rows needs; columns only if a row may reach the page."""
         if self._collector.scores_text and self._request.by_score:
-            for name, tokens in self._collector.scanner.wanted.items():
+            for name, tokens in self._collector.scanner.scored_tokens.items():
                 source.text_lengths(name)
                 for token in tokens:
                     source.token_rows(name, token)

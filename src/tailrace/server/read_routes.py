@@ -333,7 +333,7 @@ class ReadRoutes:
         if self.filtered.try_scan(request.stream, sieve, key):
             self._answer_sieve(exchange, request, sieve)
         else:
-            until = self.filtered.patience(exchange.started)
+            until = self.filtered.scan_deadline(exchange.started)
             self._later(self._answer_later(exchange, request, self._sift(request, sieve, key, until)))
 
     async def _sift(

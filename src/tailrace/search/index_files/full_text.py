@@ -316,12 +316,12 @@ class TokenPostings:
         listed, places = _distinct_numbers(self.frequencies.astype(np.int64) * width + self.lengths)
         return [divmod(kind, width) for kind in listed.tolist()], places
 
-    def rows_scoring_at_least(self, weigh: Callable[[int, int], float], least: float, count: int) -> int:
+    def rows_scoring_at_least(self, score: Callable[[int, int], float], least: float, count: int) -> int:
         """The set of rows whose frequency and length weigh at least so much."""
         if not len(self.rows):
             return 0
         kinds, places = self._kinds
-        enough = np.array([weigh(*kind) >= least for kind in kinds])
+        enough = np.array([score(*kind) >= least for kind in kinds])
         return bits_from_row_array(self.rows[enough[places]], count)
 
 
@@ -455,7 +455,7 @@ def _clause_scores(
         key = (tuple(found), length)
         weight = known.get(key)
         if weight is None:
-            weight = known[key] = scorer.weigh(clause, *key)
+            weight = known[key] = scorer.score_clause(clause, *key)
         weights[row] = weight
     return weights
 
@@ -498,8 +498,8 @@ def _clause_rows_scoring_at_least(
     if others and not is_phrase:
         return rows
 
-    def weigh(frequency: int, length: int) -> float:
+    def score(frequency: int, length: int) -> float:
         # A phrase that is weighed here occurs once, however often its tokens do.
-        return scorer.weigh(clause, (1 if is_phrase else frequency,), length)
+        return scorer.score_clause(clause, (1 if is_phrase else frequency,), length)
 
-    return source.token_rows(clause.field, token).rows_scoring_at_least(weigh, least, source.count) & rows
+    return source.token_rows(clause.field, token).rows_scoring_at_least(score, least, source.count) & rows
