@@ -88,7 +88,7 @@ class SpanSearch:
         return [
             span
             for span, split in with_split
-            if rows[split.published.key] == split.companion.last - split.companion.first + 1
+            if rows[split.published.key] == split.index_file.last - split.index_file.first + 1
         ]
 
     def _split_of(self, span: IndexSpan) -> UsableFile | None:

@@ -9,7 +9,7 @@ hardly longer than what it does to ten.
 
 The windows and groups of an answer as one text of JSON.
 
-The part of an aggregate that is arrays: what companions give, as far as numbers and counts are asked for.
+The part of an aggregate that is arrays: what index_files give, as far as numbers and counts are asked for.
 
 Everything else of the answer, from records and from the tail, is in `Groups`. Both come together at the end:
 groups that are in both become objects, and all of them are shown in one order.

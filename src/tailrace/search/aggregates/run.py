@@ -157,7 +157,7 @@ class _AggregateRun:
         self._spans: Sequence[IndexSpan] = ()
         self._wanted = required_columns(view, request) if columns_and_blocks_suffice(request) else None
         self._blocks = not columns_suffice(request)  # summaries that records bring along are asked for
-        self._arrays: ArrayStates | None = None  # what companions gave, where nothing else is asked for
+        self._arrays: ArrayStates | None = None  # what index_files gave, where nothing else is asked for
 
     def _part_of(self, request: AggregateRequest) -> _TimePart:
         columns = ColumnAggregator(self._view, request, self._groups, self._stream.earliest)
