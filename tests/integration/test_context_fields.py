@@ -104,7 +104,7 @@ def test_fields_of_context_are_searched_in_sealed_entries_and_through_companions
         ("user:u7", "unknown search field user"),
         ("contextual.user:u7", "unknown search field contextual.user"),
         ("has:context.user", "unknown search field context.user"),
-        ("context.a:1 OR context.a:x", "search field context.a is asked for by values of two kinds"),
+        ("context.a:1 OR context.a:x", "search field context.a is compared with values of two kinds"),
     ],
 )
 def test_what_is_refused(server: ServerProcess, query: str, message: str) -> None:

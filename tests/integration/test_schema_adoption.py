@@ -86,7 +86,7 @@ def test_the_first_entry_that_does_not_fit_is_named_and_nothing_is_changed(call:
     error = refused.body["error"]
     assert error["offset"] == encode_offset(0, 701)
     assert error["message"].startswith(
-        f"the entry at offset {encode_offset(0, 701)} does not fit: /id value is not of type"
+        f"entry at offset {encode_offset(0, 701)} does not fit: /id value is not of type"
     )
     assert call("GET", f"{name}/_schema").raw == before
     assert call("POST", name, [1]).status == 204, "appends are as free as before"

@@ -169,8 +169,8 @@ def test_includes_of_rollups_are_checked_at_install(http: Wire) -> None:
 
 
 MUST_BE_ADOPTED = (
-    "first schema requires empty stream; with ?adopt=true (--adopt) the entries that are there "
-    "are checked, and the schema holds from the first one on"
+    "first schema requires empty stream; with ?adopt=true (--adopt) the existing entries are "
+    "checked, and the schema applies from the first one on"
 )
 
 
@@ -200,7 +200,7 @@ def test_records_that_do_not_fit_are_refused_as_a_whole(http: Wire) -> None:
     answer = append(http, name, {"ts": "a"}, {"user": 5, "x": 1})
     assert message(answer)[2].startswith("record 1: ")
     assert '(root) "ts" is a required property' in message(answer)[2]
-    assert message(http.post(name, JSON, '{"ts":1e999}'))[2] == "(root) it holds a number out of range"
+    assert message(http.post(name, JSON, '{"ts":1e999}'))[2] == "(root) record has a number out of range"
     assert http.get(f"{name}?offset=-1").body == b"[]"
     assert http.post(name, JSON, '{ "ts" : "\\u0061" }').status == 204
     assert http.get(f"{name}?offset=-1").body == b'[{ "ts" : "\\u0061" }]', "stored byte for byte"

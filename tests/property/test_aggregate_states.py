@@ -348,7 +348,7 @@ def test_without_time_there_is_no_answer(station: Station) -> None:
 def test_what_cannot_be_read_is_named_in_the_coverage(station: Station) -> None:
     station.act("append", [{"at": NOON}] * 3)
     station.searcher.tail.bytes_max = 0
-    station.searcher.scans = False
+    station.searcher.scanning_enabled = False
     answer = station.ask(WHOLE)
     assert answer["buckets"] == []
     coverage = answer["coverage"]

@@ -87,7 +87,7 @@ class Station:
         reader = self.real.log.reader
         tail = TailIndex(reader, 0, self.threads)
         self.searcher = Searcher(reader, tail, self.threads, self.segments_of, 10)
-        self.library = self.real.call(self.families.library)
+        self.catalogue = self.real.call(self.families.catalogue)
 
     def append(self, batch: list[Any]) -> None:
         payloads = [payload_of(record) for record in batch]
@@ -113,7 +113,7 @@ class Station:
         return found
 
     def ask(self, body: dict[str, Any], *, families: bool) -> dict[str, Any]:
-        self.searcher.library = self.library if families else None
+        self.searcher.catalogue = self.catalogue if families else None
         request = bind_aggregate(parse_aggregate(body), VIEW.config)
         run = Aggregator(self.searcher).aggregate(self.stream, VIEW, request, time.monotonic() + 600)
         return orjson.loads(self.real.run(run))

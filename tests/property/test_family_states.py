@@ -61,7 +61,7 @@ def asked(
     states: FamilyStates, text: str, size: int, sort: list[str] | None, *, families: bool
 ) -> SearchResult:
     view = RecordView(registry_of())
-    states.searcher.library = states.library if families else None
+    states.searcher.catalogue = states.catalogue if families else None
     return states.run(view, bind_search(SearchParameters(text, size, sort, None, None), view.config, 3000))
 
 

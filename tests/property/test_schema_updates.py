@@ -112,7 +112,7 @@ def check(registry: Registry, body: Any, records: list[Any]) -> None:
     contract = StreamSchema(document, 1024)
     for record in records:
         request = AppendRequest(msgspec.json.encode(record), "application/json")
-        checked = attempt(lambda request=request: contract.check(request))
+        checked = attempt(lambda request=request: contract.validate(request))
         assert not isinstance(checked, TailraceError) or checked.code == "invalid_request"
 
 

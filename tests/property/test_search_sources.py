@@ -116,7 +116,7 @@ def check_chunks(batch: list[Any], question: Question, cut: int, gap: int) -> No
         assert decided(straight) == expected
         for name in NAMES:
             assert straight.bounds(name) == whole.bounds(name)
-            assert straight.missing(name) == whole.missing(name)
+            assert straight.rows_without(name) == whole.rows_without(name)
             mine, its = straight.columns[name], whole.columns[name]
             assert (mine.tokens, mine.documents, mine.multiple) == (its.tokens, its.documents, its.multiple)
     if 0 < cut < len(batch):
@@ -125,7 +125,7 @@ def check_chunks(batch: list[Any], question: Question, cut: int, gap: int) -> No
     whole.drop_lists()
     assert decided(whole) == expected
     assert [entry for entry in entries if entry > 8] == [
-        whole.entries[row] for row in rows_from_bits(whole.after(8))
+        whole.entries[row] for row in rows_from_bits(whole.rows_after(8))
     ]
     needles, matcher = build_prefilter(bound, VIEW.config), Matcher(bound, VIEW.config, VIEW.version)
     for payload in payloads:
@@ -222,7 +222,7 @@ def bench(budget: int, rows: int) -> Iterator[Bench]:
 def test_r4_what_is_left_out_is_reported_and_nothing_else_is_missing() -> None:
     for budget in (0, 3000, 20_000, 1 << 30):
         with bench(budget, 4) as made:
-            made.searcher.scans = False
+            made.searcher.scanning_enabled = False
             for number in range(12):
                 made.append([{"id": f"r{number}-{n}", "status": n} for n in range(5)])
                 outcome = made.search("has:id")
@@ -323,22 +323,22 @@ def test_r6_pages_by_score_are_those_of_scans_that_leave_nothing_out() -> None:
 def test_a_full_queue_of_searches_is_refused_and_turns_come_in_order() -> None:
     async def main() -> None:
         gate = ConcurrencyLimiter(1, 2)
-        assert await gate.enter(1)
-        turns = [asyncio.ensure_future(gate.enter(60)) for _ in range(2)]
+        assert await gate.acquire(1)
+        turns = [asyncio.ensure_future(gate.acquire(60)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(TailraceError) as refused:
-            await gate.enter(60)
+            await gate.acquire(60)
         assert refused.value.code == "overloaded"
         assert refused.value.retry_after_s == 1
-        gate.leave()
+        gate.release()
         assert await turns[0]
         assert not turns[1].done()
         turns[1].cancel()
-        gate.leave()
+        gate.release()
         assert gate.running == 0
-        assert await gate.enter(1)
-        assert not await gate.enter(0.001)
-        gate.leave()
+        assert await gate.acquire(1)
+        assert not await gate.acquire(0.001)
+        gate.release()
         assert gate.running == 0
 
     asyncio.run(main())

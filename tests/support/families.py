@@ -27,7 +27,7 @@ from tailrace.storage.segments.model import SegmentInfo, make_stream_id, stream_
 
 
 class FamilyStore:
-    """The companions of one stream, and a library over them."""
+    """The companions of one stream, and a catalogue over them."""
 
     def __init__(self, real: LogHarness, bucket: Path) -> None:
         self._real = real
@@ -37,13 +37,13 @@ class FamilyStore:
         self._changed()
 
     async def of(self, stream: Stream) -> IndexFileSet:
-        """The catalogue that a library asks."""
+        """The catalogue that a catalogue asks."""
         return self._listed
 
     def _changed(self) -> None:
         self._listed = IndexFileSet(tuple(self.companions), (), PlanHistory(True, tuple(self.plans.values())))
 
-    def library(self) -> IndexCatalogue:
+    def catalogue(self) -> IndexCatalogue:
         self.work = LoopTasks(self._real.loop, 2)
         self._readers = LoopTasks(self._real.loop, 2)
         parts = ObjectCache(self._bucket.as_uri(), None, 0, Limits(), self.work)

@@ -48,14 +48,14 @@ class FamilyStates(QueryStates):
     """As its base, and companions come and go."""
 
     families: FamilyStore
-    library: IndexCatalogue | None = None
+    catalogue: IndexCatalogue | None = None
 
     def open_searcher(self, budget: int) -> None:
         super().open_searcher(budget)
-        if self.library is None:
+        if self.catalogue is None:
             self.families = FamilyStore(self.real, self.directory / "objects")
-        self.library = self.searcher.library = self.real.call(self.families.library)
-        self.lexicons = self.real.log.reader.history.keys = RoutingKeyIndex(self.library)
+        self.catalogue = self.searcher.catalogue = self.real.call(self.families.catalogue)
+        self.lexicons = self.real.log.reader.history.keys = RoutingKeyIndex(self.catalogue)
 
     def close_searcher(self) -> None:
         super().close_searcher()
@@ -132,6 +132,6 @@ class FamilyStates(QueryStates):
     def damage(self, place: int, remove: bool) -> None:
         """Also what is open is let go, so that the file is read again."""
         listed = self.families.companions
-        if listed and self.library is not None:
+        if listed and self.catalogue is not None:
             self.families.damage(self.stream, listed[place % len(listed)], remove=remove)
-            self.library.shelf.shed()
+            self.catalogue.files.evict_all()

@@ -118,7 +118,7 @@ class QueryStates(SearchStates):
         real = self.real
         context = Context(Settings(limits=PAGE), real.log, real.clock, real.loop, ServerMetrics(), "model")
         reads = FilteredReads(context, lambda _stream: view.registry)
-        reads.library = self.searcher.library
+        reads.catalogue = self.searcher.catalogue
         found: list[bytes] = []
         at, until = stream.earliest, asyncio.get_running_loop().time() + FAR_S
         while at < stream.visible:

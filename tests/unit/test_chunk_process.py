@@ -60,30 +60,30 @@ def described(chunk: Chunk) -> object:
 
 
 def test_a_chunk_from_the_process_is_the_one_made_here(process: ChunkProcess) -> None:
-    assert described(process.make(REGISTRY.to_json(), 11, ROWS)) == described(made_here())
+    assert described(process.build(REGISTRY.to_json(), 11, ROWS)) == described(made_here())
     views: list[bytes | memoryview] = [memoryview(row) for row in ROWS]
-    assert described(process.make(REGISTRY.to_json(), 11, views)) == described(made_here())
+    assert described(process.build(REGISTRY.to_json(), 11, views)) == described(made_here())
 
 
 def test_a_process_that_was_killed_is_started_again(process: ChunkProcess) -> None:
-    process.make(REGISTRY.to_json(), 11, ROWS)
+    process.build(REGISTRY.to_json(), 11, ROWS)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(ChunkProcessError):
-        process.make(REGISTRY.to_json(), 11, ROWS)
-    assert described(process.make(REGISTRY.to_json(), 11, ROWS)) == described(made_here())
+        process.build(REGISTRY.to_json(), 11, ROWS)
+    assert described(process.build(REGISTRY.to_json(), 11, ROWS)) == described(made_here())
 
 
 def test_what_cannot_be_made_does_not_end_the_process(process: ChunkProcess) -> None:
-    process.make(REGISTRY.to_json(), 11, ROWS)
+    process.build(REGISTRY.to_json(), 11, ROWS)
     pid = process.pid
     with pytest.raises(ChunkProcessError):
-        process.make(b"no registry", 11, ROWS)
-    assert described(process.make(REGISTRY.to_json(), 11, ROWS)) == described(made_here())
+        process.build(b"no registry", 11, ROWS)
+    assert described(process.build(REGISTRY.to_json(), 11, ROWS)) == described(made_here())
     assert process.pid == pid
 
 
 def test_an_idle_process_is_ended(process: ChunkProcess) -> None:
-    process.make(REGISTRY.to_json(), 11, ROWS)
+    process.build(REGISTRY.to_json(), 11, ROWS)
     process.end_if_idle()
     assert process.pid is None

@@ -49,7 +49,7 @@ def test_bounds_and_gaps_of_a_column_are_known_without_decoding_it(
     column = file.column("v")
     for comparison in COMPARISONS:
         if file.is_beyond("v", comparison, bound):
-            assert column.within(comparison, bound) == 0
+            assert column.rows_in_range(comparison, bound) == 0
     if file.is_full("v"):
         assert column.present == (1 << len(rows)) - 1
 

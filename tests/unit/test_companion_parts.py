@@ -96,15 +96,15 @@ class Place(NamedTuple):
     def run(
         self, work: Callable[[IndexFileCache, ObjectCache], Awaitable[T]], whole_bytes_max: int = 512 << 10
     ) -> T:
-        """Do something with a shelf of its own, as a server would after a restart."""
+        """Do something with a file cache of its own, as a server would after a restart."""
 
         async def running() -> T:
             loop = asyncio.get_running_loop()
             fetching, reading = LoopTasks(loop, 2), LoopTasks(loop, 2)
             parts = ObjectCache(self.url, self.cache_dir, CACHE_BYTES, Limits(), fetching)
             try:
-                shelf = IndexFileCache(parts, fetching, reading, whole_bytes_max=whole_bytes_max)
-                return await work(shelf, parts)
+                files = IndexFileCache(parts, fetching, reading, whole_bytes_max=whole_bytes_max)
+                return await work(files, parts)
             finally:
                 await reading.end()
                 await fetching.end()
@@ -148,11 +148,11 @@ def test_lexicons_have_a_cache_of_their_own(bucket: Place) -> None:
             ObjectCache(bucket.url, bucket.cache_dir.with_name(name), held, Limits(), fetching)
             for name, held in (("companions", size), ("lexicons", 2 * size))
         )
-        shelf = IndexFileCache(parts, fetching, reading, lexicons=lexicons, whole_bytes_max=size)
+        files = IndexFileCache(parts, fetching, reading, lexicons=lexicons, whole_bytes_max=size)
         seen: list[int] = []
         try:
             for published in (*lexicons_put, *others_put):
-                assert await shelf.open(published, ParquetFile) is not None
+                assert await files.open(published, ParquetFile) is not None
                 wanted = published.part(0, size)
                 while parts.find(*wanted) is None and lexicons.find(*wanted) is None:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)  # it is on its way into the cache
@@ -169,8 +169,8 @@ def test_lexicons_have_a_cache_of_their_own(bucket: Place) -> None:
     assert at_last == [size, 2 * size]
 
 
-async def _opened(shelf: IndexFileCache, published: IndexFileRef) -> ParquetFile:
-    found = await shelf.open(published, ParquetFile)
+async def _opened(files: IndexFileCache, published: IndexFileRef) -> ParquetFile:
+    found = await files.open(published, ParquetFile)
     assert isinstance(found, ParquetFile)
     return found
 
@@ -182,16 +182,16 @@ def _whole(name: str) -> pa.ChunkedArray:
 def test_only_what_is_wanted_is_fetched(place: Place) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
-        file = await _opened(shelf, published)
-        group = await shelf.on_thread(file.group, 3, ("a",))
+    async def read(files: IndexFileCache, parts: ObjectCache) -> None:
+        file = await _opened(files, published)
+        group = await files.on_thread(file.group, 3, ("a",))
         assert group.column("a").combine_chunks() == TABLES[3].column("a").combine_chunks()
         assert parts.fetches == 2  # the end of the file, and the column
-        column = await shelf.on_thread(file.read, ("b",))
+        column = await files.on_thread(file.read, ("b",))
         assert column.column("b").to_pylist() == _whole("b").to_pylist()
         assert parts.fetched_bytes < len(DATA) / 2
         assert file.memory_bytes < len(DATA) / 4
-        wide = await shelf.on_thread(file.read, ("wide", "a"))
+        wide = await files.on_thread(file.read, ("wide", "a"))
         assert wide.column("wide").to_pylist() == _whole("wide").to_pylist()
 
     place.run(read)
@@ -200,10 +200,10 @@ def test_only_what_is_wanted_is_fetched(place: Place) -> None:
 def test_near_row_groups_come_with_one_request(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> int:
-        file = await _opened(shelf, published)
+    async def read(files: IndexFileCache, parts: ObjectCache) -> int:
+        file = await _opened(files, published)
         before = parts.fetches
-        found = await shelf.on_thread(lambda: list(file.tables(range(GROUPS), ("wide",))))
+        found = await files.on_thread(lambda: list(file.tables(range(GROUPS), ("wide",))))
         assert [table.column("wide").to_pylist() for table in found] == [
             table.column("wide").to_pylist() for table in TABLES
         ]
@@ -220,9 +220,9 @@ def test_near_row_groups_come_with_one_request(place: Place, monkeypatch: pytest
 def test_the_cache_is_only_a_shortcut(bucket: Place) -> None:
     published = bucket.put(DATA)
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> int:
-        file = await _opened(shelf, published)
-        found = await shelf.on_thread(file.read, ("a", "b"))
+    async def read(files: IndexFileCache, parts: ObjectCache) -> int:
+        file = await _opened(files, published)
+        found = await files.on_thread(file.read, ("a", "b"))
         assert found.column("a").to_pylist() == _whole("a").to_pylist()
         assert found.column("b").to_pylist() == _whole("b").to_pylist()
         return parts.fetches
@@ -243,16 +243,16 @@ def test_a_damaged_part_is_never_read(place: Place) -> None:
     damaged[group.column(1).data_page_offset + 1000] ^= 1
     published = place.put(bytes(damaged))._replace(sha256=hashlib.sha256(DATA).hexdigest())
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
-        file = await _opened(shelf, published)
-        assert (await shelf.on_thread(file.group, 5, ("wide",))).num_rows == ROWS
-        assert shelf.find(published) is file
+    async def read(files: IndexFileCache, parts: ObjectCache) -> None:
+        file = await _opened(files, published)
+        assert (await files.on_thread(file.group, 5, ("wide",))).num_rows == ROWS
+        assert files.get(published) is file
         with pytest.raises(UnusableFileError, match="checksum"):
-            await shelf.on_thread(file.group, 2, ("wide",))
+            await files.on_thread(file.group, 2, ("wide",))
         # Nobody tries again for a while.
-        assert shelf.find(published) is None
-        assert not shelf.may_open(published)
-        assert (shelf.counts.unusable, shelf.bytes) == (1, 0)
+        assert files.get(published) is None
+        assert not files.can_retry(published)
+        assert (files.counts.unusable, files.bytes) == (1, 0)
 
     place.run(read)
 
@@ -263,9 +263,9 @@ def test_a_damaged_footer_is_never_parsed(place: Place, at: int) -> None:
     damaged[at] ^= 1
     published = place.put(bytes(damaged))
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
-        assert await shelf.open(published, ParquetFile) is None
-        assert shelf.counts.unusable == 1
+    async def read(files: IndexFileCache, parts: ObjectCache) -> None:
+        assert await files.open(published, ParquetFile) is None
+        assert files.counts.unusable == 1
 
     place.run(read)
 
@@ -273,15 +273,15 @@ def test_a_damaged_footer_is_never_parsed(place: Place, at: int) -> None:
 def test_an_object_that_is_gone_is_left_alone(place: Place) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
-        file = await _opened(shelf, published)
+    async def read(files: IndexFileCache, parts: ObjectCache) -> None:
+        file = await _opened(files, published)
         objects = await parts.opened()
         await objects.delete([KEY])
         with pytest.raises(UnusableFileError, match="cannot be fetched"):
-            await shelf.on_thread(file.group, 0, ("wide",))
-        assert not shelf.may_open(published)
-        assert await shelf.open(published._replace(key=KEY + "2"), ParquetFile) is None
-        assert shelf.counts.unusable == 2
+            await files.on_thread(file.group, 0, ("wide",))
+        assert not files.can_retry(published)
+        assert await files.open(published._replace(key=KEY + "2"), ParquetFile) is None
+        assert files.counts.unusable == 2
 
     place.run(read)
 
@@ -293,10 +293,10 @@ def test_a_file_without_checksums_is_fetched_whole(place: Place) -> None:
     data = sink.getvalue().to_pybytes()
     published = place.put(data)
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
-        file = await _opened(shelf, published)
+    async def read(files: IndexFileCache, parts: ObjectCache) -> None:
+        file = await _opened(files, published)
         assert parts.fetched_bytes >= len(data)
-        found = await shelf.on_thread(file.group, 1, ("a",))
+        found = await files.on_thread(file.group, 1, ("a",))
         assert found.column("a").to_pylist() == TABLES[1].column("a").to_pylist()
         assert file.memory_bytes >= len(data)
 
@@ -306,8 +306,8 @@ def test_a_file_without_checksums_is_fetched_whole(place: Place) -> None:
 def test_a_small_file_is_fetched_whole(place: Place) -> None:
     published = place.put(DATA)
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
-        await _opened(shelf, published)
+    async def read(files: IndexFileCache, parts: ObjectCache) -> None:
+        await _opened(files, published)
         assert (parts.fetches, parts.fetched_bytes) == (1, len(DATA))
 
     place.run(read, whole_bytes_max=len(DATA))
@@ -318,10 +318,10 @@ def test_a_long_footer_is_fetched_with_a_second_request(place: Place) -> None:
     data = _written([table, table])
     published = place.put(data)
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
-        file = await _opened(shelf, published)
+    async def read(files: IndexFileCache, parts: ObjectCache) -> None:
+        file = await _opened(files, published)
         assert parts.fetches == 2
-        found = await shelf.on_thread(file.read, ("column 599",))
+        found = await files.on_thread(file.read, ("column 599",))
         assert found.column("column 599").to_pylist() == [599, 599]
 
     place.run(read, whole_bytes_max=0)
@@ -331,9 +331,9 @@ def test_an_empty_file_has_nothing_to_fetch(place: Place) -> None:
     with IndexFileWriter(TABLES[0].schema, {}) as writer:
         published = place.put(writer.finish())
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
-        file = await _opened(shelf, published)
-        assert (await shelf.on_thread(file.read, ("a", "b"))).num_rows == 0
+    async def read(files: IndexFileCache, parts: ObjectCache) -> None:
+        file = await _opened(files, published)
+        assert (await files.on_thread(file.read, ("a", "b"))).num_rows == 0
 
     place.run(read, whole_bytes_max=0)
 
@@ -358,11 +358,11 @@ def test_a_split_is_read_by_parts(place: Place) -> None:
             found.append(split.phrase(field, ["brown", "fox"]).tolist() if text.positions else None)
         return found
 
-    async def read(shelf: IndexFileCache, parts: ObjectCache) -> None:
-        split = await shelf.open(published, opened)
+    async def read(files: IndexFileCache, parts: ObjectCache) -> None:
+        split = await files.open(published, opened)
         assert isinstance(split, FullTextFile)
         assert split.memory_bytes < whole.memory_bytes
-        assert await shelf.on_thread(asked, split) == asked(whole)
+        assert await files.on_thread(asked, split) == asked(whole)
 
     place.run(read, whole_bytes_max=0)
 

@@ -83,22 +83,25 @@ def test_a_page_that_grows_by_promotion_ends_early(log: LogHarness) -> None:
 
 def test_what_pages_depend_on() -> None:
     contract = StreamSchema(document(RENAME), 100)
-    assert contract.mark(Page([], 1, 1)) == "v2"
-    assert StreamSchema(document(RENAME, boundaries=(VersionBoundary(5, 2),)), 100).mark(Page([], 5, 5)) == ""
+    assert contract.version_tag(Page([], 1, 1)) == "v2"
+    assert (
+        StreamSchema(document(RENAME, boundaries=(VersionBoundary(5, 2),)), 100).version_tag(Page([], 5, 5))
+        == ""
+    )
     keys = Registry(name="s", routing_key=RoutingKey("/a", False)).to_json()
-    assert StreamSchema(keys, 100).mark(Page([], 5, 5)) == ""
+    assert StreamSchema(keys, 100).version_tag(Page([], 5, 5)) == ""
 
 
 def test_contracts_are_made_once_and_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = StreamSchemaCache(100)
-    assert kept.of(None) is kept.of({}) is kept.of({"profile": b""}) is None
+    assert kept.get(None) is kept.get({}) is kept.get({"profile": b""}) is None
     first = document(RENAME)
-    contract = kept.of({"schema": first})
+    contract = kept.get({"schema": first})
     assert contract is not None
-    assert kept.of({"schema": bytes(bytearray(first))}) is contract
+    assert kept.get({"schema": bytes(bytearray(first))}) is contract
     monkeypatch.setattr(stream_schema, "CACHE_BYTES", len(first) + 10)
-    kept.of({"schema": document(RENAME, boundary=4)})
-    assert kept.of({"schema": first}) is not contract
+    kept.get({"schema": document(RENAME, boundary=4)})
+    assert kept.get({"schema": first}) is not contract
 
 
 def test_streams_that_hold_no_json_are_left_alone(log: LogHarness) -> None:
@@ -106,11 +109,11 @@ def test_streams_that_hold_no_json_are_left_alone(log: LogHarness) -> None:
     kept, stream = StreamSchemaCache(100), Stream(5, "text", 0)
     stream.documents = {"schema": strict}
     stream.bind("text/plain")
-    assert kept.guard(AppendRequest(b"x", "text/plain"), stream) is None
+    assert kept.validate_append(AppendRequest(b"x", "text/plain"), stream) is None
     stream.bind(None)
-    assert kept.guard(AppendRequest(b"x", "text/plain"), stream) is None
+    assert kept.validate_append(AppendRequest(b"x", "text/plain"), stream) is None
     with pytest.raises(TailraceError):
-        kept.guard(AppendRequest(b"1", JSON), stream)
+        kept.validate_append(AppendRequest(b"1", JSON), stream)
 
 
 class Socket(SseFollowerTransport):

@@ -76,5 +76,5 @@ def test_splits_of_other_formats_are_not_read(form: str, whose: str) -> None:
         with zipfile.ZipFile(out, "w") as archive:
             archive.writestr("split.json", msgspec.json.encode(facts | {"companion_format": form}))
             archive.writestr("terms.parquet", stored.read("terms.parquet"))
-    with pytest.raises(UnusableFileError, match=f"it has format {form}, of {whose} version"):
+    with pytest.raises(UnusableFileError, match=f"fts file has format {form}, of {whose} version"):
         _opened(out.getvalue(), 1)

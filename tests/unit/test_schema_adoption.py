@@ -19,7 +19,7 @@ def grown(stream: Stream, candidate: AdoptionCandidate | None, *payloads: bytes)
     """Appends, which the candidate sees if it is given."""
     lengths = None if len(payloads) == 1 else [len(payload) for payload in payloads]
     if candidate is not None:
-        candidate.see(AppendRequest(b",".join(payloads), JSON, lengths))
+        candidate.record_append(AppendRequest(b",".join(payloads), JSON, lengths))
     stream.tail += len(payloads)
 
 
@@ -93,4 +93,4 @@ def test_a_record_fits_a_profile_if_it_would_be_stored_as_it_is() -> None:
     )
     assert check(b'{"service":"a"}') is not None
     assert check(b"5") == "evlog record must be an object"
-    assert check(b'{"a":1e999}') == "(root) it holds a number out of range"
+    assert check(b'{"a":1e999}') == "(root) record has a number out of range"

@@ -145,20 +145,20 @@ def test_what_an_operation_does(record: Any, op: Any, result: Any) -> None:
         ({"a": []}, {"op": "head", "path": "/a"}, "/a is not a non-empty array"),
         ({"a": 1}, {"op": "head", "path": "/a"}, "/a is not a non-empty array"),
         ({"a": 1.5}, builtin("int_to_string", ("integer", "string")), "/a is not of type integer"),
-        ({"a": 1}, builtin("lowercase", ("integer", "string")), "the value is no string"),
-        ({"a": "x"}, builtin("int_to_string", ("string", "string")), "the value is no integer"),
-        ({"a": "x"}, builtin("string_to_int", ("string", "integer")), "the text is no integer"),
+        ({"a": 1}, builtin("lowercase", ("integer", "string")), "value is not a string"),
+        ({"a": "x"}, builtin("int_to_string", ("string", "string")), "value is not an integer"),
+        ({"a": "x"}, builtin("string_to_int", ("string", "integer")), "text is not an integer"),
         (
             {"a": "x"},
             builtin("rfc3339_to_unix_millis", ("string", "integer")),
-            "the text is no RFC 3339 instant",
+            "text is not an RFC 3339 timestamp",
         ),
         (
             {"a": "x"},
             builtin("lowercase", ("string", "integer")),
             "/a does not become a value of type integer",
         ),
-        ({"a": "x"}, convert("/a", ("string", "string"), {"map": {"y": "z"}}), "the value is not in the map"),
+        ({"a": "x"}, convert("/a", ("string", "string"), {"map": {"y": "z"}}), "value is not in the map"),
         ({"a": "x"}, convert("/a", ("string", "integer"), {"map": {"x": 0.5}}), "/a does not become a value"),
         ({"a": 1}, {"op": "in", "path": "/a", "ops": [{"op": "head", "path": ""}]}, "/a is not an object"),
         ({"a": 1}, {"op": "map", "path": "/a", "ops": [{"op": "head", "path": ""}]}, "/a is not an array"),
@@ -240,5 +240,5 @@ def test_lenses_within_lenses_have_a_bound() -> None:
     op: dict[str, Any] = RENAME
     for _ in range(20):
         op = {"op": "in", "path": "/a", "ops": [op]}
-    with pytest.raises(TailraceError, match="must not lie deeper than 16 levels"):
+    with pytest.raises(TailraceError, match="must not be nested deeper than 16 levels"):
         parse_lens(lens(op))

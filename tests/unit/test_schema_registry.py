@@ -222,7 +222,7 @@ def test_a_registry_comes_back_from_its_stored_form() -> None:
 def test_the_number_of_versions_has_a_bound() -> None:
     crowded = Registry(name="orders", version=1000, schemas={1000: V1})
     body = {"schema": V2, "lens": {**RENAME, "from": 1000, "to": 1001}}
-    assert refused(crowded, body).message == "a stream has at most 1000 schema versions"
+    assert refused(crowded, body).message == "a stream can have at most 1000 schema versions"
 
 
 def test_a_fork_goes_on_with_what_its_source_had() -> None:

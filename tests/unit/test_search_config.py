@@ -187,7 +187,7 @@ COUNT = {"kind": "count"}
         ),
         (_with("fields/at/bindings", None), "search.fields.at.bindings must be an array"),
         (_with("fields/at/bindings", []), "search.fields.at.bindings must not be empty"),
-        (_with("fields/at/bindings", BIND * 2), "search.fields.at.bindings[1].version 1 is bound twice"),
+        (_with("fields/at/bindings", BIND * 2), "search.fields.at.bindings[1].version 1 is duplicated"),
         (
             _with("fields/at/bindings", [{"version": 0, "jsonPointer": ""}]),
             "search.fields.at.bindings[0].version must be an integer of at least 1",
@@ -212,7 +212,7 @@ COUNT = {"kind": "count"}
         (_with("defaultFields", [7]), "search.defaultFields[0] must be an object"),
         (_with("defaultFields", ["svc"]), "search.defaultFields[0].field must name a declared field"),
         (_with("defaultFields", ["ms"]), "search.defaultFields[0].field must name a text or keyword field"),
-        (_with("defaultFields", ["message"] * 2), "search.defaultFields[1].field is named twice"),
+        (_with("defaultFields", ["message"] * 2), "search.defaultFields[1].field is duplicated"),
         *[
             (
                 _with("defaultFields", [{"field": "message", "boost": boost}]),
@@ -242,7 +242,7 @@ COUNT = {"kind": "count"}
         ),
         (
             _with("rollups/requests/dimensions", ["ok", "ok"]),
-            "search.rollups.requests.dimensions[1] is named twice",
+            "search.rollups.requests.dimensions[1] is duplicated",
         ),
         (
             _with("rollups/requests/dimensions", [f"d{n}" for n in range(13)]),

@@ -1,4 +1,4 @@
-"""What an append has to pass on a stream with documents: its profile, then its registry."""
+"""Validation of appends to streams with a profile or a schema registry, in this order."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ PROFILES_CACHED_MAX = 1000
 
 
 class ProfileCache:
-    """Profiles by their documents, ready for use."""
+    """Parsed profiles by their documents."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[bytes, Profile] = OrderedDict()
+        self._cached: OrderedDict[bytes, Profile] = OrderedDict()
 
-    def of(self, documents: dict[str, bytes] | None) -> Profile:
+    def get(self, documents: dict[str, bytes] | None) -> Profile:
         document = None if documents is None else documents.get(PROFILE_DOCUMENT)
         if document is None:
             return GENERIC
-        found = self._kept.get(document)
+        found = self._cached.get(document)
         if found is None:
-            found = self._kept[document] = read_profile(document)
-            if len(self._kept) > PROFILES_CACHED_MAX:
-                self._kept.popitem(last=False)
+            found = self._cached[document] = read_profile(document)
+            if len(self._cached) > PROFILES_CACHED_MAX:
+                self._cached.popitem(last=False)
         return found
 
 
 class AppendValidator:
-    """Asked by the sequencer when all else about an append is in order."""
+    """Called by the sequencer after all other checks of an append."""
 
     def __init__(self, contracts: StreamSchemaCache, clock: Clock, limits: Limits) -> None:
         self._contracts = contracts
@@ -47,39 +47,39 @@ class AppendValidator:
         self._bytes_max = limits.append_body_bytes
         self._entry_bytes_max = limits.request_body_bytes
         self._key_bytes_max = limits.key_bytes
-        # Streams with documents that were appended to, for the tail index, which takes and empties the set.
+        # Streams with documents that were appended to; the tail index consumes the set.
         self.grown: set[Stream] = set()
-        # Schemas and profiles that streams are about to adopt, by number: they see what is appended.
+        # Schemas and profiles being adopted, by stream number: they check what is appended.
         self.candidates: dict[int, AdoptionCandidate] = {}
         self._canonical: WeakKeyDictionary[StreamSchema, Profile] = WeakKeyDictionary()
         self.profiles = ProfileCache()
 
     def check(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
-        """As `judge`, for entries that are about to be appended."""
+        """As `normalise`, for entries that are about to be appended."""
         self.grown.add(stream)
-        keys = self.judge(request, stream)
+        keys = self.normalise(request, stream)
         if self.candidates:
-            self._show(request, stream)
+            self._notify_candidate(request, stream)
         return keys
 
-    def _show(self, request: AppendRequest, stream: Stream) -> None:
+    def _notify_candidate(self, request: AppendRequest, stream: Stream) -> None:
         candidate = self.candidates.get(stream.number)
         if candidate is not None:
-            candidate.see(request)
+            candidate.record_append(request)
 
-    def judge(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
-        """Brings the entries into the form in which they are stored, or refuses them; gives their keys."""
+    def normalise(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
+        """Bring the entries into their stored form, or reject them. Returns their routing keys."""
         self._check_sizes(request)
-        profile = self.profiles.of(stream.documents)
+        profile = self.profiles.get(stream.documents)
         if not profile.checks:
-            return self._contracts.guard(request, stream)
-        contract = self._contracts.of(stream.documents)
+            return self._contracts.validate_append(request, stream)
+        contract = self._contracts.get(stream.documents)
         if contract is not None:
             contract.check_key(request)
         valid = contract is None or self._writes_valid(profile, contract)
-        rule = contract is not None and contract.has_rule
+        rule = contract is not None and contract.has_routing_key
         default = not rule and request.key is None
-        judged = contract if rule or not valid else None
+        applied = contract if rule or not valid else None
         now_ms = self._clock.now_ns() // 1_000_000
         accept, default_key = profile.accept, profile.default_key
         payloads: list[bytes] = []
@@ -90,7 +90,11 @@ class AppendValidator:
                 record = accept(decode_json_record(payload), now_ms)
             except (UnusableRecordError, TailraceError) as error:
                 raise _refusal(error, _entry_label(request, index)) from None
-            key = None if judged is None else judged.judge(record, _entry_label(request, index), valid=valid)
+            key = (
+                None
+                if applied is None
+                else applied.validate_record(record, _entry_label(request, index), valid=valid)
+            )
             if default:
                 key = self._key(default_key(record), request, index)
             keys.append(key)
@@ -98,7 +102,7 @@ class AppendValidator:
                 stored = encode_json_record(record)
                 size += len(stored)
                 if size > self._bytes_max:
-                    message = f"the records are larger than {self._bytes_max} bytes once they are normalised"
+                    message = f"normalised records are larger than {self._bytes_max} bytes"
                     raise TailraceError("payload_too_large", message)
                 payloads.append(stored)
         if profile.reencodes:
@@ -108,43 +112,45 @@ class AppendValidator:
         return keys if rule or default else None
 
     def _check_sizes(self, request: AppendRequest) -> None:
-        """Each entry is decoded, which takes many times its size."""
+        """Entries are decoded, which takes many times their size in memory."""
         limit = self._entry_bytes_max
         if len(request.body) > limit and max(request.lengths or (len(request.body),)) > limit:
-            message = f"an entry of a stream with a schema or a profile has at most {limit} bytes"
+            message = f"entries of a stream with a schema or a profile must have at most {limit} bytes"
             raise TailraceError("payload_too_large", message, limit_bytes=limit)
 
-    def check_normal(
+    def check_normalised(
         self, profile: Profile, defaults: Sequence[str | None], request: AppendRequest, stream: Stream
     ) -> Sequence[bytes | None] | None:
-        """As `check`, for entries that are what this profile made of them already.
+        """As `check`, for entries that this profile has normalised already.
 
-        `defaults` are the keys that the profile gives them. The records themselves are only looked at where
-        the stream's own registry has something to say.
+        `defaults` are the routing keys from the profile. Records are decoded only if the stream's own
+        registry has to check them.
         """
-        if self.profiles.of(stream.documents) is not profile:
-            return self.check(request, stream)  # it was changed meanwhile: they are looked at again
+        if self.profiles.get(stream.documents) is not profile:
+            return self.check(request, stream)  # the profile was changed in the meantime
         self.grown.add(stream)
-        keys = self._judge_normal(profile, defaults, request, stream)
+        keys = self._validate_normalised(profile, defaults, request, stream)
         if self.candidates:
-            self._show(request, stream)
+            self._notify_candidate(request, stream)
         return keys
 
-    def _judge_normal(
+    def _validate_normalised(
         self, profile: Profile, defaults: Sequence[str | None], request: AppendRequest, stream: Stream
     ) -> Sequence[bytes | None]:
-        contract = self._contracts.of(stream.documents)
-        if contract is None or (not contract.has_rule and self._writes_valid(profile, contract)):
+        contract = self._contracts.get(stream.documents)
+        if contract is None or (not contract.has_routing_key and self._writes_valid(profile, contract)):
             return [self._key(key, request, index) for index, key in enumerate(defaults)]
         valid = self._writes_valid(profile, contract)
         keys: list[bytes | None] = []
         for index, (payload, default) in enumerate(zip(split_append_body(request), defaults, strict=True)):
-            key = contract.judge(decode_json_record(payload), _entry_label(request, index), valid=valid)
-            keys.append(key if contract.has_rule else self._key(default, request, index))
+            key = contract.validate_record(
+                decode_json_record(payload), _entry_label(request, index), valid=valid
+            )
+            keys.append(key if contract.has_routing_key else self._key(default, request, index))
         return keys
 
     def _writes_valid(self, profile: Profile, contract: StreamSchema) -> bool:
-        """Whether the profile writes nothing that the current schema refuses; looked at once."""
+        """Whether all records of the profile are valid under the current schema; cached."""
         if self._canonical.get(contract) is profile:
             return True
         if not profile.reencodes or not is_canonical(profile, contract.registry):
@@ -158,7 +164,7 @@ class AppendValidator:
         try:
             key = text.encode()
         except UnicodeEncodeError:
-            return None  # half a character finds nothing anyway
+            return None  # a key with a lone surrogate cannot be read by
         if len(key) > self._key_bytes_max:
             message = (
                 f"{_entry_label(request, index)}routing key must have at most {self._key_bytes_max} bytes"
@@ -168,7 +174,7 @@ class AppendValidator:
 
 
 def _entry_label(request: AppendRequest, index: int) -> str:
-    """Which entry of a batch a message is about."""
+    """The prefix of a message about one entry of a batch."""
     return "" if request.lengths is None else f"record {index}: "
 
 

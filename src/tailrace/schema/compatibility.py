@@ -1,12 +1,8 @@
 """Whether a schema accepts every value of a shape: the comparison behind lens proofs.
 
-What is known of the values at a place: an approximation from above of what a schema lets through.
-
-A shape never leaves out a value that the schema allows, so whatever holds for a shape holds for the records.
-Keywords that are not understood only widen it. Parts of a schema are looked at when they are needed, which
-is how recursive schemas stay finite.
-
-Whether a schema accepts every value of a shape. What cannot be decided counts as no.
+A shape over-approximates the values that a schema allows at a path: what holds for a shape holds for all
+records. Unsupported keywords only widen it. Parts of a schema are read on demand, so that recursive schemas
+terminate. A comparison that cannot be decided counts as not accepted.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ _REFERENCES_MAX: Final = 100
 
 
 class ValueShape:
-    """The values at one place. `others` and `items` are None where anything may be."""
+    """The possible values at one path. `others` and `items` are None if any value is possible."""
 
     __slots__ = (
         "_pending",
@@ -59,16 +55,14 @@ class ValueShape:
 
     def __init__(self, types: frozenset[str] = ALL_TYPES) -> None:
         self.types: frozenset[str] = types
-        self.values: list[object] | None = None  # all there can be, if that is known
+        self.values: list[object] | None = None  # all possible values, if known
         self.props: dict[str, ValueShape] = {}
         self.required: set[str] = set()
-        self.others: ValueShape | None = None  # properties that are not in `props`
+        self.others: ValueShape | None = None  # properties not in `props`
         self.items: ValueShape | None = None
         self.limits: dict[str, object] = {}
-        self.made_by: int | None = None  # the operation that put it where it is
-        self.place: tuple[SchemaDocument, SchemaPath] | None = (
-            None  # where it is described, while that is the truth
-        )
+        self.made_by: int | None = None  # index of the operation that wrote it
+        self.place: tuple[SchemaDocument, SchemaPath] | None = None  # its schema, while unchanged
         self._pending = False
 
     @staticmethod
@@ -79,7 +73,7 @@ class ValueShape:
         return shape
 
     @staticmethod
-    def of(values: Sequence[object]) -> ValueShape:
+    def from_values(values: Sequence[object]) -> ValueShape:
         """Exactly these values."""
         shape = ValueShape(frozenset(kind for value in values for kind in _expanded(json_type(value))))
         shape._set_values(list(values))
@@ -93,7 +87,7 @@ class ValueShape:
         return self.open().types == frozenset({kind})
 
     def open(self) -> ValueShape:
-        """Looks at the schema, if that was not done yet."""
+        """Read the schema if that was not done yet."""
         if self._pending:
             self._pending = False
             assert self.place is not None
@@ -117,7 +111,7 @@ class ValueShape:
         schema = cast("dict[str, object]", node)
         self._describe_types(schema)
         if self.values is not None:
-            return  # nothing else could say more
+            return  # other keywords cannot narrow it further
         for name in _object(schema.get("properties")):
             self.props[name] = ValueShape.at(document, (*path, "properties", name))
         if isinstance(required := schema.get("required"), list):
@@ -145,23 +139,23 @@ class ValueShape:
         if self.types == frozenset({"object"}):
             objects = cast("list[dict[str, object]]", values)
             for name in dict.fromkeys(name for value in objects for name in value):
-                self.props[name] = ValueShape.of([value[name] for value in objects if name in value])
+                self.props[name] = ValueShape.from_values([value[name] for value in objects if name in value])
             self.required = {name for name in self.props if all(name in value for value in objects)}
             self.others = NO_SHAPE
         elif self.types == frozenset({"array"}):
             arrays = cast("list[list[object]]", values)
-            self.items = ValueShape.of([item for array in arrays for item in array])
+            self.items = ValueShape.from_values([item for array in arrays for item in array])
             self.limits = {"minItems": min(map(len, arrays)), "maxItems": max(map(len, arrays))}
 
     def touch(self) -> None:
-        """What is inside is about to change: what was said of the whole no longer holds."""
+        """Called before an inner shape changes: statements about the whole no longer hold."""
         self.open()
         self.values = None
         self.place = None
         self.limits = {key: value for key, value in self.limits.items() if key in ("minItems", "maxItems")}
 
     def prop(self, name: str) -> ValueShape:
-        """The shape of a property, made the object's own so that it can be changed."""
+        """The shape of a property, copied into this object so that it can be changed."""
         found = self.open().props.get(name)
         if found is None:
             found = self.props[name] = (self.others or ANY_SHAPE).clone()
@@ -182,7 +176,7 @@ class ValueShape:
 
 
 def _expanded(kind: str) -> frozenset[str]:
-    """An integer is a number, not the reverse."""
+    """With `number` for an integer, which is a number too."""
     return frozenset({"integer", "number"}) if kind == "number" else frozenset({kind})
 
 
@@ -217,7 +211,7 @@ _ENCODER: Final = msgspec.json.Encoder(order="sorted")
 
 
 class UnprovenError(Exception):
-    """The schema may refuse a value. `made_by` is the operation to blame, if there is one."""
+    """The schema may reject a value. `made_by` is the operation that caused it, if there is one."""
 
     def __init__(self, reason: str, made_by: int | None) -> None:
         super().__init__(reason)
@@ -225,18 +219,18 @@ class UnprovenError(Exception):
 
 
 class AcceptanceCheck:
-    """One comparison of shapes with the schema they have to fit."""
+    """Compares shapes with the schema that must accept them."""
 
     def __init__(self, document: SchemaDocument) -> None:
         self._document = document
         self._validators = compile_subschemas(document)
-        # Pairs that hold, or are being looked at further up: a recursive schema is compared once.
+        # Pairs that were compared, or are being compared in a caller: ends recursion.
         self._settled: set[tuple[SchemaPath, object]] = set()
 
     def check(
         self, path: SchemaPath, shape: ValueShape, at: PointerTokens = (), made_by: int | None = None
     ) -> None:
-        """Raises UnprovenError unless the schema at `path` accepts every value of the shape."""
+        """Raise UnprovenError unless the schema at `path` accepts every value of the shape."""
         if shape.never:
             return
         if shape.made_by is not None:
@@ -275,10 +269,10 @@ class AcceptanceCheck:
         pointer = "".join("/" + token.replace("~", "~0").replace("/", "~1") for token in path)
         validator = self._validators.get(f"#{pointer}")
         if validator is None or not all(validator.is_valid(value) for value in values):
-            raise UnprovenError(f"{format_pointer(at)} may hold a value that the new schema refuses", made_by)
+            raise UnprovenError(f"{format_pointer(at)} may have a value that the new schema rejects", made_by)
 
     def _same(self, node: object, shape: ValueShape) -> bool:
-        """The same words mean the same, unless they refer to something else."""
+        """Whether two schemas have the same text, without references."""
         if shape.place is None or shape.place[0].is_draft_7 != self._document.is_draft_7:
             return False
         ours = _ENCODER.encode(node)
@@ -287,7 +281,7 @@ class AcceptanceCheck:
 
 
 class _Comparison:
-    """One schema object against one shape, keyword by keyword."""
+    """Compares one schema object with one shape, keyword by keyword."""
 
     def __init__(
         self,
@@ -314,7 +308,7 @@ class _Comparison:
                 raise self._no("cannot be followed through its $ref")
             self._cover.check(target, self._shape, self._at, self._made_by)
             if self._document.is_draft_7:
-                return  # what stands beside a $ref has no meaning there
+                return  # draft 7 ignores keywords beside a $ref
         for keyword, value in self._schema.items():
             rule = _RULES.get(keyword)
             if rule is not None:
@@ -329,7 +323,7 @@ class _Comparison:
         self._cover.check((*self._path, *path), shape, (*self._at, *tokens), self._made_by)
 
     def reference(self, _: object) -> None:
-        """Was followed before everything else."""
+        """Followed before all other keywords."""
 
     def type(self, value: object) -> None:
         kinds = set(cast("list[str]", value)) if isinstance(value, list) else {cast("str", value)}
@@ -411,7 +405,7 @@ class _Comparison:
         return found if isinstance(found, int | float) else default
 
     def at_least(self, keyword: str, kind: str, value: object) -> None:
-        """`minItems` and its like: the old bound must be as tight."""
+        """`minItems` and similar: the old bound must be as tight."""
         known = self._number(keyword, 0)
         if keyword == "minProperties":
             known = max(known, len(self._shape.required))
@@ -423,7 +417,7 @@ class _Comparison:
             raise self._no(f"is not proven to keep {keyword}")
 
     def bound(self, keyword: str, value: object) -> None:
-        """`minimum` and its like; an exclusive bound implies the inclusive one."""
+        """`minimum` and similar; an exclusive bound implies the inclusive one."""
         sign = 1 if "inimum" in keyword else -1
         edge = "inimum" if sign == 1 else "aximum"
         none = -sign * float("inf")

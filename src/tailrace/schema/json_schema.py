@@ -1,10 +1,6 @@
-"""JSON Schema documents: references, limits, compilation and validation of records.
+"""JSON Schema: checks of schema documents at installation, and validation of records at append.
 
-JSON Schema documents as trees: where their subschemas are, and what their references mean.
-
-Nothing is ever fetched: a reference that does not stay inside its document is refused.
-
-JSON Schema: documents checked at install, records checked at append. The validator is jsonschema-rs.
+Nothing is ever fetched: a reference out of its document is rejected. The validator is jsonschema-rs.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ SchemaPath = tuple[str, ...]
 
 
 class SchemaDocument:
-    """A schema with its references resolved to places in it."""
+    """A schema with its references resolved to paths in it."""
 
     def __init__(self, root: object) -> None:
         self.root = root
@@ -80,7 +76,7 @@ class SchemaDocument:
         return resolve_pointer(self.root, path)
 
     def target(self, path: SchemaPath) -> SchemaPath | None:
-        """Where the `$ref` of the schema at this path leads; None if that is not a plain place."""
+        """The target of the `$ref` at this path; None if it cannot be resolved to a path."""
         base, text = self._references[(*path, "$ref")]
         uri, fragment = urldefrag(_joined(base, text))
         fragment = unquote(fragment)
@@ -97,11 +93,11 @@ def _joined(base: str, text: str) -> str:
     try:
         return urljoin(base, text)
     except ValueError:
-        raise invalid_request("external $ref is not supported") from None  # not even an address
+        raise invalid_request("external $ref is not supported") from None  # not a valid URI
 
 
 def iterate_subschemas(schema: dict[str, object]) -> Iterator[tuple[SchemaPath, object]]:
-    """Every subschema, those below unknown keywords included: a reference may lead there."""
+    """All subschemas, also below unknown keywords, because a reference may lead there."""
     for keyword, value in schema.items():
         if keyword in _DATA:
             continue
@@ -117,7 +113,7 @@ def iterate_subschemas(schema: dict[str, object]) -> Iterator[tuple[SchemaPath, 
 
 
 def _is_draft_7(schema: object) -> bool:
-    """Which of the two dialects a schema is written in; every other one is refused."""
+    """Which of the two supported dialects a schema has; others are rejected."""
     dialect = cast("dict[str, object]", schema).get("$schema", DRAFT_2020) if isinstance(schema, dict) else ""
     if dialect == "":
         return False
@@ -130,7 +126,7 @@ def _is_draft_7(schema: object) -> bool:
 
 
 def nesting_depth(value: object) -> int:
-    """How many containers lie inside one another."""
+    """The nesting depth of containers."""
     deepest = 0
     level: list[object] = [value]
     while level:
@@ -154,7 +150,7 @@ def _annotation(_: str) -> bool:
     return True
 
 
-# `date-time` is asserted; every other format says something about a value and refuses none.
+# `date-time` is asserted; every other format is an annotation.
 _ANNOTATIONS = (
     "date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference "
     "uri-template uuid json-pointer relative-json-pointer regex"
@@ -167,7 +163,7 @@ _LINEAR_REGEX = jsonschema_rs.RegexOptions()
 
 
 class Validator:
-    """One schema, compiled."""
+    """A compiled schema."""
 
     __slots__ = ("_compiled",)
 
@@ -181,7 +177,7 @@ class Validator:
             return self._compiled.is_valid(without_surrogates(value))
 
     def complaint(self, value: object) -> str | None:
-        """What is wrong with the value, the first few things of it; None if nothing is."""
+        """The first few validation errors of a value; None if it is valid."""
         try:
             if self._compiled.is_valid(value):
                 return None
@@ -192,14 +188,14 @@ class Validator:
 
 
 def compile_schema(schema: object) -> Validator:
-    """A schema for records, or the refusal it deserves."""
+    """Compile a schema for records; raises for an invalid one."""
     return Validator(_compile(SchemaDocument(schema).root))
 
 
 def check_schema(schema: object) -> SchemaDocument:
-    """A schema from a request: bounded, of a known dialect, complete in itself, and one that compiles."""
+    """Check a schema from a request: size, depth, dialect, references, and that it compiles."""
     if not isinstance(schema, dict | bool):
-        raise invalid_request("invalid schema: it must be an object or a boolean")
+        raise invalid_request("invalid schema: must be an object or a boolean")
     if nesting_depth(cast("object", schema)) > DEPTH_MAX:
         raise invalid_request(f"schema is nested deeper than {DEPTH_MAX} levels")
     if len(msgspec.json.encode(schema)) > SCHEMA_BYTES_MAX:
@@ -230,7 +226,7 @@ def _compile(schema: object) -> jsonschema_rs.Validator:
 
 
 def compile_subschemas(document: SchemaDocument) -> jsonschema_rs.ValidatorMap:
-    """A validator for each place in a document that compiled."""
+    """A validator for each subschema of a document."""
     return jsonschema_rs.validator_map_for(
         cast("dict[str, object]", document.root),
         formats=_FORMATS,

@@ -1,16 +1,8 @@
-"""JSON values: request body checks, pointers (RFC 6901), decoding and encoding of stored records.
+"""JSON values: checks of request bodies, pointers (RFC 6901), decoding and encoding of stored records.
 
-The shape of request bodies: each check names the path that breaks it.
-
-JSON pointers (RFC 6901): parsed once, followed often.
-
-Decoding one stored JSON payload. Whatever JSON an append accepts has a value here.
-
-The fast decoder refuses two things that are legal JSON: half a surrogate pair, escaped, and numbers beyond
-the doubles. Such records take a slower way: half a pair becomes U+FFFD, the number an infinity that no field
-kind accepts. The stored payload keeps its bytes.
-
-Stored records as values and back; what a lens leaves alone keeps its meaning to the last digit.
+There are two decoders of records. `decode_payload` gives a value to every JSON text that an append accepts: a
+lone surrogate becomes U+FFFD, a number beyond the range of doubles an infinity, which no field kind accepts.
+`decode_json_record` is exact, for lenses and validation, and rejects numbers out of range.
 """
 
 from __future__ import annotations
@@ -34,12 +26,12 @@ def invalid_request(message: str) -> TailraceError:
 
 
 def shorten(text: str) -> str:
-    """A client's text as far as it fits a message; what cannot be written as UTF-8 is replaced."""
+    """A client's text, shortened for a message; what cannot be encoded as UTF-8 is replaced."""
     return text[:SHOWN_MAX].encode("utf-8", "replace").decode()
 
 
 def expect_object(value: object, path: str, allowed: Collection[str] | None = None) -> dict[str, object]:
-    """A JSON object, with no keys but the allowed ones."""
+    """A JSON object with no keys but the allowed ones."""
     if not isinstance(value, dict):
         raise invalid_request(f"{path} must be an object")
     given = cast("dict[str, object]", value)
@@ -71,7 +63,7 @@ def expect_bool(value: object, path: str) -> bool:
     return value
 
 
-_TOKEN = re.compile(r"(?:[^~/]|~0|~1)*+")  # possessive: `re` keeps no state for each repetition
+_TOKEN = re.compile(r"(?:[^~/]|~0|~1)*+")  # possessive: no backtracking state for each repetition
 _INDEX = re.compile(r"0|[1-9][0-9]*")
 
 
@@ -82,11 +74,11 @@ class Absent:
         return "ABSENT"
 
 
-ABSENT: Final = Absent()  # what a pointer finds where nothing is; a JSON null is a value
+ABSENT: Final = Absent()  # result of a pointer to nothing; a JSON null is a value
 
 
 def parse_pointer(text: str) -> tuple[str, ...] | None:
-    """The tokens of a pointer, unescaped; `""` is the root. None if the text is no pointer."""
+    """The unescaped tokens of a pointer; `""` is the root. None if the text is not a pointer."""
     if not text:
         return ()
     if text[0] != "/":
@@ -98,13 +90,13 @@ def parse_pointer(text: str) -> tuple[str, ...] | None:
 
 
 def resolve_pointer(value: object, tokens: tuple[str, ...]) -> object:
-    """What lies at the pointer, or `ABSENT`."""
+    """The value at a pointer, or `ABSENT`."""
     for token in tokens:
         if isinstance(value, dict):
             value = cast("dict[str, object]", value).get(token, ABSENT)
         elif isinstance(value, list):
             items = cast("list[object]", value)
-            # Longer than any array could be: no need to make a number of it.
+            # More digits than any array index has.
             if len(token) > 18 or not _INDEX.fullmatch(token) or int(token) >= len(items):
                 return ABSENT
             value = items[int(token)]
@@ -113,21 +105,21 @@ def resolve_pointer(value: object, tokens: tuple[str, ...]) -> object:
     return value
 
 
-_DIGITS_MAX: Final = 400  # a longer integer is beyond the doubles
+_DIGITS_MAX: Final = 400  # a longer integer is beyond the range of doubles
 _ESCAPES: Final = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a whole pair
-    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"  # half of one
+    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"  # a lone surrogate
     rb"|\\.",
     re.DOTALL,
 )
 
 
 class UnreadableRecordError(ValueError):
-    """The payload is no JSON text, or is nested too deep to be decoded."""
+    """The payload is not JSON, or nested too deeply to be decoded."""
 
 
 def decode_payload(payload: bytes | bytearray | memoryview) -> object:
-    """The value of a payload. Numbers beyond the doubles are infinite."""
+    """The value of a payload. Numbers beyond the range of doubles are infinite."""
     try:
         return orjson.loads(payload)
     except orjson.JSONDecodeError:
@@ -161,11 +153,11 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class UnusableRecordError(ValueError):
-    """The text is JSON, but no value of ours can carry it."""
+    """The text is JSON, but cannot be represented exactly."""
 
 
 def decode_json_record(payload: bytes | memoryview) -> object:
-    """The value of a JSON text that is known to be well-formed.
+    """The exact value of a JSON text that is known to be well-formed.
 
     Half a surrogate pair, escaped, is legal JSON; msgspec refuses it, so the slower reader steps in.
     """
@@ -176,9 +168,9 @@ def decode_json_record(payload: bytes | memoryview) -> object:
     try:
         return json.loads(bytes(payload), parse_float=_finite, parse_constant=_finite)
     except RecursionError:
-        raise UnusableRecordError("it is nested too deeply") from None
+        raise UnusableRecordError("record is nested too deeply") from None
     except ValueError:
-        raise UnusableRecordError("it holds a number out of range") from None
+        raise UnusableRecordError("record has a number out of range") from None
 
 
 def _finite(text: str) -> float:
@@ -193,7 +185,7 @@ def encode_json_record(value: object) -> bytes:
     try:
         return _ENCODER.encode(value)
     except UnicodeEncodeError:
-        # Half a surrogate pair has no UTF-8; as an escape it comes back as it was sent.
+        # A lone surrogate has no UTF-8 encoding; it is written as an escape, as it was sent.
         return _dump_escaped(value)
 
 
@@ -201,12 +193,12 @@ def _dump_escaped(value: object) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
-        # An infinity is no JSON; the quick writer says null, so does this one.
+        # JSON has no infinity: null, as in the fast encoder.
         finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
         return json.dumps(finite, separators=(",", ":")).encode()
 
 
 def without_surrogates(value: object) -> object:
-    """The same value with every half of a surrogate pair replaced by U+FFFD."""
+    """The value with every lone surrogate replaced by U+FFFD."""
     text = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
     return json.loads(text.decode("utf-16-le", "replace"))

@@ -1,7 +1,7 @@
-"""The proof at install: every record of the old version becomes, without failure, one that the new accepts.
+"""Proves at installation that a lens turns every record of the old version into a valid one of the new.
 
-The operations are run on the shape of the old schema instead of on records. Where an operation could fail on
-some record, or the outcome could be one the new schema refuses, the lens is refused.
+The operations run on the shape of the old schema instead of on records. If an operation could fail on some
+record, or the result could be invalid under the new schema, the lens is rejected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tailrace.schema.lenses import (
 
 
 def prove_lens(ops: tuple[LensOp, ...], old: SchemaDocument, new: SchemaDocument) -> None:
-    """Refuses the lens unless it is shown to be safe. Defaults are resolved already."""
+    """Reject a lens that cannot be proven. Its defaults are resolved already."""
     try:
         shape = _ProofRun().all(ops, ValueShape.at(old, ()))
         _check_declared(new, (), shape, ())
@@ -44,7 +44,7 @@ def prove_lens(ops: tuple[LensOp, ...], old: SchemaDocument, new: SchemaDocument
 def resolve_lens_defaults(
     ops: tuple[LensOp, ...], documents: list[object], outer: int | None = None
 ) -> tuple[LensOp, ...]:
-    """Gives every `add` the default it will use, also in the lens as it is kept."""
+    """Resolve the default of every `add`, also in the stored document of the lens."""
     resolved: list[LensOp] = []
     for position, (op, document) in enumerate(zip(ops, documents, strict=True)):
         index = position if outer is None else outer
@@ -79,7 +79,7 @@ def _default_of(op: LensOp, index: int) -> object:
 
 
 class _ProofRun:
-    """One pass over the operations; `index` is the one of the outermost lens that is at work."""
+    """One pass over the operations; `index` is that of the current outermost operation."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -101,7 +101,7 @@ class _ProofRun:
     # -- places ----------------------------------------------------------------------------------------
 
     def need(self, root: ValueShape, tokens: PointerTokens) -> ValueShape:
-        """What is at a place that every record has."""
+        """The shape at a pointer that every record must have."""
         shape = root
         for depth, token in enumerate(tokens):
             if shape.only("array"):
@@ -119,7 +119,7 @@ class _ProofRun:
         return shape.open()
 
     def objects_on(self, root: ValueShape, tokens: PointerTokens) -> list[ValueShape]:
-        """The objects on the way to a place, which are required, from the root to its parent."""
+        """The required objects on the path to a pointer, from the root to its parent."""
         way: list[ValueShape] = []
         for depth in range(len(tokens)):
             parent = self.need(root, tokens[:depth])
@@ -130,7 +130,7 @@ class _ProofRun:
         return way
 
     def replace(self, root: ValueShape, tokens: PointerTokens, shape: ValueShape) -> ValueShape:
-        """The root with something else at a place whose parents are there."""
+        """The root with another shape at a pointer whose parents exist."""
         shape.made_by = self.index
         if not tokens:
             return shape
@@ -159,7 +159,7 @@ class _ProofRun:
         return self.replace(root, op.target, shape)
 
     def add(self, op: LensOp, root: ValueShape) -> ValueShape:
-        return self.replace(root, op.target, ValueShape.of([op.default]))
+        return self.replace(root, op.target, ValueShape.from_values([op.default]))
 
     def remove(self, op: LensOp, root: ValueShape) -> ValueShape:
         self.need(root, op.source)
@@ -179,9 +179,9 @@ class _ProofRun:
             inner = host.prop(token)
             host.touch()
             if inner.never:
-                inner = host.props[token] = ValueShape.of([{}])
+                inner = host.props[token] = ValueShape.from_values([{}])
             elif token not in host.required:
-                # It may be there, and may have to be made: then it has nothing in it.
+                # It may exist or be created; a created one is empty.
                 inner.touch()
                 inner.required = set()
             if not inner.only("object"):
@@ -204,7 +204,7 @@ class _ProofRun:
             self.fail(f"{format_pointer(op.source)} is not a non-empty array in every record")
         if array.values is not None:
             arrays = cast("list[list[object]]", array.values)
-            return self.replace(root, op.source, ValueShape.of([items[0] for items in arrays]))
+            return self.replace(root, op.source, ValueShape.from_values([items[0] for items in arrays]))
         first = ValueShape() if array.items is None else array.items.clone()
         return self.replace(root, op.source, first)
 
@@ -236,11 +236,11 @@ class _ProofRun:
             )
         if not all(has_type(value, op.to_type) for value in results):
             self.fail(f"the map gives values that are not of type {op.to_type}")
-        return self.replace(root, op.source, ValueShape.of(results))
+        return self.replace(root, op.source, ValueShape.from_values(results))
 
     def _converted(self, op: LensOp, values: list[object]) -> ValueShape:
         try:
-            return ValueShape.of([convert_value(op, value) for value in values])
+            return ValueShape.from_values([convert_value(op, value) for value in values])
         except LensFailureError as failure:
             self.fail(str(failure))
 
@@ -279,11 +279,11 @@ _STEPS: dict[str, Callable[[_ProofRun, LensOp, ValueShape], ValueShape]] = {
 def _check_declared(
     new: SchemaDocument, path: SchemaPath | None, shape: ValueShape, at: PointerTokens
 ) -> None:
-    """Everything the lens put somewhere must be named by the new schema."""
+    """Every member that the lens writes must be declared in the new schema."""
     if shape.made_by is not None and path is None and not shape.never:
         raise UnprovenError(f"{format_pointer(at)} is not declared in the new schema", shape.made_by)
     if shape.place is not None:
-        return  # as it was: nothing was put inside
+        return  # unchanged by the lens
     path = _followed(new, path)
     for name, inner in shape.props.items():
         _check_declared(new, _child(new, path, "properties", name), inner, (*at, name))

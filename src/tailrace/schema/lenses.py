@@ -1,11 +1,7 @@
-"""Lenses: operations that turn a record of one schema version into the next, with their value conversions
-and parser.
+"""Lenses (`durable.lens/v1`): operations that turn a record of one schema version into the next.
 
-Conversions of single values, as lenses use them.
-
-Lenses (`durable.lens/v1`): how a record of one version becomes a record of the next.
-
-Lenses from requests: every key checked, pointers parsed, shapes refused with the path that breaks them.
+Holds the conversions of values, the operations, and the parser, whose errors name the path of the invalid
+member.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ _INTEGER = re.compile(r"-?[0-9]{1,1000}")
 
 
 class LensFailureError(Exception):
-    """A record that a lens cannot be applied to; the text says why."""
+    """A lens cannot be applied to a record."""
 
 
 class Conversion(Struct, frozen=True):
@@ -39,18 +35,18 @@ class Conversion(Struct, frozen=True):
             return _BUILTINS[self.builtin](value)
         found = self.table.get(value_text(value), self.default)
         if found is ABSENT:
-            raise LensFailureError("the value is not in the map, which has no default")
+            raise LensFailureError("value is not in the map, which has no default")
         return found
 
     def results(self) -> list[object] | None:
-        """Everything that can come out, if that is known."""
+        """All possible results; None if not known."""
         if self.table is None or self.default is ABSENT:
             return None
         return [*self.table.values(), self.default]
 
 
 def json_type(value: object) -> str:
-    """The JSON type; a number without a fraction is an integer, however it is written."""
+    """The JSON type. A number without a fraction is an integer, even if written as 1.0."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -70,7 +66,7 @@ def has_type(value: object, wanted: str) -> bool:
 
 
 def value_text(value: object) -> str:
-    """The key of a value in a map: strings as they are, numbers in their shortest form."""
+    """The key of a value in a map: strings unchanged, numbers in their shortest form."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -95,7 +91,7 @@ def _uppercase(value: object) -> str:
 def _string_to_int(value: object) -> int:
     text = _text(value)
     if not _INTEGER.fullmatch(text):
-        raise LensFailureError("the text is no integer")
+        raise LensFailureError("text is not an integer")
     return int(text)
 
 
@@ -106,7 +102,7 @@ def _int_to_string(value: object) -> str:
 def _to_unix_millis(value: object) -> int:
     found = to_unix_ms(_text(value))
     if found is None:
-        raise LensFailureError("the text is no RFC 3339 instant")
+        raise LensFailureError("text is not an RFC 3339 timestamp")
     return found
 
 
@@ -116,13 +112,13 @@ def _from_unix_millis(value: object) -> str:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise LensFailureError("the value is no string")
+        raise LensFailureError("value is not a string")
     return value
 
 
 def _integer(value: object) -> int:
     if json_type(value) != "integer":
-        raise LensFailureError("the value is no integer")
+        raise LensFailureError("value is not an integer")
     assert isinstance(value, int | float)
     return int(value)
 
@@ -136,7 +132,7 @@ _BUILTINS = {
     "unix_millis_to_rfc3339": _from_unix_millis,
 }
 BUILTINS: Final = frozenset(_BUILTINS)
-# What a function takes and gives; those that are not total may still fail on a value of their type.
+# Input and output types of the functions; those that are not total may fail on a value of their type.
 INPUT_TYPES: Final = {
     name: "integer" if name in ("int_to_string", "unix_millis_to_rfc3339") else "string" for name in BUILTINS
 }
@@ -152,7 +148,7 @@ PointerTokens = tuple[str, ...]
 
 
 class LensOp(Struct, frozen=True):
-    """One step. `source` is where a value is taken from or changed, `target` where it goes."""
+    """One operation. `source` is where a value is read or changed, `target` where it is written."""
 
     op: str
     source: PointerTokens = ()
@@ -172,15 +168,15 @@ class Lens(Struct, frozen=True):
     version_from: int
     version_to: int
     ops: tuple[LensOp, ...]
-    document: dict[str, object]  # as it is shown in the registry
+    document: dict[str, object]  # as in the registry
 
     def apply(self, record: object) -> object:
-        """The record in the next version. The one given is used up: it may be changed in place."""
+        """The record in the next version. May change its argument in place."""
         return apply_ops(self.ops, record)
 
 
 def apply_ops(ops: tuple[LensOp, ...], record: object) -> object:
-    """Applies every operation in order, or raises LensFailureError."""
+    """Apply all operations in order; raises LensFailureError."""
     for op in ops:
         record = _RUN[op.op](op, record)
     return record
@@ -299,7 +295,7 @@ def _pop_value(record: object, tokens: PointerTokens) -> object:
 
 
 def _remove(record: object, tokens: PointerTokens) -> None:
-    """Takes away what is known to be there."""
+    """Remove a value that is known to exist."""
     parent = resolve_pointer(record, tokens[:-1])
     if isinstance(parent, dict):
         del cast("dict[str, object]", parent)[tokens[-1]]
@@ -308,7 +304,7 @@ def _remove(record: object, tokens: PointerTokens) -> None:
 
 
 def _put(record: object, tokens: PointerTokens, value: object) -> object:
-    """Sets what is at a place; the place before it must be there. Returns the record."""
+    """Set the value at a pointer whose parent must exist. Returns the record."""
     if not tokens:
         return value
     parent = resolve_pointer(record, tokens[:-1])
@@ -338,7 +334,7 @@ def deep_copy(value: object) -> object:
 
 
 def format_pointer(tokens: PointerTokens) -> str:
-    """A pointer for people."""
+    """A pointer as text for messages."""
     if not tokens:
         return "the record"
     text = "".join("/" + token.replace("~", "~0").replace("/", "~1") for token in tokens)
@@ -366,7 +362,7 @@ _KEYS: Final[dict[str, tuple[frozenset[str], frozenset[str]]]] = {  # required, 
 
 
 def parse_lens(body: object) -> Lens:
-    """A lens from a request or from a stored registry."""
+    """Parse a lens from a request or a stored registry."""
     given = _object(body, "lens", _ENVELOPE)
     if given.get("apiVersion") != API_VERSION:
         raise _invalid_lens("apiVersion", f"must be {API_VERSION}")
@@ -391,7 +387,7 @@ def _parse_ops(value: object, path: str, depth: int) -> tuple[LensOp, ...]:
     if len(items) > OPS_MAX:
         raise _invalid_lens(path, f"must have at most {OPS_MAX} operations")
     if depth > DEPTH_MAX:
-        raise _invalid_lens(path, f"must not lie deeper than {DEPTH_MAX} levels")
+        raise _invalid_lens(path, f"must not be nested deeper than {DEPTH_MAX} levels")
     return tuple(_parse_op(item, f"{path}[{index}]", depth) for index, item in enumerate(items))
 
 

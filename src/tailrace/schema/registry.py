@@ -1,10 +1,6 @@
-"""A stream's schema registry: versions, boundaries, routing key, and promotion of stored records.
+"""A stream's schema registry: schema versions, the lenses between them, routing key and search configuration.
 
-Routing keys: where in a record the key is.
-
-A stream's registry: schema versions, the lenses between them, the routing key and what is searchable.
-
-Promotion: a stored record as one of the current version.
+Promotion applies lenses to a stored record of an older version, so that readers see the current one.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ class RoutingKey(Struct, frozen=True, rename="camel"):
 
 
 class RoutingKeyReader:
-    """A routing key's configuration, ready to be applied to records."""
+    """Reads routing keys from records."""
 
     __slots__ = ("_bytes_max", "_required", "_tokens")
 
@@ -53,7 +49,7 @@ class RoutingKeyReader:
         self._bytes_max = bytes_max
 
     def key_of(self, record: object) -> bytes | None:
-        """The record's key; None if it has none and need not have one."""
+        """The routing key of a record; None if it has none and none is required."""
         found = resolve_pointer(record, self._tokens)
         if found is ABSENT or found is None or found == "":
             if self._required:
@@ -71,11 +67,11 @@ class RoutingKeyReader:
 
 
 def parse_routing_key(body: object) -> RoutingKey:
-    given = expect_object(body, "routingKey", ("jsonPointer", "required"))
-    pointer = expect_string(given.get("jsonPointer"), "routingKey.jsonPointer")
+    members = expect_object(body, "routingKey", ("jsonPointer", "required"))
+    pointer = expect_string(members.get("jsonPointer"), "routingKey.jsonPointer")
     if parse_pointer(pointer) is None:
         raise invalid_request("routingKey.jsonPointer must be a JSON pointer")
-    return RoutingKey(pointer, expect_bool(given.get("required"), "routingKey.required"))
+    return RoutingKey(pointer, expect_bool(members.get("required"), "routingKey.required"))
 
 
 def key_not_allowed() -> TailraceError:
@@ -86,14 +82,14 @@ API_VERSION: Final = "durable.streams/schema-registry/v1"
 
 
 class VersionBoundary(Struct, frozen=True):
-    """The first sequence number (from 0) that was written under a version."""
+    """The first sequence number (from 0) written under a version."""
 
     offset: int
     version: int
 
 
 class Registry(Struct, frozen=True, kw_only=True):
-    """Immutable: an update makes another one. `schemas` are by version, `lenses` by where they lead from."""
+    """An immutable registry. `schemas` are by version, `lenses` by the version they lead from."""
 
     name: str
     version: int = 0
@@ -104,29 +100,29 @@ class Registry(Struct, frozen=True, kw_only=True):
     lenses: dict[int, dict[str, object]] = msgspec.field(default_factory=dict[int, dict[str, object]])
 
     def version_at(self, sequence: int) -> int:
-        """The version an entry was written under; 0 before the first."""
+        """The version an entry was written under; 0 before the first schema."""
         index = bisect_right(self.boundaries, sequence, key=_offset_of)
         return self.boundaries[index - 1].version if index else 0
 
     def to_json(self) -> bytes:
-        """The whole registry, as it is answered, stored and published. Equal registries give equal bytes."""
-        shown: dict[str, object] = {
+        """The registry as served, stored and published. Equal registries give equal bytes."""
+        document: dict[str, object] = {
             "apiVersion": API_VERSION,
             "schema": self.name,
             "currentVersion": self.version,
         }
         if self.routing_key is not None:
-            shown["routingKey"] = self.routing_key.to_json()
+            document["routingKey"] = self.routing_key.to_json()
         if self.search is not None:
-            shown["search"] = self.search.to_json()
-        shown["boundaries"] = self.boundaries
-        shown["schemas"] = {str(version): schema for version, schema in self.schemas.items()}
-        shown["lenses"] = {str(version): lens for version, lens in self.lenses.items()}
-        return msgspec.json.encode(shown)
+            document["search"] = self.search.to_json()
+        document["boundaries"] = self.boundaries
+        document["schemas"] = {str(version): schema for version, schema in self.schemas.items()}
+        document["lenses"] = {str(version): lens for version, lens in self.lenses.items()}
+        return msgspec.json.encode(document)
 
 
 def read_registry(document: bytes) -> Registry:
-    """A registry from its stored form."""
+    """Decode a stored registry."""
     stored = msgspec.json.decode(document, type=dict[str, object])
     routing_key = stored.get("routingKey")
     search = stored.get("search")
@@ -150,14 +146,14 @@ def _offset_of(boundary: VersionBoundary) -> int:
 
 
 def fork_registry(registry: Registry, name: str, entry: int) -> Registry:
-    """The registry of a fork that leaves its source after `entry`: the source's, from there on its own."""
+    """The registry of a fork that leaves its source after `entry`."""
     boundaries = tuple(VersionBoundary(min(one.offset, entry), one.version) for one in registry.boundaries)
     lenses = {version: {**lens, "schema": name} for version, lens in registry.lenses.items()}
     return msgspec.structs.replace(registry, name=name, boundaries=boundaries, lenses=lenses)
 
 
 class Promoter:
-    """The lenses of one registry, ready to be applied one after the other."""
+    """Applies the lenses of a registry to records of older versions."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -165,19 +161,19 @@ class Promoter:
         self._lenses: dict[int, Lens] = {version: lens for version, lens in lenses.items() if version}
 
     def needed(self, first_sequence: int) -> bool:
-        """Whether entries from here on may be of an older version than the current one."""
+        """Whether entries from `first_sequence` on may be of an older version."""
         boundaries = self._registry.boundaries
         return len(boundaries) > 1 and first_sequence < boundaries[-1].offset
 
     def promote(self, record: object, version: int) -> object:
-        """The record in the current version, or LensFailureError. The one given is used up."""
+        """The record in the current version. May change its argument; raises LensFailureError."""
         if version:
             for step in range(version, self._registry.version):
                 record = self._lenses[step].apply(record)
         return record
 
     def promote_payload(self, payload: bytes | memoryview, sequence: int) -> bytes | memoryview:
-        """A stored payload; what needs no promotion is returned byte for byte."""
+        """A stored payload in the current version; unchanged if it needs no promotion."""
         version = self._registry.version_at(sequence)
         if version in (0, self._registry.version):
             return payload

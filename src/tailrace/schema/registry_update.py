@@ -1,4 +1,4 @@
-"""Updates of a registry: what a POST asks for, checked without looking at data, then decided at once."""
+"""Updates of a registry: the request is checked without reading data, then decided in one step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS: Final = frozenset({"apiVersion", "schema", "lens", "routingKey", "search"
 
 
 class RegistryUpdate(Struct, frozen=True, kw_only=True):
-    """A well-formed update of one registry. What is unset stays as it is; None clears it."""
+    """A valid update of a registry. Unset members remain unchanged; None clears."""
 
     schema: object = UNSET
     lens: Lens | None = None
@@ -31,74 +31,74 @@ class RegistryUpdate(Struct, frozen=True, kw_only=True):
 
 
 def prepare_update(registry: Registry, body: object) -> RegistryUpdate:
-    """Everything that can be checked without knowing how far the stream is; this is where the work lies."""
+    """Check everything that does not depend on the stream's tail, including the lens proof."""
     if not isinstance(body, dict):
         raise invalid_request("schema update must be an object")
-    given = cast("dict[str, object]", body)
-    for key in given:
+    members = cast("dict[str, object]", body)
+    for key in members:
         if key not in _KEYS:
             raise invalid_request(f"schemaUpdate.{shorten(key)} is not supported")
-    if given.get("apiVersion", API_VERSION) != API_VERSION:
+    if members.get("apiVersion", API_VERSION) != API_VERSION:
         raise invalid_request("invalid schema apiVersion")
-    if "schema" not in given:
-        return _without_schema(registry, given)
+    if "schema" not in members:
+        return _without_schema(registry, members)
     routing_key: RoutingKey | UnsetType = UNSET
-    if "routingKey" in given:
-        routing_key = parse_routing_key(expect_object(given["routingKey"], "routingKey"))
-    search = _search(given)
-    new = check_schema(given["schema"])
-    update = RegistryUpdate(schema=given["schema"], routing_key=routing_key, search=search)
+    if "routingKey" in members:
+        routing_key = parse_routing_key(expect_object(members["routingKey"], "routingKey"))
+    search = _search(members)
+    new = check_schema(members["schema"])
+    update = RegistryUpdate(schema=members["schema"], routing_key=routing_key, search=search)
     if not registry.version:
-        return msgspec.structs.replace(update, lens=_first_lens(registry, given))
-    if _repeats_current(registry, update, given):
+        return msgspec.structs.replace(update, lens=_first_lens(registry, members))
+    if _repeats_current(registry, update, members):
         return RegistryUpdate()
-    return msgspec.structs.replace(update, lens=_evolution(registry, given, new))
+    return msgspec.structs.replace(update, lens=_evolution(registry, members, new))
 
 
-def _without_schema(registry: Registry, given: dict[str, object]) -> RegistryUpdate:
-    if "lens" in given:
+def _without_schema(registry: Registry, members: dict[str, object]) -> RegistryUpdate:
+    if "lens" in members:
         raise invalid_request("schema update lens requires schema")
-    if "routingKey" not in given and "search" not in given:
+    if "routingKey" not in members and "search" not in members:
         raise invalid_request("schema update must include schema, routingKey, or search")
     routing_key: RoutingKey | UnsetType | None = UNSET
-    if "routingKey" in given:
-        routing_key = None if given["routingKey"] is None else parse_routing_key(given["routingKey"])
-    search = _search(given)
+    if "routingKey" in members:
+        routing_key = None if members["routingKey"] is None else parse_routing_key(members["routingKey"])
+    search = _search(members)
     if search is not UNSET and not registry.version:
         raise invalid_request("search config requires an installed schema version")
     return RegistryUpdate(routing_key=routing_key, search=search)
 
 
-def _search(given: dict[str, object]) -> SearchConfig | UnsetType | None:
-    if "search" not in given:
+def _search(members: dict[str, object]) -> SearchConfig | UnsetType | None:
+    if "search" not in members:
         return UNSET
-    return None if given["search"] is None else parse_search_config(given["search"])
+    return None if members["search"] is None else parse_search_config(members["search"])
 
 
-def _first_lens(registry: Registry, given: dict[str, object]) -> Lens | None:
-    if "lens" not in given:
+def _first_lens(registry: Registry, members: dict[str, object]) -> Lens | None:
+    if "lens" not in members:
         return None
-    lens = parse_lens(given["lens"])
+    lens = parse_lens(members["lens"])
     _check_versions(registry, lens)
     return lens
 
 
-def _evolution(registry: Registry, given: dict[str, object], new: SchemaDocument) -> Lens:
-    """The lens to the next version, proven."""
+def _evolution(registry: Registry, members: dict[str, object], new: SchemaDocument) -> Lens:
+    """The proven lens to the next version."""
     version = registry.version
-    if "lens" not in given:
+    if "lens" not in members:
         raise invalid_request("lens required")
-    lens = parse_lens(deep_copy(given["lens"]))
+    lens = parse_lens(deep_copy(members["lens"]))
     _check_versions(registry, lens)
     if version >= VERSIONS_MAX:
-        raise invalid_request(f"a stream has at most {VERSIONS_MAX} schema versions")
+        raise invalid_request(f"a stream can have at most {VERSIONS_MAX} schema versions")
     ops = resolve_lens_defaults(lens.ops, cast("list[object]", lens.document["ops"]))
     prove_lens(ops, SchemaDocument(registry.schemas[version]), new)
     return msgspec.structs.replace(lens, ops=ops)
 
 
-def _repeats_current(registry: Registry, update: RegistryUpdate, given: dict[str, object]) -> bool:
-    """Whether the body only repeats how the current version came to be, as clients do when they start."""
+def _repeats_current(registry: Registry, update: RegistryUpdate, members: dict[str, object]) -> bool:
+    """Whether the body repeats the update to the current version, as clients do when they start."""
     before = registry.version - 1
     if (
         not _equal(update.schema, registry.schemas[registry.version])
@@ -106,9 +106,9 @@ def _repeats_current(registry: Registry, update: RegistryUpdate, given: dict[str
         or update.search not in (UNSET, registry.search)
     ):
         return False
-    if "lens" not in given:
+    if "lens" not in members:
         return before == 0
-    lens = parse_lens(deep_copy(given["lens"]))
+    lens = parse_lens(deep_copy(members["lens"]))
     if (lens.version_from, lens.version_to) != (before, registry.version):
         return False
     if before:
@@ -117,7 +117,7 @@ def _repeats_current(registry: Registry, update: RegistryUpdate, given: dict[str
 
 
 def _equal(one: object, other: object) -> bool:
-    """Equal as JSON: true is not 1, and the order of keys means nothing."""
+    """Equality of JSON values: true is not 1, and the order of keys does not matter."""
     return msgspec.json.encode(one, order="sorted") == msgspec.json.encode(other, order="sorted")
 
 
@@ -137,8 +137,7 @@ def decide_update(
 ) -> Registry:
     """The registry after the update, for a stream whose next entry has this sequence number.
 
-    `adopted` says that all entries were found to be valid under its first schema, which then holds for them.
-    The same registry comes back if there is nothing to change.
+    `adopted`: all entries were checked and are valid under the first schema, which then applies to them.
     """
     changes: dict[str, object] = {}
     if update.routing_key is not UNSET:
@@ -148,8 +147,8 @@ def decide_update(
     if update.schema is not UNSET:
         if not registry.version and next_sequence and not adopted:
             raise invalid_request(
-                "first schema requires empty stream; with ?adopt=true (--adopt) the entries that are there "
-                "are checked, and the schema holds from the first one on"
+                "first schema requires empty stream; with ?adopt=true (--adopt) the existing entries are "
+                "checked, and the schema applies from the first one on"
             )
         first = 0 if not registry.version else next_sequence
         version = registry.version + 1
@@ -160,5 +159,5 @@ def decide_update(
             changes["lenses"] = {**registry.lenses, version - 1: update.lens.document}
     updated = msgspec.structs.replace(registry, **changes)
     if len(updated.to_json()) > REGISTRY_BYTES_MAX:
-        raise invalid_request(f"the registry would be larger than {REGISTRY_BYTES_MAX} bytes")
+        raise invalid_request(f"registry would be larger than {REGISTRY_BYTES_MAX} bytes")
     return updated

@@ -1,9 +1,4 @@
-"""HTTP routes of a stream's schema registry and profile: `_schema` and `_profile`.
-
-GET and POST `_schema`: a stream's registry.
-
-GET and POST `_profile`: what a stream's records mean.
-"""
+"""HTTP routes of a stream's schema registry and profile: GET and POST of `_schema` and `_profile`."""
 
 from __future__ import annotations
 
@@ -48,11 +43,11 @@ from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 METHODS = "GET, HEAD, POST, OPTIONS"
 
-SearchConfigCheck = Callable[[SearchConfig], None]  # raises TailraceError for what a search could not run
+SearchConfigCheck = Callable[[SearchConfig], None]  # raises TailraceError for an invalid query in it
 
 
 class SchemaRoutes:
-    """Checking an update may take long and is done on a thread; deciding it is one step on the loop."""
+    """GET and POST `_schema`. Updates are checked on a thread and decided in one step on the event loop."""
 
     def __init__(
         self,
@@ -92,7 +87,7 @@ class SchemaRoutes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _update(self, answer: AdoptionResponse, name: str, body: object, *, adopts: bool) -> None:
+    async def _update(self, response: AdoptionResponse, name: str, body: object, *, adopts: bool) -> None:
         try:
             stream = self._log.existing(name)
             before = registry_document(stream, stream.documents)
@@ -103,21 +98,21 @@ class SchemaRoutes:
             if adopts and stream.tail and is_first_schema(registry, update):
                 require_json(stream)
                 check = schema_checker(update.schema)
-                decide = partial(self._decide, answer, name, before, registry, update, adopted=True)
-                await self._adoptions.adopt(stream, check, answer, decide)
+                decide = partial(self._decide, response, name, before, registry, update, adopted=True)
+                await self._adoptions.adopt(stream, check, response, decide)
             else:
-                self._decide(answer, name, before, registry, update, adopted=False)
+                self._decide(response, name, before, registry, update, adopted=False)
         except TimeoutError:
-            answer.refuse(TailraceError("request_timeout", "request timed out"))
-        except TailraceError as refusal:
-            answer.refuse(refusal)
+            response.fail(TailraceError("request_timeout", "request timed out"))
+        except TailraceError as error:
+            response.fail(error)
         except Exception:
-            answer.refuse(TailraceError("internal", "the update failed"))
+            response.fail(TailraceError("internal", "schema update failed"))
             raise
 
     def _decide(
         self,
-        answer: AdoptionResponse,
+        response: AdoptionResponse,
         name: str,
         before: bytes,
         registry: Registry,
@@ -125,30 +120,30 @@ class SchemaRoutes:
         *,
         adopted: bool,
     ) -> None:
-        """From the look at the stream to the record in the journal nothing comes between."""
+        """Runs without interruption from reading the stream's state to the journal record."""
         stream = self._log.existing(name)
         require_json(stream)
         if registry_document(stream, stream.documents) != before:
             raise TailraceError("conflict", "schema registry changed concurrently")
         after = decide_update(registry, update, stream.tail, adopted=adopted).to_json()
         if after == before:
-            self._log.settled(stream, self._decided, answer)
+            self._log.settled(stream, self._decided, response)
         else:
-            self._log.describe(stream, SCHEMA_DOCUMENT, after, self._decided, answer)
+            self._log.describe(stream, SCHEMA_DOCUMENT, after, self._decided, response)
 
     def _decided(self, transaction: Transaction, error: TailraceError | None) -> None:
-        answer, stream = transaction.context, transaction.subject
-        assert type(answer) is AdoptionResponse
+        response, stream = transaction.context, transaction.subject
+        assert type(response) is AdoptionResponse
         assert stream is not None
         if error is not None:
-            answer.refuse(error)
+            response.fail(error)
             return
         self._on_changed()
-        answer.finish(registry_document(stream, stream.visible_documents))
+        response.finish(registry_document(stream, stream.visible_documents))
 
 
 def registry_document(stream: Stream, documents: dict[str, bytes] | None) -> bytes:
-    """The registry as it is shown; a stream that never had one has an empty one."""
+    """The registry document of a stream; an empty registry if it never had one."""
     found = None if documents is None else documents.get(SCHEMA_DOCUMENT)
     return Registry(name=stream.name).to_json() if found is None else found
 
@@ -168,7 +163,7 @@ def parse_json_body(body: bytes) -> object:
 def prepare_registry_update(
     document: bytes, body: object, check_search: SearchConfigCheck
 ) -> tuple[Registry, RegistryUpdate]:
-    """The registry and a checked update of it; may take long, so it is done on a thread."""
+    """The registry and a checked update of it. May take long: runs on a thread."""
     registry = read_registry(document)
     update = prepare_update(registry, body)
     if isinstance(update.search, SearchConfig):
@@ -184,7 +179,7 @@ TOUCH_DOCUMENT = "touch"  # key of the document
 
 
 class ProfileRoutes:
-    """A profile and what it installs become durable in one record."""
+    """GET and POST `_profile`. A profile and the registry it installs become durable in one record."""
 
     def __init__(self, context: Context, on_changed: Callable[[Stream], None], adoptions: Adoptions) -> None:
         self._context = context
@@ -197,15 +192,15 @@ class ProfileRoutes:
         if method == b"POST":
             authorise(identity, Action.CONFIGURE_STREAM, stream=name)
             stream = self._log.existing(name)
-            new, answer = parse_profile_update(parse_json_body(exchange.body)), AdoptionResponse(exchange)
+            new, response = parse_profile_update(parse_json_body(exchange.body)), AdoptionResponse(exchange)
             current = read_profile((stream.documents or {}).get(PROFILE_DOCUMENT))
             if wants_adoption(exchange) and stream.tail and needs_entry_check(new, current):
-                profile_changes(stream, new, adopted=True)  # what can be refused is refused before the check
-                task = self._context.loop.create_task(self._adopt(answer, stream, new))
+                profile_changes(stream, new, adopted=True)  # reject what can be rejected before the check
+                task = self._context.loop.create_task(self._adopt(response, stream, new))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
-                self._install(answer, stream, new)
+                self._install(response, stream, new)
         elif method in (b"GET", b"HEAD"):
             authorise(identity, Action.QUERY_STREAM, stream=name)
             document = _profile_document(self._log.readable(name))
@@ -213,45 +208,45 @@ class ProfileRoutes:
         else:
             raise responses.method_not_allowed(METHODS)
 
-    async def _adopt(self, answer: AdoptionResponse, stream: Stream, new: Profile) -> None:
+    async def _adopt(self, response: AdoptionResponse, stream: Stream, new: Profile) -> None:
         before = registry_document(stream, stream.documents)
 
         def decide() -> None:
             if registry_document(stream, stream.documents) != before:
                 raise TailraceError("conflict", "schema registry changed concurrently")
-            self._install(answer, stream, new, adopted=True)
+            self._install(response, stream, new, adopted=True)
 
         try:
-            await self._adoptions.adopt(stream, profile_checker(new), answer, decide)
-        except TailraceError as refusal:
-            answer.refuse(refusal)
+            await self._adoptions.adopt(stream, profile_checker(new), response, decide)
+        except TailraceError as error:
+            response.fail(error)
         except Exception:
-            answer.refuse(TailraceError("internal", "the profile was not installed"))
+            response.fail(TailraceError("internal", "profile installation failed"))
             raise
 
     def _install(
-        self, answer: AdoptionResponse, stream: Stream, new: Profile, *, adopted: bool = False
+        self, response: AdoptionResponse, stream: Stream, new: Profile, *, adopted: bool = False
     ) -> None:
         changes = profile_changes(stream, new, adopted=adopted)
         if changes:
-            self._log.describe_all(stream, changes, self._decided, answer)
+            self._log.describe_all(stream, changes, self._decided, response)
         else:
-            self._log.settled(stream, self._decided, answer)
+            self._log.settled(stream, self._decided, response)
 
     def _decided(self, transaction: Transaction, error: TailraceError | None) -> None:
-        answer, stream = transaction.context, transaction.subject
-        assert type(answer) is AdoptionResponse
+        response, stream = transaction.context, transaction.subject
+        assert type(response) is AdoptionResponse
         assert stream is not None
         if error is not None:
-            answer.refuse(error)
+            response.fail(error)
             return
         if transaction.ops:
             self._on_changed(stream)
-        answer.finish(_profile_document(stream))
+        response.finish(_profile_document(stream))
 
 
 def profile_changes(stream: Stream, new: Profile, *, adopted: bool = False) -> list[tuple[str, bytes | None]]:
-    """The documents of the stream that change when it gets this profile."""
+    """The documents of a stream that change with a new profile."""
     if new is not GENERIC and not stream.json:
         raise TailraceError(
             "invalid_request", f"{new.kind} profile requires application/json stream content-type"
@@ -261,17 +256,17 @@ def profile_changes(stream: Stream, new: Profile, *, adopted: bool = False) -> l
     registry = read_registry(before)
     current = read_profile(documents.get(PROFILE_DOCUMENT))
     after = install_profile(new, current, registry, stream.tail, adopted=adopted).to_json()
-    wanted: list[tuple[str, bytes | None]] = [
+    changes: list[tuple[str, bytes | None]] = [
         (PROFILE_DOCUMENT, None if new is GENERIC else profile_document(new)),
         (TOUCH_DOCUMENT, _touch_document(new, documents.get(TOUCH_DOCUMENT))),
     ]
     if after != before:
-        wanted.append((SCHEMA_DOCUMENT, after))
-    return [(key, value) for key, value in wanted if documents.get(key) != value]
+        changes.append((SCHEMA_DOCUMENT, after))
+    return [(key, value) for key, value in changes if documents.get(key) != value]
 
 
 def _touch_document(new: Profile, current: bytes | None) -> bytes | None:
-    """Touches keep their epoch and templates as long as they are on."""
+    """The touch document: epoch and templates remain as long as touches are enabled."""
     if not isinstance(new, StateProtocolProfile) or new.touch is None or not new.touch.enabled:
         return None
     return new_touch_document() if current is None else current

@@ -1,10 +1,7 @@
 """The `search` object of a registry: fields, aliases, default fields and rollups.
 
-Searchable fields: where their values lie in a record, of what kind they are, what may be asked of them.
-
-Rollups: which records are counted together, over which spans of time, and what is measured.
-
-The `search` object of a registry: fields, aliases, default fields and rollups.
+A field says where its values are in a record, their kind, and which queries it supports. A rollup says which
+records are aggregated, over which intervals and dimensions, and what is measured.
 """
 
 from __future__ import annotations
@@ -61,14 +58,14 @@ _FIELD_KEYS: Final = frozenset({"kind", "bindings", "normalizer", "analyzer", *_
 
 
 class Binding(Struct, frozen=True, rename={"json_pointer": "jsonPointer"}):
-    """Where the values lie, from a schema version on."""
+    """The pointer of a field from a schema version on."""
 
     version: int
     json_pointer: str
 
 
 class Field(Struct, frozen=True, omit_defaults=True):
-    """One searchable field. Its JSON form leaves out what is at its default."""
+    """A searchable field. Its JSON form omits defaults."""
 
     kind: Kind
     bindings: tuple[Binding, ...]
@@ -84,7 +81,7 @@ class Field(Struct, frozen=True, omit_defaults=True):
     contains: bool = False
 
     def pointer_at(self, version: int) -> str | None:
-        """The pointer for records at a schema version: the newest binding that is not younger."""
+        """The pointer at a schema version: that of the newest binding up to it."""
         best: Binding | None = None
         for binding in self.bindings:
             if binding.version <= version and (best is None or binding.version > best.version):
@@ -93,7 +90,7 @@ class Field(Struct, frozen=True, omit_defaults=True):
 
 
 def check_name(name: str, path: str) -> str:
-    """The name of a field, alias, rollup or measure: such that the query language can say it."""
+    """Check a name of a field, alias, rollup or measure, which must be usable in queries."""
     if not _NAME.fullmatch(name):
         raise invalid_request(f"{path}.{shorten(name)} is not a valid name")
     if name.lower() in _RESERVED:
@@ -109,7 +106,7 @@ def check_pointer(value: object, path: str) -> str:
 
 
 def parse_field(value: object, path: str) -> Field:
-    """One entry of `search.fields`."""
+    """Parse an entry of `search.fields`."""
     given = expect_object(value, path, _FIELD_KEYS)
     kind = given.get("kind")
     if kind not in KINDS:
@@ -154,13 +151,13 @@ def _bindings(value: object, path: str) -> tuple[Binding, ...]:
         if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
             raise invalid_request(f"{at}.version must be an integer of at least 1")
         if version in bindings:
-            raise invalid_request(f"{at}.version {version} is bound twice")
+            raise invalid_request(f"{at}.version {version} is duplicated")
         bindings[version] = Binding(version, check_pointer(given.get("jsonPointer"), f"{at}.jsonPointer"))
     return tuple(bindings.values())
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can be stored: an unpaired surrogate cannot."""
+    """Whether a text can be encoded: a lone surrogate cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -185,7 +182,7 @@ _MEASURE_KEYS: Final[dict[str, frozenset[str]]] = {
 
 
 class Measure(Struct, frozen=True, omit_defaults=True, rename="camel"):
-    """What a rollup keeps of its records. Which keys are set depends on the kind."""
+    """A measure of a rollup. Which members are set depends on the kind."""
 
     kind: Literal["count", "summary", "summary_parts"]
     include: str | None = None
@@ -200,7 +197,7 @@ class Measure(Struct, frozen=True, omit_defaults=True, rename="camel"):
 
 
 class Rollup(Struct, frozen=True, omit_defaults=True, rename="camel"):
-    """Counts per span of time and dimensions. Without a timestamp field it uses the primary one."""
+    """Aggregates by interval and dimensions. The default timestamp field is the primary one."""
 
     intervals: tuple[str, ...]
     measures: dict[str, Measure]
@@ -210,7 +207,7 @@ class Rollup(Struct, frozen=True, omit_defaults=True, rename="camel"):
 
 
 def parse_interval_ms(text: str) -> int | None:
-    """`10s` and the like in milliseconds; None if it is no interval."""
+    """An interval such as `10s` in milliseconds; None if it is invalid."""
     match = _INTERVAL.fullmatch(text)
     if not match:
         return None
@@ -219,7 +216,7 @@ def parse_interval_ms(text: str) -> int | None:
 
 
 def parse_rollup(value: object, path: str, fields: Mapping[str, Field], primary: str | None) -> Rollup:
-    """One entry of `search.rollups`. Includes are queries and are checked where queries are known."""
+    """Parse an entry of `search.rollups`. Its includes are queries, which `search` checks."""
     given = expect_object(value, path, _ROLLUP_KEYS)
     timestamp_field = _text(given, "timestampField", path)
     if timestamp_field is None and primary is None:
@@ -246,7 +243,7 @@ def _unique(value: object, path: str, length_max: int) -> tuple[str, ...]:
     for index, item in enumerate(expect_array(value, path, length_max)):
         text = expect_string(item, f"{path}[{index}]")
         if text in found:
-            raise invalid_request(f"{path}[{index}] is named twice")
+            raise invalid_request(f"{path}[{index}] is duplicated")
         found[text] = None
     return tuple(found)
 
@@ -340,14 +337,14 @@ _SEARCH_KEYS: Final = frozenset(
 
 
 class DefaultField(Struct, frozen=True, omit_defaults=True):
-    """A field that bare words are looked for in, and how much a match in it counts."""
+    """A field that words without a field are searched in, and the boost of its matches."""
 
     field: str
     boost: int | float = 1
 
 
 class SearchConfig(Struct, frozen=True, omit_defaults=True, rename="camel"):
-    """What may be asked of a stream's records. Field names are the keys of `fields`."""
+    """The search configuration of a stream. Field names are the keys of `fields`."""
 
     fields: dict[str, Field]
     profile: str | None = None
@@ -358,17 +355,17 @@ class SearchConfig(Struct, frozen=True, omit_defaults=True, rename="camel"):
     rollups: dict[str, Rollup] = msgspec.field(default_factory=dict[str, Rollup])
 
     def resolve(self, name: str) -> str | None:
-        """The declared field that a name or an alias stands for."""
+        """The declared field of a name or an alias."""
         name = self.aliases.get(name, name)
         return name if name in self.fields else None
 
     def to_json(self) -> dict[str, object]:
-        """As it is shown in a registry: what is at its default is left out."""
+        """As in a registry: defaults are omitted."""
         return msgspec.json.decode(msgspec.json.encode(self))
 
 
 def parse_search_config(body: object) -> SearchConfig:
-    """A `search` object from a request, checked but for the queries in rollup includes."""
+    """Parse a `search` object. The queries in rollup includes are checked elsewhere."""
     given = expect_object(body, "search", _SEARCH_KEYS)
     fields = _fields(given.get("fields"))
     primary = _name(given, "primaryTimestampField")
@@ -433,14 +430,14 @@ def _default_fields(given: dict[str, object], key: str, fields: dict[str, Field]
         if fields[name].kind not in ("text", "keyword"):
             raise invalid_request(f"{at}.field must name a text or keyword field")
         if name in found:
-            raise invalid_request(f"{at}.field is named twice")
+            raise invalid_request(f"{at}.field is duplicated")
         found[name] = DefaultField(name, _boost(entry.get("boost", 1), f"{at}.boost"))
     return tuple(found.values())
 
 
 def _boost(value: object, path: str) -> int | float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        # An integer beyond the doubles has no finite weight.
+        # An integer beyond the range of doubles has no finite boost.
         if 0 < value <= 1e308 and math.isfinite(value):
             return value if value <= 2**53 else float(value)
     raise invalid_request(f"{path} must be a finite number greater than 0")

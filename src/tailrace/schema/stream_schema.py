@@ -1,4 +1,4 @@
-"""What a stream's registry means for those who write to it and read from it: made once, used often."""
+"""A stream's registry compiled for appends (validation, routing keys) and reads (promotion), with a cache."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tailrace.schema.lenses import LensFailureError
 from tailrace.schema.registry import Promoter, Registry, RoutingKeyReader, key_not_allowed, read_registry
 
 SCHEMA_DOCUMENT = "schema"  # key of the document
-CACHE_BYTES = 64 * 1024 * 1024  # of documents whose contracts are kept
-# A page that has to be promoted is smaller: that is done on the loop.
+CACHE_BYTES = 64 * 1024 * 1024  # of documents whose compiled form is cached
+# Pages that have to be promoted are smaller, because that runs on the event loop.
 PROMOTED_PAGE_BYTES = 128 * 1024
 PROMOTED_PAGE_ENTRIES = 1000
 
 
 class StreamSchema:
-    """A registry, ready for use."""
+    """A compiled registry."""
 
     def __init__(self, document: bytes, key_bytes_max: int) -> None:
         self.registry: Registry = read_registry(document)
@@ -39,8 +39,8 @@ class StreamSchema:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def check(self, request: AppendRequest) -> Sequence[bytes | None] | None:
-        """Refuses entries that do not fit; gives their keys if the registry says where they are."""
+    def validate(self, request: AppendRequest) -> Sequence[bytes | None] | None:
+        """Reject invalid entries. Returns their keys if the registry has a routing key."""
         self.check_key(request)
         if self._validator is None and self._rule is None:
             return None
@@ -52,21 +52,21 @@ class StreamSchema:
                 record = decode_json_record(payload)
             except UnusableRecordError as error:
                 raise TailraceError("invalid_request", f"{where}(root) {error}") from None
-            keys.append(self.judge(record, where))
+            keys.append(self.validate_record(record, where))
         return keys if self._rule is not None else None
 
     @property
-    def has_rule(self) -> bool:
-        """Whether the registry says where keys are."""
+    def has_routing_key(self) -> bool:
+        """Whether the registry has a routing key."""
         return self._rule is not None
 
     def check_key(self, request: AppendRequest) -> None:
-        """A request has no say in keys that the records have."""
+        """Reject a key in the request if keys come from the records."""
         if self._rule is not None and request.key is not None:
             raise key_not_allowed()
 
-    def judge(self, record: object, where: str, *, valid: bool = False) -> bytes | None:
-        """Refuses one record that does not fit, unless it is known to; its key, if there is a rule."""
+    def validate_record(self, record: object, where: str, *, valid: bool = False) -> bytes | None:
+        """Reject an invalid record, unless it is known to be valid. Returns its routing key."""
         if self._validator is not None and not valid:
             complaint = self._validator.complaint(record)
             if complaint is not None:
@@ -75,22 +75,22 @@ class StreamSchema:
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def mark(self, page: Page) -> str:
-        """What the bytes of a page depend on beside its entries; "" if they will never be others."""
+    def version_tag(self, page: Page) -> str:
+        """The schema version that the bytes of a page depend on; "" if they never change."""
         registry = self.registry
         touched = registry.boundaries and page.next_entry > registry.boundaries[0].offset
         return f"v{registry.version}" if touched else ""
 
     def promotes_behind(self, entry: int) -> bool:
-        """Whether some of the entries behind this one are shown in another form than they are stored."""
+        """Whether some entry behind this one has to be promoted."""
         return self._promoter.needed(entry)  # sequence numbers count from 0
 
     def promoted(self, stream: Stream, after: int, page: Page) -> Page:
-        """A page with each entry apart, as readers get it. It ends early if it grows too large by that."""
+        """A page with its entries promoted; it ends early if that makes it too large."""
         if not self.promotes_behind(after):
             return page
-        if len(page.parts) != page.count:  # the first schema came while the page was read
-            raise TailraceError("unavailable", "the schema registry changed; read again")
+        if len(page.parts) != page.count:  # the first schema was installed while the page was read
+            raise TailraceError("unavailable", "schema registry changed during the read; retry")
         parts: list[ReadPart] = []
         size = 0
         for entry, part in zip(page.entries(), page.parts, strict=True):
@@ -108,57 +108,57 @@ class StreamSchema:
 
 
 class StreamSchemaCache:
-    """Contracts by their documents, least recently used out first, bounded in bytes."""
+    """LRU cache of compiled registries by document, bounded in bytes."""
 
     def __init__(self, key_bytes_max: int) -> None:
         self._key_bytes_max = key_bytes_max
-        self._kept: OrderedDict[bytes, StreamSchema] = OrderedDict()
+        self._cached: OrderedDict[bytes, StreamSchema] = OrderedDict()
         self._bytes = 0
 
     @property
     def bytes(self) -> int:
-        """Size of the documents whose contracts are kept."""
+        """Size of the cached documents."""
         return self._bytes
 
     def clear(self) -> None:
-        """Those that are needed are made again."""
-        self._kept.clear()
+        """Drop all; registries in use are compiled again."""
+        self._cached.clear()
         self._bytes = 0
 
-    def of(self, documents: dict[str, bytes] | None) -> StreamSchema | None:
-        """The contract in a stream's documents; None if it has no registry."""
+    def get(self, documents: dict[str, bytes] | None) -> StreamSchema | None:
+        """The compiled registry of a stream; None if it has none."""
         document = None if documents is None else documents.get(SCHEMA_DOCUMENT)
         if document is None:
             return None
-        found = self._kept.get(document)  # the same object until it changes: its hash is known
+        found = self._cached.get(document)  # the same bytes object until it changes: its hash is cached
         if found is not None:
-            self._kept.move_to_end(document)
+            self._cached.move_to_end(document)
             return found
-        found = self._kept[document] = StreamSchema(document, self._key_bytes_max)
+        found = self._cached[document] = StreamSchema(document, self._key_bytes_max)
         self._bytes += len(document)
-        while self._bytes > CACHE_BYTES and len(self._kept) > 1:
-            self._bytes -= len(self._kept.popitem(last=False)[0])
+        while self._bytes > CACHE_BYTES and len(self._cached) > 1:
+            self._bytes -= len(self._cached.popitem(last=False)[0])
         return found
 
-    def page_of(self, stream: Stream, after: int, limits: Limits) -> tuple[int, int, bool]:
-        """How a page is read: bytes and entries at most, and whether each entry is apart."""
-        contract = self.of(stream.visible_documents)
+    def page_limits(self, stream: Stream, after: int, limits: Limits) -> tuple[int, int, bool]:
+        """How to read a page: most bytes, most entries, and whether entries are separate parts."""
+        contract = self.get(stream.visible_documents)
         whole = limits.read_page_bytes, limits.read_page_entries
         if contract is None or not contract.registry.version:
             return *whole, False
         if not contract.promotes_behind(after):
-            return *whole, True  # a new version may come while the page is read
+            return *whole, True  # a new version may be installed while the page is read
         return min(PROMOTED_PAGE_BYTES, whole[0]), min(PROMOTED_PAGE_ENTRIES, whole[1]), True
 
-    def guard(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
-        """What the sequencer asks when all else about an append is in order."""
+    def validate_append(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
+        """Validate an append by the stream's registry, if it has one. Returns routing keys."""
         binds_json = stream.content_type is None and is_json(request.content_type)
-        contract = self.of(stream.documents) if stream.json or binds_json else None
-        return None if contract is None else contract.check(request)
+        contract = self.get(stream.documents) if stream.json or binds_json else None
+        return None if contract is None else contract.validate(request)
 
 
 def split_append_body(request: AppendRequest) -> list[bytes]:
-    """The entries of an append, each apart."""
+    """The entries of an append."""
     if request.lengths is None:
         return [request.body]
     payloads: list[bytes] = []

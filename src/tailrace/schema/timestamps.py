@@ -1,4 +1,4 @@
-"""Instants in text, as schemas and lenses know them: RFC 3339 with capital T and Z, and Unix milliseconds."""
+"""Timestamps of schemas and lenses: RFC 3339 with upper-case T and Z, and Unix milliseconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMESTAMP_MS_MAX: Final = 253_402_300_799_999  # 9999-12-31T23:59:59.999Z
 
 
 def is_date_time(text: str) -> bool:
-    """Whether the text is an instant of the calendar."""
+    """Whether the text is a valid timestamp."""
     return _match(text) is not None
 
 
@@ -37,7 +37,7 @@ def _match(text: str) -> re.Match[str] | None:
 
 
 def to_unix_ms(text: str) -> int | None:
-    """Milliseconds since 1970, rounded down; None if the text is no instant."""
+    """Unix milliseconds, rounded down; None if the text is not a timestamp."""
     match = _match(text)
     if match is None:
         return None
@@ -55,6 +55,6 @@ def to_unix_ms(text: str) -> int | None:
 
 
 def from_unix_ms(ms: int) -> str:
-    """The instant as text. What lies outside the years 1 to 9999 is moved to their edge."""
+    """Format Unix milliseconds; times outside the years 1 to 9999 are clamped."""
     at = _EPOCH + timedelta(milliseconds=min(max(ms, TIMESTAMP_MS_MIN), TIMESTAMP_MS_MAX))
     return at.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"

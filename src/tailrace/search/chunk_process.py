@@ -1,12 +1,12 @@
-"""Chunks of the tail index, made in a process of their own: a row of many fields takes 20 microseconds.
+"""Builds chunks of the tail index in a separate process.
 
-On a thread of the server that would be time taken from the appends that bring the rows. The process is
-started when there are many rows to index and ends when there have been none for a while. It steps back
-as all helpers do: where appends need the whole machine the index falls behind, and catches up afterwards.
-For a stream that is being searched there is another one, which does not: then the index is worth the time.
+A row with many fields takes 20 microseconds, time that a thread of the server would take from appends. The
+process starts when there are many rows to index and ends after a while without work. It runs at a low CPU
+priority: when appends need the whole machine the index falls behind, and catches up later. Streams that are
+being searched have a second process at normal priority.
 
-A frame is its length and a body. A request has the registry, the first entry and the payloads; the answer is
-a pickled chunk, or empty if the chunk cannot be made.
+Protocol: a frame is its length and a body. A request holds the registry, the first entry and the payloads;
+the response is a pickled chunk, or empty if the chunk could not be built.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Payload = bytes | memoryview
 
 
 class ChunkProcessError(Exception):
-    """The process ended, cannot be started, or could not make the chunk."""
+    """The process ended, cannot be started, or could not build the chunk."""
 
 
 class ChunkProcess:
-    """The server's end: one request at a time. `make` waits for the process, on the thread that is here."""
+    """The server's side: one request at a time. `build` blocks; call it on `thread`."""
 
     def __init__(self, idle_s: float, niceness: int = process.HELPER_NICENESS) -> None:
         self._idle_s = idle_s
@@ -62,46 +62,46 @@ class ChunkProcess:
         child = self._child
         return None if child is None else child.pid
 
-    def make(self, document: bytes, first: int, payloads: Sequence[Payload]) -> Chunk:
-        """The chunk of consecutive entries under a registry."""
+    def build(self, document: bytes, first: int, payloads: Sequence[Payload]) -> Chunk:
+        """Build the chunk of consecutive entries from `first` on. `document` is the stream's registry."""
         request = encode_request(document, first, payloads)
         with self._lock:
             self._used_s = time.monotonic()
             try:
                 child = self._running()
                 _write_frame(cast("FileIO", child.stdin), request)
-                answer = _read_frame(cast("FileIO", child.stdout))
+                response = _read_frame(cast("FileIO", child.stdout))
             except OSError as error:
                 self._end()
                 raise ChunkProcessError(str(error)) from error
-            if answer is None:
+            if response is None:
                 self._end()
-                raise ChunkProcessError("the process ended")
+                raise ChunkProcessError("indexing process ended")
             self._used_s = time.monotonic()
-        if not answer:
-            raise ChunkProcessError("the chunk cannot be made")
-        return pickle.loads(answer)  # noqa: S301 - from our own process
+        if not response:
+            raise ChunkProcessError("indexing process could not build the chunk")
+        return pickle.loads(response)  # noqa: S301 - from our own process
 
     def end_if_idle(self) -> None:
-        """Called now and then. A process with nothing to do holds some 40 MB."""
+        """Called periodically. An idle process holds about 40 MB."""
         if self._child is not None and time.monotonic() - self._used_s >= self._idle_s:
             if self._lock.acquire(blocking=False):
                 self._end()
                 self._lock.release()
 
     def close(self) -> None:
-        """A request that is under way fails; there are no others."""
+        """End the process. A request in progress fails."""
         self.closed = True
         self.thread.shutdown(wait=False, cancel_futures=True)
         child = self._child
         if child is not None:
             child.kill()
-            with self._lock:  # a request that waits for the process sees its end at once
+            with self._lock:  # released at once: a waiting request sees the end of the process
                 self._end()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self.closed:
-            raise OSError("the server stops")
+            raise OSError("server is stopping")
         if self._child is None:
             self._child = subprocess.Popen(  # noqa: S603 - our own command
                 [sys.executable, "-m", "tailrace.search.chunk_process", str(self._niceness)],
@@ -128,7 +128,7 @@ def encode_request(document: bytes, first: int, payloads: Sequence[Payload]) -> 
 
 
 def build_pickled_chunk(request: bytes) -> bytes:
-    """The pickled chunk."""
+    """Handle one request in the process."""
     first, document_bytes, count = _HEAD.unpack_from(request)
     at = _HEAD.size + document_bytes
     document = request[_HEAD.size : at]
@@ -142,7 +142,7 @@ def build_pickled_chunk(request: bytes) -> bytes:
 
 
 def build_chunk(view: RecordView, decoder: RecordDecoder, first: int, payloads: Sequence[Payload]) -> Chunk:
-    """The chunk of consecutive entries."""
+    """Build the chunk of consecutive entries from `first` on."""
     entries = range(first, first + len(payloads))
     members = decoder.all_members(entries, payloads)
     return Chunk(entries, build_columns(view.config, decoder.gets, members))
@@ -162,7 +162,7 @@ def _write_frame(pipe: FileIO, body: bytes) -> None:
 
 
 def _read_frame(pipe: FileIO) -> bytes | None:
-    """The body of the next frame; None if there is none any more."""
+    """The body of the next frame; None at the end of the pipe."""
     head = _read_exactly(pipe, _LENGTH.size)
     return None if head is None else _read_exactly(pipe, _LENGTH.unpack(head)[0])
 
@@ -179,18 +179,18 @@ def _read_exactly(pipe: FileIO, count: int) -> bytes | None:
 
 
 def main() -> None:
-    """Answers requests until the server ends, which closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
+    """Serve requests until the server closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     process.lower_cpu_priority(int(sys.argv[1]))
-    requests, answers = FileIO(0, "rb", closefd=False), FileIO(1, "wb", closefd=False)
+    requests, responses = FileIO(0, "rb", closefd=False), FileIO(1, "wb", closefd=False)
     while (request := _read_frame(requests)) is not None:
         try:
-            answer = build_pickled_chunk(request)
+            response = build_pickled_chunk(request)
         except Exception:
-            logger.exception("a chunk of the tail index cannot be made")
-            answer = b""
+            logger.exception("tail index chunk failed")
+            response = b""
         try:
-            _write_frame(answers, answer)
+            _write_frame(responses, response)
         except OSError:
             return
 

@@ -1,8 +1,6 @@
-"""Chunks of the tail index: rows by column, matched and scored without decoding records.
+"""Chunks: rows stored by column, matched and scored without decoding records.
 
-Statistics and scores of chunks: from their columns, without the records.
-
-A stretch of a stream's newest rows, taken apart by field: the unit of the tail index.
+The unit of the tail index; scans build chunks as well, for one search.
 """
 
 from __future__ import annotations
@@ -47,15 +45,15 @@ from tailrace.search.records import Getter, Value, raw_column
 
 
 def add_statistics(chunk: Chunk, statistics: Statistics, after: int) -> None:
-    """Counts a chunk in; `after` is the last entry that retention has taken."""
+    """Add the text statistics of a chunk. `after` is the last entry that retention has removed."""
     whole = chunk.first > after
-    kept = chunk.after(after)
+    visible = chunk.rows_after(after)
     for name, field in statistics.items():
         column = chunk.columns[name]
         if whole:
             documents, tokens = column.documents, column.tokens
         else:
-            lengths = [column.length_of(row) for row in rows_from_bits(kept)]
+            lengths = [column.length_of(row) for row in rows_from_bits(visible)]
             documents, tokens = sum(1 for length in lengths if length), sum(lengths)
         with_token: dict[str, int] = {}
         for token in field.with_token:
@@ -65,7 +63,7 @@ def add_statistics(chunk: Chunk, statistics: Statistics, after: int) -> None:
             with_token[token] = (
                 column.documents_with(rank)
                 if whole
-                else (column.with_ranks(range(rank, rank + 1)) & kept).bit_count()
+                else (column.with_ranks(range(rank, rank + 1)) & visible).bit_count()
             )
         field.add(documents, tokens, with_token)
 
@@ -73,7 +71,7 @@ def add_statistics(chunk: Chunk, statistics: Statistics, after: int) -> None:
 def explain_row_score(
     chunk: Chunk, query: BoundQuery, row: int, boosts: Mapping[str, float]
 ) -> list[ClauseMatches]:
-    """What weighs in a row that matches: one group for each positive clause with words in it."""
+    """The terms to score in a matching row: one group for each positive text clause."""
     match query:
         case All(clauses):
             return [group for clause in clauses for group in explain_row_score(chunk, clause, row, boosts)]
@@ -108,7 +106,7 @@ def _term_match(
 
 
 def score_chunk_rows(chunk: Chunk, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
-    """The scores of matching rows, added up in the order of the clauses."""
+    """The scores of matching rows, summed in the order of the clauses."""
     scores = dict.fromkeys(rows_from_bits(rows), 0.0)
     _add_scores(chunk, query, rows, scorer, scores)
     return scores
@@ -140,46 +138,44 @@ def _add_scores(chunk: Chunk, query: BoundQuery, rows: int, scorer: Scorer, scor
 
 
 def _clause_scores(chunk: Chunk, clause: ScoredClause, rows: int, scorer: Scorer) -> dict[int, float]:
-    """The weight of one clause in each row, all of which match it."""
+    """The scores of one clause in rows that match it."""
     if not rows:
         return {}
     column = chunk.columns[clause.field]
     if isinstance(clause, Phrase):
         often = column.phrase(clause.tokens).more
         return {
-            row: scorer.weigh(clause, (often.get(row, 1),), column.length_of(row))
+            row: scorer.score_clause(clause, (often.get(row, 1),), column.length_of(row))
             for row in rows_from_bits(rows)
         }
     if not isinstance(clause, Words) or clause.prefix:
         return dict.fromkeys(rows_from_bits(rows), scorer.boost(clause.field))
     ranks = [column.terms.find(token) for token in clause.tokens]
     weights: dict[int, float] = {}
-    known: dict[tuple[tuple[int, ...], int], float] = {}  # few combinations, many rows
+    known: dict[tuple[tuple[int, ...], int], float] = {}  # many rows share few combinations
     for row in rows_from_bits(rows):
         own = column.ranks_of(row)
         key = (tuple([own.count(rank) for rank in ranks]), column.length_of(row))
         weight = known.get(key)
         if weight is None:
-            weight = known[key] = scorer.weigh(clause, *key)
+            weight = known[key] = scorer.score_clause(clause, *key)
         weights[row] = weight
     return weights
 
 
 def rows_scoring_at_least(chunk: Chunk, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
-    """The rows, of those that match, that may weigh at least so much; none of those that do is missing."""
+    """The matching rows that may score at least `least`: a superset of those that do."""
     match query:
         case All(clauses):
-            weighing = [clause for clause in clauses if has_text_clause(clause)]
-            return (
-                rows_scoring_at_least(chunk, weighing[0], rows, scorer, least) if len(weighing) == 1 else rows
-            )
+            scored = [clause for clause in clauses if has_text_clause(clause)]
+            return rows_scoring_at_least(chunk, scored[0], rows, scorer, least) if len(scored) == 1 else rows
         case Anywhere(targets):
-            heavy = 0
+            candidates = 0
             for target in targets:
-                heavy |= _clause_rows_scoring_at_least(
+                candidates |= _clause_rows_scoring_at_least(
                     chunk, target, rows & chunk.match(target), scorer, least
                 )
-            return heavy
+            return candidates
         case Words() | Phrase():
             return _clause_rows_scoring_at_least(chunk, query, rows, scorer, least)
         case _:
@@ -189,7 +185,7 @@ def rows_scoring_at_least(chunk: Chunk, query: BoundQuery, rows: int, scorer: Sc
 def _clause_rows_scoring_at_least(
     chunk: Chunk, clause: ScoredClause, rows: int, scorer: Scorer, least: float
 ) -> int:
-    """Rows that match one clause and may weigh so much."""
+    """The rows matching one clause that may score at least `least`."""
     if not rows:
         return 0
     if isinstance(clause, Equals | StartsWith) or (isinstance(clause, Words) and clause.prefix):
@@ -199,18 +195,18 @@ def _clause_rows_scoring_at_least(
     if by_length is None or (isinstance(clause, Words) and len(clause.tokens) > 1):
         return rows
     if len(clause.tokens) == 1:
-        heavy = rows & column.repeating(column.terms.find(clause.tokens[0]))
+        candidates = rows & column.repeating(column.terms.find(clause.tokens[0]))
     else:
-        heavy = rows & bits_from_rows(column.phrase(clause.tokens).more, chunk.count)
-    # The others have it once.
+        candidates = rows & bits_from_rows(column.phrase(clause.tokens).more, chunk.count)
+    # The other rows have it once.
     for length, found in by_length.items():
-        if scorer.weigh(clause, (1,), length) >= least:
-            heavy |= found
-    return heavy
+        if scorer.score_clause(clause, (1,), length) >= least:
+            candidates |= found
+    return candidates
 
 
 class Chunk:
-    """Rows in the order of their entries. Every row knows its entry: none is found by counting."""
+    """Rows in the order of their entries; sets of rows are integers with a bit for each row."""
 
     def __init__(self, entries: Iterable[int], columns: dict[str, Column]) -> None:
         self.entries: array[int] = array("Q", entries)
@@ -238,27 +234,27 @@ class Chunk:
         for column in self.columns.values():
             column.drop_lists()
 
-    def after(self, entry: int) -> int:
-        """The set of rows behind an entry."""
+    def rows_after(self, entry: int) -> int:
+        """The rows behind an entry."""
         return self.all_rows & ~((1 << bisect_left(self.entries, entry + 1)) - 1)
 
-    # -- what a search asks of a source --------------------------------------------------------------------
+    # -- IndexedRows ---------------------------------------------------------------------------------------
 
-    def edge(self, name: str, row: int, largest: bool) -> Value | None:
+    def extreme_value(self, name: str, row: int, largest: bool) -> Value | None:
         """The smallest or largest value of a field in a row."""
-        return self.columns[name].edge(row, largest)
+        return self.columns[name].extreme_value(row, largest)
 
     def bounds(self, name: str) -> tuple[Value, Value] | None:
         """The smallest and largest value of a field; None if no row has one."""
         terms = self.columns[name].terms
         return (terms[0], terms[len(terms) - 1]) if len(terms) else None
 
-    def within(self, name: str, comparison: str, bound: Value) -> int:
-        """The rows with a value of a field on one side of a bound."""
+    def rows_in_range(self, name: str, comparison: str, bound: Value) -> int:
+        """The rows with a value of a field for which the comparison holds."""
         column = self.columns[name]
         return column.with_ranks(column.terms.range_of(comparison, bound))
 
-    def missing(self, name: str) -> int:
+    def rows_without(self, name: str) -> int:
         """The rows without a value of a field."""
         return self.all_rows & ~self.columns[name].present
 
@@ -268,11 +264,11 @@ class Chunk:
     def scores(self, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
         return score_chunk_rows(self, query, rows, scorer)
 
-    def heavy(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
+    def rows_scoring_at_least(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
         return rows_scoring_at_least(self, query, rows, scorer, least)
 
     def match(self, query: BoundQuery) -> int:
-        """The set of rows that match."""
+        """The rows that match."""
         match query:
             case All(clauses):
                 found = self.all_rows
@@ -313,30 +309,30 @@ class Chunk:
 
     def _words(self, query: Words) -> int:
         column = self.columns[query.field]
-        wanted = token_ranges(column, query)
-        found = self._with_all(column, wanted)
-        doubtful = found & column.multiple if len(wanted) > 1 else 0
+        ranges = token_ranges(column, query)
+        found = self._with_all(column, ranges)
+        doubtful = found & column.multiple if len(ranges) > 1 else 0
         for row in rows_from_bits(doubtful):
             if not any(
-                all(any(rank in stretch for rank in value) for stretch in wanted)
+                all(any(rank in ranks for rank in value) for ranks in ranges)
                 for value in column.values_of(row)
             ):
                 found &= ~(1 << row)
         return found
 
-    def _with_all(self, column: Column, wanted: Sequence[range]) -> int:
+    def _with_all(self, column: Column, ranges: Sequence[range]) -> int:
         found = self.all_rows
-        for stretch in wanted:
+        for ranks in ranges:
             if not found:
                 break
-            found &= column.with_ranks(stretch)
+            found &= column.with_ranks(ranks)
         return found
 
 
 def build_columns(
     config: SearchConfig, gets: Mapping[str, Getter | None], members: Sequence[Any], *, lists: bool = True
 ) -> dict[str, Column]:
-    """The columns of some fields over decoded records, each with what gets it out of them."""
+    """The columns of fields over decoded records. `gets` reads the raw value of each field."""
     nothing: list[object] = [None] * len(members)
     return {
         name: build_column(
@@ -355,14 +351,14 @@ def join_chunks(config: SearchConfig, chunks: Sequence[Chunk]) -> Chunk:
 
 
 def token_ranges(column: Column, query: Words) -> list[range]:
-    """The ranks that each token of a clause stands for; the last one may be a prefix."""
+    """The ranks of terms that match each token of a clause; the last token may be a prefix."""
     terms = column.terms
     assert isinstance(terms, StringDictionary)
     whole = query.tokens[:-1] if query.prefix else query.tokens
-    wanted: list[range] = []
+    ranges: list[range] = []
     for token in whole:
         rank = terms.find(token)
-        wanted.append(range(0) if rank < 0 else range(rank, rank + 1))
+        ranges.append(range(0) if rank < 0 else range(rank, rank + 1))
     if query.prefix:
-        wanted.append(terms.starting_with(query.tokens[-1]))
-    return wanted
+        ranges.append(terms.starting_with(query.tokens[-1]))
+    return ranges

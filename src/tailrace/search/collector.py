@@ -1,10 +1,6 @@
-"""The result of one search in progress: best hits, text statistics, counters and undecided entries.
+"""The result of a search in progress: best hits, text statistics, counters and undecided entries.
 
-What a search looked at, what it cost, and what it had to leave out.
-
-One search under way: counts matches, keeps the best, and knows what is still undecided.
-
-Everything here is computing and runs on a thread of the search; never two steps of one search at a time.
+Everything here computes, on a thread of the search; never two steps of the same search at once.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from tailrace.search.scan import Payload, ScannedRows, Scanner, ScanStatistics
 
 
 class SearchCounters:
-    """Times are in seconds while they are counted, and milliseconds where they are shown."""
+    """What a search read and what it cost. Times are in seconds here, in milliseconds in the response."""
 
     def __init__(self) -> None:
         self.indexed_segments = 0
@@ -54,8 +50,8 @@ class SearchCounters:
         self.sort_s = 0.0
         self.peak_hits = 0
 
-    def shown(self) -> dict[str, object]:
-        """By the names of the response, those of the headers with underscores."""
+    def to_json(self) -> dict[str, object]:
+        """By their names in the response; header names have hyphens instead of underscores."""
         return {
             "indexed_segments": self.indexed_segments,
             "indexed_segment_time_ms": _ms(self.indexed_s),
@@ -82,45 +78,45 @@ def _ms(seconds: float) -> float:
 
 
 class OmittedRows(NamedTuple):
-    """The rows that were not decided."""
+    """How many rows were not decided, and where they are."""
 
-    segments: int  # uploaded ones with such a row
-    sealed_rows: int  # in segments that are not uploaded
+    segments: int  # uploaded segments with an undecided row
+    sealed_rows: int  # rows in segments that are not uploaded
     wal_rows: int
     rows: int
-    oldest: int | None  # the first such entry
+    oldest: int | None  # first undecided entry
 
 
 NOTHING_OMITTED = OmittedRows(0, 0, 0, 0, None)
 
 
 def visible_through(first: int, last: int, undecided: Sequence[ScanRange]) -> int:
-    """The greatest entry with nothing undecided at or below it."""
-    return min((stretch.first - 1 for stretch in undecided), default=last) if last >= first else last
+    """The largest entry with no undecided entry at or below it."""
+    return min((scan_range.first - 1 for scan_range in undecided), default=last) if last >= first else last
 
 
 def count_omitted(
     undecided: Sequence[ScanRange], sealed: int, segments: Sequence[tuple[int, int]]
 ) -> OmittedRows:
-    """`segments` are the first and last entries of those that may hold undecided rows."""
+    """Count undecided rows. `segments` are first and last entries of segments that may hold some."""
     if not undecided:
         return NOTHING_OMITTED
-    rows = sum(stretch.last - stretch.first + 1 for stretch in undecided)
-    unsealed = sum(max(0, stretch.last - max(stretch.first - 1, sealed)) for stretch in undecided)
+    rows = sum(scan_range.last - scan_range.first + 1 for scan_range in undecided)
+    unsealed = sum(max(0, scan_range.last - max(scan_range.first - 1, sealed)) for scan_range in undecided)
     return OmittedRows(
         count_touched_segments(segments, undecided),
         0,
         unsealed,
         rows,
-        min(stretch.first for stretch in undecided),
+        min(scan_range.first for scan_range in undecided),
     )
 
 
-def count_touched_segments(segments: Sequence[tuple[int, int]], stretches: Sequence[ScanRange]) -> int:
-    """How many segments have a row in some of the stretches."""
-    ordered = sorted(stretches)
-    firsts = [stretch.first for stretch in ordered]
-    reach = list(accumulate((stretch.last for stretch in ordered), max))  # of a stretch and those before it
+def count_touched_segments(segments: Sequence[tuple[int, int]], scan_ranges: Sequence[ScanRange]) -> int:
+    """How many segments have a row in one of the ranges."""
+    ordered = sorted(scan_ranges)
+    firsts = [scan_range.first for scan_range in ordered]
+    reach = list(accumulate((scan_range.last for scan_range in ordered), max))  # furthest end so far
     count = 0
     for first, last in segments:
         before = bisect_right(firsts, last)
@@ -128,78 +124,78 @@ def count_touched_segments(segments: Sequence[tuple[int, int]], stretches: Seque
     return count
 
 
-# What may wait for the statistics, in matches and bytes; the rest is scanned a second time.
+# Scanned matches held until the statistics are complete; beyond these, ranges are scanned a second time.
 UNSCORED_MATCHES_MAX = 250_000
 UNSCORED_BYTES_MAX = 16 << 20
-FIRST_BLOCK_ROWS = 128  # of a source, offered before it is looked which others have a chance
+FIRST_BLOCK_ROWS = 128  # rows ranked before the others are filtered by the worst hit on the page
 
 
 class Hit(NamedTuple):
     entry: int
     score: float
-    values: list[SortValue]  # with the entry's number in the place of the offset
-    groups: list[ClauseMatches]  # what weighs, while the score is not known
-    source: IndexedRows | None = None  # who knows what weighs, if that is not known here
+    values: list[SortValue]  # the entry number stands for the offset
+    groups: list[ClauseMatches]  # terms to score, while the score is not known
+    source: IndexedRows | None = None  # can compute the score if `groups` is not filled
     row: int = 0
 
 
 class HitCollector:
-    """`trimmed` is the last entry that retention has taken: it and what comes before is not there."""
+    """Ranks matches and sums up statistics. `trimmed` is the last entry that retention has removed."""
 
     def __init__(self, view: RecordView, request: SearchRequest, trimmed: int, total_exact_max: int) -> None:
         self.request = request
         self.counters = SearchCounters()
         self.scanner = Scanner(view, request)
         self.matches = 0
-        self._primaries: list[tuple[int, int]] = []  # by piece: its last entry, its largest timestamp
+        self._primaries: list[tuple[int, int]] = []  # last entry and largest timestamp of each piece
         self.undecided: list[ScanRange] = []
         self._view = view
         self._trimmed = trimmed
         self._total_exact_max = total_exact_max
         after = None if request.after is None else sort_rank(request.sort, request.after)
         self.top: TopHits[Hit] = TopHits(request.size, after)
-        self.weighs = has_text_clause(request.query)
+        self.scores_text = has_text_clause(request.query)
         self.statistics = self.scanner.new_statistics()
         self._scorer = Scorer(view.config, self.statistics)
-        self._waiting: list[tuple[ScannedRows, int]] = []  # with the rows of each that match
+        self._waiting: list[tuple[ScannedRows, int]] = []  # scanned rows and which of them match
         self._waiting_rows = self._waiting_bytes = 0
-        self._overflowed = False  # more matches than may wait
-        self._settled = not (self.weighs and request.by_score)
+        self._overflowed = False  # more matches than may be held
+        self._settled = not (self.scores_text and request.by_score)
 
     # -- scans -------------------------------------------------------------------------------------------
 
     def scan(
         self, first: int, payloads: Sequence[Payload], counts: ScanStatistics | None, deadline: float
     ) -> int:
-        """How many payloads were decided before the deadline."""
+        """Match payloads. Returns how many were decided before the deadline."""
         begun = time.monotonic()
-        decided = self.scanner.scan(first, payloads, counts, deadline, self._take)
+        decided = self.scanner.scan(first, payloads, counts, deadline, self._consume_scanned)
         self.counters.json_parse_s += time.monotonic() - begun
         return decided
 
     def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float) -> int:
-        """How many candidates of an index were decided before the deadline."""
+        """Match candidates of an index. Returns how many were decided before the deadline."""
         begun = time.monotonic()
-        decided = self.scanner.verify(entries, payloads, deadline, self._take)
+        decided = self.scanner.verify(entries, payloads, deadline, self._consume_scanned)
         self.counters.json_parse_s += time.monotonic() - begun
         return decided
 
     def explain(self, hit: Hit, payload: Payload) -> Hit:
-        """A hit with all that weighs in it, from its record."""
-        return hit._replace(groups=self.scanner.groups_in(hit.entry, payload), source=None)
+        """The hit with the terms to score, from its record."""
+        return hit._replace(groups=self.scanner.explain_payload(hit.entry, payload), source=None)
 
-    def counted(self, counts: ScanStatistics, last: int) -> None:
-        """A stretch, or what was decided of it up to `last`, is counted in."""
-        self.see_primary(counts.primary_max, last)
+    def add_counted(self, counts: ScanStatistics, last: int) -> None:
+        """Add the statistics of a scanned range that was decided up to `last`."""
+        self.add_primary(counts.primary_max, last)
         for name, field in counts.statistics.items():
             self.statistics[name].add(field.documents, field.tokens, field.with_token)
 
-    def known(self, facts: RangeStatistics, last: int) -> None:
-        """As `counted`, for a stretch that was counted before."""
-        self.see_primary(facts.primary_max, last)
+    def add_known(self, facts: RangeStatistics, last: int) -> None:
+        """As `add_counted`, for a range whose statistics are cached."""
+        self.add_primary(facts.primary_max, last)
         facts.add_to(self.statistics)
 
-    def see_primary(self, primary: Value | None, last: int) -> None:
+    def add_primary(self, primary: Value | None, last: int) -> None:
         if primary is not None:
             assert isinstance(primary, int)
             self._primaries.append((last, primary))
@@ -208,13 +204,13 @@ class HitCollector:
         """The largest primary timestamp of the pieces that end at or below an entry."""
         return max((primary for last, primary in self._primaries if last <= through), default=None)
 
-    def _take(self, scanned: ScannedRows) -> None:
-        """Decides rows that were decoded, or keeps them until it is known what weighs how much."""
+    def _consume_scanned(self, scanned: ScannedRows) -> None:
+        """Rank decoded rows that match, or hold them until the statistics are complete."""
         if self._overflowed and not self._settled:
             return
         rows = scanned.match(self.request.query)
         if self._settled or not rows:
-            self._keep_best(scanned, rows)
+            self._add_best(scanned, rows)
         else:
             self._waiting.append((scanned, rows))
             self._waiting_rows += rows.bit_count()
@@ -222,23 +218,23 @@ class HitCollector:
 
     @property
     def must_scan_again(self) -> bool:
-        """Whether what comes now is only counted: it is scanned again when the statistics are known."""
+        """Whether ranges are only counted for now, and scanned again when the statistics are complete."""
         if self._waiting_rows >= UNSCORED_MATCHES_MAX or self._waiting_bytes >= UNSCORED_BYTES_MAX:
             self._overflowed = True
         return self._overflowed and not self._settled
 
-    def settle(self) -> None:
-        """All statistics are in: from here on scores are final."""
+    def settle_statistics(self) -> None:
+        """All statistics have been added: scores computed from here on are final."""
         self._scorer = Scorer(self._view.config, self.statistics)
         self._settled = True
         waiting, self._waiting = self._waiting, []
         for scanned, rows in waiting:
-            self._keep_best(scanned, rows)
+            self._add_best(scanned, rows)
 
     # -- indexed sources ---------------------------------------------------------------------------------
 
-    def count_sources(self, sources: Sequence[IndexedRows]) -> None:
-        """The statistics of sources, and how far their timestamps reach."""
+    def add_statistics_of(self, sources: Sequence[IndexedRows]) -> None:
+        """Add the text statistics and the largest timestamps of sources."""
         begun = time.monotonic()
         primary = self._view.primary
         for source in sources:
@@ -247,35 +243,35 @@ class HitCollector:
                 continue
             if source.first > self._trimmed:
                 bounds = source.bounds(primary)
-                self.see_primary(None if bounds is None else bounds[1], source.last)
+                self.add_primary(None if bounds is None else bounds[1], source.last)
             else:
-                for row in rows_from_bits(source.after(self._trimmed)):
-                    self.see_primary(source.edge(primary, row, True), source.last)
+                for row in rows_from_bits(source.rows_after(self._trimmed)):
+                    self.add_primary(source.extreme_value(primary, row, True), source.last)
         self.counters.fts_clause_estimate_s += time.monotonic() - begun
 
-    def source(self, source: IndexedRows) -> None:
-        """Decides all rows of a chunk."""
+    def add_chunk(self, source: IndexedRows) -> None:
+        """Match and rank all rows of a chunk."""
         rows = source.match(self.request.query)
         if source.first <= self._trimmed:
-            rows &= source.after(self._trimmed)
+            rows &= source.rows_after(self._trimmed)
         self.counters.scanned_tail_docs += rows.bit_count()
-        self.take_rows(source, rows)
+        self.add_matches(source, rows)
 
-    def take_rows(self, source: IndexedRows, rows: int) -> None:
-        """Takes the rows of a source that match."""
+    def add_matches(self, source: IndexedRows, rows: int) -> None:
+        """Rank the rows of a source that match."""
         self.counters.candidates += rows.bit_count()
-        self._keep_best(source, rows)
+        self._add_best(source, rows)
 
-    def _keep_best(self, source: IndexedRows, rows: int) -> None:
-        """Counts rows that match, and offers those that have a chance.
+    def _add_best(self, source: IndexedRows, rows: int) -> None:
+        """Count rows that match, and rank those that may reach the page.
 
-        Some at a time: a few fill the page, and of the others most have no chance from then on.
+        In blocks that grow: the first fills the page, whose worst hit then excludes most other rows.
         """
         self.matches += rows.bit_count()
         block = FIRST_BLOCK_ROWS
-        while rows := self.hopeful(source, rows):
+        while rows := self.may_rank(source, rows):
             listed = rows_from_bits(rows)
-            # The newest first where larger comes first: times mostly grow, and offsets always do.
+            # Newest rows first in a descending order: timestamps mostly grow, offsets always do.
             some = listed[-block:][::-1] if self.request.sort[0].descending else listed[:block]
             if not self._offer_rows(source, some):
                 return
@@ -283,10 +279,10 @@ class HitCollector:
             block *= 4
 
     def _offer_rows(self, source: IndexedRows, rows: Sequence[int]) -> bool:
-        """Answers whether others may follow."""
+        """Rank some rows. Returns whether later rows can still reach the page."""
         request = self.request
         scores: Mapping[int, float] = {}
-        if self.weighs and request.by_score:
+        if self.scores_text and request.by_score:
             scores = source.scores(request.query, bits_from_rows(rows, max(rows) + 1), self._scorer)
         for row in rows:
             values = self._sort_values(source, row, scores.get(row, 0.0))
@@ -295,18 +291,20 @@ class HitCollector:
             self._offer(Hit(source.entries[row], scores.get(row, 0.0), values, [], source, row))
         return True
 
-    def _heavy(self, source: IndexedRows, rows: int) -> int:
-        """The rows that can get among the best by their weight, and those of equal weight by the next key."""
+    def _may_score(self, source: IndexedRows, rows: int) -> int:
+        """The rows whose score may reach the page; among equal scores the next sort key decides."""
         query, worst = self.request.query, self.top.hits[-1]
-        rows = source.heavy(query, rows, self._scorer, worst.score)
+        rows = source.rows_scoring_at_least(query, rows, self._scorer, worst.score)
         if not rows:
             return 0
-        heavier = source.heavy(query, rows, self._scorer, math.nextafter(worst.score, math.inf))
+        heavier = source.rows_scoring_at_least(
+            query, rows, self._scorer, math.nextafter(worst.score, math.inf)
+        )
         equal = rows & ~heavier
-        return heavier | (self._hopeful_by(1, source, equal) if equal else 0)
+        return heavier | (self._may_rank_by(1, source, equal) if equal else 0)
 
     def _behind(self, values: list[SortValue]) -> bool:
-        """Whether a row in the order of offsets comes behind all that is kept: then all others do."""
+        """Whether a row, in the order of offsets, comes behind the page: then all later rows do."""
         worst = self.top.worst
         return worst is not None and sort_rank(self.request.sort, values) >= worst
 
@@ -318,30 +316,30 @@ class HitCollector:
             elif key.kind == "score":
                 values.append(score)
             else:
-                values.append(to_sort_value(source.edge(key.name, row, key.descending)))
+                values.append(to_sort_value(source.extreme_value(key.name, row, key.descending)))
         return values
 
-    def hopeful(self, source: IndexedRows, rows: int) -> int:
-        """The rows that can get among the best, as far as the first sort key or two tell."""
+    def may_rank(self, source: IndexedRows, rows: int) -> int:
+        """The rows that may reach the page, judged by the first one or two sort keys."""
         if not rows or not self.top.full:
             return rows
         key = self.request.sort[0]
-        if key.kind == "score" and key.descending and self.weighs:
-            return self._heavy(source, rows)
-        return self._hopeful_by(0, source, rows)
+        if key.kind == "score" and key.descending and self.scores_text:
+            return self._may_score(source, rows)
+        return self._may_rank_by(0, source, rows)
 
-    def _hopeful_by(self, place: int, source: IndexedRows, rows: int) -> int:
-        """As `_hopeful`, by a key of which those before it are equal. A missing value is greatest."""
+    def _may_rank_by(self, place: int, source: IndexedRows, rows: int) -> int:
+        """As `may_rank`, by one sort key where the keys before it are equal. A missing value is greatest."""
         key, worst = self.request.sort[place], self.top.hits[-1].values[place]
         if key.kind == "score" or worst is None:
-            return rows & source.missing(key.name) if worst is None and key.descending else rows
+            return rows & source.rows_without(key.name) if worst is None and key.descending else rows
         if key.kind == "offset":
             assert isinstance(worst, int)
             beyond = source.last < worst if key.descending else source.first > worst
             return 0 if beyond else rows
         if key.descending:
-            return rows & (source.within(key.name, ">=", worst) | source.missing(key.name))
-        return rows & source.within(key.name, "<=", worst)
+            return rows & (source.rows_in_range(key.name, ">=", worst) | source.rows_without(key.name))
+        return rows & source.rows_in_range(key.name, "<=", worst)
 
     # -- the page ----------------------------------------------------------------------------------------
 
@@ -354,35 +352,35 @@ class HitCollector:
         if not self.top.wants(place):
             return
         if isinstance(hit.source, ScannedRows):
-            # The other rows it was decoded with are let go.
+            # Without the source, so that the rows decoded with it can be freed.
             groups = [] if self.request.by_score else self.scanner.explain(hit.source, hit.row)
             hit = hit._replace(groups=groups, source=None)
         self.top.add(place, hit)
 
     @property
-    def enough(self) -> bool:
-        """Whether nothing that is left, in the order of offsets, can change the page or has to be counted.
+    def has_enough(self) -> bool:
+        """Whether no later row, in the order of offsets, can change the page or the total.
 
-        Where words weigh, every row counts for the weights.
+        Never so with text clauses: their scores depend on the statistics of all rows.
         """
-        in_order = self.request.sort[0].kind == "offset" and not self.weighs
+        in_order = self.request.sort[0].kind == "offset" and not self.scores_text
         return in_order and self.top.full and self.matches >= self._total_exact_max
 
     @property
-    def weighs_last(self) -> bool:
-        """Whether the hits still have to be weighed: they are in an order of their own."""
-        return self.weighs and not self.request.by_score
+    def scores_at_end(self) -> bool:
+        """Whether scores do not decide the order, and are computed for the hits of the page only."""
+        return self.scores_text and not self.request.by_score
 
     def hits(self) -> list[Hit]:
-        """The best, in order; one more than a page if others follow."""
+        """The best hits in order, one more than a page if others follow."""
         self.counters.peak_hits = self.top.peak
         self.counters.decoded += self.scanner.decoded
-        if not self.weighs_last:
+        if not self.scores_at_end:
             return self.top.hits
         scorer = Scorer(self._view.config, self.statistics)
-        return [hit._replace(score=self._weigh(hit, scorer)) for hit in self.top.hits]
+        return [hit._replace(score=self._score(hit, scorer)) for hit in self.top.hits]
 
-    def _weigh(self, hit: Hit, scorer: Scorer) -> float:
+    def _score(self, hit: Hit, scorer: Scorer) -> float:
         if hit.source is None:
             return scorer.score(hit.groups)
         return hit.source.scores(self.request.query, 1 << hit.row, scorer)[hit.row]

@@ -1,21 +1,12 @@
-"""Columns of the tail index: packed arrays, term dictionaries, inverted lists, and how they are built.
+"""Columns of chunks: one field over many rows, as packed arrays, a term dictionary and inverted lists.
 
-Numbers and words of a chunk in as few bytes as they take: arrays, sorted dictionaries, sets of rows.
+A set of rows is one integer with a bit for each row: and, or and not of a whole chunk are single operations.
+Terms are the sorted distinct values, and `ranks` holds the values of all rows in order as term numbers. The
+terms of a text are its tokens; a separator stands between two values, so that `ranks` holds positions too.
+Inverted lists (rows by term) are built from `ranks` and may be dropped; then `ranks` is searched.
 
-A set of rows is one integer with a bit for each row: and, or and not of whole chunks are single steps.
-
-The inverted lists of a column: which rows have each of its terms.
-
-One field of one chunk: its distinct values, which of them each row has, and which rows have each of them.
-
-`ranks` is the column: the values of all rows in order, as numbers of terms. For a text the terms are its
-tokens, and a break stands between two values, so that the column holds positions too. The inverted lists
-(`rows` by term) are made from the column and may be dropped again; then the column is searched.
-
-Columns from what records hold at a pointer, from values, and from other columns.
-
-Most columns hold one plain leaf in each row. Those are made by their distinct leaves: each is converted, cut
-into tokens and numbered once, however many rows have it.
+Most columns have one scalar in each row. These are built from their distinct values: each is converted,
+tokenised and numbered once, however many rows have it.
 """
 
 from __future__ import annotations
@@ -39,12 +30,12 @@ from tailrace.search.records import (
 )
 
 _DICTIONARY_OVERHEAD_BYTES = 64  # of an array object
-_SPARSE = 8  # sets with fewer rows than one in so many are gone through from row to row
+_SPARSE = 8  # sets with less than one row in this many are searched bit by bit
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
 def pack_numbers(numbers: Sequence[int], largest: int) -> array[int]:
-    """Unsigned numbers in the narrowest array that holds the largest."""
+    """Unsigned numbers in the narrowest array type."""
     return array("B" if largest < 1 << 8 else "H" if largest < 1 << 16 else "I", numbers)
 
 
@@ -53,7 +44,7 @@ def array_bytes(numbers: array[int] | array[float] | None) -> int:
 
 
 def bits_from_rows(rows: Iterable[int], count: int) -> int:
-    """The set of these rows, of `count` rows there are."""
+    """The set of rows out of `count` rows."""
     marks = bytearray(count // 8 + 1)
     for row in rows:
         marks[row >> 3] |= 1 << (row & 7)
@@ -61,13 +52,13 @@ def bits_from_rows(rows: Iterable[int], count: int) -> int:
 
 
 def bits_in_code_range(codes: bytes, first: int, end: int) -> int:
-    """The set of rows whose code, a byte for each row, lies from `first` to below `end`."""
+    """The set of rows whose code, one byte for each row, is at least `first` and below `end`."""
     digits = b"0" * first + b"1" * (end - first) + b"0" * (256 - end)
     return int(codes.translate(digits)[::-1], 2) if codes else 0
 
 
 def bits_from_flags(flags: Iterable[bool]) -> int:
-    """The set of rows that have a flag, of which there is one for each row."""
+    """The set of rows whose flag is set."""
     return bits_in_code_range(bytes(flags), 1, 2)
 
 
@@ -86,14 +77,14 @@ def rows_from_bits(bits: int) -> list[int]:
 
 
 class TermDictionary(Protocol):
-    """The distinct values of one field in one chunk, ascending; a term's number is its rank."""
+    """The distinct values of one field in one chunk, ascending; the position of a term is its rank."""
 
     memory_bytes: int
 
     def __len__(self) -> int: ...
     def __getitem__(self, rank: int) -> Value: ...
     def all(self) -> Sequence[Value]:
-        """Every term, by rank."""
+        """All terms by rank."""
         ...
 
     def find(self, value: Value) -> int:
@@ -101,12 +92,12 @@ class TermDictionary(Protocol):
         ...
 
     def range_of(self, comparison: str, bound: Value) -> range:
-        """The ranks on the wanted side of a bound."""
+        """The ranks for which the comparison with a bound holds."""
         ...
 
 
 class NumberDictionary:
-    """Integers, dates, truths and floats."""
+    """Integers, dates, booleans and floats."""
 
     def __init__(self, values: Sequence[int | float], is_float: bool) -> None:
         self._values: array[int] | array[float] = array("d" if is_float else "q", values)
@@ -141,7 +132,7 @@ class NumberDictionary:
 
 
 class StringDictionary:
-    """Strings, as one run of UTF-8 and where each ends: bytes sort as code points do."""
+    """Strings as concatenated UTF-8 with their ends: bytes sort as code points do."""
 
     def __init__(self, words: Sequence[str]) -> None:
         text = "".join(words)
@@ -167,38 +158,38 @@ class StringDictionary:
         return words
 
     def find(self, value: Value) -> int:
-        wanted = str(value).encode()
-        rank = bisect_left(range(len(self._ends)), wanted, key=self.raw)
-        return rank if rank < len(self._ends) and self.raw(rank) == wanted else -1
+        encoded = str(value).encode()
+        rank = bisect_left(range(len(self._ends)), encoded, key=self.raw)
+        return rank if rank < len(self._ends) and self.raw(rank) == encoded else -1
 
     def starting_with(self, prefix: str) -> range:
-        wanted = prefix.encode()
-        ranks, length = range(len(self._ends)), len(wanted)
-        first = bisect_left(ranks, wanted, key=self.raw)
-        return range(first, bisect_right(ranks, wanted, first, key=lambda rank: self.raw(rank)[:length]))
+        encoded = prefix.encode()
+        ranks, length = range(len(self._ends)), len(encoded)
+        first = bisect_left(ranks, encoded, key=self.raw)
+        return range(first, bisect_right(ranks, encoded, first, key=lambda rank: self.raw(rank)[:length]))
 
     def range_of(self, comparison: str, bound: Value) -> range:
-        """Words are compared where hits are sorted by them."""
-        wanted, ranks = str(bound).encode(), range(len(self._ends))
+        """Strings are only compared to sort hits, by `>=` and `<=`."""
+        encoded, ranks = str(bound).encode(), range(len(self._ends))
         if comparison == ">=":
-            return range(bisect_left(ranks, wanted, key=self.raw), len(ranks))
+            return range(bisect_left(ranks, encoded, key=self.raw), len(ranks))
         assert comparison == "<="
-        return range(bisect_right(ranks, wanted, key=self.raw))
+        return range(bisect_right(ranks, encoded, key=self.raw))
 
 
-_DENSE = 16  # a term in more than one of so many rows has a set of rows instead of a list
-_SET_BYTES = 120  # of such a set, beside its bits
-_LENGTHS_MAX = 64  # of texts in a chunk, for each of which there is a set of rows
+_DENSE = 16  # a term in more than one row of this many has a set of rows instead of a list
+_SET_BYTES = 120  # overhead of such a set
+_LENGTHS_MAX = 64  # distinct text lengths in a chunk up to which each has a set of rows
 
 
 class InvertedLists(NamedTuple):
-    """The rows of each term, one list behind the other, and where each ends; sets for terms of many rows."""
+    """The rows of each term: concatenated lists and their ends, or sets for terms in many rows."""
 
     rows: array[int]
     ends: array[int]
     dense: dict[int, int]
-    lengths: dict[int, int] | None  # of a text: the rows of each length, if these are few
-    repeats: dict[int, array[int]]  # of a text: the rows that have a token more than once
+    lengths: dict[int, int] | None  # texts: rows by length, if there are few lengths
+    repeats: dict[int, array[int]]  # texts: rows that have a token more than once
 
     def memory_bytes(self, count: int) -> int:
         sets = len(self.dense) + len(self.lengths or ())
@@ -207,13 +198,13 @@ class InvertedLists(NamedTuple):
 
 
 def invert_unique(order: Sequence[int]) -> InvertedLists:
-    """Of a column in which terms and rows are one to one; `order` are the rows by rank."""
+    """Invert a column in which each row has one value and each value one row; `order` is rows by rank."""
     count = len(order)
     return InvertedLists(pack_numbers(order, count), pack_numbers(range(1, count + 1), count), {}, None, {})
 
 
 def invert_single(ranks: Sequence[int], terms: int) -> InvertedLists:
-    """Of a column with exactly one value in each row."""
+    """Invert a column with exactly one value in each row."""
     count = len(ranks)
     found = Counter(ranks)
     sizes = [found[rank] for rank in range(terms)]
@@ -224,7 +215,7 @@ def invert_single(ranks: Sequence[int], terms: int) -> InvertedLists:
     if often:
         ends = list(accumulate(sizes))
         codes = bytes(ranks) if terms <= 256 else None
-        kept: list[int] = []
+        sparse: list[int] = []
         at = 0
         for rank in often:
             begin, end = ends[rank] - sizes[rank], ends[rank]
@@ -233,10 +224,10 @@ def invert_single(ranks: Sequence[int], terms: int) -> InvertedLists:
                 if codes is None
                 else bits_in_code_range(codes, rank, rank + 1)
             )
-            kept += rows[at:begin]
+            sparse += rows[at:begin]
             at = end
             sizes[rank] = 0
-        rows = kept + rows[at:]
+        rows = sparse + rows[at:]
     ends = list(accumulate(sizes))
     return InvertedLists(pack_numbers(rows, count), pack_numbers(ends, len(rows)), dense, None, {})
 
@@ -244,7 +235,7 @@ def invert_single(ranks: Sequence[int], terms: int) -> InvertedLists:
 def invert(
     ranks: Sequence[int], starts: Sequence[int], terms: int, lengths: Sequence[int] | None
 ) -> InvertedLists:
-    """Of a column with any number of values in a row; `lengths` are those of texts, in tokens."""
+    """Invert a column with any number of values in a row; `lengths` of texts are in tokens."""
     count = len(starts) - 1
     owners = list(chain.from_iterable(repeat(row, starts[row + 1] - starts[row]) for row in range(count)))
     order = sorted(range(len(ranks)), key=ranks.__getitem__)
@@ -287,7 +278,7 @@ def _by_length(lengths: Sequence[int]) -> dict[int, int] | None:
 
 
 def rows_at_positions(starts: Sequence[int], positions: Iterable[int]) -> Iterable[int]:
-    """The rows that these positions of a column belong to. Positions ascend."""
+    """The rows of ascending positions in a column."""
     row = 0
     for position in positions:
         while starts[row + 1] <= position:
@@ -295,12 +286,12 @@ def rows_at_positions(starts: Sequence[int], positions: Iterable[int]) -> Iterab
         yield row
 
 
-_COLUMN_OVERHEAD_BYTES = 500  # of a column's objects
+_COLUMN_OVERHEAD_BYTES = 500  # objects of a column
 _PHRASES_CACHED_MAX = 8
 
 
 class PhraseOccurrences(NamedTuple):
-    """The rows that have a phrase, and how often those have it that have it more than once."""
+    """The rows that have a phrase, and the counts of those that have it more than once."""
 
     rows: int
     more: dict[int, int]
@@ -310,9 +301,9 @@ NO_OCCURRENCES = PhraseOccurrences(0, {})
 
 
 class Column:
-    """Made by `column_build`. Without `starts` every row has exactly one value, and that is no break.
+    """Built by `build_column`. Without `starts` every row has exactly one value.
 
-    `order` is given where every term is in one row, too: the rows by their ranks.
+    `order`, the rows by rank, is passed if every term also has exactly one row.
     """
 
     def __init__(
@@ -346,8 +337,8 @@ class Column:
             self.tokens = sum(lengths)
             self.documents = self.count - lengths.count(0)  # rows with a token
         self._lists: InvertedLists | None = None
-        # A column that is never inverted is made for one search, which asks the same more than once.
-        self._asked: dict[range, int] | None = None if lists else {}
+        # A column without lists serves one search, which needs the same rows more than once.
+        self._cached_rows: dict[range, int] | None = None if lists else {}
         if lists:
             plain = starts is None and lengths is None
             self._lists = (
@@ -362,7 +353,7 @@ class Column:
                     lengths if self.tokens else None,
                 )
             )
-        self.memory_bytes = self._measure()
+        self.memory_bytes = self._total_bytes()
 
     def _lengths(self) -> list[int]:
         if self.starts is None:
@@ -372,7 +363,7 @@ class Column:
         starts = self.starts
         return [starts[row + 1] - starts[row] for row in range(self.count)]
 
-    def _measure(self) -> int:
+    def _total_bytes(self) -> int:
         bits = (self.multiple.bit_length() + self.present.bit_length()) // 8
         lists = 0 if self._lists is None else self._lists.memory_bytes(self.count)
         columns = self.terms.memory_bytes + array_bytes(self.ranks) + array_bytes(self.starts)
@@ -383,34 +374,34 @@ class Column:
         return self._lists is not None
 
     def drop_lists(self) -> None:
-        """Leaves the column alone. Somebody may be reading it on another thread: one assignment."""
+        """Free the inverted lists. One assignment: other threads may be reading the column."""
         self._lists = None
-        self.memory_bytes = self._measure()
+        self.memory_bytes = self._total_bytes()
 
-    # -- questions ---------------------------------------------------------------------------------------
+    # -- lookups -----------------------------------------------------------------------------------------
 
-    def with_ranks(self, wanted: range) -> int:
-        """The rows that have some term in this stretch of ranks."""
-        if not wanted:
+    def with_ranks(self, ranks: range) -> int:
+        """The rows with a term in a range of ranks."""
+        if not ranks:
             return 0
         lists = self._lists
         if lists is not None:
-            begin = lists.ends[wanted.start - 1] if wanted.start else 0
-            end = lists.ends[wanted.stop - 1]
+            begin = lists.ends[ranks.start - 1] if ranks.start else 0
+            end = lists.ends[ranks.stop - 1]
             found = bits_from_rows(lists.rows[begin:end], self.count) if begin < end else 0
             for rank, bits in lists.dense.items():
-                if rank in wanted:
+                if rank in ranks:
                     found |= bits
             return found
-        found = self._asked.get(wanted) if self._asked else None
+        found = self._cached_rows.get(ranks) if self._cached_rows else None
         if found is None:
-            found = self._search(wanted)
-            if self._asked is not None and len(self._asked) < _PHRASES_CACHED_MAX:
-                self._asked[wanted] = found
+            found = self._search(ranks)
+            if self._cached_rows is not None and len(self._cached_rows) < _PHRASES_CACHED_MAX:
+                self._cached_rows[ranks] = found
         return found
 
-    def _search(self, wanted: range) -> int:
-        low, high = wanted.start, wanted.stop
+    def _search(self, ranks: range) -> int:
+        low, high = ranks.start, ranks.stop
         if not low and high == len(self.terms) and not self.tokens:
             return self.present  # in a text, a row may have a value and no token
         if self.starts is None and self.ranks.typecode == "B":
@@ -421,24 +412,24 @@ class Column:
         )
 
     def by_length(self, rows: int) -> dict[int, int] | None:
-        """Rows by the length of their text; None where that is not known."""
+        """Rows by the length of their text; None if lengths are not indexed."""
         lists = self._lists
         if lists is None or lists.lengths is None:
             return None
         return {length: found for length, bits in lists.lengths.items() if (found := bits & rows)}
 
     def repeating(self, rank: int) -> int:
-        """Rows that have a token more than once, where `by_length` is known."""
+        """Rows that have a token more than once; only if `by_length` is not None."""
         lists = self._lists
         return self.present if lists is None else bits_from_rows(lists.repeats.get(rank, ()), self.count)
 
     def phrase(self, tokens: Sequence[str]) -> PhraseOccurrences:
-        """Where some tokens follow one another. The last answer is kept: a search asks more than once."""
-        wanted, known = tuple(tokens), self._phrase
-        if known is None or known[0] != wanted:
-            ranks = [self.terms.find(token) for token in wanted]
-            known = self._phrase = wanted, NO_OCCURRENCES if -1 in ranks else self._occurrences(ranks)
-        return known[1]
+        """The rows with tokens in sequence. The last result is cached: a search needs it more than once."""
+        key, cached = tuple(tokens), self._phrase
+        if cached is None or cached[0] != key:
+            ranks = [self.terms.find(token) for token in key]
+            cached = self._phrase = key, NO_OCCURRENCES if -1 in ranks else self._occurrences(ranks)
+        return cached[1]
 
     def _occurrences(self, ranks: Sequence[int]) -> PhraseOccurrences:
         width = self.ranks.itemsize
@@ -451,7 +442,7 @@ class Column:
             if not inside:
                 row = place if starts is None else bisect_right(starts, place) - 1
                 end = place + 1 if starts is None else starts[row + 1]
-                if place + length <= end:  # else it runs on into the next row
+                if place + length <= end:  # else it continues in the next row
                     found[row] = found.get(row, 0) + 1
             at = text.find(wanted, at + 1)
         more = {row: count for row, count in found.items() if count > 1}
@@ -470,7 +461,7 @@ class Column:
         return self.ranks[self.starts[row] : self.starts[row + 1]]
 
     def length_of(self, row: int) -> int:
-        """Tokens of a text."""
+        """The length of a text in tokens."""
         if self.starts is None:
             return 1
         length = self.starts[row + 1] - self.starts[row]
@@ -479,7 +470,7 @@ class Column:
         return length
 
     def values_of(self, row: int) -> list[array[int]]:
-        """The values of a text in one row, each as the ranks of its tokens."""
+        """The texts of a row, each as the ranks of its tokens."""
         ranks = self.ranks_of(row)
         if not self.multiple or not self.multiple >> row & 1:
             return [ranks]
@@ -491,7 +482,7 @@ class Column:
                 values[-1].append(rank)
         return values
 
-    def edge(self, row: int, largest: bool) -> Value | None:
+    def extreme_value(self, row: int, largest: bool) -> Value | None:
         """The smallest or largest value of a row."""
         ranks = self.ranks_of(row)
         if not ranks:
@@ -499,16 +490,16 @@ class Column:
         return self.terms[ranks[0] if len(ranks) == 1 else max(ranks) if largest else min(ranks)]
 
 
-_VALUE_SEPARATOR: Final = ""  # is no token
+_VALUE_SEPARATOR: Final = ""  # never a token
 _NUMBER_TYPES: Final = frozenset({int, float})
 _SCALAR_TYPES: Final = frozenset({str, int, float, bool, type(None)})
 
 
 def build_column(field: Field, found: list[object], *, lists: bool = True) -> Column:
-    """The column of a field, given what lies at its pointer in each row: None where nothing is."""
+    """The column of a field from the raw value at its pointer in each row; None if there is none."""
     kinds = set(map(type, found))
     if not kinds <= _SCALAR_TYPES or (bool in kinds and kinds & _NUMBER_TYPES):
-        # Arrays and objects; and truths beside numbers, which would be equal to some of them.
+        # Arrays and objects; and booleans beside numbers, because True equals 1.
         return build_column_from_values(field, _all_values(field, found), lists=lists)
     canonical = _canonical(field, set(found))
     if field.kind == "text":
@@ -530,7 +521,7 @@ def build_column(field: Field, found: list[object], *, lists: bool = True) -> Co
 
 
 def _unique_column(field: Field, values: list[Any], lists: bool) -> Column:
-    """Of ids, times and the like: each row has one value, and no other row has it."""
+    """The column of a field such as an id: each row has one value, which no other row has."""
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0] * len(order)
     for rank, row in enumerate(order):
@@ -541,7 +532,7 @@ def _unique_column(field: Field, values: list[Any], lists: bool) -> Column:
 
 
 def _canonical(field: Field, distinct: set[object]) -> Mapping[object, Value | None]:
-    """Each leaf's value, or None if it has none."""
+    """The canonical value of each raw value; None if it has none."""
     if field.kind == "date":
         return parse_dates(distinct)
     if _are_canonical(field, distinct):
@@ -551,7 +542,7 @@ def _canonical(field: Field, distinct: set[object]) -> Mapping[object, Value | N
 
 
 def _are_canonical(field: Field, distinct: set[object]) -> bool:
-    """Whether every leaf is its own value. What is usual is told of all of them at once."""
+    """Whether all raw values are canonical already, checked for the common types at once."""
     kinds = set(map(type, distinct))
     if kinds == {str}:
         plain = field.kind in ("keyword", "text") and field.normalizer != "lowercase_v1"
@@ -589,7 +580,7 @@ def _all_values(field: Field, found: Iterable[object]) -> list[list[Value]]:
 def build_column_from_values(
     field: Field, values: Sequence[Sequence[Value]], *, lists: bool = True
 ) -> Column:
-    """The column of a field, given its values in each row."""
+    """The column of a field from its values in each row."""
     is_text = field.kind == "text"
     listed: Sequence[Sequence[Any]] = _tokens(values) if is_text else values
     distinct: set[Any] = set()
@@ -612,13 +603,13 @@ def build_column_from_values(
 
 
 def _starts(ranks: list[int], starts: list[int], break_rank: int) -> list[int] | None:
-    """None if every row has exactly one. Two values without tokens are but the break between them."""
+    """None if every row has exactly one rank. Two texts without tokens have only a separator."""
     single = len(ranks) == len(starts) - 1 and starts == list(range(len(starts)))
     return None if single and break_rank not in ranks else starts
 
 
 def join_columns(field: Field, columns: Sequence[Column]) -> Column:
-    """One column of several, one behind the other."""
+    """Concatenate columns."""
     listed = [column.terms.all() for column in columns]
     terms: list[Any] = sorted({term for terms in listed for term in terms})
     numbers = {term: rank for rank, term in enumerate(terms)}

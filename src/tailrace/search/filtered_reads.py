@@ -1,10 +1,7 @@
 """Reads with `filter=`: entries are narrowed by index files, then decoded and matched in bounded steps.
 
-`filter=`: a query on one registry's fields, and the sieve that entries of a stream go through.
-
-Filtered reads through built indexes: which entries of a stream may match at all.
-
-Reads with `filter=`: entries are scanned through a sieve, off the loop, in bounded steps.
+Small pages are matched on the event loop, larger ones on threads. A read ends when its page is full, when
+everything is decided, or at a limit of time or scanned bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ Payload = bytes | memoryview
 
 
 class RecordFilter:
-    """A filter as one registry understands it. Entries count from 1, sequence numbers from 0."""
+    """A filter bound to one registry. Entries count from 1, sequence numbers from 0."""
 
     def __init__(self, text: str, registry: Registry | None) -> None:
         view: RecordView | None = None
@@ -54,7 +51,7 @@ class RecordFilter:
         self._promoter = Promoter(registry)
         self._first_current = self._view.first_current()
         self._matcher = Matcher(query, view.config, registry.version)
-        # What matches depends on the registry as well: it goes into the tag of the answer.
+        # Part of the ETag: which entries match depends on the registry as well.
         self.mark = xxhash.xxh3_64_hexdigest(registry.to_json())
 
     def matches(self, entry: int, payload: Payload) -> bool:
@@ -62,19 +59,19 @@ class RecordFilter:
             return self._matcher.matches(payload)
         return self._matcher.matches_record(self._view.record(entry, payload))
 
-    def shown(self, entry: int, payload: Payload) -> bytes:
-        """The entry as readers get it. One that cannot be promoted has no values, and stays as it is."""
+    def promoted(self, entry: int, payload: Payload) -> bytes:
+        """The entry at the current schema version; unchanged if it cannot be promoted."""
         if entry < self._first_current:
             try:
                 payload = self._promoter.promote_payload(payload, entry - 1)
             except LensFailureError:
                 pass
-        # A copy: a view would keep the whole block it was cut from in memory.
+        # A copy: a view would hold the whole block in memory.
         return bytes(payload)
 
 
 class FilterScan:
-    """What one answer has of a stream so far: the matching entries, and how far everything is decided."""
+    """The state of one filtered read: matching entries so far, and the last entry that is decided."""
 
     __slots__ = (
         "_bytes_left",
@@ -103,7 +100,7 @@ class FilterScan:
         self._entries_left = entries_max
         self._scan_bytes_max = scan_bytes_max
         self._full = False
-        self.upto = upto  # later entries may belong to a registry that this filter does not know
+        self.upto = upto  # later entries may belong to a newer registry
         self.decided = after
         self.scanned_bytes = 0
         self.parts: list[Payload] = []
@@ -129,12 +126,14 @@ class FilterScan:
     def done(self) -> bool:
         return self._full or self.decided >= self.upto or self.scan_limit_reached
 
-    def take(self, entries: Sequence[int], payloads: Sequence[Payload], begin: int, work_bytes: int) -> int:
-        """Decides entries from an index on, until some bytes of work are done; answers how far it came."""
+    def consume(
+        self, entries: Sequence[int], payloads: Sequence[Payload], begin: int, work_bytes: int
+    ) -> int:
+        """Match entries from index `begin` on, up to `work_bytes`. Returns the index after the last."""
         for index in range(begin, len(payloads)):
             entry, payload = entries[index], payloads[index]
             if entry > self.upto:
-                self.decided = self.upto  # what lies between has another key
+                self.decided = self.upto  # entries between have another routing key
                 return index
             if self.done or work_bytes <= 0:
                 return index
@@ -145,35 +144,35 @@ class FilterScan:
             work_bytes -= len(payload)
         return len(payloads)
 
-    def pass_over(self, entry: int) -> None:
-        """Everything up to here is known not to match."""
+    def skip_to(self, entry: int) -> None:
+        """Mark all entries up to `entry` as decided: none of them matches."""
         self.decided = max(self.decided, min(entry, self.upto))
 
     def _add(self, entry: int, payload: Payload) -> bool:
-        """Whether there was room; the first match always fits."""
-        shown = self._filter.shown(entry, payload)
-        if self.count and len(shown) > self._bytes_left:
+        """Add a match if there is room; the first one always fits."""
+        promoted = self._filter.promoted(entry, payload)
+        if self.count and len(promoted) > self._bytes_left:
             self._full = True
             return False
-        self.parts.append(shown)
+        self.parts.append(promoted)
         self.count += 1
-        self._bytes_left -= len(shown)
+        self._bytes_left -= len(promoted)
         self._entries_left -= 1
         self._full = self._bytes_left <= 0 or self._entries_left <= 0
         return True
 
 
-CANDIDATE_GAP_MAX = 64  # entries between two candidates that are fetched in one go
+CANDIDATE_GAP_MAX = 64  # entries between two candidates that are read together
 
 
 class CandidateEntries(NamedTuple):
-    """The entries of one stretch that may match; all others of it do not."""
+    """The entries of one span that may match; none of its others does."""
 
     last: int
     entries: list[int]
 
     def next_run(self, after: int) -> tuple[int, int] | None:
-        """The first and last entry to be looked at behind one; None if there is none here any more."""
+        """The next entries to read behind `after`, first and last; None if there are no more here."""
         at = bisect_left(self.entries, after + 1)
         if at == len(self.entries):
             return None
@@ -186,66 +185,69 @@ class CandidateEntries(NamedTuple):
 
 
 class IndexPrefilter:
-    """One read with one filter. It remembers the span it is in."""
+    """Finds the entries that may match a filter by index files, for one read; caches the current span."""
 
-    def __init__(self, library: IndexCatalogue, stream: Stream, view: RecordView, query: BoundQuery) -> None:
-        self._library = library
+    def __init__(
+        self, catalogue: IndexCatalogue, stream: Stream, view: RecordView, query: BoundQuery
+    ) -> None:
+        self._catalogue = catalogue
         self._stream = stream
         self._view = view
         self._query = query
-        # Without a primary timestamp: nobody asks a filter how far times reach.
-        self._wants = FileSelection(view, query, (), (), with_times=False)
+        # Filters do not report timestamp bounds.
+        self._selection = FileSelection(view, query, (), (), with_times=False)
         self._known: tuple[IndexSpan, CandidateEntries | None] | None = None
 
     async def at(self, entry: int) -> CandidateEntries | None:
-        """What may match in the span that an entry lies in; None if nothing is known of it."""
+        """The candidates in the span of an entry; None if it has no usable index files."""
         if self._known is not None and self._known[0].first <= entry <= self._known[0].last:
             return self._known[1]
-        spans = await self._library.spans(self._stream, self._view.indexed)
+        spans = await self._catalogue.spans(self._stream, self._view.indexed)
         place = bisect_left(spans, entry, key=lambda span: span.last)
         if place == len(spans) or spans[place].first > entry:
             return None
         span = spans[place]
-        self._known = (span, await self._judged(span))
+        self._known = (span, await self._find_candidates(span))
         return self._known[1]
 
-    async def _judged(self, span: IndexSpan) -> CandidateEntries | None:
-        if self._wants.rules_out(span):
+    async def _find_candidates(self, span: IndexSpan) -> CandidateEntries | None:
+        if self._selection.rules_out(span):
             return CandidateEntries(span.last, [])
-        files = self._wants.files(span, self._stream.earliest)
+        files = self._selection.files(span, self._stream.earliest)
         if files is None:
             return None
-        opened = await self._library.opened(files)
+        opened = await self._catalogue.open_all(files)
         if len(opened) < len(files):
             return None
 
-        def judged() -> CandidateEntries:
-            from tailrace.search.index_files.span_source import SpanSource  # brings Arrow, which is large
+        def find_candidates() -> CandidateEntries:
+            from tailrace.search.index_files.span_source import SpanSource  # imports Arrow, which is large
 
             source = SpanSource(span, self._view.config, opened)
             return CandidateEntries(
-                span.last, [source.entries[row] for row in rows_from_bits(source.judge(self._query).maybe)]
+                span.last,
+                [source.entries[row] for row in rows_from_bits(source.match_rows(self._query).possible)],
             )
 
         try:
-            return await self._library.shelf.on_thread(judged)
+            return await self._catalogue.files.on_thread(find_candidates)
         except UnusableFileError:
             return None
 
 
 FILTER_THREADS = 2
-CONCURRENT_SCANS_MAX = 8  # at once; each holds a page or two
-FILTER_CACHE_BYTES = 256 * 1024  # of their texts, each with something on top: what is compiled grows alike
+CONCURRENT_SCANS_MAX = 8  # each holds a page or two in memory
+FILTER_CACHE_BYTES = 256 * 1024  # filter texts plus FILTER_BASE_BYTES each; compiled filters grow alike
 FILTER_BASE_BYTES = 1024
-SHORT_FILTER_BYTES = 1024  # a longer one is never evaluated on the loop
-INLINE_BYTES = 32 * 1024  # decided on the loop: less than handing them to a thread would cost
-SCAN_STEP_BYTES = 256 * 1024  # decided on a thread before others have their turn
-# Part of the time for a request after which an answer is given with what is decided so far.
+SHORT_FILTER_BYTES = 1024  # a longer filter is never evaluated on the event loop
+INLINE_BYTES = 32 * 1024  # matched on the event loop: cheaper than a thread
+SCAN_STEP_BYTES = 256 * 1024  # matched on a thread in one step, before other scans run
+# Share of the request time-out after which a read returns what is decided so far.
 SCAN_TIME_SHARE = 0.6
 
 
 class FilteredReads:
-    """Filters by stream and text, and the scans that use them."""
+    """Compiled filters by stream and text, and the scans that use them."""
 
     def __init__(self, context: Context, registry_of: Callable[[Stream], Registry | None]) -> None:
         self._loop = context.loop
@@ -253,16 +255,16 @@ class FilteredReads:
         self._limits = context.limits
         self._registry_of = registry_of
         self._threads = ThreadPoolExecutor(FILTER_THREADS, "filter")
-        self._turns = asyncio.Semaphore(CONCURRENT_SCANS_MAX)
-        self._kept: OrderedDict[tuple[int, str], RecordFilter] = OrderedDict()
-        self._kept_bytes = 0
-        self.library: IndexCatalogue | None = None  # set by whoever knows what is published
+        self._slots = asyncio.Semaphore(CONCURRENT_SCANS_MAX)
+        self._cached: OrderedDict[tuple[int, str], RecordFilter] = OrderedDict()
+        self._cached_bytes = 0
+        self.catalogue: IndexCatalogue | None = None  # None without an object store
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, stream: Stream, text: str, mode: str) -> None:
-        """Refuses a filter that cannot be, whatever is in the stream."""
+        """Reject an invalid filter, independent of the data in the stream."""
         if not stream.json:
             raise TailraceError("invalid_filter", "filter is only supported on application/json streams")
         if mode in ("sse", "ws"):
@@ -270,25 +272,25 @@ class FilteredReads:
         self.filter_of(stream, text)
 
     def filter_of(self, stream: Stream, text: str) -> RecordFilter:
-        """The filter as the stream's registry of this moment understands it."""
+        """The filter bound to the stream's current registry."""
         registry = self._registry_of(stream)
         key = (stream.number, text)
-        found = self._kept.get(key)
+        found = self._cached.get(key)
         if found is not None and found.registry is registry:
-            self._kept.move_to_end(key)
+            self._cached.move_to_end(key)
             return found
         if found is not None:
-            del self._kept[key]
-            self._kept_bytes -= len(text) + FILTER_BASE_BYTES
-        made = self._kept[key] = RecordFilter(text, registry)
-        self._kept_bytes += len(text) + FILTER_BASE_BYTES
-        while self._kept_bytes > FILTER_CACHE_BYTES:
-            (_, oldest), _ = self._kept.popitem(last=False)
-            self._kept_bytes -= len(oldest) + FILTER_BASE_BYTES
+            del self._cached[key]
+            self._cached_bytes -= len(text) + FILTER_BASE_BYTES
+        made = self._cached[key] = RecordFilter(text, registry)
+        self._cached_bytes += len(text) + FILTER_BASE_BYTES
+        while self._cached_bytes > FILTER_CACHE_BYTES:
+            (_, oldest), _ = self._cached.popitem(last=False)
+            self._cached_bytes -= len(oldest) + FILTER_BASE_BYTES
         return made
 
     def begin(self, stream: Stream, text: str, start: int, scanned_bytes: int) -> FilterScan:
-        """A sieve for one answer. Of the bytes that may be scanned for it, some may have been already."""
+        """Start a filtered read. `scanned_bytes` of its limit have been used already."""
         limits = self._limits
         return FilterScan(
             self.filter_of(stream, text),
@@ -299,75 +301,75 @@ class FilteredReads:
             limits.filter_scan_bytes - scanned_bytes,
         )
 
-    def try_scan(self, stream: Stream, sieve: FilterScan, key: bytes | None) -> bool:
-        """Scans a little, on the spot. Whether that was all there is to do."""
-        if sieve.done:
+    def try_scan(self, stream: Stream, scan: FilterScan, key: bytes | None) -> bool:
+        """Match a small page on the event loop. Returns whether the read is finished."""
+        if scan.done:
             return True
-        if sieve.filter_bytes > SHORT_FILTER_BYTES:
+        if scan.filter_bytes > SHORT_FILTER_BYTES:
             return False
         page = self._reader.try_read(
-            stream, sieve.decided, INLINE_BYTES, self._limits.read_page_entries, key, apart=True
+            stream, scan.decided, INLINE_BYTES, self._limits.read_page_entries, key, apart=True
         )
         if isinstance(page, MissingBlock) or sum(map(len, page.parts)) > 2 * INLINE_BYTES:
             return False
-        self._settle(sieve, page, sieve.take(page.entries(), page.parts, 0, 2 * INLINE_BYTES))
-        return sieve.done
+        self._finish_page(scan, page, scan.consume(page.entries(), page.parts, 0, 2 * INLINE_BYTES))
+        return scan.done
 
-    async def scan(self, stream: Stream, sieve: FilterScan, key: bytes | None, until: float) -> None:
-        """Scans until the answer is full, everything is decided, or the time (of the loop) has come."""
+    async def scan(self, stream: Stream, scan: FilterScan, key: bytes | None, until: float) -> None:
+        """Scan until the page is full, everything is decided, or the time `until` of the event loop."""
         limits = self._limits
-        narrowing = None
-        if self.library is not None and sieve.decided < stream.sealed:
-            narrowing = IndexPrefilter(self.library, stream, sieve.filter.view, sieve.filter.query)
-        async with self._turns:
-            while not sieve.done:
+        prefilter = None
+        if self.catalogue is not None and scan.decided < stream.sealed:
+            prefilter = IndexPrefilter(self.catalogue, stream, scan.filter.view, scan.filter.query)
+        async with self._slots:
+            while not scan.done:
                 entries_max = limits.read_page_entries
-                if narrowing is not None and sieve.decided < stream.sealed:
-                    entries_max = await self._narrow(narrowing, sieve, key, entries_max)
-                    if not entries_max or sieve.done:
+                if prefilter is not None and scan.decided < stream.sealed:
+                    entries_max = await self._skip_by_index(prefilter, scan, key, entries_max)
+                    if not entries_max or scan.done:
                         if self._loop.time() >= until:
                             break
                         continue
                 page = await self._reader.read(
-                    stream, sieve.decided, limits.read_page_bytes, entries_max, key, apart=True
+                    stream, scan.decided, limits.read_page_bytes, entries_max, key, apart=True
                 )
                 entries, index = page.entries(), 0
-                while index < page.count and not sieve.done:
+                while index < page.count and not scan.done:
                     index = await self._loop.run_in_executor(
-                        self._threads, sieve.take, entries, page.parts, index, SCAN_STEP_BYTES
+                        self._threads, scan.consume, entries, page.parts, index, SCAN_STEP_BYTES
                     )
-                self._settle(sieve, page, index)
+                self._finish_page(scan, page, index)
                 if self._loop.time() >= until:
                     break
 
-    async def _narrow(
-        self, narrowing: IndexPrefilter, sieve: FilterScan, key: bytes | None, entries_max: int
+    async def _skip_by_index(
+        self, prefilter: IndexPrefilter, scan: FilterScan, key: bytes | None, entries_max: int
     ) -> int:
-        """Passes over what an index rules out; answers how many entries to read then, 0 for none here."""
-        known = await narrowing.at(sieve.decided + 1)
+        """Skip entries that an index excludes. Returns how many entries to read next, 0 for none here."""
+        known = await prefilter.at(scan.decided + 1)
         if known is None:
             return entries_max
-        run = known.next_run(sieve.decided)
+        run = known.next_run(scan.decided)
         if run is None:
-            sieve.pass_over(known.last)
+            scan.skip_to(known.last)
             return 0
-        sieve.pass_over(run[0] - 1)
+        scan.skip_to(run[0] - 1)
         return entries_max if key is not None else min(entries_max, run[1] - run[0] + 1)
 
-    def _settle(self, sieve: FilterScan, page: Page, index: int) -> None:
+    def _finish_page(self, scan: FilterScan, page: Page, index: int) -> None:
         if index == page.count:
-            sieve.pass_over(page.next_entry)
+            scan.skip_to(page.next_entry)
 
-    def patience(self, started: float) -> float:
-        """When a scan that began with a request has to come to an end."""
+    def scan_deadline(self, started: float) -> float:
+        """When the scan of a request that started at `started` must end."""
         return started + self._limits.request_ms * SCAN_TIME_SHARE / 1000
 
-    def limit_lines(self, sieve: FilterScan, scanned_before: int) -> bytes:
-        """The headers that say that the scan ended before the stream did."""
-        if not sieve.scan_limit_reached:
+    def limit_lines(self, scan: FilterScan, scanned_before: int) -> bytes:
+        """The headers of a read that reached the limit of scanned bytes."""
+        if not scan.scan_limit_reached:
             return b""
         return (
             header_line("Stream-Filter-Scan-Limit-Reached", "true")
             + header_line("Stream-Filter-Scan-Limit-Bytes", str(self._limits.filter_scan_bytes))
-            + header_line("Stream-Filter-Scanned-Bytes", str(scanned_before + sieve.scanned_bytes))
+            + header_line("Stream-Filter-Scanned-Bytes", str(scanned_before + scan.scanned_bytes))
         )

@@ -1,26 +1,15 @@
-"""The query language of filters and searches: text to tokens, tokens to a tree, the tree bound to typed
-clauses.
+"""The query language of filters and searches: text to tokens, tokens to a tree, the tree to typed clauses.
 
-The two uses of the language: `filter=` on reads, and the search queries of `q` and of includes.
+Two dialects share lexer, grammar and clauses: `filter=` on reads, and the search queries of `q` and of rollup
+includes. They differ in which clauses are allowed and in the error messages. OR binds loosest, juxtaposition
+is AND, NOT and minus bind to what follows. Any text gives either a tree or an error.
 
-They share lexer, grammar and clauses. They differ in what a clause may be and in the words of a refusal.
+Binding resolves fields in the stream's search configuration. Whether a query is accepted depends on the
+registry alone, never on the data or on which indexes exist.
 
-Query text into tokens.
-
-Tokens into a tree: OR binds loosest, juxtaposition is AND, NOT and minus bind to what follows.
-
-Parsing is total: any text gives a tree or a refusal. The tree knows no fields; `bind` does.
-
-A parsed query bound to a stream's search configuration: typed clauses, or a refusal.
-
-Whether a query is accepted depends on the registry alone, never on data or on what is indexed.
-
-The queries inside a search configuration: checked when it is installed, so that they never fail later.
-
-Fields of events that are not declared: what the `evlog` profile moves to `context`, by its path.
-
-`context.user:u7` asks for the text at `/context/user`. The name becomes a field of this one query. No index
-has it: indexes tell by the other clauses which rows may match, and the records of those are decoded.
+Events of the `evlog` profile may be queried by undeclared fields: `context.user:u7` matches the text at
+`/context/user`. Such a field exists for one query only and has no index: the other clauses narrow the rows,
+whose records are then decoded.
 """
 
 from __future__ import annotations
@@ -43,14 +32,14 @@ QUERY_DEPTH_MAX: Final = 64
 
 
 class Dialect(NamedTuple):
-    """How a query is called in messages, and the code that refuses it."""
+    """A use of the language: its error code, the words of its messages, and what it allows."""
 
     code: str
     parameter: str
     called: str
     clause: str
     field: str
-    bare: bool  # words and phrases without a field, prefixes and text fields
+    bare: bool  # whether words and phrases without a field, prefixes and text fields are allowed
 
     def refuse(self, message: str) -> TailraceError:
         return TailraceError(self.code, message)
@@ -76,7 +65,7 @@ _ESCAPED: Final = {"n": "\n", "t": "\t"}
 
 
 class Token(NamedTuple):
-    """`glued` means that it follows a colon or a comparison directly: there it can only be a value."""
+    """`glued`: it follows a colon or a comparison without a space, and so can only be a value."""
 
     kind: TokenKind
     text: str
@@ -84,10 +73,10 @@ class Token(NamedTuple):
 
 
 def tokenize(text: str, dialect: Dialect) -> list[Token]:
-    """All tokens of a query. Operators out of place are strays, for the parser to refuse."""
+    """All tokens of a query. Misplaced operators have the kind `stray`, which the parser rejects."""
     tokens: list[Token] = []
     position = 0
-    spaced = True  # whether something separates this token from the one before
+    spaced = True  # whether white space separates this token from the one before
     while position < len(text):
         if match := _SPACE.match(text, position):
             position = match.end()
@@ -115,7 +104,7 @@ def _next(text: str, position: int, before: str, dialect: Dialect) -> tuple[Toke
     if first == "-" and not (glued and _NUMBER.match(text, position)):
         return Token("-", first, glued), position + 1
     word = _WORD.match(text, position)
-    assert word is not None, "what is nothing else is a word"
+    assert word is not None, "all other characters form words"
     return Token("word", word[0], glued), word.end()
 
 
@@ -130,7 +119,7 @@ _KEYWORDS: Final = frozenset({"and", "or", "not"})
 
 
 class LiteralValue(NamedTuple):
-    """A value as it was written. Quoted, it is a phrase for text fields, and its `*` is a star."""
+    """A value as written. A quoted one is a phrase in text fields, and its `*` is literal."""
 
     text: str
     quoted: bool
@@ -153,7 +142,7 @@ class HasField(NamedTuple):
 
 
 class FieldComparison(NamedTuple):
-    """`name:value`, with the comparison that was written, if any."""
+    """`name:value`, with its comparison operator if there is one."""
 
     name: str
     comparison: ComparisonOperator | None
@@ -170,10 +159,10 @@ QueryNode = And | Or | Not | HasField | FieldComparison | BareTerm
 
 
 def parse_query_text(text: str, dialect: Dialect) -> QueryNode:
-    """The tree of a query."""
+    """Parse a query; the tree does not resolve fields."""
     if not text or text.isspace():
         raise dialect.refuse(f"{dialect.parameter} must not be empty")
-    # Four bytes are the most a character takes: most texts need not be encoded to be measured.
+    # A character takes at most four bytes: most texts need not be encoded to be measured.
     if len(text) * 4 > QUERY_BYTES_MAX and len(text.encode("utf-8", "surrogatepass")) > QUERY_BYTES_MAX:
         raise dialect.refuse(f"{dialect.parameter} must not be longer than {QUERY_BYTES_MAX} bytes")
     return _Parser(tokenize(text, dialect), dialect).whole()
@@ -284,9 +273,9 @@ class _Parser:
 
     def _value(self, message: str, *, quotable: bool = True) -> LiteralValue:
         token = self._peek()
-        wanted = ("word", "quoted") if quotable else ("word",)
-        # `state:OR` names Oregon; in `state: OR ...` the value was forgotten.
-        if token is None or token.kind not in wanted or (self._is_keyword(token) and not token.glued):
+        allowed = ("word", "quoted") if quotable else ("word",)
+        # In `state:OR` the value is OR; in `state: OR ...` it is missing.
+        if token is None or token.kind not in allowed or (self._is_keyword(token) and not token.glued):
             raise self._dialect.refuse(message)
         self._at += 1
         return LiteralValue(token.text, token.kind == "quoted")
@@ -297,7 +286,8 @@ class _Parser:
 
 _ORDERED = ("integer", "float", "date")
 
-# Structs, not tuples: `id:x` and `id:x*` have the same parts, and must never be taken for one another.
+# Structs, not tuples: `id:x` and `id:x*` have the same parts, and must not compare as equal.
+# Their names are part of the hash of an index plan.
 
 
 class All(msgspec.Struct, frozen=True):
@@ -317,21 +307,21 @@ class HasValue(msgspec.Struct, frozen=True):
 
 
 class Equals(msgspec.Struct, frozen=True):
-    """Some value is this one. The value is canonical, as the field's own values are."""
+    """Some value equals this one, which is canonical as the field's values are."""
 
     field: str
     value: Value
 
 
 class StartsWith(msgspec.Struct, frozen=True):
-    """Some value of a keyword field starts like this."""
+    """Some value of a keyword field starts with this prefix."""
 
     field: str
     prefix: str
 
 
 class Compares(msgspec.Struct, frozen=True):
-    """Some value lies on the wanted side."""
+    """The comparison holds for some value."""
 
     field: str
     comparison: ComparisonOperator
@@ -339,7 +329,7 @@ class Compares(msgspec.Struct, frozen=True):
 
 
 class Words(msgspec.Struct, frozen=True):
-    """One value of a text field has every token; if `prefix`, the last one may be the start of a token."""
+    """One value of a text field has every token; with `prefix`, the last one is the start of a token."""
 
     field: str
     tokens: tuple[str, ...]
@@ -347,14 +337,14 @@ class Words(msgspec.Struct, frozen=True):
 
 
 class Phrase(msgspec.Struct, frozen=True):
-    """One value of a text field has the tokens one after the other."""
+    """One value of a text field has the tokens in sequence."""
 
     field: str
     tokens: tuple[str, ...]
 
 
 class Anywhere(msgspec.Struct, frozen=True):
-    """A bare word or phrase: some target field has it, each in its own way. Scores take the best target."""
+    """A word or phrase without a field: matches if some target does. The best target gives the score."""
 
     targets: tuple[Equals | StartsWith | Words | Phrase, ...]
 
@@ -364,7 +354,7 @@ BoundQuery = All | AnyOf | Negation | Clause
 
 
 def bind_query(text: str, config: SearchConfig | None, dialect: Dialect) -> BoundQuery:
-    """The text of a filter or a search, ready to be decided on records."""
+    """Parse and bind the text of a filter or a search."""
     tree = parse_query_text(text, dialect)
     if config is None:
         raise dialect.refuse("search is not configured for this stream")
@@ -416,7 +406,7 @@ def _filter_clause(clause: FieldComparison, config: SearchConfig, dialect: Diale
         return _compares(clause, resolved, field, dialect)
     if not (field.exact or field.column):
         raise dialect.refuse(f"filter field {name} does not support equality filters")
-    # A star is a star here: filters know no prefixes.
+    # A star is literal here: filters have no prefixes.
     return Equals(resolved, _value(value.text, field, dialect))
 
 
@@ -456,7 +446,7 @@ def _compares(clause: FieldComparison, resolved: str, field: Field, dialect: Dia
 
 
 def _value(text: str, field: Field, dialect: Dialect) -> Value:
-    """A value in a query is text, and is read as the same text in a record would be."""
+    """Convert the text of a value as the same text in a record would be."""
     value = converter_for(field)(text)
     if value is None:
         raise dialect.refuse(f"invalid value for {dialect.field}")
@@ -474,7 +464,7 @@ def _keyword_clause(name: str, field: Field, value: LiteralValue, dialect: Diale
 
 
 def _text_clause(name: str, value: LiteralValue) -> Words | Phrase | None:
-    """None if nothing in the value is a letter or a number."""
+    """None if the value has no letter or digit."""
     tokens = tuple(tokenize_text(value.text))
     if not tokens:
         return None
@@ -505,7 +495,7 @@ def _bind_bare_term(value: LiteralValue, config: SearchConfig, dialect: Dialect)
 
 
 def check_rollup_includes(config: SearchConfig) -> None:
-    """Refuses a configuration with an include that is no query on its own fields."""
+    """Reject a search configuration with an invalid include, so that it cannot fail at query time."""
     for name, rollup in config.rollups.items():
         path = f"search.rollups.{name}"
         if rollup.include is not None:
@@ -529,13 +519,13 @@ _VIEWS_CACHED_MAX: Final = 64
 
 
 def add_context_fields(view: RecordView, text: str, dialect: Dialect = SEARCH_DIALECT) -> RecordView:
-    """The view that has the fields of `context` which a query asks for; the same one if there are none."""
+    """The view extended by the `context` fields that a query names; the same view if there are none."""
     if view.config.profile != CONTEXT_PROFILE or CONTEXT_PREFIX not in text:
         return view
     try:
         tree = parse_query_text(text, dialect)
     except TailraceError:
-        return view  # refused when it is bound, in the usual order
+        return view  # binding reports the error
     kinds: dict[str, Kind] = {}
     for clause in _field_comparisons(tree):
         if not clause.name.startswith(CONTEXT_PREFIX) or view.config.resolve(clause.name) is not None:
@@ -543,8 +533,8 @@ def add_context_fields(view: RecordView, text: str, dialect: Dialect = SEARCH_DI
         kind = _infer_kind(clause)
         if kinds.setdefault(clause.name, kind) != kind:
             raise dialect.refuse(
-                f"{dialect.field} {shorten(clause.name)} is asked for by values of two kinds; quote a number "
-                "that is meant as text"
+                f"{dialect.field} {shorten(clause.name)} is compared with values of two kinds; quote numbers "
+                "that are meant as text"
             )
     return _extend_view(view, tuple(sorted(kinds.items()))) if kinds else view
 
@@ -563,7 +553,7 @@ def _field_comparisons(tree: QueryNode) -> Iterator[FieldComparison]:
 
 
 def _infer_kind(clause: FieldComparison) -> Kind:
-    """A number or a truth if it is written as one, else text."""
+    """A number or a boolean if it is written as one, else a keyword."""
     if clause.value.quoted:
         return "keyword"
     for kind in _KINDS:

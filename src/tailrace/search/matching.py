@@ -1,19 +1,11 @@
-"""Decides bound queries: on field values (the reference), on stored payloads (compiled) and on sets of rows.
+"""Evaluates bound queries: on field values (the reference), on stored payloads (compiled), on sets of rows.
 
-The reference: a bound query decided on one promoted record, in the plainest way.
+`evaluate_record` is the reference, with which all faster implementations must agree. `Matcher` compiles a
+query to closures over stored payloads and decodes only the top-level members it needs; payloads that this
+decoder rejects (not an object, lone surrogates, numbers beyond a double) are decoded whole.
 
-Every faster way (closures, indexes, scans over columns) has to agree with this one.
-
-A bound query as closures that decide stored payloads, many per millisecond.
-
-Only the top-level members that the query asks about are decoded. What that decoder does not take (records
-that are no objects, halves of surrogate pairs, numbers beyond the doubles) is decoded whole. The answer is
-always that of `evaluate`.
-
-What is known of a query without its records: the rows that match for certain, and those that may.
-
-Where both are the same set, nothing has to be decoded. A clause that nobody knows anything about is true of
-no row for certain and of all rows perhaps; and, or and not carry that through.
+`match_rows` evaluates a query on an index that may know only some clauses: it yields the rows that match for
+certain and those that may. Where both are the same set, no record has to be decoded.
 """
 
 from __future__ import annotations
@@ -53,7 +45,7 @@ _COMPARISONS: Final[dict[ComparisonOperator, Callable[[Value, int | float], bool
 
 
 def evaluate_record(query: BoundQuery, record: object, config: SearchConfig, version: int) -> bool:
-    """Whether a record, promoted to `version`, matches. None stands for one that could not be promoted."""
+    """Whether a record at schema version `version` matches. None is one that could not be promoted."""
 
     def values(field: str) -> list[Value]:
         return field_values(record, config.fields[field], version)
@@ -62,7 +54,7 @@ def evaluate_record(query: BoundQuery, record: object, config: SearchConfig, ver
 
 
 def evaluate_values(query: BoundQuery, values: Callable[[str], list[Value]]) -> bool:
-    """Whether the query holds for a record that has these values."""
+    """Whether a record with these field values matches."""
     match query:
         case All(clauses):
             return all(evaluate_values(clause, values) for clause in clauses)
@@ -87,7 +79,7 @@ def evaluate_values(query: BoundQuery, values: Callable[[str], list[Value]]) -> 
 
 
 def has_words(found: list[str], wanted: tuple[str, ...], prefix: bool) -> bool:
-    """Whether a value has every token, the last one perhaps as a prefix, in any order."""
+    """Whether a value has every token in any order; with `prefix`, the last one is the start of a token."""
     whole = wanted[:-1] if prefix else wanted
     if not all(token in found for token in whole):
         return False
@@ -95,7 +87,7 @@ def has_words(found: list[str], wanted: tuple[str, ...], prefix: bool) -> bool:
 
 
 def has_phrase(found: list[str], wanted: tuple[str, ...]) -> bool:
-    """Whether a value has the tokens one after the other."""
+    """Whether a value has the tokens in sequence."""
     length = len(wanted)
     return any(tuple(found[at : at + length]) == wanted for at in range(len(found) - length + 1))
 
@@ -113,7 +105,7 @@ _COMPARE_FUNCTIONS: Final[dict[str, Callable[[Any, Any], bool]]] = {
 
 
 class Matcher:
-    """Decides a query on records of one schema version."""
+    """A query compiled for records of one schema version."""
 
     __slots__ = ("_decode", "_members", "_on_nothing", "_shape", "_test")
 
@@ -122,7 +114,7 @@ class Matcher:
         self._test: RecordTest = compiler.compile(query)
         self._members = tuple(compiler.members)
         names = [f"m{index}" for index in range(len(self._members))]
-        # A member that is missing counts as null does: neither has values.
+        # A missing member is the same as null: no values.
         self._shape = cast(
             "Callable[..., object]",
             msgspec.defstruct(
@@ -147,7 +139,7 @@ class Matcher:
             return self._on_nothing
 
     def matches_record(self, record: object) -> bool:
-        """Whether a promoted record matches; None stands for one that could not be promoted."""
+        """Whether a promoted record matches; None is one that could not be promoted."""
         if not isinstance(record, dict):
             return self._on_nothing
         get = cast("dict[str, object]", record).get
@@ -185,7 +177,7 @@ class _Compiler:
         assert not isinstance(clause, Anywhere)
         field = self._config.fields[clause.field]
         pointer = field.pointer_at(self._version)
-        if not pointer:  # no binding yet, or the whole record, which is an object and so no value
+        if not pointer:  # no binding yet, or the whole record, which is an object and so has no value
             return _never
         tokens = parse_pointer(pointer)
         assert tokens, "pointers are checked when a registry is installed"
@@ -223,7 +215,7 @@ def _getter(attribute: str, rest: tuple[str, ...]) -> Callable[[object], object]
 
 
 def _some(get: Callable[[object], object], convert: Convert, check: ValueCheck) -> RecordTest:
-    """Whether some value passes; a single leaf, the usual case, makes no list."""
+    """Test whether some value passes; the usual single leaf makes no list."""
 
     def test(members: object) -> bool:
         found = get(members)
@@ -236,7 +228,7 @@ def _some(get: Callable[[object], object], convert: Convert, check: ValueCheck) 
 
 
 def _equals(get: Callable[[object], object], wanted: str, lower: bool, otherwise: RecordTest) -> RecordTest:
-    """The clause that most filters have: one plain string against another."""
+    """Fast path of the most common clause: compares one plain string with another."""
 
     def test(members: object) -> bool:
         found = get(members)
@@ -269,7 +261,7 @@ def _check(clause: HasValue | Equals | StartsWith | Compares | Words | Phrase) -
 
 
 def _words(tokens: tuple[str, ...], prefix: bool) -> ValueCheck:
-    # A token that is in no part of the text is no token of it: most texts are settled by that.
+    # A substring search excludes most texts before they are tokenised.
     needle = max(tokens, key=len)
 
     def check(value: str) -> bool:
@@ -282,14 +274,14 @@ ClauseDecider = Callable[[Clause], "RowMatches | None"]
 
 
 class RowMatches(NamedTuple):
-    """Sets of rows; `sure` is part of `maybe`."""
+    """Sets of rows that match for certain and that may match; `certain` is a subset of `possible`."""
 
-    sure: int
-    maybe: int
+    certain: int
+    possible: int
 
     @property
     def is_final(self) -> bool:
-        return self.sure == self.maybe
+        return self.certain == self.possible
 
 
 def certain_match(rows: int) -> RowMatches:
@@ -297,27 +289,27 @@ def certain_match(rows: int) -> RowMatches:
 
 
 def match_rows(query: BoundQuery, all_rows: int, decide: ClauseDecider) -> RowMatches:
-    """`decide` answers for one clause, or None if it cannot tell."""
+    """Evaluate a query on rows. `decide` matches one clause, or returns None if it cannot."""
     match query:
         case All(clauses):
-            sure = maybe = all_rows
+            certain = possible = all_rows
             for clause in clauses:
-                if not maybe:
+                if not possible:
                     break
                 found = match_rows(clause, all_rows, decide)
-                sure &= found.sure
-                maybe &= found.maybe
-            return RowMatches(sure & maybe, maybe)
+                certain &= found.certain
+                possible &= found.possible
+            return RowMatches(certain & possible, possible)
         case AnyOf(clauses) | Anywhere(clauses):
-            sure = maybe = 0
+            certain = possible = 0
             for clause in clauses:
                 found = match_rows(clause, all_rows, decide)
-                sure |= found.sure
-                maybe |= found.maybe
-            return RowMatches(sure, maybe)
+                certain |= found.certain
+                possible |= found.possible
+            return RowMatches(certain, possible)
         case Negation(clause):
             found = match_rows(clause, all_rows, decide)
-            return RowMatches(all_rows & ~found.maybe, all_rows & ~found.sure)
+            return RowMatches(all_rows & ~found.possible, all_rows & ~found.certain)
         case _:
             known = decide(query)
             return RowMatches(0, all_rows) if known is None else known

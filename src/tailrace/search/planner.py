@@ -1,13 +1,8 @@
-"""Plans which source decides which entries, and caches what earlier scans learned about entry ranges.
+"""Plans which source decides which entries, and caches the statistics of ranges scanned before.
 
-Who decides which rows: indexed sources where there are any, scans for the rest.
-
-Each row at or below the head is decided by exactly one piece. An indexed source is anything that answers the
-questions of `Indexed`: chunks of the tail index do, and files of built indexes do when they are open; before
-that they are a span. What no source covers is cut into stretches that are decoded at request time. Stretches
-begin at fixed entries, so that what was learnt about one serves the next search.
-
-What a scan learns about a stretch besides its matches, kept so that the next scan can decode less.
+Each entry of the snapshot is decided by exactly one piece: a chunk of the tail index, a span with index
+files, or a scan range that is decoded at request time. Scan ranges begin at fixed entries, so that the
+statistics of a range can be reused by the next search.
 """
 
 from __future__ import annotations
@@ -22,12 +17,15 @@ from tailrace.search.ranking import Scorer, SortKey, Statistics, sort_rank_part,
 from tailrace.search.records import RecordView, Value
 
 SCAN_ROWS = 4096
-CANDIDATE_SHARE_MAX = 0.3  # of the rows of a source: beyond, reading them all is not slower
-ENTRY_GAP_MAX = 64  # entries between two candidates that are fetched in one go
+CANDIDATE_SHARE_MAX = 0.3  # share of a source's rows above which reading all of them is as fast
+ENTRY_GAP_MAX = 64  # entries between two candidates that are read together
 
 
 class IndexedRows(Protocol):
-    """Rows, in the order of their entries, that can be decided without their records."""
+    """Rows in the order of their entries that can be matched and scored without their records.
+
+    Sets of rows are integers with a bit for each row.
+    """
 
     @property
     def entries(self) -> Sequence[int]: ...
@@ -35,15 +33,15 @@ class IndexedRows(Protocol):
     def first(self) -> int: ...
     @property
     def last(self) -> int: ...
-    def after(self, entry: int) -> int: ...
+    def rows_after(self, entry: int) -> int: ...
     def match(self, query: BoundQuery) -> int: ...
-    def edge(self, name: str, row: int, largest: bool) -> Value | None: ...
+    def extreme_value(self, name: str, row: int, largest: bool) -> Value | None: ...
     def bounds(self, name: str) -> tuple[Value, Value] | None: ...
-    def within(self, name: str, comparison: str, bound: Value) -> int: ...
-    def missing(self, name: str) -> int: ...
+    def rows_in_range(self, name: str, comparison: str, bound: Value) -> int: ...
+    def rows_without(self, name: str) -> int: ...
     def add_statistics(self, statistics: Statistics, after: int) -> None: ...
     def scores(self, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]: ...
-    def heavy(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int: ...
+    def rows_scoring_at_least(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int: ...
 
 
 class ScanRange(NamedTuple):
@@ -53,7 +51,7 @@ class ScanRange(NamedTuple):
     last: int
 
     def is_whole(self, rows: int) -> bool:
-        """Whether it is one of the fixed ones of so many rows, from edge to edge."""
+        """Whether it is one of the fixed ranges of `rows` entries, and not a part of one."""
         return self.last - self.first + 1 == rows and (self.first - 1) % rows == 0
 
 
@@ -65,7 +63,7 @@ def plan_pieces(
 ) -> list[PlanPiece]:
     """Pieces that cover the entries from `first` to `last`, each entry once, in the order of the search.
 
-    `rows` is the length of a whole stretch.
+    `rows` is the length of a whole scan range.
     """
     pieces: list[PlanPiece] = []
     at = first
@@ -75,7 +73,7 @@ def plan_pieces(
         if source.first > last:
             break
         if source.last > last:
-            break  # rows behind the snapshot: scanned rather than masked
+            break  # it has rows behind the snapshot: scanned rather than masked
         pieces += split_scan_ranges(at, source.first - 1, rows)
         pieces.append(source)
         at = source.last + 1
@@ -84,11 +82,11 @@ def plan_pieces(
 
 
 def order_by_best_value(sources: Sequence[IndexedRows], key: SortKey) -> list[IndexedRows]:
-    """Sources in the order of the best value each may bring: most rows then never get near the page."""
+    """Sources by their best sort value: the page fills early, and most other rows are excluded."""
 
     def best(source: IndexedRows) -> Any:
         bounds = source.bounds(key.name)
-        if bounds is None or (key.descending and source.missing(key.name)):
+        if bounds is None or (key.descending and source.rows_without(key.name)):
             return sort_rank_part(key, None)
         return sort_rank_part(key, to_sort_value(bounds[1] if key.descending else bounds[0]))
 
@@ -96,7 +94,7 @@ def order_by_best_value(sources: Sequence[IndexedRows], key: SortKey) -> list[In
 
 
 def group_adjacent(entries: Sequence[int]) -> list[list[int]]:
-    """Ascending entries in runs that are fetched in one go."""
+    """Ascending entries in groups that are read together."""
     runs: list[list[int]] = []
     for entry in entries:
         if runs and entry - runs[-1][-1] <= ENTRY_GAP_MAX:
@@ -107,7 +105,7 @@ def group_adjacent(entries: Sequence[int]) -> list[list[int]]:
 
 
 def split_scan_ranges(first: int, last: int, rows: int) -> list[ScanRange]:
-    """Entries that have to be decoded, cut at fixed places."""
+    """The entries from `first` to `last`, cut at fixed places."""
     found: list[ScanRange] = []
     while first <= last:
         end = min(last, (first - 1) // rows * rows + rows)
@@ -117,11 +115,11 @@ def split_scan_ranges(first: int, last: int, rows: int) -> list[ScanRange]:
 
 
 RANGES_CACHED_MAX = 4096
-TOKENS_PER_RANGE_MAX = 64  # counted in one stretch
+TOKENS_PER_RANGE_MAX = 64
 
 
 class RangeStatistics:
-    """Of one stretch: how far its primary timestamps reach, and counts of its texts."""
+    """Bounds of the primary timestamps and text statistics of one scan range."""
 
     __slots__ = ("_fields", "_tokens", "has_primary", "primary_max", "primary_min")
 
@@ -132,7 +130,7 @@ class RangeStatistics:
         self._fields: dict[str, tuple[int, int]] = {}
         self._tokens: dict[tuple[str, str], int] = {}
 
-    def answers(self, wanted: Mapping[str, set[str]], primary: str | None) -> bool:
+    def has_counts(self, wanted: Mapping[str, set[str]], primary: str | None) -> bool:
         if primary is not None and not self.has_primary:
             return False
         return all(
@@ -141,13 +139,13 @@ class RangeStatistics:
         )
 
     def rules_out(self, query: BoundQuery, primary: str | None) -> bool:
-        """Whether no row can match, by the times alone."""
+        """Whether no row can match, judged by the primary timestamps alone."""
         if primary is None or self.primary_max is None or self.primary_min is None:
             return False
         return is_outside_times(query, primary, (self.primary_min, self.primary_max))
 
     def learn(self, statistics: Statistics, primary_max: int | None, primary_min: int | None = None) -> None:
-        """Counts of the whole stretch, and of nothing else."""
+        """Store what a scan of the whole range counted."""
         self.has_primary = True
         self.primary_max = primary_max
         self.primary_min = primary_min
@@ -165,20 +163,20 @@ class RangeStatistics:
 
 
 class RangeStatisticsCache:
-    """By stream and stretch, the least recently used out first. Entries never change, registries do."""
+    """LRU cache by stream and range. Entries never change; a change of the registry invalidates."""
 
     def __init__(self) -> None:
-        self._facts: OrderedDict[tuple[int, int], tuple[RecordView, RangeStatistics]] = OrderedDict()
+        self._cached: OrderedDict[tuple[int, int], tuple[RecordView, RangeStatistics]] = OrderedDict()
 
-    def find(self, number: int, stretch: ScanRange, view: RecordView) -> RangeStatistics | None:
-        kept = self._facts.get((number, stretch.first))
-        if kept is None or not kept[0].same_values(view):
+    def find(self, number: int, scan_range: ScanRange, view: RecordView) -> RangeStatistics | None:
+        cached = self._cached.get((number, scan_range.first))
+        if cached is None or not cached[0].same_values(view):
             return None
-        self._facts.move_to_end((number, stretch.first))
-        return kept[1]
+        self._cached.move_to_end((number, scan_range.first))
+        return cached[1]
 
-    def put(self, number: int, stretch: ScanRange, view: RecordView, facts: RangeStatistics) -> None:
-        self._facts[number, stretch.first] = (view, facts)
-        self._facts.move_to_end((number, stretch.first))
-        while len(self._facts) > RANGES_CACHED_MAX:
-            self._facts.popitem(last=False)
+    def put(self, number: int, scan_range: ScanRange, view: RecordView, statistics: RangeStatistics) -> None:
+        self._cached[number, scan_range.first] = (view, statistics)
+        self._cached.move_to_end((number, scan_range.first))
+        while len(self._cached) > RANGES_CACHED_MAX:
+            self._cached.popitem(last=False)

@@ -1,11 +1,8 @@
-"""The order of hits: BM25 scores, sort keys and the best hits of a page.
+"""The order of hits: sort keys, BM25 scores and the best hits of a page.
 
-The order of hits: by score, by offset, by fields. Every order ends with the offset, so no two hits tie.
-
-BM25 over texts: statistics of all visible rows, and the weight of one row's matches.
-
-Every tier brings term frequencies, lengths and counts; only this file makes scores of them, in one order of
-additions, so that a score does not depend on where a row was found.
+Every order ends with the offset, so no two hits tie. Chunks, index files and scans provide term frequencies,
+lengths and counts; only this module computes scores from them, in one order of additions, so that a score
+does not depend on where a row was found.
 """
 
 from __future__ import annotations
@@ -53,15 +50,17 @@ SORT_BY_SCORE = SortKey("_score", "score", True)
 SORT_BY_OFFSET = SortKey("offset", "offset", True)
 
 
-def parse_sort(given: Sequence[str] | None, query: BoundQuery, config: SearchConfig) -> tuple[SortKey, ...]:
-    """The effective sort: what was asked for, or the default, and the offset at its end."""
-    if not given:
+def parse_sort(
+    requested: Sequence[str] | None, query: BoundQuery, config: SearchConfig
+) -> tuple[SortKey, ...]:
+    """The effective sort: the requested keys or the default, with the offset as last key."""
+    if not requested:
         primary = config.primary_timestamp_field
         if not has_text_clause(query):
             return (SORT_BY_OFFSET,)
         dates = () if primary is None else (SortKey(primary, "date", True),)
         return (SORT_BY_SCORE, *dates, SORT_BY_OFFSET)
-    keys = tuple(_key(text, config) for text in given)
+    keys = tuple(_key(text, config) for text in requested)
     return keys if any(key.kind == "offset" for key in keys) else (*keys, SORT_BY_OFFSET)
 
 
@@ -82,7 +81,7 @@ def _key(text: str, config: SearchConfig) -> SortKey:
 
 
 def has_text_clause(query: BoundQuery) -> bool:
-    """Whether some clause looks into texts, or names no field."""
+    """Whether some clause is on a text field, or names no field."""
     match query:
         case All(clauses) | AnyOf(clauses):
             return any(has_text_clause(clause) for clause in clauses)
@@ -94,7 +93,7 @@ def has_text_clause(query: BoundQuery) -> bool:
 
 @total_ordering
 class ReversedText:
-    """A word that sorts before smaller ones; a missing one comes first."""
+    """A string in descending order; a missing one comes first."""
 
     __slots__ = ("word",)
 
@@ -114,7 +113,7 @@ class ReversedText:
 
 
 def sort_rank_part(key: SortKey, value: SortValue) -> object:
-    """What compares in the place of one sort value: smaller comes first, missing is greater than any."""
+    """The sort value in a form that compares ascending; a missing value is greater than any."""
     if key.kind == "keyword":
         if key.descending:
             return ReversedText(cast("str | None", value))
@@ -124,7 +123,7 @@ def sort_rank_part(key: SortKey, value: SortValue) -> object:
 
 
 def sort_rank(keys: Sequence[SortKey], values: Sequence[SortValue]) -> SortRank:
-    """`values` hold the entry's number in the place of the offset."""
+    """The position of a hit in the order. In `values` the entry number stands for the offset."""
     return tuple(sort_rank_part(key, value) for key, value in zip(keys, values, strict=True))
 
 
@@ -132,11 +131,11 @@ def to_sort_value(value: Value | None) -> SortValue:
     return int(value) if isinstance(value, bool) else value
 
 
-def parse_search_after(given: object, keys: Sequence[SortKey]) -> tuple[SortValue, ...]:
-    """`search_after`: a position in the order, of the types that hits show."""
-    if not isinstance(given, list):
+def parse_search_after(value: object, keys: Sequence[SortKey]) -> tuple[SortValue, ...]:
+    """Parse `search_after`: the sort values of a hit."""
+    if not isinstance(value, list):
         raise invalid_request("search_after must be an array")
-    values = cast("list[object]", given)
+    values = cast("list[object]", value)
     if len(values) != len(keys):
         raise invalid_request(f"search_after must have {len(keys)} values, one for each sort key")
     return tuple(_parse_after_value(index, keys[index], value) for index, value in enumerate(values))
@@ -169,7 +168,7 @@ def _parse_after_value(index: int, key: SortKey, value: object) -> SortValue:
 
 
 class TopHits(Generic[T]):
-    """The first so many hits of an order, kept sorted; one more than a page tells whether others follow."""
+    """The first hits of an order, sorted. Holds one more than a page, to tell whether others follow."""
 
     def __init__(self, size: int, after: SortRank | None) -> None:
         self._room = size + 1
@@ -184,7 +183,7 @@ class TopHits(Generic[T]):
 
     @property
     def worst(self) -> SortRank | None:
-        """A hit must come before this one to be kept."""
+        """The rank that a hit must precede to be added; None while there is room."""
         return self._ranks[-1] if self.full else None
 
     def wants(self, rank: SortRank) -> bool:
@@ -193,7 +192,7 @@ class TopHits(Generic[T]):
         return not self.full or rank < self._ranks[-1]
 
     def add(self, rank: SortRank, hit: T) -> None:
-        """Keeps a hit that is wanted."""
+        """Insert a hit for which `wants` was true."""
         at = bisect_left(self._ranks, rank)
         self._ranks.insert(at, rank)
         self.hits.insert(at, hit)
@@ -210,14 +209,14 @@ ScoredClause = Equals | StartsWith | Words | Phrase
 
 
 class FieldStatistics:
-    """Of one text field: rows with a token, tokens in all, rows with each token that is asked for."""
+    """BM25 statistics of one text field: rows with a token, tokens in all, rows with each scored token."""
 
     __slots__ = ("documents", "tokens", "with_token")
 
-    def __init__(self, wanted: Sequence[str] = ()) -> None:
+    def __init__(self, tokens: Sequence[str] = ()) -> None:
         self.documents = 0
         self.tokens = 0
-        self.with_token: dict[str, int] = dict.fromkeys(wanted, 0)
+        self.with_token: dict[str, int] = dict.fromkeys(tokens, 0)
 
     def add(self, documents: int, tokens: int, with_token: Mapping[str, int]) -> None:
         self.documents += documents
@@ -230,18 +229,18 @@ Statistics = dict[str, FieldStatistics]
 
 
 class TermMatch(NamedTuple):
-    """A text clause in a row: how often each token (or the phrase) occurs, and how long the text is."""
+    """A text clause in a row: frequency of each token (or of the phrase), and length of the text."""
 
     clause: Words | Phrase
     frequencies: tuple[int, ...]
     length: int
 
 
-ClauseMatches = tuple[float | TermMatch, ...]  # of these the best counts
+ClauseMatches = tuple[float | TermMatch, ...]  # alternatives: the best one counts
 
 
 def scored_tokens(query: BoundQuery) -> dict[str, set[str]]:
-    """The tokens by field that weigh something in this query."""
+    """The tokens by field that contribute to the score."""
     found: dict[str, set[str]] = {}
     for clause in _scored(query):
         found.setdefault(clause.field, set()).update(clause.tokens)
@@ -267,7 +266,7 @@ def field_boosts(config: SearchConfig) -> dict[str, float]:
 
 
 class Scorer:
-    """Weighs matches by the statistics of a snapshot."""
+    """Scores matches by the statistics of a snapshot."""
 
     def __init__(self, config: SearchConfig, statistics: Statistics) -> None:
         self._boosts = field_boosts(config)
@@ -282,8 +281,8 @@ class Scorer:
     def boost(self, field: str) -> float:
         return self._boosts.get(field, 1.0)
 
-    def weigh(self, clause: Words | Phrase, frequencies: Sequence[int], length: int) -> float:
-        """The score of one text clause that matches."""
+    def score_clause(self, clause: Words | Phrase, frequencies: Sequence[int], length: int) -> float:
+        """The score of one matching text clause."""
         field = clause.field
         norm = BM25_K1 * (1 - BM25_B + BM25_B * length / self._average[field])
         if isinstance(clause, Phrase):
@@ -297,7 +296,7 @@ class Scorer:
     def score(self, groups: Sequence[ClauseMatches]) -> float:
         total = 0.0
         for group in groups:
-            total += max(self.weigh(*one) if isinstance(one, TermMatch) else one for one in group)
+            total += max(self.score_clause(*one) if isinstance(one, TermMatch) else one for one in group)
         return total
 
 

@@ -1,20 +1,12 @@
-"""Records as queries see them: decoded members, promotion to the current version, field values and text
-tokens.
+"""Records as queries see them: promoted to the current schema version, with field values and text tokens.
 
-`unicode_word_v1`: a text into tokens. Lower case, runs of letters and numbers, nothing else.
+Server, tail index, scans and index jobs share these functions, so that they cannot disagree. A field has a
+list of 0..n values: the leaves at its pointer, arrays flattened, each converted by the field's kind; leaves
+that do not convert are omitted. Texts are tokenised by `unicode_word_v1`: lower case, runs of letters and
+digits.
 
-The one value function: what a field's values are in a record.
-
-Server, tail index, scans and index jobs all call this, so that they cannot disagree. A field has a list of
-0..n values: the leaves at its pointer, arrays flattened, each converted by the field's kind; leaves that do
-not convert are left out.
-
-The members of a record that some pointers lead to, decoded alone: the rest of the payload is passed over.
-
-A payload becomes a struct with an attribute for each top-level member that is wanted, and where a pointer
-leads deeper, a struct in its place. A member that is missing counts as null does: neither has values.
-
-A stream's records as queries see them: promoted to one version of its registry, and their field values.
+For speed, only the members that the fields point to are decoded, into a struct with an attribute for each
+top-level member and nested structs for deeper pointers. A missing member is the same as null: no values.
 """
 
 from __future__ import annotations
@@ -47,7 +39,7 @@ _find_words = re.compile(r"[^\W_]+").findall
 
 
 def tokenize_text(text: str) -> list[str]:
-    """The tokens of one value, in order."""
+    """The tokens of one text in order (`unicode_word_v1`)."""
     tokens: list[str] = _find_words(text.lower())
     if len(text) * 4 > TOKEN_BYTES_MAX:
         return [truncate_token(token) for token in tokens]
@@ -55,7 +47,7 @@ def tokenize_text(text: str) -> list[str]:
 
 
 def truncate_token(token: str) -> str:
-    """As much of a token as is kept: whole characters in the first 1024 bytes."""
+    """The indexed part of a token: whole characters in the first 1024 bytes."""
     if len(token) * 4 <= TOKEN_BYTES_MAX:
         return token
     encoded = token.encode()
@@ -70,10 +62,10 @@ INT64_MAX: Final = 2**63 - 1
 _SURROGATES: Final = re.compile("[\ud800-\udfff]")
 _INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _DECIMAL: Final = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-# UTC, whole seconds or milliseconds: as nearly every program writes it.
+# The common form: UTC, whole seconds or milliseconds.
 _SECOND: Final = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
 _COMMON_TIMESTAMP: Final = re.compile(rf"{_SECOND}(?:\.[0-9]{{3}})?Z")
-# Many of them with milliseconds, a line feed between two.
+# Several in the common form with milliseconds, separated by line feeds.
 _COMMON_TIMESTAMP_LINES: Final = re.compile(rf"{_SECOND}\.[0-9]{{3}}Z(?:\n{_SECOND}\.[0-9]{{3}}Z)*+")
 _TIMESTAMP: Final = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})"
@@ -87,7 +79,7 @@ _BOOLS: Final = {"true": True, "false": False}
 
 
 def field_values(record: object, field: Field, version: int) -> list[Value]:
-    """The values of a field in a record, promoted to `version`. A record that is no object has none."""
+    """The values of a field in a record at schema version `version`. Only objects have values."""
     pointer = field.pointer_at(version)
     if pointer is None:
         return []
@@ -97,7 +89,7 @@ def field_values(record: object, field: Field, version: int) -> list[Value]:
 
 
 def extract_values(record: object, tokens: tuple[str, ...], convert: Convert) -> list[Value]:
-    """The same where the pointer of a field was parsed and its converter chosen: for many records."""
+    """As `field_values`, with the pointer parsed and the converter chosen once for many records."""
     if not isinstance(record, dict):
         return []
     found = resolve_pointer(cast("object", record), tokens)
@@ -109,7 +101,7 @@ def extract_values(record: object, tokens: tuple[str, ...], convert: Convert) ->
 
 
 def flatten_leaves(value: object) -> list[object]:
-    """Arrays flattened to whatever depth; a pointer that finds nothing has no leaves."""
+    """The leaves of nested arrays; none if the pointer found nothing."""
     if value is ABSENT:
         return []
     if not isinstance(value, list):
@@ -126,7 +118,7 @@ def flatten_leaves(value: object) -> list[object]:
 
 
 def converter_for(field: Field) -> Convert:
-    """A leaf into the field's canonical value, or None if it has none. Text stays as it is: see `analyze`."""
+    """The function from a leaf to the field's canonical value, or None. Texts are not tokenised here."""
     if field.kind == "keyword" and field.normalizer == "lowercase_v1":
         return to_lowercase
     return _CONVERTERS[field.kind]
@@ -135,7 +127,7 @@ def converter_for(field: Field) -> Convert:
 def to_string(leaf: object) -> str | None:
     if not isinstance(leaf, str):
         return None
-    # Half a surrogate pair cannot be stored anywhere; it counts as the replacement character.
+    # A lone surrogate cannot be encoded; it becomes the replacement character.
     return leaf if leaf.isascii() else _SURROGATES.sub("�", leaf)
 
 
@@ -145,7 +137,7 @@ def to_lowercase(leaf: object) -> str | None:
 
 
 def to_integer(leaf: object) -> int | None:
-    """Signed 64 bits. A float counts if it is whole; at the very edge it may have been rounded: no value."""
+    """A signed 64-bit integer. Whole floats count, except at the limits, where they may have been rounded."""
     if isinstance(leaf, bool):
         return None
     if isinstance(leaf, int):
@@ -158,7 +150,7 @@ def to_integer(leaf: object) -> int | None:
 
 
 def to_float(leaf: object) -> float | None:
-    """A finite double; zero has no sign."""
+    """A finite double; negative zero becomes zero."""
     if isinstance(leaf, bool):
         return None
     if isinstance(leaf, int | float):
@@ -174,7 +166,7 @@ def to_float(leaf: object) -> float | None:
 
 
 def to_date(leaf: object) -> int | None:
-    """Unix milliseconds, cut off towards zero; instants and days of the calendar; integers as text."""
+    """Unix milliseconds, truncated towards zero: timestamps, calendar days, or integers as text."""
     if isinstance(leaf, str):
         instant_ms = _instant_ms(leaf)
         return _integer_in(leaf) if instant_ms is None else instant_ms
@@ -188,7 +180,7 @@ def to_date(leaf: object) -> int | None:
 
 
 def parse_dates(distinct: Collection[object]) -> dict[object, Value | None]:
-    """`to_date` of many leaves. Times as nearly every program writes them share their minutes."""
+    """`to_date` of many leaves. Timestamps in the common form are parsed once for each minute."""
     texts = [leaf for leaf in distinct if type(leaf) is str]
     found: dict[object, Value | None] = {}
     if texts and _COMMON_TIMESTAMP_LINES.fullmatch("\n".join(texts)):
@@ -202,9 +194,9 @@ def parse_dates(distinct: Collection[object]) -> dict[object, Value | None]:
 
 
 def timestamp_bounds(found: Sequence[object]) -> tuple[int, int] | None:
-    """The bounds of times that are written as nearly every program does: such texts sort as their times do.
+    """The smallest and largest of timestamps in the common form, whose texts sort as their times do.
 
-    None if that is not so of all of them.
+    None if one of them has another form.
     """
     if set(map(type, found)) != {str}:
         return None
@@ -237,7 +229,7 @@ def _instant_ms(text: str) -> int | None:
         try:
             since = datetime.fromisoformat(text) - _EPOCH
         except ValueError:
-            pass  # no such day, or the year 0
+            pass  # invalid day, or the year 0
         else:
             return (since.days * 86_400 + since.seconds) * 1000 + since.microseconds // 1000
     match = _TIMESTAMP.fullmatch(text)
@@ -256,7 +248,7 @@ def _instant_ms(text: str) -> int | None:
 
 @lru_cache(1024)
 def _day_ms(text: str) -> int | None:
-    """Midnight of a day; records of one time share their days."""
+    """Midnight of a day, cached: adjacent records share their day."""
     year = int(text[:4])
     try:
         # Python's calendar begins with year 1; it repeats every 400 years.
@@ -277,7 +269,7 @@ _CONVERTERS: Final[dict[str, Convert]] = {
 
 
 def excludes_bounds(comparison: str, bound: Any, bounds: tuple[Any, Any]) -> bool:
-    """Whether nothing from the least to the most of some values, all of one kind, stands so to a bound."""
+    """Whether the comparison with `bound` holds for no value within `bounds`."""
     least, most = bounds
     match comparison:
         case ">":
@@ -293,16 +285,16 @@ def excludes_bounds(comparison: str, bound: Any, bounds: tuple[Any, Any]) -> boo
 
 
 PointerTokens = tuple[str, ...]
-Getter = Callable[[Any], object]  # from the members of a record to what a pointer finds
+Getter = Callable[[Any], object]  # from the members of a record to the raw value at a pointer
 
-# What a member may be where an object is expected. An array may be gone into by its places.
+# Types of a member where an object is expected. A pointer may index into an array.
 _NON_OBJECT = str | int | float | bool | list[Any] | None
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class MemberReader:
-    """The wanted members of records, by pointers with one token at least."""
+    """Decodes the members of records that pointers refer to; each pointer has at least one token."""
 
     __slots__ = ("_names", "_shape", "decode", "none")
 
@@ -313,8 +305,8 @@ class MemberReader:
         self._names = tuple(wanted.inner)
         self._shape = wanted.shape()
         decoder = msgspec.json.Decoder(cast("type[object]", self._shape))
-        self.decode: Callable[[bytes | memoryview], Any] = decoder.decode  # raises one of `UNDECODED`
-        self.none: Any = self._shape()  # of a record that is no object
+        self.decode: Callable[[bytes | memoryview], Any] = decoder.decode  # raises `DECODE_ERRORS`
+        self.none: Any = self._shape()  # for a record that is not an object
 
     def of_record(self, record: object) -> Any:
         """The members of a decoded record."""
@@ -323,25 +315,25 @@ class MemberReader:
         return self._shape(*map(cast("dict[str, object]", record).get, self._names))
 
     def getter(self, tokens: PointerTokens) -> Getter:
-        """What lies at one of the pointers, `ABSENT` or None where nothing does."""
+        """The function to the raw value at one of the pointers; `ABSENT` or None if there is none."""
         return (
             attrgetter(f"m{self._names.index(tokens[0])}") if len(tokens) == 1 else _Path(self._shape, tokens)
         )
 
 
 def raw_column(members: Sequence[Any], get: Getter) -> list[object]:
-    """What a getter finds in each record; None where nothing is."""
+    """The raw value of each record; None if there is none."""
     if isinstance(get, _Path):
         try:
             return list(map(get.straight, members))
         except AttributeError:
-            pass  # something else than an object is on the way
+            pass  # some record has no object on the path
     found = list(map(get, members))
     return [None if item is ABSENT else item for item in found] if ABSENT in found else found
 
 
 class _Path:
-    """The way to a member that lies deeper."""
+    """The path to a nested member."""
 
     __slots__ = ("_tokens", "straight")
 
@@ -350,10 +342,10 @@ class _Path:
         attributes: list[str] = []
         for token in tokens:
             if shape is None:
-                break  # behind a member that is wanted whole
+                break  # inside a member that is decoded whole
             attribute, shape = shape.inner[token]
             attributes.append(attribute)
-        # Leads to the end where there are objects all the way. A way that is cut short leads nowhere.
+        # Works if there are objects all along the path; else raises AttributeError.
         whole = len(attributes) == len(tokens)
         self.straight = attrgetter(".".join(attributes) if whole else "no_straight_way")
 
@@ -367,7 +359,7 @@ class _Path:
 
 
 class _Node:
-    """One object of the wanted shape."""
+    """One object of the shape to decode."""
 
     def __init__(self) -> None:
         self.inner: dict[str, _Node] = {}
@@ -384,7 +376,7 @@ class _Node:
         inner: dict[str, tuple[str, Any]] = {}
         for index, (name, node) in enumerate(self.inner.items()):
             shape: Any = None if node.whole or not node.inner else node.shape()
-            # An object that is missing is as good as an empty one, and leads on.
+            # A missing object is the same as an empty one.
             fields.append(
                 (f"m{index}", Any, None) if shape is None else (f"m{index}", shape | _NON_OBJECT, shape())
             )
@@ -396,16 +388,19 @@ class _Node:
 
 
 class _Shape(msgspec.Struct, frozen=True):
-    """What all shapes are. In `inner` each has its attributes, and the shapes there, by names of members."""
+    """Base of all shapes. `inner` maps member names to attributes and nested shapes."""
 
 
 NO_VALUES: tuple[Value, ...] = ()
 
-Row = list[Sequence[Value]]  # the values of one record, by the order of the fields
+Row = list[Sequence[Value]]  # the values of one record in the order of the fields
 
 
 class RecordView:
-    """One registry with search configured. Entries count from 1, the registry's sequence numbers from 0."""
+    """The records of a stream under a registry with search configured.
+
+    Entries count from 1, the registry's sequence numbers from 0.
+    """
 
     def __init__(self, registry: Registry) -> None:
         assert registry.search is not None
@@ -414,21 +409,19 @@ class RecordView:
         self.version = registry.version
         self._promoter = Promoter(registry)
         self.primary = self.config.primary_timestamp_field
-        self.indexed: RecordView = (
-            self  # what indexes are made of; one query may ask for more fields than that
-        )
+        self.indexed: RecordView = self  # the fields with an index; a query may add others
 
     def is_current(self, entry: int) -> bool:
         """Whether the stored payload is what readers see."""
         return self.registry.version_at(entry - 1) in (0, self.version)
 
     def first_current(self) -> int:
-        """From this entry on nothing needs promotion."""
+        """The first entry from which no record needs promotion."""
         boundaries = self.registry.boundaries
         return boundaries[-1].offset + 1 if len(boundaries) > 1 else 0
 
     def record(self, entry: int, payload: bytes | memoryview) -> object:
-        """The promoted record; None if it cannot be had, which is to say: no values."""
+        """The promoted record; None, which has no values, if it cannot be decoded or promoted."""
         try:
             record = decode_payload(payload)
             version = self.registry.version_at(entry - 1)
@@ -448,7 +441,7 @@ class RecordView:
 
 
 class FieldExtractor:
-    """The values of some fields, taken from payloads without decoding what nobody asks for."""
+    """The values of some fields, without decoding the rest of a payload."""
 
     def __init__(self, view: RecordView, names: Sequence[str]) -> None:
         self._decoder = RecordDecoder(view, names)
@@ -465,7 +458,7 @@ class FieldExtractor:
 
 
 class RecordDecoder:
-    """The parts of stored payloads that some fields are made of, at the version of a view."""
+    """Decodes the members of stored payloads that some fields need, at the version of a view."""
 
     def __init__(self, view: RecordView, names: Sequence[str]) -> None:
         self._view = view
@@ -473,7 +466,7 @@ class RecordDecoder:
         pointers: dict[str, PointerTokens] = {}
         for name in names:
             pointer = view.config.fields[name].pointer_at(view.version)
-            # No binding yet, or the whole record, which is an object and so no value: nothing is there.
+            # No binding yet, or the whole record, which is an object and so has no value.
             tokens = parse_pointer(pointer) if pointer else None
             if tokens:
                 pointers[name] = tokens
@@ -491,7 +484,7 @@ class RecordDecoder:
         return self._members.of_record(self._view.record(entry, payload))
 
     def all_members(self, entries: Sequence[int], payloads: Sequence[bytes | memoryview]) -> list[Any]:
-        """As `members`, of many. Entries ascend."""
+        """As `members`, of many ascending entries."""
         if entries and entries[0] >= self._first_current:
             decode = self._members.decode
             try:

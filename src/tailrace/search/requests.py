@@ -1,9 +1,4 @@
-"""Search and aggregate requests: parsing, limits and binding to the stream's search configuration.
-
-A search as it was asked for, checked against the stream's search configuration.
-
-An aggregate as it was asked for, checked against the rollups of the stream.
-"""
+"""Search and aggregate requests: parsing, limits, and binding to the stream's search configuration."""
 
 from __future__ import annotations
 
@@ -26,12 +21,12 @@ _SEARCH_KEYS: Final = frozenset({"q", "size", "sort", "search_after", "timeout_m
 
 
 class SearchParameters(NamedTuple):
-    """The shape of a request, before any field is looked up."""
+    """A parsed search, before its fields are resolved."""
 
     q: str
     size: int
     sort: list[str] | None
-    search_after: object  # None if not given
+    search_after: object  # None if absent
     timeout_ms: int | None
 
 
@@ -48,24 +43,28 @@ class SearchRequest(NamedTuple):
 
 
 def parse_search_body(body: object) -> SearchParameters:
-    """The shape of a search in JSON."""
-    given = expect_object(body, "search")
-    if "track_total_hits" in given:
+    """Parse the JSON body of a search."""
+    members = expect_object(body, "search")
+    if "track_total_hits" in members:
         raise invalid_request("track_total_hits is no longer supported")
-    expect_object(given, "search", _SEARCH_KEYS)
-    if given.get("q") is None:
+    expect_object(members, "search", _SEARCH_KEYS)
+    if members.get("q") is None:
         raise invalid_request("missing q")
-    if not isinstance(given["q"], str):
+    if not isinstance(members["q"], str):
         raise invalid_request("q must be a string")
     sort: list[str] | None = None
-    if given.get("sort") is not None:
-        items = expect_array(given["sort"], "sort", SORTS_MAX)
+    if members.get("sort") is not None:
+        items = expect_array(members["sort"], "sort", SORTS_MAX)
         sort = [expect_string(item, f"sort[{index}]") for index, item in enumerate(items)]
-    after = given.get("search_after")
+    after = members.get("search_after")
     if after is not None:
         expect_array(after, "search_after", SORTS_MAX + 1)
     return SearchParameters(
-        given["q"], _size(given.get("size", SIZE_DEFAULT)), sort, after, _timeout_ms(given.get("timeout_ms"))
+        members["q"],
+        _size(members.get("size", SIZE_DEFAULT)),
+        sort,
+        after,
+        _timeout_ms(members.get("timeout_ms")),
     )
 
 
@@ -85,17 +84,21 @@ def _timeout_ms(value: object) -> int | None:
     return int(value)
 
 
-def bind_search(asked: SearchParameters, config: SearchConfig | None, timeout_ms_max: int) -> SearchRequest:
-    """The request in the terms of the stream."""
-    query = bind_query(asked.q, config, SEARCH_DIALECT)
+def bind_search(
+    parameters: SearchParameters, config: SearchConfig | None, timeout_ms_max: int
+) -> SearchRequest:
+    """Resolve the fields of a request in the stream's search configuration."""
+    query = bind_query(parameters.q, config, SEARCH_DIALECT)
     config = cast("SearchConfig", config)
-    sort = parse_sort(asked.sort, query, config)
-    after = None if asked.search_after is None else parse_search_after(asked.search_after, sort)
-    timeout_ms = timeout_ms_max if asked.timeout_ms is None else min(asked.timeout_ms, timeout_ms_max)
-    return SearchRequest(query, asked.size, sort, after, timeout_ms)
+    sort = parse_sort(parameters.sort, query, config)
+    after = None if parameters.search_after is None else parse_search_after(parameters.search_after, sort)
+    timeout_ms = (
+        timeout_ms_max if parameters.timeout_ms is None else min(parameters.timeout_ms, timeout_ms_max)
+    )
+    return SearchRequest(query, parameters.size, sort, after, timeout_ms)
 
 
-NAMES_MAX: Final = 64  # in one list; no rollup has so many
+NAMES_MAX: Final = 64  # in one list; more than any rollup has
 
 _AGGREGATE_KEYS: Final = frozenset({"rollup", "from", "to", "interval", "q", "group_by", "measures"})
 _NS_PER_MS: Final = 1_000_000
@@ -103,7 +106,7 @@ _NANOSECONDS: Final = re.compile(r"-?[0-9]{1,19}")
 
 
 class AggregateParameters(NamedTuple):
-    """The shape of a request, before anything is looked up. Times are in nanoseconds."""
+    """A parsed aggregate, before its rollup is resolved."""
 
     rollup: str
     from_ns: int
@@ -115,7 +118,7 @@ class AggregateParameters(NamedTuple):
 
 
 class AggregateRequest(NamedTuple):
-    """Records count whose timestamp is at least `from_ms` and less than `to_ms`."""
+    """An aggregate over records whose timestamp is at least `from_ms` and less than `to_ms`."""
 
     rollup_name: str
     rollup: Rollup
@@ -132,24 +135,24 @@ class AggregateRequest(NamedTuple):
 
 
 def parse_aggregate(body: object) -> AggregateParameters:
-    """The shape of an aggregate in JSON."""
-    given = expect_object(body, "aggregate", _AGGREGATE_KEYS)
+    """Parse the JSON body of an aggregate."""
+    members = expect_object(body, "aggregate", _AGGREGATE_KEYS)
     for key in ("rollup", "from", "to", "interval"):
-        if given.get(key) is None:
+        if members.get(key) is None:
             raise invalid_request(f"missing {key}")
-    q, measures = given.get("q"), given.get("measures")
-    asked = AggregateParameters(
-        expect_string(given["rollup"], "rollup"),
-        _parse_time_ns(given["from"], "from"),
-        _parse_time_ns(given["to"], "to"),
-        expect_string(given["interval"], "interval"),
+    q, measures = members.get("q"), members.get("measures")
+    parameters = AggregateParameters(
+        expect_string(members["rollup"], "rollup"),
+        _parse_time_ns(members["from"], "from"),
+        _parse_time_ns(members["to"], "to"),
+        expect_string(members["interval"], "interval"),
         None if q is None else expect_string(q, "q"),
-        [] if given.get("group_by") is None else _names(given["group_by"], "group_by"),
+        [] if members.get("group_by") is None else _names(members["group_by"], "group_by"),
         None if measures is None else _names(measures, "measures"),
     )
-    if asked.to_ns <= asked.from_ns:
+    if parameters.to_ns <= parameters.from_ns:
         raise invalid_request("to must be greater than from")
-    return asked
+    return parameters
 
 
 def _names(value: object, path: str) -> list[str]:
@@ -165,7 +168,7 @@ def _parse_time_ns(value: object, key: str) -> int:
     if isinstance(value, str):
         found = int(value) if _NANOSECONDS.fullmatch(value) else parse_rfc3339_ns(value)
         if found is not None and abs(found) >= INT64_MAX and not _NANOSECONDS.fullmatch(value):
-            found = None  # an instant that 64 bits of nanoseconds do not reach
+            found = None  # beyond 64 bits of nanoseconds
     elif isinstance(value, int) and not isinstance(value, bool):
         found = value * _NS_PER_MS
     elif isinstance(value, float) and math.isfinite(value * _NS_PER_MS):
@@ -175,30 +178,30 @@ def _parse_time_ns(value: object, key: str) -> int:
     return found
 
 
-def bind_aggregate(asked: AggregateParameters, config: SearchConfig | None) -> AggregateRequest:
-    """The request in the terms of the stream."""
+def bind_aggregate(parameters: AggregateParameters, config: SearchConfig | None) -> AggregateRequest:
+    """Resolve the fields of a request in the stream's search configuration."""
     if config is None:
         raise invalid_request("search is not configured for this stream")
-    rollup = config.rollups.get(asked.rollup)
+    rollup = config.rollups.get(parameters.rollup)
     if rollup is None:
-        raise invalid_request(f"unknown rollup {shorten(asked.rollup)}")
-    if asked.interval not in rollup.intervals:
+        raise invalid_request(f"unknown rollup {shorten(parameters.rollup)}")
+    if parameters.interval not in rollup.intervals:
         raise invalid_request(
-            f"interval {shorten(asked.interval)} is not configured for rollup {asked.rollup}"
+            f"interval {shorten(parameters.interval)} is not configured for rollup {parameters.rollup}"
         )
-    measures = _measures(asked, rollup)
+    measures = _measures(parameters, rollup)
     return AggregateRequest(
-        asked.rollup,
+        parameters.rollup,
         rollup,
         cast("str", rollup.timestamp_field or config.primary_timestamp_field),
-        # Timestamps are whole milliseconds: the first one at or behind a bound decides.
-        -(-asked.from_ns // _NS_PER_MS),
-        -(-asked.to_ns // _NS_PER_MS),
-        asked.interval,
-        cast("int", parse_interval_ms(asked.interval)),
-        None if asked.q is None else bind_query(asked.q, config, SEARCH_DIALECT),
+        # Timestamps are whole milliseconds: bounds are rounded up.
+        -(-parameters.from_ns // _NS_PER_MS),
+        -(-parameters.to_ns // _NS_PER_MS),
+        parameters.interval,
+        cast("int", parse_interval_ms(parameters.interval)),
+        None if parameters.q is None else bind_query(parameters.q, config, SEARCH_DIALECT),
         None if rollup.include is None else bind_query(rollup.include, config, SEARCH_DIALECT),
-        _group_by(asked, rollup, config),
+        _group_by(parameters, rollup, config),
         measures,
         {
             name: bind_query(measure.include, config, SEARCH_DIALECT)
@@ -208,25 +211,25 @@ def bind_aggregate(asked: AggregateParameters, config: SearchConfig | None) -> A
     )
 
 
-def _group_by(asked: AggregateParameters, rollup: Rollup, config: SearchConfig) -> tuple[str, ...]:
+def _group_by(parameters: AggregateParameters, rollup: Rollup, config: SearchConfig) -> tuple[str, ...]:
     found: dict[str, None] = {}
-    for index, name in enumerate(asked.group_by):
+    for index, name in enumerate(parameters.group_by):
         field = config.resolve(name)
         if field is None or field not in rollup.dimensions:
             raise invalid_request(
-                f"group_by field {shorten(name)} is not configured on rollup {asked.rollup}"
+                f"group_by field {shorten(name)} is not configured on rollup {parameters.rollup}"
             )
         if field in found:
-            raise invalid_request(f"group_by[{index}] is named twice")
+            raise invalid_request(f"group_by[{index}] is duplicated")
         found[field] = None
     return tuple(found)
 
 
-def _measures(asked: AggregateParameters, rollup: Rollup) -> dict[str, Measure]:
-    names = list(rollup.measures) if asked.measures is None else asked.measures
+def _measures(parameters: AggregateParameters, rollup: Rollup) -> dict[str, Measure]:
+    names = list(rollup.measures) if parameters.measures is None else parameters.measures
     for index, name in enumerate(names):
         if name not in rollup.measures:
-            raise invalid_request(f"unknown measure {shorten(name)} on rollup {asked.rollup}")
+            raise invalid_request(f"unknown measure {shorten(name)} on rollup {parameters.rollup}")
         if name in names[:index]:
-            raise invalid_request(f"measures[{index}] is named twice")
+            raise invalid_request(f"measures[{index}] is duplicated")
     return {name: rollup.measures[name] for name in sorted(names)}

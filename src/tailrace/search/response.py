@@ -1,4 +1,4 @@
-"""The answer to a search: hits with their records, totals, coverage, and the headers that mirror it."""
+"""The response of a search: hits with their records, totals, coverage, and headers with the same counters."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from tailrace.search.records import RecordView
 from tailrace.search.requests import SearchRequest
 from tailrace.search.run import SearchResult
 
-TIMESTAMP_MS_MAX = 253_402_300_799_999  # the end of the year 9999; nothing later is shown as an instant
+TIMESTAMP_MS_MAX = 253_402_300_799_999  # the end of the year 9999, the last that RFC 3339 can express
 
 
 async def build_search_body(
-    outcome: SearchResult,
+    result: SearchResult,
     request: SearchRequest,
     stream: Stream,
     view: RecordView,
     reader: PointReader,
     took_ms: int,
 ) -> dict[str, object]:
-    """The whole body. Records are read for the hits of the page only."""
-    page = outcome.hits[: request.size]
+    """The response body. Reads the records of the hits on the page."""
+    page = result.hits[: request.size]
     payloads = await reader.payloads(stream, [hit.entry for hit in page])
     hits = [_hit(hit, payloads[hit.entry], request, stream, view) for hit in page]
-    more = len(outcome.hits) > len(page) or not outcome.complete
+    more = len(result.hits) > len(page) or not result.complete
     return {
         "stream": stream.name,
-        "snapshot_end_offset": stream.offset(outcome.last),
+        "snapshot_end_offset": stream.offset(result.last),
         "took_ms": took_ms,
-        "timed_out": outcome.timed_out,
+        "timed_out": result.timed_out,
         "timeout_ms": request.timeout_ms,
-        "coverage": build_coverage(outcome, stream),
-        "total": {"value": outcome.matches, "relation": "eq" if outcome.exact else "gte"},
+        "coverage": build_coverage(result, stream),
+        "total": {"value": result.matches, "relation": "eq" if result.exact else "gte"},
         "hits": hits,
         "next_search_after": _hit_sort_values(page[-1], request, stream) if page and more else None,
     }
 
 
-def build_coverage(outcome: SearchResult, stream: Stream) -> dict[str, object]:
-    left = outcome.omitted
-    oldest_ns = outcome.oldest_omitted_ns
+def build_coverage(result: SearchResult, stream: Stream) -> dict[str, object]:
+    left = result.omitted
+    oldest_ns = result.oldest_omitted_ns
     return {
-        "mode": "complete" if outcome.timed_out or not left.rows else "published",
-        "complete": outcome.complete,
-        "stream_head_offset": stream.offset(outcome.last),
-        "visible_through_offset": stream.offset(outcome.through),
-        "visible_through_primary_timestamp_max": _format_ms(outcome.primary_max),
+        "mode": "complete" if result.timed_out or not left.rows else "published",
+        "complete": result.complete,
+        "stream_head_offset": stream.offset(result.last),
+        "visible_through_offset": stream.offset(result.through),
+        "visible_through_primary_timestamp_max": _format_ms(result.primary_max),
         "oldest_omitted_append_at": None if oldest_ns is None else format_rfc3339(oldest_ns),
         "possible_missing_uploaded_segments": left.segments,
         "possible_missing_sealed_rows": left.sealed_rows,
         "possible_missing_wal_rows": left.wal_rows,
         "possible_missing_events_upper_bound": left.rows,
-        **outcome.counters.shown(),
+        **result.counters.to_json(),
     }
 
 
@@ -110,7 +110,7 @@ def _hit(
 
 
 def _hit_sort_values(hit: Hit, request: SearchRequest, stream: Stream) -> list[object]:
-    """The sort values of a hit, as `search_after` takes them."""
+    """The sort values of a hit, as `search_after` expects them."""
     return [
         stream.offset(hit.entry) if key.kind == "offset" else value
         for key, value in zip(request.sort, hit.values, strict=True)
@@ -118,7 +118,7 @@ def _hit_sort_values(hit: Hit, request: SearchRequest, stream: Stream) -> list[o
 
 
 def hit_fields(record: object, view: RecordView) -> dict[str, object]:
-    """What lies at each field's pointer, as it is."""
+    """The raw value at each field's pointer."""
     fields: dict[str, object] = {}
     if not isinstance(record, dict):
         return fields
@@ -131,7 +131,7 @@ def hit_fields(record: object, view: RecordView) -> dict[str, object]:
 
 
 def to_json_value(value: object) -> orjson.Fragment:
-    """Any value that a record can have: numbers of any size, nesting of any depth."""
+    """Encode any value of a record, with numbers and nesting beyond what orjson accepts."""
     try:
         return orjson.Fragment(orjson.dumps(value))
     except orjson.JSONEncodeError:

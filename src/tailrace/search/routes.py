@@ -1,11 +1,4 @@
-"""HTTP routes of search: `_search` and `_aggregate`, with the limit of concurrent searches.
-
-How many searches run at once, and how many may wait for their turn.
-
-GET and POST `_search`.
-
-POST `_aggregate`.
-"""
+"""HTTP routes of search: GET and POST `_search`, POST `_aggregate`, and the limit of concurrent searches."""
 
 from __future__ import annotations
 
@@ -24,6 +17,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.reader import PointReader
@@ -55,7 +49,7 @@ from tailrace.storage.segments.model import SegmentInfo
 
 
 class ConcurrencyLimiter:
-    """First come, first served. Beyond the queue a search is refused."""
+    """Limits running searches. Others wait in a FIFO queue; when that is full they are rejected."""
 
     def __init__(self, running_max: int, waiting_max: int) -> None:
         self.running_max = running_max
@@ -65,34 +59,34 @@ class ConcurrencyLimiter:
 
     @property
     def waiting(self) -> int:
-        return sum(1 for turn in self._waiting if not turn.done())
+        return sum(1 for waiter in self._waiting if not waiter.done())
 
-    async def enter(self, seconds_max: float) -> bool:
-        """Whether it is our turn; False if it did not come in time. Who enters has to leave."""
+    async def acquire(self, seconds_max: float) -> bool:
+        """Wait for a free place; False after `seconds_max`. After True the caller must release it."""
         if self.running < self.running_max:
             self.running += 1
             return True
         if self.waiting >= self._waiting_max:
             raise TailraceError("overloaded", "too many searches are waiting; try again later")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
         try:
             async with asyncio.timeout(seconds_max):
-                await turn
+                await waiter
         except TimeoutError:
-            return not turn.cancelled()  # else it was given in the same moment
+            return not waiter.cancelled()  # the place may have been handed over at the same moment
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.leave()
+            if waiter.done() and not waiter.cancelled():
+                self.release()
             raise
         return True
 
-    def leave(self) -> None:
-        """Hands the place to the next in the queue."""
+    def release(self) -> None:
+        """Give up a place: the next in the queue gets it."""
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
                 return
         self.running -= 1
 
@@ -100,19 +94,19 @@ class ConcurrencyLimiter:
 logger = logging.getLogger("tailrace.api")
 
 SEARCH_METHODS = "GET, HEAD, POST, OPTIONS"
-EARLY_SEAL_INTERVAL_S = 60.0  # between two times that a stream is sealed for want of memory
+EARLY_SEAL_INTERVAL_S = 60.0  # minimum time between two early seals of a stream
 INDEXING_THREADS = 2
 
 
 @lru_cache(128)
 def searchable_view(document: bytes) -> RecordView | None:
-    """The searchable side of a registry; None if search is not configured."""
+    """The view of a registry's records; None if search is not configured."""
     registry = read_registry(document)
     return None if registry.search is None else RecordView(registry)
 
 
 class SearchTotals:
-    """What searches did since the start, in plain numbers."""
+    """Totals of all searches since the start."""
 
     __slots__ = ("incomplete", "searches", "seconds", "timeouts")
 
@@ -120,7 +114,7 @@ class SearchTotals:
         self.searches = 0
         self.seconds = 0.0
         self.timeouts = 0
-        self.incomplete = 0  # those that ran out of time among them
+        self.incomplete = 0  # including timeouts
 
 
 class SearchRoutes:
@@ -146,53 +140,52 @@ class SearchRoutes:
         )
         self.records = PointReader(context.log.reader)
         self.counts = SearchTotals()
-        self._sealed_early: dict[int, float] = {}  # by stream, when that was last asked for
+        self._sealed_early: dict[int, float] = {}  # time of the last request by stream number
         self._tasks: set[asyncio.Task[None]] = set()
 
     def seal_early(self, seal: Callable[[str], Coroutine[None, None, None]]) -> None:
-        """The way to have a stream sealed when the tail index has no room: what is sealed can be indexed."""
+        """Set how to seal a stream when the tail index is over budget: index files then replace its rows."""
 
-        async def ask(stream: Stream) -> None:
+        async def request_seal(stream: Stream) -> None:
             try:
                 await seal(stream.name)
-            except TailraceError as refusal:
-                logger.info("%s was not sealed early: %s", stream.name, refusal)
+            except TailraceError as error:
+                logger.info("early seal failed", extra=log_fields(stream=stream.name, error=str(error)))
 
         def on_pressure(stream: Stream) -> None:
             now = time.monotonic()
-            asked = self._sealed_early
+            requested = self._sealed_early
             if (
                 stream.visible <= stream.sealed
-                or now - asked.get(stream.number, -inf) < EARLY_SEAL_INTERVAL_S
+                or now - requested.get(stream.number, -inf) < EARLY_SEAL_INTERVAL_S
             ):
                 return
-            for number in [number for number, at in asked.items() if now - at >= EARLY_SEAL_INTERVAL_S]:
-                del asked[number]
-            asked[stream.number] = now
-            self._spawn(ask(stream))
+            for number in [number for number, at in requested.items() if now - at >= EARLY_SEAL_INTERVAL_S]:
+                del requested[number]
+            requested[stream.number] = now
+            self._spawn(request_seal(stream))
 
         self.tail.on_pressure = on_pressure
 
-    def follow(self, grown: set[Stream]) -> None:
-        """Called now and then with the streams that were appended to; empties the set."""
-        if self._log.pressure is None:  # else what is built here would be shed at once
+    def index_new_rows(self, grown: set[Stream]) -> None:
+        """Called periodically with the streams that were appended to; empties the set."""
+        if self._log.pressure is None:  # under memory pressure the index would be evicted at once
             for stream in grown:
                 document = (stream.visible_documents or {}).get(SCHEMA_DOCUMENT)
                 if document is None or stream.removed or not self.tail.is_behind(stream):
                     continue
                 view = searchable_view(document)
                 if view is not None:
-                    self._spawn(self._follow(stream, view))
+                    self._spawn(self._index_new_rows(stream, view))
         grown.clear()
         for process in self._chunk_processes:
             process.end_if_idle()
 
-    async def _follow(self, stream: Stream, view: RecordView) -> None:
+    async def _index_new_rows(self, stream: Stream, view: RecordView) -> None:
         try:
-            await self.searcher.follow(stream, view)
+            await self.searcher.index_new_rows(stream, view)
         except TailraceError as error:
-            fields = {"stream": stream.name, "error": error}
-            logger.info("rows that arrived are not indexed yet", extra={"fields": fields})
+            logger.info("tail index update failed", extra=log_fields(stream=stream.name, error=str(error)))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._context.loop.create_task(work)
@@ -207,16 +200,16 @@ class SearchRoutes:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _segments_of(self, number: int) -> list[SegmentInfo]:
-        """On a thread. What the hot store has not heard of yet is in the journal."""
-        fresh = tuple(self._log.streams.uncheckpointed.get(number, ()))
-        return read_segments(self._log.store, number, 0, fresh)
+        """Runs on a thread. Segments that the hot store does not have yet are in the journal."""
+        unfolded = tuple(self._log.streams.uncheckpointed.get(number, ()))
+        return read_segments(self._log.store, number, 0, unfolded)
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method not in (b"GET", b"HEAD", b"POST"):
             raise responses.method_not_allowed(SEARCH_METHODS)
         authorise(identity, Action.QUERY_STREAM, stream=name)
         stream = self._log.readable(name)
-        asked = (
+        parameters = (
             parse_search_body(_parse_json(exchange.body))
             if method == b"POST"
             else parse_query_string(exchange.query)
@@ -224,17 +217,17 @@ class SearchRoutes:
         documents = stream.visible_documents
         document = None if documents is None else documents.get(SCHEMA_DOCUMENT)
         view = None if document is None else searchable_view(document)
-        view = None if view is None else add_context_fields(view, asked.q)
+        view = None if view is None else add_context_fields(view, parameters.q)
         request = bind_search(
-            asked, None if view is None else view.config, self._context.limits.search_timeout_ms
+            parameters, None if view is None else view.config, self._context.limits.search_timeout_ms
         )
-        assert view is not None, "without a configuration the query was refused"
+        assert view is not None, "bind_search rejects a stream without search configuration"
         if self._log.pressure is not None:
             raise self._log.pressure
         self._log.touch(stream)
-        self._spawn(self._answer(exchange, stream, view, request))
+        self._spawn(self._respond(exchange, stream, view, request))
 
-    async def _answer(
+    async def _respond(
         self, exchange: Exchange, stream: Stream, view: RecordView, request: SearchRequest
     ) -> None:
         try:
@@ -243,14 +236,14 @@ class SearchRoutes:
         except TimeoutError:
             responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
             return
-        except TailraceError as refusal:
-            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
+        except TailraceError as error:
+            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else error)
             return
         except Exception:
             if stream.removed:
                 responses.respond_error(exchange, responses.stream_deleted(stream))
                 return
-            responses.respond_error(exchange, TailraceError("internal", "the search failed"))
+            responses.respond_error(exchange, TailraceError("internal", "search failed"))
             raise
         head = responses.JSON_TYPE + responses.NO_STORE + expose_headers_line(SEARCH_HEADERS)
         head += b"".join(header_line(name, value) for name, value in coverage_headers(body))
@@ -259,22 +252,22 @@ class SearchRoutes:
     async def search(
         self, stream: Stream, view: RecordView, request: SearchRequest
     ) -> tuple[int, dict[str, object]]:
-        """Status and body, within the budget of the request."""
+        """Run a search within its time-out. Returns status and body."""
         begun = time.monotonic()
         deadline = begun + request.timeout_ms / 1000
-        entered = await self.gate.enter(max(0.0, deadline - begun)) if request.timeout_ms else False
+        entered = await self.gate.acquire(max(0.0, deadline - begun)) if request.timeout_ms else False
         try:
-            outcome = await self.searcher.search(stream, view, request, deadline if entered else begun)
+            result = await self.searcher.search(stream, view, request, deadline if entered else begun)
             took_ms = int((time.monotonic() - begun) * 1000)
-            body = await build_search_body(outcome, request, stream, view, self.records, took_ms)
+            body = await build_search_body(result, request, stream, view, self.records, took_ms)
         finally:
             if entered:
-                self.gate.leave()
+                self.gate.release()
         self.counts.searches += 1
         self.counts.seconds += time.monotonic() - begun
-        self.counts.timeouts += outcome.timed_out
-        self.counts.incomplete += not outcome.complete
-        return (408 if outcome.timed_out else 200), body
+        self.counts.timeouts += result.timed_out
+        self.counts.incomplete += not result.complete
+        return (408 if result.timed_out else 200), body
 
 
 def _parse_json(body: bytes) -> object:
@@ -285,11 +278,11 @@ def _parse_json(body: bytes) -> object:
 
 
 def parse_query_string(raw: bytes) -> SearchParameters:
-    """A search in a query string: the names of the body, each as text."""
+    """Parse a search from a query string, which has the names of the JSON body."""
     try:
         pairs = parse_qsl(raw.decode("ascii"), keep_blank_values=True, errors="strict")
     except UnicodeError:
-        raise invalid_request("the query string is not valid UTF-8") from None
+        raise invalid_request("query string is not valid UTF-8") from None
     body: dict[str, object] = {}
     sort: list[str] = []
     for name, text in pairs:
@@ -309,7 +302,7 @@ def parse_query_string(raw: bytes) -> SearchParameters:
 
 
 def _number(text: str) -> object:
-    """A number, or text that no number is expected to be."""
+    """The number, or the text itself, which the parser of the body then rejects."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -327,7 +320,7 @@ AGGREGATE_METHODS = "POST, OPTIONS"
 
 
 class AggregateRoutes:
-    """Aggregates wait in the same queue as searches, and run on the same threads."""
+    """POST `_aggregate`. Aggregates share the queue and the threads of searches."""
 
     def __init__(self, context: Context, search: SearchRoutes) -> None:
         self._context = context
@@ -345,39 +338,39 @@ class AggregateRoutes:
             body: object = orjson.loads(exchange.body)
         except orjson.JSONDecodeError as error:
             raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
-        asked = parse_aggregate(body)
+        parameters = parse_aggregate(body)
         documents = stream.visible_documents
         document = None if documents is None else documents.get(SCHEMA_DOCUMENT)
         view = None if document is None else searchable_view(document)
-        request = bind_aggregate(asked, None if view is None else view.config)
-        assert view is not None, "without a configuration the request was refused"
+        request = bind_aggregate(parameters, None if view is None else view.config)
+        assert view is not None, "bind_aggregate rejects a stream without search configuration"
         self._log.touch(stream)
-        task = self._context.loop.create_task(self._answer(exchange, stream, view, request))
+        task = self._context.loop.create_task(self._respond(exchange, stream, view, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(
+    async def _respond(
         self, exchange: Exchange, stream: Stream, view: RecordView, request: AggregateRequest
     ) -> None:
         try:
             body = await self._aggregate(stream, view, request)
-        except TailraceError as refusal:
-            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
+        except TailraceError as error:
+            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else error)
             return
         except Exception:
             if stream.removed:
                 responses.respond_error(exchange, responses.stream_deleted(stream))
                 return
-            responses.respond_error(exchange, TailraceError("internal", "the aggregate failed"))
+            responses.respond_error(exchange, TailraceError("internal", "aggregate failed"))
             raise
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
 
     async def _aggregate(self, stream: Stream, view: RecordView, request: AggregateRequest) -> bytes:
         limit_s = self._context.limits.request_ms / 1000
         deadline = time.monotonic() + limit_s
-        if not await self._gate.enter(limit_s):
+        if not await self._gate.acquire(limit_s):
             raise aggregate_timeout()
         try:
             return await self._aggregator.aggregate(stream, view, request, deadline)
         finally:
-            self._gate.leave()
+            self._gate.release()

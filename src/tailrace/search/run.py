@@ -1,4 +1,8 @@
-"""Runs searches: takes a snapshot, plans, brings the rows that have to be decoded, and watches the clock."""
+"""Runs one search: takes a snapshot, plans which source decides which rows, and watches the deadline.
+
+Sources are chunks of the tail index, index files, and scans that decode records. The event loop reads,
+threads compute, and never two steps of the same search run at once.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +54,10 @@ if TYPE_CHECKING:
     from tailrace.search.span_search import SpanSearch
 
 READ_BYTES = 1 << 20
-SPANS_OPENED_AT_ONCE = 8  # spans for which one search opens files, and holds them
-CACHED_SPANS_AT_ONCE = 64  # spans whose files are open anyway
-SCORING_TIME_SHARE = 0.2  # of the time for a search that is kept for scores, when scans have been counted
-STREAMS_CACHED_MAX = 64  # whose segments are known without asking the hot store, if they are not too many
+SPANS_OPENED_AT_ONCE = 8  # spans for which one search opens files and holds them open
+CACHED_SPANS_AT_ONCE = 64  # spans whose files are open already
+SCORING_TIME_SHARE = 0.2  # share of the time reserved for scoring once scans have been counted
+STREAMS_CACHED_MAX = 64  # streams whose segment lists are cached
 SEGMENTS_CACHED_MAX = 2000
 
 R = TypeVar("R")
@@ -61,15 +65,15 @@ Ts = TypeVarTuple("Ts")
 
 
 class SearchResult(NamedTuple):
-    """What a search found. `hits` has one more than a page if others follow."""
+    """Hits and coverage of a search. `hits` has one more than a page if others follow."""
 
     hits: list[Hit]
     matches: int
-    exact: bool  # whether `matches` is all of them
+    exact: bool  # whether `matches` is the total
     timed_out: bool
     first: int
-    last: int  # of the snapshot
-    through: int  # the last entry with nothing undecided at or below it
+    last: int  # entry of the snapshot
+    through: int  # last entry with no undecided entry at or below it
     primary_max: int | None
     omitted: OmittedRows
     oldest_omitted_ns: int | None
@@ -81,7 +85,7 @@ class SearchResult(NamedTuple):
 
 
 class Searcher:
-    """The searches of one server."""
+    """Everything the searches of one server share: tail index, index catalogue, threads and caches."""
 
     def __init__(
         self,
@@ -94,55 +98,55 @@ class Searcher:
         self.reader = reader
         self.tail = tail
         self.threads = threads
-        self.segments_of = segments_of  # of the stream with this number, asked on a thread
+        self.segments_of = segments_of  # by stream number; runs on a thread
         self.total_exact_max = total_exact_max
-        self.library: IndexCatalogue | None = None  # set by whoever knows what is published
-        self.facts = RangeStatisticsCache()
+        self.catalogue: IndexCatalogue | None = None  # None without an object store
+        self.range_statistics = RangeStatisticsCache()
         self.scan_rows = SCAN_ROWS
-        self.scans = True  # without them, what is not indexed is left out
+        self.scanning_enabled = True  # if not, rows without an index are omitted
         self._segments: OrderedDict[int, tuple[object, Sequence[SegmentInfo]]] = OrderedDict()
 
     async def segments(self, stream: Stream) -> Sequence[SegmentInfo]:
-        """The segments of a stream. They are read once for as long as they stay the same."""
-        mark = (stream.sealed, stream.earliest, stream.cold)
-        kept = self._segments.get(stream.number)
-        if kept is not None and kept[0] == mark:
+        """The segments of a stream, cached until they change."""
+        version = (stream.sealed, stream.earliest, stream.cold)
+        cached = self._segments.get(stream.number)
+        if cached is not None and cached[0] == version:
             self._segments.move_to_end(stream.number)
-            return kept[1]
+            return cached[1]
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self.threads, self.segments_of, stream.number)
-        # What is not durable yet counts already, and is not found yet.
+        # The stream's state may count a segment that the hot store does not have yet.
         whole = bool(found) and found[-1].last == stream.sealed and len(found) == stream.cold.segments
         if (
             whole
-            and mark == (stream.sealed, stream.earliest, stream.cold)
+            and version == (stream.sealed, stream.earliest, stream.cold)
             and len(found) <= SEGMENTS_CACHED_MAX
         ):
-            self._segments[stream.number] = mark, found
+            self._segments[stream.number] = version, found
             self._segments.move_to_end(stream.number)
             if len(self._segments) > STREAMS_CACHED_MAX:
                 self._segments.popitem(last=False)
         return found
 
-    async def follow(self, stream: Stream, view: RecordView) -> None:
-        """Indexes rows that have arrived, unless built indexes answer for them already."""
+    async def index_new_rows(self, stream: Stream, view: RecordView) -> None:
+        """Add appended rows to the tail index, except those that index files cover."""
         covered = 0
-        if self.library is not None and await self.library.spans(stream, view):
-            covered = self.library.covered(stream)
-        self.tail.follow(stream, view, covered)
+        if self.catalogue is not None and await self.catalogue.spans(stream, view):
+            covered = self.catalogue.covered_through(stream)
+        self.tail.index_new_rows(stream, view, covered)
 
     async def search(
         self, stream: Stream, view: RecordView, request: SearchRequest, deadline: float
     ) -> SearchResult:
-        """`deadline` is a time of the monotonic clock."""
+        """Run a search until `deadline`, a time of the monotonic clock."""
         run = _SearchRun(self, stream, view, request, deadline)
         with self.tail.search():
-            await run.decide()
-        return await run.outcome()
+            await run.run()
+        return await run.result()
 
 
 class _SearchRun:
-    """One search. What it computes runs on threads; what it reads comes through the loop."""
+    """One search. It computes on threads and reads on the event loop."""
 
     def __init__(
         self, searcher: Searcher, stream: Stream, view: RecordView, request: SearchRequest, deadline: float
@@ -159,24 +163,24 @@ class _SearchRun:
         self._collector = HitCollector(view, request, stream.earliest, searcher.total_exact_max)
         self._stopped_early = False
         self._timed_out = False
-        self._left_out = False
-        self._again: list[ScanRange] = []
+        self._incomplete = False
+        self._rescans: list[ScanRange] = []
         self._scanned: list[ScanRange] = []
         self._spans: SpanSearch | None = None
 
     @property
-    def _late(self) -> bool:
+    def _past_deadline(self) -> bool:
         return time.monotonic() >= self._deadline
 
-    async def decide(self) -> None:
+    async def run(self) -> None:
         sources: Sequence[IndexedRows] = ()
         spans: Sequence[IndexSpan] = ()
-        if self._late:
-            self._timed_out = True  # there was no time to begin with
+        if self._past_deadline:
+            self._timed_out = True  # the request waited in the queue until its deadline
         else:
-            built, covered = await self._built_spans()
+            built, covered = await self._indexed_spans()
             sources = await self._searcher.tail.chunks(self._stream, self._view.indexed, self._last, covered)
-            spans = self._usable(built, sources)
+            spans = self._usable_spans(built, sources)
         key = self._request.sort[0]
         ascending = key.kind == "offset" and not key.descending
         pieces = plan_pieces(
@@ -186,12 +190,12 @@ class _SearchRun:
             self._searcher.scan_rows,
             newest_first=not ascending,
         )
-        if self._collector.weighs and self._request.by_score:
-            await self._decide_by_weight(pieces)
+        if self._collector.scores_text and self._request.by_score:
+            await self._decide_by_score(pieces)
         else:
             indexed = [piece for piece in pieces if is_indexed(piece)]
-            if not self._late:
-                self._collector.count_sources(indexed)
+            if not self._past_deadline:
+                self._collector.add_statistics_of(indexed)
             if key.kind not in ("offset", "score"):
                 known = [piece for piece in pieces if isinstance(piece, IndexSpan)]
                 if key.name == self._view.primary:
@@ -200,166 +204,166 @@ class _SearchRun:
                 pieces = [*order_by_best_value(indexed, key), *known, *rest]
             await self._decide_in_order(pieces)
 
-    async def _built_spans(self) -> tuple[Sequence[IndexSpan], int]:
-        """What built indexes speak for, and up to where they speak for everything."""
-        library = self._searcher.library
-        spans = () if library is None else await library.spans(self._stream, self._view.indexed)
-        if library is None or not spans:
+    async def _indexed_spans(self) -> tuple[Sequence[IndexSpan], int]:
+        """The spans with index files, and the last entry up to which these cover every row."""
+        catalogue = self._searcher.catalogue
+        spans = () if catalogue is None else await catalogue.spans(self._stream, self._view.indexed)
+        if catalogue is None or not spans:
             return (), 0
-        from tailrace.search.span_search import SpanSearch  # brings Arrow, which is large
+        from tailrace.search.span_search import SpanSearch  # imports Arrow, which is large
 
-        self._spans = SpanSearch(library, self._view, self._request, self._collector, self._stream.earliest)
-        return spans, library.covered(self._stream)
+        self._spans = SpanSearch(catalogue, self._view, self._request, self._collector, self._stream.earliest)
+        return spans, catalogue.covered_through(self._stream)
 
-    def _usable(self, spans: Sequence[IndexSpan], chunks: Sequence[IndexedRows]) -> list[IndexSpan]:
-        """Those of use to this search, as far as they come before the chunks and are in the snapshot."""
+    def _usable_spans(self, spans: Sequence[IndexSpan], chunks: Sequence[IndexedRows]) -> list[IndexSpan]:
+        """The spans that help this search, lie in the snapshot and end before the first chunk."""
         end = chunks[0].first if chunks else self._last + 1
-        shown = (span for span in spans if self._stream.earliest < span.last < end)
-        return [] if self._spans is None else self._spans.usable(shown)
+        visible = (span for span in spans if self._stream.earliest < span.last < end)
+        return [] if self._spans is None else self._spans.usable(visible)
 
     async def _decide_in_order(self, pieces: list[PlanPiece]) -> None:
         waiting = pieces[::-1]
         while waiting:
-            if self._late:
+            if self._past_deadline:
                 break
             piece = waiting[-1]
-            if self._collector.enough and not is_indexed(piece):
-                self._stopped_early = True  # what is in memory is still counted: that costs little
+            if self._collector.has_enough and not is_indexed(piece):
+                self._stopped_early = True  # chunks in memory are still counted, which is cheap
                 waiting.pop()
                 continue
             if isinstance(piece, IndexSpan):
-                waiting += (await self._take_spans(self._next_spans(waiting), counts=True))[::-1]
+                waiting += (await self._decide_spans(self._next_spans(waiting), counts=True))[::-1]
             elif is_indexed(piece):
                 indexed: list[IndexedRows] = []
                 while waiting and is_indexed(found := waiting[-1]):
                     indexed.append(found)
                     waiting.pop()
-                waiting += await self._sources(indexed)
+                waiting += await self._decide_chunks(indexed)
             else:
                 assert isinstance(piece, ScanRange)
                 waiting.pop()
                 await self._scan(piece)
-        self._give_up(waiting)
+        self._leave_undecided(waiting)
 
     def _next_spans(self, waiting: list[PlanPiece]) -> list[IndexSpan]:
-        """Takes as many spans as are decided in one go: few if files have to be opened for them."""
+        """Remove from `waiting` the spans to decide in one step: few if their files have to be opened."""
         assert self._spans is not None
         spans: list[IndexSpan] = []
         opening = 0
         while waiting and len(spans) < CACHED_SPANS_AT_ONCE and isinstance(span := waiting[-1], IndexSpan):
-            opening += not self._spans.is_at_hand(span)
+            opening += not self._spans.is_cached(span)
             if opening > SPANS_OPENED_AT_ONCE:
                 break
             spans.append(span)
             waiting.pop()
         return spans
 
-    async def _decide_by_weight(self, pieces: list[PlanPiece]) -> None:
-        """All statistics first, then scores: indexed rows are weighed when the scans have been counted."""
+    async def _decide_by_score(self, pieces: list[PlanPiece]) -> None:
+        """Count the text statistics of all rows first, then score: a score depends on all of them."""
         collector = self._collector
         now = time.monotonic()
         self._scan_until = now + (self._deadline - now) * (1 - SCORING_TIME_SHARE)
         indexed = [piece for piece in pieces if is_indexed(piece)]
         unread = [piece for piece in pieces if isinstance(piece, ScanRange)]
-        # Counted last, weighed first: not all of their files may find room in memory at once.
+        # Counted last, scored first: the cache may not hold the files of all spans at once.
         spans, uncounted = await self._count_spans(
             [one for one in pieces[::-1] if isinstance(one, IndexSpan)]
         )
         spans.reverse()
-        unread += [stretch for span in uncounted for stretch in self._stretches_of(span)]
-        if not self._late:
-            await self._on_thread(collector.count_sources, indexed)
+        unread += [scan_range for span in uncounted for scan_range in self._scan_ranges_of(span)]
+        if not self._past_deadline:
+            await self._on_thread(collector.add_statistics_of, indexed)
         while unread and time.monotonic() < self._scan_until:
             await self._scan(unread.pop(0))
         self._scan_until = self._deadline
-        await self._on_thread(collector.settle)
-        left: Sequence[PlanPiece] = indexed if self._late else await self._sources(indexed)
-        while spans and not self._late:
+        await self._on_thread(collector.settle_statistics)
+        left: Sequence[PlanPiece] = indexed if self._past_deadline else await self._decide_chunks(indexed)
+        while spans and not self._past_deadline:
             spans = (
-                await self._take_spans(spans[:SPANS_OPENED_AT_ONCE], counts=False)
+                await self._decide_spans(spans[:SPANS_OPENED_AT_ONCE], counts=False)
                 + spans[SPANS_OPENED_AT_ONCE:]
             )
-        while self._again and not self._late:
-            await self._scan(self._again.pop(0), again=True)
-        self._give_up([*left, *spans, *unread, *self._again])
+        while self._rescans and not self._past_deadline:
+            await self._scan(self._rescans.pop(0), already_counted=True)
+        self._leave_undecided([*left, *spans, *unread, *self._rescans])
 
-    def _give_up(self, pieces: Sequence[PlanPiece]) -> None:
-        """The clock has run out with these undecided."""
+    def _leave_undecided(self, pieces: Sequence[PlanPiece]) -> None:
+        """Time is up: record the pieces that were not decided."""
         if pieces:
             self._timed_out = True
             self._collector.undecided += [ScanRange(piece.first, piece.last) for piece in pieces]
 
-    # -- indexed sources ---------------------------------------------------------------------------------
+    # -- chunks of the tail index ------------------------------------------------------------------------
 
-    async def _sources(self, indexed: list[IndexedRows]) -> list[IndexedRows]:
-        """Decides sources one after the other; answers, in reverse, those that were not reached."""
+    async def _decide_chunks(self, indexed: list[IndexedRows]) -> list[IndexedRows]:
+        """Decide chunks in order. Returns those not reached before the deadline, in reverse."""
         if self._view.indexed is not self._view:
-            return await self._narrow(indexed)
+            return await self._decide_by_candidates(indexed)
         begun = time.monotonic()
-        left = await self._on_thread(self._decide_sources, indexed)
+        left = await self._on_thread(self._add_chunks, indexed)
         self._collector.counters.scanned_tail_s += time.monotonic() - begun
         return left
 
-    async def _narrow(self, indexed: list[IndexedRows]) -> list[IndexedRows]:
-        """As `_sources`, for a query with fields that no index has: the rows that may match are decoded."""
+    async def _decide_by_candidates(self, indexed: list[IndexedRows]) -> list[IndexedRows]:
+        """As `_decide_chunks`, for a query on fields without an index: decodes the rows that may match."""
         for index, source in enumerate(indexed):
-            if self._late:
+            if self._past_deadline:
                 return indexed[index:][::-1]
-            if self._collector.enough:
+            if self._collector.has_enough:
                 self._stopped_early = True
                 return []
             candidates = await self._on_thread(self._candidates, source)
             if len(candidates) > len(source.entries) * CANDIDATE_SHARE_MAX:
                 first = max(source.first, self._first)
-                for stretch in split_scan_ranges(first, source.last, self._searcher.scan_rows):
-                    await self._scan(stretch, again=True)
+                for scan_range in split_scan_ranges(first, source.last, self._searcher.scan_rows):
+                    await self._scan(scan_range, already_counted=True)
             else:
                 await self._verify(candidates)
         return []
 
     def _candidates(self, source: IndexedRows) -> list[int]:
-        """The entries of a source that may match, by the clauses that it knows."""
+        """The entries that may match, judged by the clauses on indexed fields."""
         declared = self._view.indexed.config.fields
 
         def decide(clause: Clause) -> RowMatches | None:
             assert not isinstance(clause, Anywhere)
             return certain_match(source.match(clause)) if clause.field in declared else None
 
-        shown = source.after(self._first - 1)
-        rows = match_rows(self._request.query, shown, decide).maybe & shown
+        visible = source.rows_after(self._first - 1)
+        rows = match_rows(self._request.query, visible, decide).possible & visible
         return [source.entries[row] for row in rows_from_bits(rows)]
 
-    def _decide_sources(self, indexed: list[IndexedRows]) -> list[IndexedRows]:
+    def _add_chunks(self, indexed: list[IndexedRows]) -> list[IndexedRows]:
         collector = self._collector
         for index, source in enumerate(indexed):
-            if self._late:
+            if self._past_deadline:
                 return indexed[index:][::-1]
-            collector.source(source)
+            collector.add_chunk(source)
         return []
 
-    # -- built indexes -----------------------------------------------------------------------------------
+    # -- index files -------------------------------------------------------------------------------------
 
     async def _count_spans(self, spans: list[IndexSpan]) -> tuple[list[IndexSpan], list[IndexSpan]]:
-        """Takes the statistics of spans in; answers those that were counted, and those to be scanned."""
+        """Add the text statistics of spans. Returns the counted spans, and those that must be scanned."""
         counted: list[IndexSpan] = []
-        refused: list[IndexSpan] = []
+        uncounted: list[IndexSpan] = []
         for begin in range(0, len(spans), SPANS_OPENED_AT_ONCE):
             batch = spans[begin : begin + SPANS_OPENED_AT_ONCE]
-            if self._late:
-                return counted, refused + spans[begin:]
+            if self._past_deadline:
+                return counted, uncounted + spans[begin:]
             assert self._spans is not None
             opened = await self._spans.open(batch)
             failed = await self._on_thread(self._spans.count, opened)
-            refused += failed
+            uncounted += failed
             counted += [span for span in batch if span not in failed]
-        return counted, refused
+        return counted, uncounted
 
-    async def _take_spans(self, spans: list[IndexSpan], *, counts: bool) -> list[IndexSpan]:
-        """Decides some spans; answers those that there was no time for."""
+    async def _decide_spans(self, spans: list[IndexSpan], *, counts: bool) -> list[IndexSpan]:
+        """Decide some spans. Returns those not reached before the deadline."""
         assert self._spans is not None
         opened = await self._spans.open(spans)
         if not opened:
-            await asyncio.sleep(0)  # all were decided here, and there may be many more
+            await asyncio.sleep(0)  # decided without a thread; there may be many more such steps
             return []
         left, late = await self._on_thread(
             lambda: run.decide(opened, self._deadline, counts=counts) if (run := self._spans) else ([], [])
@@ -368,44 +372,44 @@ class _SearchRun:
             if one.candidates is not None:
                 await self._verify(one.candidates)
             else:
-                for stretch in self._stretches_of(one.span):
-                    await self._scan(stretch, again=one.counted)
+                for scan_range in self._scan_ranges_of(one.span):
+                    await self._scan(scan_range, already_counted=one.counted)
         return late
 
-    def _stretches_of(self, span: IndexSpan) -> list[ScanRange]:
+    def _scan_ranges_of(self, span: IndexSpan) -> list[ScanRange]:
         first, last = max(span.first, self._first), min(span.last, self._last)
         return split_scan_ranges(first, last, self._searcher.scan_rows)
 
     async def _verify(self, entries: Sequence[int]) -> None:
-        """Decodes the entries that an index could not decide."""
+        """Decode and match the entries that an index could not decide."""
         collector = self._collector
-        if not self._searcher.scans:
+        if not self._searcher.scanning_enabled:
             collector.undecided += [ScanRange(entry, entry) for entry in entries]
-            self._left_out = self._left_out or bool(entries)
+            self._incomplete = self._incomplete or bool(entries)
             return
-        for wanted in group_adjacent(entries):
+        for group in group_adjacent(entries):
             try:
-                payloads = await self._payloads(wanted)
+                payloads = await self._payloads(group)
             except TimeoutError:
                 self._timed_out = True
                 payloads = {}
             except TailraceError:
-                self._left_out = True
+                self._incomplete = True
                 payloads = {}
-            found = [entry for entry in wanted if entry in payloads]
+            found = [entry for entry in group if entry in payloads]
             decided = await self._on_thread(
                 collector.verify, found, [payloads[entry] for entry in found], self._deadline
             )
             if decided < len(found):
                 self._timed_out = True
             done = set(found[:decided])
-            gone = self._stream.earliest  # what was taken away meanwhile is not missed
+            trimmed = self._stream.earliest  # entries removed by retention meanwhile are not undecided
             collector.undecided += [
-                ScanRange(entry, entry) for entry in wanted if entry > gone and entry not in done
+                ScanRange(entry, entry) for entry in group if entry > trimmed and entry not in done
             ]
 
     async def _payloads(self, entries: Sequence[int]) -> dict[int, Payload]:
-        """The payloads of entries that lie near each other. What retention has taken is left out."""
+        """The payloads of adjacent entries, without those that retention has removed."""
         wanted, found = set(entries), dict[int, Payload]()
         after, last = entries[0] - 1, entries[-1]
         while after < last:
@@ -427,9 +431,9 @@ class _SearchRun:
         return found
 
     async def _explain(self) -> None:
-        """Hits from built indexes, in an order without scores: what weighs in them is in their records."""
+        """Read the records of hits from index files, whose scores are computed last, for their terms."""
         top = self._collector.top
-        if self._spans is None or not self._collector.weighs or self._request.by_score:
+        if self._spans is None or not self._collector.scores_text or self._request.by_score:
             return
         for place, hit in enumerate(top.hits):
             if hit.source is not None and not self._spans.can_explain(hit.source):
@@ -439,69 +443,71 @@ class _SearchRun:
 
     # -- scans -------------------------------------------------------------------------------------------
 
-    async def _scan(self, stretch: ScanRange, *, again: bool = False) -> None:
-        if not self._searcher.scans:
-            self._collector.undecided.append(stretch)
-            self._left_out = True
+    async def _scan(self, scan_range: ScanRange, *, already_counted: bool = False) -> None:
+        if not self._searcher.scanning_enabled:
+            self._collector.undecided.append(scan_range)
+            self._incomplete = True
             return
         collector = self._collector
-        repeat = not again and collector.must_scan_again
-        facts = self._facts_of(stretch)
+        repeat = not already_counted and collector.must_scan_again
+        facts = self._cached_statistics(scan_range)
         counts: ScanStatistics | None = None
-        if again:
-            pass  # it was counted the first time
+        if already_counted:
+            pass
         elif facts is not None:
-            collector.known(facts, stretch.last)
+            collector.add_known(facts, scan_range.last)
             if facts.rules_out(self._request.query, self._view.primary):
                 return
         else:
             counts = ScanStatistics(collector.scanner.new_statistics())
         if repeat:
-            self._again.append(stretch)
+            self._rescans.append(scan_range)
             if counts is None:
                 return
-        decided = await self._scan_rows(stretch, counts)
+        decided = await self._scan_rows(scan_range, counts)
         if counts is not None:
-            collector.counted(counts, decided)
-            if decided == stretch.last and stretch.is_whole(self._searcher.scan_rows):
+            collector.add_counted(counts, decided)
+            if decided == scan_range.last and scan_range.is_whole(self._searcher.scan_rows):
                 known = (
-                    self._searcher.facts.find(self._stream.number, stretch, self._view.indexed)
+                    self._searcher.range_statistics.find(self._stream.number, scan_range, self._view.indexed)
                     or RangeStatistics()
                 )
                 known.learn(counts.statistics, counts.primary_max, counts.primary_min)
-                self._searcher.facts.put(self._stream.number, stretch, self._view.indexed, known)
-        if decided < stretch.last and not repeat:
-            collector.undecided.append(ScanRange(decided + 1, stretch.last))
+                self._searcher.range_statistics.put(
+                    self._stream.number, scan_range, self._view.indexed, known
+                )
+        if decided < scan_range.last and not repeat:
+            collector.undecided.append(ScanRange(decided + 1, scan_range.last))
 
-    def _facts_of(self, stretch: ScanRange) -> RangeStatistics | None:
-        if not stretch.is_whole(self._searcher.scan_rows):
+    def _cached_statistics(self, scan_range: ScanRange) -> RangeStatistics | None:
+        if not scan_range.is_whole(self._searcher.scan_rows):
             return None
-        facts = self._searcher.facts.find(self._stream.number, stretch, self._view.indexed)
-        if facts is None or not facts.answers(self._collector.scanner.wanted, self._view.primary):
+        facts = self._searcher.range_statistics.find(self._stream.number, scan_range, self._view.indexed)
+        if facts is None or not facts.has_counts(self._collector.scanner.scored_tokens, self._view.primary):
             return None
         return facts
 
-    async def _scan_rows(self, stretch: ScanRange, counts: ScanStatistics | None) -> int:
-        """The last entry that was decided."""
+    async def _scan_rows(self, scan_range: ScanRange, counts: ScanStatistics | None) -> int:
+        """Decode and match a range. Returns the last entry that was decided."""
         collector, counters = self._collector, self._collector.counters
-        after = stretch.first - 1
+        after = scan_range.first - 1
         begun = time.monotonic()
-        self._scanned.append(stretch)
-        while after < stretch.last:
+        self._scanned.append(scan_range)
+        while after < scan_range.last:
             try:
                 async with asyncio.timeout(max(0.0, self._scan_until - time.monotonic())):
                     page = await self._searcher.reader.read(
-                        self._stream, after, READ_BYTES, stretch.last - after, apart=True
+                        self._stream, after, READ_BYTES, scan_range.last - after, apart=True
                     )
             except TimeoutError:
                 self._timed_out = True
                 break
             except TailraceError as refusal:
                 if refusal.code == "offset_gone" and self._stream.earliest > after:
-                    # Taken away while we were looking; what is behind it is still there.
-                    after = min(self._stream.earliest, stretch.last)
+                    # Removed by retention during the scan; later entries are still there.
+                    after = min(self._stream.earliest, scan_range.last)
                     continue
-                self._left_out = True
+                self._incomplete = True
                 break
             payloads = page.parts
             decided = await self._on_thread(collector.scan, after + 1, payloads, counts, self._scan_until)
@@ -511,19 +517,19 @@ class _SearchRun:
                 self._timed_out = True
                 break
         seconds = time.monotonic() - begun
-        if stretch.first <= self._stream.sealed:
+        if scan_range.first <= self._stream.sealed:
             counters.scanned_s += seconds
         else:
             counters.scanned_tail_s += seconds
-            counters.scanned_tail_docs += after - stretch.first + 1
+            counters.scanned_tail_docs += after - scan_range.first + 1
         return after
 
     async def _on_thread(self, work: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
         return await self._loop.run_in_executor(self._searcher.threads, work, *arguments)
 
-    # -- the end -----------------------------------------------------------------------------------------
+    # -- result ------------------------------------------------------------------------------------------
 
-    async def outcome(self) -> SearchResult:
+    async def result(self) -> SearchResult:
         collector = self._collector
         undecided = collector.undecided
         segments: Sequence[SegmentInfo] = ()
@@ -537,7 +543,7 @@ class _SearchRun:
         )
         left = count_omitted(undecided, self._stream.sealed, ranges)
         await self._explain()
-        hits = await self._on_thread(collector.hits) if collector.weighs_last else collector.hits()
+        hits = await self._on_thread(collector.hits) if collector.scores_at_end else collector.hits()
         through = visible_through(self._first, self._last, undecided)
         return SearchResult(
             hits,
@@ -556,7 +562,7 @@ class _SearchRun:
     def _appended_ns(self, entry: int, segments: Sequence[SegmentInfo]) -> int | None:
         for info in segments:
             if info.first <= entry <= info.last:
-                return info.first_ns  # at the latest: the entry itself is on the object store
+                return info.first_ns  # the segment's first time: reading the entry's own needs a fetch
         try:
             return self._searcher.reader.time_of(self._stream, entry)
         except (NotLocalError, TailraceError):

@@ -1,15 +1,11 @@
 """Scans: payloads are prefiltered by required bytes, decoded in batches and matched.
 
-Bytes that a payload must hold to match: most rows of a scan are settled without decoding them.
+The prefilter excludes most payloads without decoding them: it searches for words that a match must contain.
+Only words of ASCII letters, digits and a few characters that JSON never has to escape are used. A payload
+that escapes them nevertheless (`\u0041`), or has another letter with the same lower case, is always decoded.
 
-A needle is only taken where it is safe: plain ASCII letters, digits and a few signs that JSON never has to
-escape. A payload may still escape them (`\u0041`), or hold another letter whose lower case is ours; such a
-payload is always looked at.
-
-Rows decided by decoding their payloads: some at a time become a chunk of the fields in question.
-
-A chunk made here answers as those of the tail index do, and is gone when the search is. Runs on a thread, and
-looks at the clock between two chunks.
+Each batch becomes a chunk of the queried fields, which is dropped after the search. Scans run on a thread and
+check the deadline between two batches.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ _ODD_LOWER = ("\u212a".encode(), "\u0130".encode())
 
 
 class PayloadPrefilter:
-    """A payload without any of them does not match. They are in lower case if `lower`."""
+    """Words of which a matching payload contains at least one; in lower case if `lower`."""
 
     __slots__ = ("_lower", "_words")
 
@@ -59,13 +55,13 @@ class PayloadPrefilter:
         for word in self._words:
             if word in text:
                 return True
-        if b"\\" in payload and b"\\u" in payload:  # a single byte is found much quicker than two
+        if b"\\" in payload and b"\\u" in payload:  # a single byte is found much faster than two
             return True
         return self._lower and not payload.isascii() and any(odd in payload for odd in _ODD_LOWER)
 
 
 def build_prefilter(query: BoundQuery, config: SearchConfig) -> PayloadPrefilter | None:
-    """The needles of a query; None if it can match without any."""
+    """The prefilter of a query; None if no words are required."""
     found = _required_words(query, config)
     if found is None or len(found) > PREFILTER_WORDS_MAX:
         return None
@@ -74,10 +70,10 @@ def build_prefilter(query: BoundQuery, config: SearchConfig) -> PayloadPrefilter
 
 
 def _required_words(query: BoundQuery, config: SearchConfig) -> set[tuple[str, bool]] | None:
-    """Words of which one has to be there, each with whether its case does not matter."""
+    """Words of which a match contains at least one, each with whether case is ignored."""
     match query:
         case All(clauses):
-            # One clause is enough: the one with the fewest and longest needles.
+            # One clause is enough: the one with the fewest and longest words.
             choices = [found for clause in clauses if (found := _required_words(clause, config)) is not None]
             return min(choices, key=_cost, default=None)
         case AnyOf(clauses) | Anywhere(clauses):
@@ -107,7 +103,7 @@ def _cost(found: set[tuple[str, bool]]) -> tuple[int, int]:
     return len(found), -min(len(word) for word, _ in found)
 
 
-ROWS_AT_ONCE = 512  # between two looks at the clock; far less than 20 ms of work
+ROWS_AT_ONCE = 512  # between two checks of the deadline; far less than 20 ms of work
 BYTES_AT_ONCE = 1 << 20
 
 Payload = bytes | memoryview
@@ -131,39 +127,39 @@ def query_fields(query: BoundQuery) -> set[str]:
 
 
 class Scanner:
-    """One search's way to look at payloads.
+    """Decodes and matches payloads for one search.
 
-    Whoever takes the rows that may match is named with each call: kept here, it would be held by its own
-    scanner, and with it every file its hits come from, until somebody looks for cycles.
+    The consumer of rows is an argument of each call: an attribute would make a reference cycle with the
+    collector, which would hold the files of its hits open until the next garbage collection.
     """
 
     def __init__(self, view: RecordView, request: SearchRequest) -> None:
         self._view = view
         self._query = request.query
         self._first_current = view.first_current()
-        self._needles = build_prefilter(request.query, view.config)
+        self._prefilter = build_prefilter(request.query, view.config)
         self._boosts = field_boosts(view.config)
-        self.wanted = scored_tokens(request.query)
+        self.scored_tokens = scored_tokens(request.query)
         self._fields = query_fields(request.query)
         self._fields |= {key.name for key in request.sort if key.kind not in ("score", "offset")}
-        self._columns = self._fields | set(self.wanted)
+        self._columns = self._fields | set(self.scored_tokens)
         self.decoded = 0
 
-    # Where indexes decide everything, nothing is decoded and nobody needs these.
+    # Not needed if indexes decide everything.
 
     @cached_property
-    def _asked(self) -> RecordDecoder:
+    def _match_decoder(self) -> RecordDecoder:
         return RecordDecoder(self._view, sorted(self._fields))
 
     @cached_property
-    def _counted(self) -> RecordDecoder:
+    def _count_decoder(self) -> RecordDecoder:
         primary = self._view.primary
         return RecordDecoder(
             self._view, sorted(self._columns if primary is None else {*self._columns, primary})
         )
 
     def new_statistics(self) -> Statistics:
-        return {name: FieldStatistics(sorted(tokens)) for name, tokens in self.wanted.items()}
+        return {name: FieldStatistics(sorted(tokens)) for name, tokens in self.scored_tokens.items()}
 
     def scan(
         self,
@@ -171,75 +167,77 @@ class Scanner:
         payloads: Sequence[Payload],
         counts: ScanStatistics | None,
         deadline: float,
-        take: ScanCallback,
+        consume: ScanCallback,
     ) -> int:
-        """Decides payloads of consecutive entries; answers how many before the deadline.
+        """Match payloads of consecutive entries. Returns how many before the deadline.
 
-        Without `counts` nothing is asked but matches, and rows may be passed over undecoded.
+        Without `counts` only matches are needed, and the prefilter may skip rows.
         """
         entries = range(first, first + len(payloads))
         if counts is None:
-            return self.verify(entries, payloads, deadline, take)
+            return self.verify(entries, payloads, deadline, consume)
         for begin, end in _batches(payloads):
             if begin and time.monotonic() >= deadline:
                 return begin
-            members = self._counted.all_members(entries[begin:end], payloads[begin:end])
-            chunk = self._chunk(self._counted, entries[begin:end], members)
+            members = self._count_decoder.all_members(entries[begin:end], payloads[begin:end])
+            chunk = self._chunk(self._count_decoder, entries[begin:end], members)
             chunk.add_statistics(counts.statistics, 0)
-            self._see_times(members, counts)
-            take(chunk)
+            self._add_bounds(members, counts)
+            consume(chunk)
         return len(payloads)
 
-    def _see_times(self, members: Sequence[Any], counts: ScanStatistics) -> None:
+    def _add_bounds(self, members: Sequence[Any], counts: ScanStatistics) -> None:
         primary = self._view.primary
-        get = None if primary is None else self._counted.gets[primary]
+        get = None if primary is None else self._count_decoder.gets[primary]
         if primary is not None and get is not None:
             bounds = value_bounds(self._view.config.fields[primary], raw_column(members, get))
             if bounds is not None:
-                counts.see(bounds)
+                counts.add_bounds(bounds)
 
     def verify(
-        self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float, take: ScanCallback
+        self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float, consume: ScanCallback
     ) -> int:
-        """Decides payloads for their matches alone; answers how many before the deadline."""
+        """Match payloads without counting statistics. Returns how many before the deadline."""
         for begin, end in _batches(payloads):
             if begin and time.monotonic() >= deadline:
                 return begin
-            rows = self._hopeful(entries[begin:end], payloads[begin:end])
+            rows = self._may_match(entries[begin:end], payloads[begin:end])
             if rows:
                 numbers, some = (
                     [entries[begin + row] for row in rows],
                     [payloads[begin + row] for row in rows],
                 )
-                take(self._chunk(self._asked, numbers, self._asked.all_members(numbers, some)))
+                consume(
+                    self._chunk(self._match_decoder, numbers, self._match_decoder.all_members(numbers, some))
+                )
         return len(payloads)
 
-    def groups_in(self, entry: int, payload: Payload) -> list[ClauseMatches]:
-        """What weighs in a row that matches."""
-        members = self._asked.all_members([entry], [payload])
-        return self.explain(self._chunk(self._asked, [entry], members), 0)
+    def explain_payload(self, entry: int, payload: Payload) -> list[ClauseMatches]:
+        """The terms to score in a matching record."""
+        members = self._match_decoder.all_members([entry], [payload])
+        return self.explain(self._chunk(self._match_decoder, [entry], members), 0)
 
     def explain(self, chunk: ScannedRows, row: int) -> list[ClauseMatches]:
         return explain_row_score(chunk, self._query, row, self._boosts)
 
-    def _hopeful(self, entries: Sequence[int], payloads: Sequence[Payload]) -> Sequence[int]:
-        """Rows that may match, as far as can be told without decoding them."""
-        if self._needles is None:
+    def _may_match(self, entries: Sequence[int], payloads: Sequence[Payload]) -> Sequence[int]:
+        """The rows that the prefilter does not exclude."""
+        if self._prefilter is None:
             return range(len(payloads))
-        current, may_match = self._first_current, self._needles.may_match
+        current, may_match = self._first_current, self._prefilter.may_match
         return [
             row for row, payload in enumerate(payloads) if may_match(bytes(payload)) or entries[row] < current
         ]
 
     def _chunk(self, decoder: RecordDecoder, entries: Sequence[int], members: Sequence[Any]) -> ScannedRows:
-        """Of the fields that are asked for; how far times reach is told without a column of them."""
+        """A chunk of the queried fields; timestamp bounds are computed without a column."""
         self.decoded += len(members)
         gets = {name: get for name, get in decoder.gets.items() if name in self._columns}
         return ScannedRows(entries, build_columns(self._view.config, gets, members, lists=False))
 
 
 def _batches(payloads: Sequence[Payload]) -> Iterator[tuple[int, int]]:
-    """Where to begin and end, so that neither rows nor bytes become too many."""
+    """Begin and end of batches that are limited in rows and bytes."""
     if sum(map(len, payloads)) <= BYTES_AT_ONCE:
         for begin in range(0, len(payloads), ROWS_AT_ONCE):
             yield begin, min(begin + ROWS_AT_ONCE, len(payloads))
@@ -264,7 +262,7 @@ def value_bounds(field: Field, found: list[object]) -> tuple[Value, Value] | Non
 
 
 class ScanStatistics:
-    """What is counted over all rows of a stretch, matching or not."""
+    """Statistics over all rows of a scan range, matching or not."""
 
     __slots__ = ("primary_max", "primary_min", "statistics")
 
@@ -273,8 +271,8 @@ class ScanStatistics:
         self.primary_max: int | None = None
         self.primary_min: int | None = None
 
-    def see(self, bounds: tuple[Value, Value]) -> None:
-        """The smallest and largest primary timestamp of some of the rows."""
+    def add_bounds(self, bounds: tuple[Value, Value]) -> None:
+        """Add the smallest and largest primary timestamp of some rows."""
         least, most = bounds
         assert isinstance(least, int)
         assert isinstance(most, int)

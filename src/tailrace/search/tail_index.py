@@ -1,10 +1,9 @@
-"""The tail index: rows that no built index covers, taken apart in memory, as far as the budget goes.
+"""The tail index: the newest rows, not yet covered by index files, as chunks in memory within a byte budget.
 
-Rows are indexed as they arrive, many at a time, in a process of their own (`follow`). A search adds the few
-that were appended since; larger gaps, after a restart for example, are filled in the background, the newest
-rows first, while searches scan.
-Chunks of a stream cover one run of entries without a hole. All changes happen on the loop thread; chunks are
-made on a thread and never change, apart from losing their inverted lists.
+Appended rows are indexed in batches by a separate process (`index_new_rows`). A search adds the few rows
+appended since; larger gaps, as after a restart, are filled in the background, newest rows first, while
+searches scan them. The chunks of a stream cover one range of entries without gaps. The index changes only on
+the event loop; chunks are immutable, except that they may drop their inverted lists.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from functools import partial
 from math import inf
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
 from tailrace.search.chunk_process import ChunkProcess, ChunkProcessError, build_chunk
@@ -28,13 +28,13 @@ from tailrace.search.scan import Payload
 
 logger = logging.getLogger("tailrace.query")
 
-CHUNK_ROWS = 2048  # of chunks that grow while searches wait
-BULK_CHUNKS = 4  # times as many rows have those that are made or joined in the background: fewer to ask
-CHUNK_BYTES = 8 << 20  # of payload
+CHUNK_ROWS = 2048  # rows of a chunk that is built while a search waits
+BULK_CHUNKS = 4  # chunks built or joined in the background have this many times the rows
+CHUNK_BYTES = 8 << 20  # payload bytes of a chunk
 READ_BYTES = 1 << 20
-URGENT_S = 10.0  # after a search the index of its stream is made at the server's own priority
-PATIENCE_S = 3.0  # with searches under way, before a fill begins
-BACKFILL_BUDGET_SHARE = 0.9  # of the budget: beyond, older rows are left to scans
+SEARCHED_RECENTLY_S = 10.0  # after a search its stream is indexed at the server's own priority
+FILL_DELAY_MAX_S = 3.0  # how long a fill waits for running searches
+BACKFILL_BUDGET_SHARE = 0.9  # share of the budget above which older rows are left to scans
 
 
 class StreamIndex:
@@ -46,14 +46,14 @@ class StreamIndex:
         self.document = view.registry.to_json()
         self.decoder = RecordDecoder(view, list(view.config.fields))
         self.chunks: list[Chunk] = []
-        self.covered = 0  # the last entry that built indexes answer for, with all before it
+        self.covered = 0  # last entry up to which index files cover every row
         self.bytes = 0
-        self.used = 0  # when it was last searched, as a count; 0 if it never was
-        self.searched_s = -inf  # when it was last searched, on the monotonic clock
+        self.used = 0  # number of its last search; 0 if it was never searched
+        self.searched_s = -inf  # time of its last search, monotonic clock
         self.dropped_rows = 0
         self.too_large = False  # even its newest rows do not fit the budget
-        self.busy = False  # a search is adding what is new
-        self.filling: asyncio.Task[None] | None = None  # in the background
+        self.busy = False  # a search is adding new rows
+        self.filling: asyncio.Task[None] | None = None  # background fill
 
     @property
     def rows(self) -> int:
@@ -61,15 +61,15 @@ class StreamIndex:
 
     @property
     def floor(self) -> int:
-        """Behind this entry rows belong here."""
+        """The last entry that does not belong here: trimmed, or covered by index files."""
         return max(self.stream.earliest, self.covered)
 
-    def measure(self) -> None:
+    def update_size(self) -> None:
         self.bytes = sum(chunk.memory_bytes for chunk in self.chunks)
 
 
 class TailIndex:
-    """All streams' chunks, under one budget. With a budget of 0 there is none, and everything is scanned."""
+    """The chunks of all streams within one budget. With a budget of 0 every row is scanned."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class TailIndex:
         process: ChunkProcess | None = None,
         urgent: ChunkProcess | None = None,
     ) -> None:
-        """`process` makes the chunks that no search waits for; without one the threads do.
+        """`process` builds the chunks that no search waits for; without one, `threads` does.
 
-        `urgent` makes them instead for a stream that was searched a moment ago.
+        `urgent` builds those of streams that were searched recently.
         """
         self._reader = reader
         self._process = process
@@ -93,9 +93,9 @@ class TailIndex:
         self._streams: dict[int, StreamIndex] = {}
         self._uses = 0
         self._searches = 0
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        # Asked to seal a stream early, when the budget is not enough.
+        self._idle = asyncio.Event()
+        self._idle.set()
+        # Called over budget with the stream that uses most: sealing it lets index files replace its rows.
         self.on_pressure: Callable[[Stream], None] | None = None
 
     @property
@@ -124,14 +124,14 @@ class TailIndex:
         if index is not None and index.filling is not None:
             index.filling.cancel()
 
-    # -- what a search asks ------------------------------------------------------------------------------
+    # -- searches ----------------------------------------------------------------------------------------
 
     async def chunks(
         self, stream: Stream, view: RecordView, last: int, covered: int | None = None
     ) -> list[Chunk]:
-        """The chunks for a search up to `last`: what is new is added first, if that is little.
+        """The chunks for a search up to `last`. A small number of new rows is added first.
 
-        Rows up to `covered` leave: built indexes answer for them. None: that has not changed.
+        Rows up to `covered` are dropped, because index files cover them; None leaves that unchanged.
         """
         if not self.bytes_max:
             return []
@@ -141,27 +141,27 @@ class TailIndex:
             if 0 < last - newest <= self._rows and (index.chunks or newest == index.floor):
                 index.busy = True
                 try:
-                    await self._extend(index, newest, last)
+                    await self._append_rows(index, newest, last)
                 finally:
                     index.busy = False
             if self._has_gap(index, last) and not index.too_large:
                 self._start_filling(index, 1)
         return list(index.chunks)
 
-    # -- what appends call for ---------------------------------------------------------------------------
+    # -- appends -----------------------------------------------------------------------------------------
 
     def is_behind(self, stream: Stream) -> bool:
-        """Whether so many rows have arrived that it is worth to index them before a search asks for it."""
+        """Whether enough rows were appended to index them before the next search."""
         index = self._streams.get(stream.number)
         if not self.bytes_max or (index is not None and (index.filling is not None or index.too_large)):
             return False
         newest = index.chunks[-1].last if index is not None and index.chunks else stream.sealed
         return stream.visible - max(newest, stream.earliest) >= self._rows * BULK_CHUNKS
 
-    def follow(self, stream: Stream, view: RecordView, covered: int) -> None:
-        """Indexes what has arrived, in the background, and nothing that is sealed.
+    def index_new_rows(self, stream: Stream, view: RecordView, covered: int) -> None:
+        """Index appended rows in the background, sealed ones not included.
 
-        A few rows are left to the next search, which adds them faster than it could wait for them.
+        A few rows are left to the next search, which adds them faster than it could wait for a fill.
         """
         if self.is_behind(stream):
             self._start_filling(self._index(stream, view, covered, searched=False), self._rows * BULK_CHUNKS)
@@ -169,7 +169,7 @@ class TailIndex:
     def _start_filling(self, index: StreamIndex, least: int) -> None:
         if index.filling is None:
             index.filling = asyncio.get_running_loop().create_task(self._fill(index, least))
-            index.filling.add_done_callback(lambda task: self._filled(index, task))
+            index.filling.add_done_callback(lambda task: self._on_filled(index, task))
 
     def _index(
         self, stream: Stream, view: RecordView, covered: int | None, *, searched: bool = True
@@ -189,10 +189,10 @@ class TailIndex:
             index.searched_s = time.monotonic()
         if covered is not None and covered != index.covered:
             index.covered = covered
-            index.too_large = False  # there is less to hold
+            index.too_large = False  # fewer rows are left to index
         while index.chunks and index.chunks[0].last <= index.floor:
             del index.chunks[0]
-            index.measure()
+            index.update_size()
         return index
 
     # -- growing -----------------------------------------------------------------------------------------
@@ -200,37 +200,37 @@ class TailIndex:
     def _has_gap(self, index: StreamIndex, last: int) -> bool:
         if not index.chunks or index.chunks[-1].last < last:
             return last > index.floor
-        return self._can_go_back(index) or self._few(index) is not None
+        return self._can_backfill(index) or self._small_run(index) is not None
 
-    def _can_go_back(self, index: StreamIndex) -> bool:
+    def _can_backfill(self, index: StreamIndex) -> bool:
         room = self.bytes < self.bytes_max * BACKFILL_BUDGET_SHARE
-        return room and bool(index.chunks) and index.chunks[0].first > self._oldest_wanted(index)
+        return room and bool(index.chunks) and index.chunks[0].first > self._backfill_floor(index)
 
-    def _oldest_wanted(self, index: StreamIndex) -> int:
-        """Sealed rows have to be fetched: that is done for a stream that is searched."""
+    def _backfill_floor(self, index: StreamIndex) -> int:
+        """The first entry to fill back to. Sealed rows cost a fetch: only for streams that are searched."""
         return (index.floor if index.used else max(index.floor, index.stream.sealed)) + 1
 
     @contextmanager
     def search(self) -> Generator[None]:
-        """Surrounds a search, which may have to scan what is not here yet."""
+        """Context of a running search; fills on threads wait until no search runs."""
         self._searches += 1
-        self._quiet.clear()
+        self._idle.clear()
         try:
             yield
         finally:
             self._searches -= 1
             if not self._searches:
-                self._quiet.set()
+                self._idle.set()
 
     async def _fill(self, index: StreamIndex, least: int) -> None:
-        """Everything that is missing, the newest rows first; ends when fewer than `least` new ones are left.
+        """Index all missing rows, newest first, until fewer than `least` new ones are left.
 
-        On threads it begins behind the search that asks for it: the two would take twice the time of either.
+        On threads it waits for running searches first: side by side each would take twice as long.
         """
         if self._process is None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._quiet.wait()
+                async with asyncio.timeout(FILL_DELAY_MAX_S):
+                    await self._idle.wait()
         stream = index.stream
         while not stream.removed:
             last = stream.visible
@@ -238,19 +238,19 @@ class TailIndex:
             newest = index.chunks[-1].last if index.chunks else max(index.floor, last - bulk)
             if last - newest >= least:
                 end = min(last, newest + self._step(last - newest))
-                await self._extend(index, newest, end, background=True)
+                await self._append_rows(index, newest, end, background=True)
                 if not index.chunks:
-                    return  # no room at all
-            elif self._can_go_back(index):
+                    return  # not even the newest rows fit the budget
+            elif self._can_backfill(index):
                 first = index.chunks[0].first
-                after = max(self._oldest_wanted(index) - 1, first - 1 - bulk)
-                older = await self._made(index, after, first - 1, background=True)
+                after = max(self._backfill_floor(index) - 1, first - 1 - bulk)
+                older = await self._build_chunks(index, after, first - 1, background=True)
                 if not index.chunks or index.chunks[0].first != first:
-                    continue  # some were dropped meanwhile
+                    continue  # some were dropped in the meantime
                 index.chunks[:0] = older
                 self._changed(index)
-            elif (few := self._few(index)) is not None:
-                await self._join(index, few)
+            elif (small_run := self._small_run(index)) is not None:
+                await self._join(index, small_run)
             else:
                 return
 
@@ -258,8 +258,8 @@ class TailIndex:
         bulk = self._rows * BULK_CHUNKS
         return bulk if missing >= bulk else self._rows
 
-    def _few(self, index: StreamIndex) -> slice | None:
-        """Chunks side by side that have few rows, and together not too many."""
+    def _small_run(self, index: StreamIndex) -> slice | None:
+        """A run of adjacent small chunks to be joined into one; None if there is none."""
         begin = rows = 0
         for at, chunk in enumerate(index.chunks):
             if rows + chunk.count > self._rows * BULK_CHUNKS or chunk.count > self._rows:
@@ -269,28 +269,31 @@ class TailIndex:
                 return slice(begin, at + 1)
         return None
 
-    async def _join(self, index: StreamIndex, few: slice) -> None:
-        small = index.chunks[few]
+    async def _join(self, index: StreamIndex, small_run: slice) -> None:
+        small = index.chunks[small_run]
         loop = asyncio.get_running_loop()
         joined = await loop.run_in_executor(self._threads, join_chunks, index.view.config, small)
-        if index.chunks[few] == small:  # else some were dropped meanwhile
-            index.chunks[few] = [joined]
+        if index.chunks[small_run] == small:  # else some were dropped in the meantime
+            index.chunks[small_run] = [joined]
             self._changed(index)
 
-    def _filled(self, index: StreamIndex, task: asyncio.Task[None]) -> None:
+    def _on_filled(self, index: StreamIndex, task: asyncio.Task[None]) -> None:
         index.filling = None
         if task.cancelled():
             return
         error = task.exception()
         if error is not None and not index.stream.removed:
-            # Searches scan what is missing; the next one tries again.
+            # Searches scan the missing rows; the next one starts another fill.
             level = logging.INFO if isinstance(error, TailraceError) else logging.ERROR
-            logger.log(level, "the tail index of %s was not completed: %r", index.stream.name, error)
+            fields = log_fields(stream=index.stream.name, error=repr(error))
+            logger.log(level, "tail index fill failed", extra=fields)
 
-    async def _extend(self, index: StreamIndex, after: int, last: int, *, background: bool = False) -> None:
-        """Adds new rows. Small chunks are joined, so that a stream has few of them."""
+    async def _append_rows(
+        self, index: StreamIndex, after: int, last: int, *, background: bool = False
+    ) -> None:
+        """Append new rows. Small chunks are joined, so that a stream has few of them."""
         loop = asyncio.get_running_loop()
-        for chunk in await self._made(index, after, last, background=background):
+        for chunk in await self._build_chunks(index, after, last, background=background):
             tail, size = [chunk], chunk.count
             for older in reversed(index.chunks):
                 if older.count >= 2 * size or older.count + size > self._rows:
@@ -300,21 +303,23 @@ class TailIndex:
             replaced = tail[:-1]
             if replaced:
                 joined = await loop.run_in_executor(self._threads, join_chunks, index.view.config, tail)
-                if index.chunks[-len(replaced) :] == replaced:  # else some were dropped meanwhile
+                if index.chunks[-len(replaced) :] == replaced:  # else some were dropped in the meantime
                     index.chunks[-len(replaced) :] = [joined]
                     continue
             if not index.chunks or index.chunks[-1].last + 1 == chunk.first:
                 index.chunks.append(chunk)
         self._changed(index)
 
-    async def _made(self, index: StreamIndex, after: int, last: int, *, background: bool) -> list[Chunk]:
-        """New chunks for the entries behind `after` up to `last`. No search waits for those in background."""
-        is_searched = time.monotonic() - index.searched_s < URGENT_S
+    async def _build_chunks(
+        self, index: StreamIndex, after: int, last: int, *, background: bool
+    ) -> list[Chunk]:
+        """Build chunks of the entries behind `after` up to `last`; in a process if no search waits."""
+        is_searched = time.monotonic() - index.searched_s < SEARCHED_RECENTLY_S
         process = (self._urgent if is_searched else self._process) if background else None
-        make = _build_chunk_here if process is None else partial(self._make_apart, process)
+        build = _build_chunk_here if process is None else partial(self._build_in_process, process)
         threads = self._threads if process is None else process.thread
         loop = asyncio.get_running_loop()
-        made: list[Chunk] = []
+        built: list[Chunk] = []
         payloads: list[Payload] = []
         size = 0
         first = after + 1
@@ -324,38 +329,38 @@ class TailIndex:
             size += sum(map(len, page.parts))
             after = page.next_entry
             if size >= CHUNK_BYTES or after >= last:
-                made.append(await loop.run_in_executor(threads, make, index, first, payloads))
+                built.append(await loop.run_in_executor(threads, build, index, first, payloads))
                 first, payloads, size = after + 1, [], 0
-        return made
+        return built
 
-    def _make_apart(
+    def _build_in_process(
         self, process: ChunkProcess, index: StreamIndex, first: int, payloads: list[Payload]
     ) -> Chunk:
-        """On a thread, which waits for the process meanwhile."""
+        """Runs on a thread, which waits for the process."""
         try:
-            return process.make(index.document, first, payloads)
+            return process.build(index.document, first, payloads)
         except ChunkProcessError as error:
             if process.closed:
                 raise
-            fields = {"stream": index.stream.name, "error": error}
-            logger.warning("indexing process failed, indexing in the server", extra={"fields": fields})
+            fields = log_fields(stream=index.stream.name, error=str(error))
+            logger.warning("indexing process failed, indexing in the server", extra=fields)
             return _build_chunk_here(index, first, payloads)
 
     # -- shrinking ---------------------------------------------------------------------------------------
 
     def _changed(self, index: StreamIndex) -> None:
-        index.measure()
+        index.update_size()
         if self.bytes > self.bytes_max:
-            self._shed()
+            self._evict()
             index.too_large = not index.chunks
 
-    def shed(self) -> None:
-        """Memory is short: everything goes, and searches scan until there is time to build it again."""
+    def evict_all(self) -> None:
+        """Drop everything under memory pressure; searches scan until the index is built again."""
         for number in list(self._streams):
             self.forget(number)
 
-    def _shed(self) -> None:
-        """Over budget: early sealing is asked for, then inverted lists go, then whole chunks."""
+    def _evict(self) -> None:
+        """Over budget: request early sealing, then drop inverted lists, then the oldest chunks."""
         if self.on_pressure is not None:
             largest = max(self._streams.values(), key=lambda index: index.bytes)
             self.on_pressure(largest.stream)
@@ -366,11 +371,11 @@ class TailIndex:
                     return
                 if chunk.inverted:
                     chunk.drop_lists()
-                    index.measure()
+                    index.update_size()
         for index in by_use:
             while index.chunks and self.bytes > self.bytes_max:
                 index.dropped_rows += index.chunks.pop(0).count
-                index.measure()
+                index.update_size()
 
 
 def _build_chunk_here(index: StreamIndex, first: int, payloads: list[Payload]) -> Chunk:

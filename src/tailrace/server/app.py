@@ -165,8 +165,8 @@ class TailraceApp:
 
     def use_index_files(self, files: IndexFileService) -> None:
         """Everything that answers queries reads index files from here."""
-        self.search.searcher.library = files.library
-        self.filtered.library = files.library
+        self.search.searcher.catalogue = files.catalogue
+        self.filtered.catalogue = files.catalogue
         self.routing_keys.listing.lexicons = files.keys
 
     def _profile_changed(self, stream: Stream) -> None:

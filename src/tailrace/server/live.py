@@ -514,7 +514,7 @@ class LiveReaders:
         if stream.visible_documents is None:
             found = self._log.reader.try_read(stream, after, bytes_max, limits.read_page_entries, key)
             return found if isinstance(found, Page) else None
-        page_bytes, entries_max, apart = self.contracts.page_of(stream, after, limits)
+        page_bytes, entries_max, apart = self.contracts.page_limits(stream, after, limits)
         bytes_max = min(bytes_max, page_bytes)
         found = self._log.reader.try_read(stream, after, bytes_max, entries_max, key, apart=apart)
         return self._promoted(stream, after, found) if isinstance(found, Page) else None
@@ -535,7 +535,7 @@ class LiveReaders:
             reading.exception()  # all who waited for it may be gone
 
     async def _read(self, stream: Stream, after: int, key: bytes | None) -> Page:
-        bytes_max, entries_max, apart = self.contracts.page_of(stream, after, self._limits)
+        bytes_max, entries_max, apart = self.contracts.page_limits(stream, after, self._limits)
         bytes_max = min(bytes_max, self.page_bytes)
         page = await self._log.reader.read(stream, after, bytes_max, entries_max, key, apart=apart)
         return self._promoted(stream, after, page)
@@ -582,7 +582,7 @@ class LiveReaders:
         self._encoded_bytes = 0
 
     def _promoted(self, stream: Stream, after: int, page: Page) -> Page:
-        contract = self.contracts.of(stream.visible_documents)
+        contract = self.contracts.get(stream.visible_documents)
         return page if contract is None else contract.promoted(stream, after, page)
 
     def encoded(self, wire: FollowerTransport, stream: Stream, after: int) -> bytes | None:

@@ -228,8 +228,8 @@ class Server:
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, memory_limit_bytes(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         search = self.app.search
-        self._memory.sheds += [search.tail.shed, search.records.shed, self._companions.shelf.shed]
-        self._memory.ticks.append(partial(search.follow, self.app.guard.grown))
+        self._memory.sheds += [search.tail.evict_all, search.records.shed, self._companions.files.evict_all]
+        self._memory.ticks.append(partial(search.index_new_rows, self.app.guard.grown))
         node = self._node(context)
         self.app.server = ServerRoutes(node)
         self.app.server.pipeline = self.pipeline.state.details

@@ -252,17 +252,17 @@ class ReadRoutes:
         """A page as a table: beside each entry its number, its time and its key."""
         stream = request.stream
         bytes_max, entries_max = request.bytes_max, request.entries_max
-        contract = self._live.contracts.of(stream.visible_documents)
+        contract = self._live.contracts.get(stream.visible_documents)
         if contract is not None and contract.promotes_behind(request.start):
-            limits_of_page = self._live.contracts.page_of(stream, request.start, self._limits)
+            limits_of_page = self._live.contracts.page_limits(stream, request.start, self._limits)
             bytes_max, entries_max = min(bytes_max, limits_of_page[0]), min(entries_max, limits_of_page[1])
         page = await self._log.reader.read_labelled(stream, request.start, bytes_max, entries_max, key)
         numbers, labels = page.entries(), page.labels
         assert labels is not None
         mark = ""
-        if (contract := self._live.contracts.of(stream.visible_documents)) is not None:
+        if (contract := self._live.contracts.get(stream.visible_documents)) is not None:
             page = contract.promoted(stream, request.start, page)
-            mark = contract.mark(page)
+            mark = contract.version_tag(page)
         body = await self._rows.encode(stream, numbers[: page.count], labels, page.parts)
         return lambda exchange: self._answer_page(exchange, request, page, mark, body=body)
 
@@ -271,13 +271,15 @@ class ReadRoutes:
         limits, raw = self._limits, request.fmt == "raw"
         if request.stream.visible_documents is None:
             return limits.read_page_bytes, limits.read_page_entries, raw
-        bytes_max, entries_max, apart = self._live.contracts.page_of(request.stream, request.start, limits)
+        bytes_max, entries_max, apart = self._live.contracts.page_limits(
+            request.stream, request.start, limits
+        )
         return bytes_max, entries_max, apart or raw
 
     def _answer_read(self, exchange: Exchange, request: ReadRequest, page: Page) -> None:
         """Answers with a page as it was read: what is of an older schema version is promoted."""
         stream = request.stream
-        contract = self._live.contracts.of(stream.visible_documents)
+        contract = self._live.contracts.get(stream.visible_documents)
         if contract is None:
             self._answer_page(exchange, request, page)
             return
@@ -286,7 +288,7 @@ class ReadRoutes:
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
             return
-        self._answer_page(exchange, request, page, contract.mark(page))
+        self._answer_page(exchange, request, page, contract.version_tag(page))
 
     async def _answer_later(
         self, exchange: Exchange, request: ReadRequest, work: Coroutine[None, None, PageResponder]
@@ -316,7 +318,7 @@ class ReadRoutes:
     # -- filtered --------------------------------------------------------------------------------------
 
     def _registry_of(self, stream: Stream) -> Registry | None:
-        contract = self._live.contracts.of(stream.visible_documents)
+        contract = self._live.contracts.get(stream.visible_documents)
         return None if contract is None else contract.registry
 
     def _answer_filtered(self, exchange: Exchange, request: ReadRequest) -> None:
@@ -333,7 +335,7 @@ class ReadRoutes:
         if self.filtered.try_scan(request.stream, sieve, key):
             self._answer_sieve(exchange, request, sieve)
         else:
-            until = self.filtered.patience(exchange.started)
+            until = self.filtered.scan_deadline(exchange.started)
             self._later(self._answer_later(exchange, request, self._sift(request, sieve, key, until)))
 
     async def _sift(

@@ -178,7 +178,7 @@ def memory_by_subsystem(node: ServerParts, sqlite_bytes: int) -> dict[str, ByteC
             "tail_memory_bytes": log.streams.memory_bytes,
             "block_cache_bytes": log.reader.cache.bytes,
             "segment_footer_bytes": node.cold.footer_bytes,
-            "companion_opened_bytes": node.companions.shelf.bytes,
+            "companion_opened_bytes": node.companions.files.bytes,
             "tail_index_bytes": node.search.tail.bytes,
             "document_bytes": log.streams.document_bytes,
             "contract_bytes": node.live.contracts.bytes,

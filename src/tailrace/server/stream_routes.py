@@ -406,7 +406,7 @@ class StreamRoutes:
         """What a fork has of its source's documents; its first entries have to pass them."""
         documents = source.documents or {}
         if initial is not None:
-            keys = self._guard.judge(initial, source)
+            keys = self._guard.normalise(initial, source)
             initial.check = lambda _request, _stream: keys
         inherited: dict[str, bytes] = {}
         if SCHEMA_DOCUMENT in documents:

@@ -9,7 +9,7 @@ hardly longer than what it does to ten.
 
 The windows and groups of an answer as one text of JSON.
 
-The part of an aggregate that is arrays: what companions give, as far as numbers and counts are asked for.
+The part of an aggregate that is arrays: what index_files give, as far as numbers and counts are asked for.
 
 Everything else of the answer, from records and from the tail, is in `Groups`. Both come together at the end:
 groups that are in both become objects, and all of them are shown in one order.
@@ -323,23 +323,25 @@ def _concat_rows(parts: Sequence[SpanRows]) -> SpanRows:
 def _contributing_rows(source: SpanSource, request: AggregateRequest) -> int:
     """The set of the rows that contribute."""
     field = request.timestamp_field
-    rows = source.within(field, ">=", request.from_ms) & source.within(field, "<", request.to_ms)
-    rows &= ~source.several(field)
+    rows = source.rows_in_range(field, ">=", request.from_ms) & source.rows_in_range(
+        field, "<", request.to_ms
+    )
+    rows &= ~source.rows_with_several(field)
     for query in (request.query, request.include):
         if query is not None and rows:
             rows &= _matching_rows(source, query)
     for name in request.rollup.dimensions:
-        several = rows & source.several(name)
+        several = rows & source.rows_with_several(name)
         if several:
             rows &= ~_ambiguous_rows(source, name, several)
     return rows
 
 
 def _matching_rows(source: SpanSource, query: BoundQuery) -> int:
-    verdict = source.judge(query)
+    verdict = source.match_rows(query)
     if not verdict.is_final:
         raise UnusableFileError("its columns leave a row in doubt")
-    return verdict.sure
+    return verdict.certain
 
 
 def _ambiguous_rows(source: SpanSource, name: str, several: int) -> int:

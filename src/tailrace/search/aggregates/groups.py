@@ -389,7 +389,9 @@ class ColumnAggregator:
         if chunk.first > self._trimmed:
             bounds = chunk.bounds(primary)
             return None if bounds is None else cast("int", bounds[1])
-        found = (chunk.edge(primary, row, True) for row in rows_from_bits(chunk.after(self._trimmed)))
+        found = (
+            chunk.extreme_value(primary, row, True) for row in rows_from_bits(chunk.rows_after(self._trimmed))
+        )
         return max((cast("int", value) for value in found if value is not None), default=None)
 
     def _members(self, chunk: Chunk) -> int:
@@ -413,11 +415,11 @@ class ColumnAggregator:
             return 0
         rows = chunk.columns[field].present & ~chunk.columns[field].multiple
         if bounds[0] < request.from_ms:
-            rows &= chunk.within(field, ">=", request.from_ms)
+            rows &= chunk.rows_in_range(field, ">=", request.from_ms)
         if bounds[1] >= request.to_ms:
-            rows &= chunk.within(field, "<", request.to_ms)
+            rows &= chunk.rows_in_range(field, "<", request.to_ms)
         if chunk.first <= self._trimmed:
-            rows &= chunk.after(self._trimmed)
+            rows &= chunk.rows_after(self._trimmed)
         return rows
 
     def _texts(self, column: Column, name: str, rows: Sequence[int]) -> list[str | None]:

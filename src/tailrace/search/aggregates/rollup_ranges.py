@@ -97,14 +97,14 @@ def select_rollup_ranges(
     found: list[RollupRange] = []
     at = after + 1
     for served in rollups:
-        companion = served.companion
-        if request.rollup_name not in served.names or companion.first < at or companion.last > last:
+        index_file = served.index_file
+        if request.rollup_name not in served.names or index_file.first < at or index_file.last > last:
             continue
-        primary = _primary_max(spans, companion.first, companion.last) if view.primary is not None else None
+        primary = _primary_max(spans, index_file.first, index_file.last) if view.primary is not None else None
         if view.primary is not None and primary is None:
             continue  # how far its times reach is part of the answer
-        found.append(RollupRange(companion.first, companion.last, served, primary))
-        at = companion.last + 1
+        found.append(RollupRange(index_file.first, index_file.last, served, primary))
+        at = index_file.last + 1
     return found
 
 
@@ -232,8 +232,10 @@ def span_chunks(
     """
     fields, field = view.config.fields, request.timestamp_field
     for name in wanted:
-        source.missing(name)
-    inside = source.within(field, ">=", request.from_ms) & source.within(field, "<", request.to_ms)
+        source.rows_without(name)
+    inside = source.rows_in_range(field, ">=", request.from_ms) & source.rows_in_range(
+        field, "<", request.to_ms
+    )
     for begin in range(0, source.rows.count, ROWS_AT_ONCE):
         end = min(begin + ROWS_AT_ONCE, source.rows.count)
         if inside >> begin & ((1 << (end - begin)) - 1):

@@ -157,7 +157,7 @@ class _AggregateRun:
         self._spans: Sequence[IndexSpan] = ()
         self._wanted = required_columns(view, request) if columns_and_blocks_suffice(request) else None
         self._blocks = not columns_suffice(request)  # summaries that records bring along are asked for
-        self._arrays: ArrayStates | None = None  # what companions gave, where nothing else is asked for
+        self._arrays: ArrayStates | None = None  # what index_files gave, where nothing else is asked for
 
     def _part_of(self, request: AggregateRequest) -> _TimePart:
         columns = ColumnAggregator(self._view, request, self._groups, self._stream.earliest)
@@ -200,22 +200,22 @@ class _AggregateRun:
 
     async def _built_ranges(self) -> tuple[list[RollupRange], int | None]:
         """What rollups speak for, and up to where built indexes speak for everything."""
-        library = self._searcher.library
-        if library is None:
+        catalogue = self._searcher.catalogue
+        if catalogue is None:
             return [], None
-        self._spans = await library.spans(self._stream, self._view)
-        rollups = await library.rollups(self._stream, self._view)
+        self._spans = await catalogue.spans(self._stream, self._view)
+        rollups = await catalogue.rollups(self._stream, self._view)
         after, last = self._stream.earliest, self._last
         built = select_rollup_ranges(rollups, self._spans, self._request, self._view, after, last)
-        return built, library.covered(self._stream)
+        return built, catalogue.covered_through(self._stream)
 
     async def _add_built(self, built: Sequence[RollupRange]) -> None:
         """Whole windows from rollups, and the rows at the edges of time."""
         self._look_at_clock()
-        library, request = self._searcher.library, self._request
-        assert library is not None
+        catalogue, request = self._searcher.catalogue, self._request
+        assert catalogue is not None
         begun = time.monotonic()
-        opened = await library.opened({one.served.published.key: one.served for one in built})
+        opened = await catalogue.open_all({one.served.published.key: one.served for one in built})
         added = await self._on_thread(
             self._add_files, [opened.get(one.served.published.key) for one in built]
         )
@@ -282,17 +282,17 @@ class _AggregateRun:
 
     async def _add_spans(self, spans: Sequence[IndexSpan], part: _TimePart) -> list[bool]:
         """Adds spans; answers for each whether its columns were of use."""
-        library, wanted = self._searcher.library, self._wanted
+        catalogue, wanted = self._searcher.catalogue, self._wanted
         added = dict.fromkeys((span.first for span in spans), False)
         opened: list[tuple[IndexSpan, Mapping[str, OpenedFile]]] = []
         for span in spans:
             files = None if wanted is None else files_for_rows(span, wanted, blocks=self._blocks)
-            if files is None or library is None or span.first <= self._stream.earliest:
+            if files is None or catalogue is None or span.first <= self._stream.earliest:
                 continue
             if not may_overlap(span, self._view, part.request):
                 self._see_span(span, None if span.primary is None else span.primary[1])
                 added[span.first] = True
-            elif len(found := await library.opened(files)) == len(files):
+            elif len(found := await catalogue.open_all(files)) == len(files):
                 opened.append((span, found))
         begun = time.monotonic()
         if opened:
@@ -358,7 +358,7 @@ class _AggregateRun:
             self._primaries.append((last, primary))
 
     async def _scan(self, stretch: ScanRange, part: _TimePart) -> None:
-        if not self._searcher.scans:
+        if not self._searcher.scanning_enabled:
             self._undecided.append(stretch)
             return
         number, field = self._stream.number, self._request.timestamp_field

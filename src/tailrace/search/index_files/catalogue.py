@@ -1,15 +1,8 @@
 """The index catalogue: published index files of streams, spans, rollups and routing keys, ready to be read.
 
-The companions of streams, ready to be asked: which spans there are, and their files opened.
-
-A fork shows entries of its source, and what was built of those serves the fork as well, as far as its
-registry asks for the same.
-
-Keyed reads and the listing of keys through built indexes.
-
-What is not covered, or cannot be opened, is left to those who look at segments.
-
-Built indexes beside everything that can make use of them.
+A fork shows entries of its source, so the index files of the source serve the fork as well, as far as both
+registries define the same. Entries that no file covers, or whose file cannot be opened, are left to the
+caller, which reads segments.
 """
 
 from __future__ import annotations
@@ -53,19 +46,19 @@ if TYPE_CHECKING:
     from tailrace.search.index_files.lookup_files import RoutingKeyIndexFile, RoutingKeyLexiconFile
 
 
-STREAMS_CACHED_MAX = 256  # whose spans are kept
+STREAMS_CACHED_MAX = 256  # streams whose spans are cached
 SCHEMA_DOCUMENT = "schema"  # key of the document with a stream's registry
 
 AncestorLookup = Callable[[Stream], Sequence[tuple[Stream, int]]]
 
 
 def without_ancestors(stream: Stream) -> Sequence[tuple[Stream, int]]:
-    """Without looking at whom it was forked from."""
+    """Only the stream itself, without the streams it was forked from."""
     return [(stream, FOREVER)]
 
 
 class _StreamIndexFiles(NamedTuple):
-    """What a stream or one of its ancestors has, and up to which entry it is shown."""
+    """The index files of a stream or one of its ancestors, and the last entry it shows of that one."""
 
     found: IndexFileSet
     stream_id: str
@@ -89,68 +82,71 @@ class _CachedSpans(NamedTuple):
 
 
 class IndexCatalogue:
-    """Lives on the loop. `levels` tells a stream and its ancestors, each with the last entry it shows."""
+    """Spans and rollup files of streams, and their opened files; used on the event loop only.
+
+    `levels` returns a stream and its ancestors, each with the last entry it shows.
+    """
 
     def __init__(
         self,
-        shelf: IndexFileCache,
-        catalogue: Callable[[Stream], Awaitable[IndexFileSet]],
+        files: IndexFileCache,
+        list_files: Callable[[Stream], Awaitable[IndexFileSet]],
         levels: AncestorLookup = without_ancestors,
     ) -> None:
-        self.shelf = shelf
-        self._catalogue = catalogue
+        self.files = files
+        self._list_files = list_files
         self._levels = levels
-        self._kept: OrderedDict[int, _CachedSpans] = OrderedDict()
+        self._cached: OrderedDict[int, _CachedSpans] = OrderedDict()
 
-    async def companions(self, stream: Stream) -> IndexFileSet:
-        return await self._catalogue(stream)
+    async def index_files(self, stream: Stream) -> IndexFileSet:
+        return await self._list_files(stream)
 
     async def spans(self, stream: Stream, view: RecordView) -> Sequence[IndexSpan]:
         """The spans of a stream, in order."""
-        kept = await self._of(stream, view)
-        return () if kept is None else kept.spans
+        cached = await self._spans_of(stream, view)
+        return () if cached is None else cached.spans
 
     async def rollups(self, stream: Stream, view: RecordView) -> Sequence[UsableFile]:
-        """The files of rollups, by their first entry."""
-        kept = await self._of(stream, view)
-        return () if kept is None else kept.rollups
+        """The rollup files by their first entry."""
+        cached = await self._spans_of(stream, view)
+        return () if cached is None else cached.rollups
 
-    async def _of(self, stream: Stream, view: RecordView) -> _CachedSpans | None:
+    async def _spans_of(self, stream: Stream, view: RecordView) -> _CachedSpans | None:
         parts: list[_StreamIndexFiles] = []
         for owner, upto in self._levels(stream):
-            found = await self._catalogue(owner)
+            found = await self._list_files(owner)
             if found.companions and (owner is stream or has_same_versions(view.registry, owner, upto)):
                 identity = make_stream_id(owner.name, owner.incarnation)
                 parts.append(_StreamIndexFiles(found, identity, FOREVER if owner is stream else upto))
         if not parts:
-            self._kept.pop(stream.number, None)
+            self._cached.pop(stream.number, None)
             return None
-        kept = self._kept.get(stream.number)
-        if kept is None or not kept.is_of(parts, view):
+        cached = self._cached.get(stream.number)
+        if cached is None or not cached.is_of(parts, view):
             loop = asyncio.get_running_loop()
-            kept = await loop.run_in_executor(None, _build_all_spans, parts, view)
-            self._kept[stream.number] = kept
-            if len(self._kept) > STREAMS_CACHED_MAX:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(stream.number)
-        return kept
+            cached = await loop.run_in_executor(None, _build_all_spans, parts, view)
+            self._cached[stream.number] = cached
+            if len(self._cached) > STREAMS_CACHED_MAX:
+                self._cached.popitem(last=False)
+        self._cached.move_to_end(stream.number)
+        return cached
 
-    def covered(self, stream: Stream) -> int:
-        """The last entry that all wanted families speak for, with all before it; of what was last asked."""
-        kept = self._kept.get(stream.number)
+    def covered_through(self, stream: Stream) -> int:
+        """The last entry up to which all search families cover every row, by the spans last returned."""
+        cached = self._cached.get(stream.number)
         through = stream.earliest
-        for span in () if kept is None else kept.spans:
+        for span in () if cached is None else cached.spans:
             if span.first > through + 1 or (span.last > through and not span.is_complete):
                 break
             through = max(through, span.last)
         return through
 
-    async def opened(self, files: Mapping[str, UsableFile]) -> dict[str, OpenedFile]:
-        """The files that can be used, by their keys."""
+    async def open_all(self, files: Mapping[str, UsableFile]) -> dict[str, OpenedFile]:
+        """Open files. Returns those that can be used, by key."""
         found: dict[str, OpenedFile] = {}
         missing: list[UsableFile] = []
         for key, served in files.items():
-            opened = self.shelf.find(served.published)
+            opened = self.files.get(served.published)
             if opened is None:
                 missing.append(served)
             else:
@@ -161,16 +157,16 @@ class IndexCatalogue:
                     found[served.published.key] = opened
         return found
 
-    def at_hand(self, files: Mapping[str, UsableFile]) -> bool:
-        """Whether all of some files are open already."""
-        return all(self.shelf.holds(served.published) for served in files.values())
+    def are_open(self, files: Mapping[str, UsableFile]) -> bool:
+        """Whether all of these files are open already."""
+        return all(self.files.is_open(served.published) for served in files.values())
 
     async def open(self, served: UsableFile) -> OpenedFile | None:
-        return await self.shelf.open(served.published, partial(_open_usable_file, served))
+        return await self.files.open(served.published, partial(_open_usable_file, served))
 
 
 def has_same_versions(registry: Registry, owner: Stream, upto: int) -> bool:
-    """Whether the records up to an entry are of the same versions to a fork as to the one they are from."""
+    """Whether the records up to an entry have the same schema versions in a fork as in its source."""
     document = (owner.visible_documents or {}).get(SCHEMA_DOCUMENT)
     if document is None:
         return False
@@ -184,13 +180,13 @@ def _boundaries(document: bytes) -> tuple[VersionBoundary, ...]:
 
 
 def _build_all_spans(parts: list[_StreamIndexFiles], view: RecordView) -> _CachedSpans:
-    """On a thread: there may be many."""
+    """Runs on a thread: there may be many."""
     prints = FieldFingerprints(view)
     spans: list[IndexSpan] = []
     rollups: list[UsableFile] = []
     for found, identity, upto in parts:
         plans = {plan.hash: plan for plan in found.plans.plans}
-        # One that goes on behind the fork speaks of entries that the fork does not have.
+        # A file that continues behind the fork covers entries that the fork does not have.
         shown = [one for one in found.companions if one.last <= upto]
         spans += build_spans(prints, shown, plans, identity)
         rollups += find_rollup_files(prints, shown, plans, identity)
@@ -198,76 +194,76 @@ def _build_all_spans(parts: list[_StreamIndexFiles], view: RecordView) -> _Cache
 
 
 def _open_usable_file(served: UsableFile, body: FileContent) -> OpenedFile:
-    from tailrace.search.index_files.span_source import open_index_file  # brings Arrow, which is large
+    from tailrace.search.index_files.span_source import open_index_file  # imports Arrow, which is large
 
     return open_index_file(served, body)
 
 
 NO_FILES: frozenset[str] = frozenset()
-KEY_FILES_CACHED_MAX = 512  # lists of runs
+KEY_FILES_CACHED_MAX = 512  # pairs of stream and family
 
 
 class _CachedKeyFiles(NamedTuple):
-    companions: Sequence[IndexFile]
+    index_files: Sequence[IndexFile]
     runs: list[list[UsableFile]]
 
 
 class RoutingKeyIndex:
-    """Lives on the loop, beside the library whose files it reads."""
+    """Keyed reads and key listings by index files; used on the event loop only."""
 
-    def __init__(self, library: IndexCatalogue) -> None:
-        self._library = library
-        self._kept: OrderedDict[tuple[str, str], _CachedKeyFiles] = OrderedDict()
-        self.lookups = 0  # that an index answered
+    def __init__(self, catalogue: IndexCatalogue) -> None:
+        self._catalogue = catalogue
+        self._cached: OrderedDict[tuple[str, str], _CachedKeyFiles] = OrderedDict()
+        self.lookups = 0  # that an index file served
 
     async def next_with_key(self, stream: Stream, key: bytes, entry: int) -> int:
-        """Where to look for a key: at `entry`, or at a later one before which there is none."""
+        """The first entry at or behind `entry` that may have a key."""
         at = entry
         for run in await self._runs(stream, ROUTING_KEY_INDEX):
-            if run[0].companion.last < at:
+            if run[0].index_file.last < at:
                 continue
-            if run[0].companion.first > at:
+            if run[0].index_file.first > at:
                 break
             following = await self._next_in(run, key, at)
             if following is None:
                 break
             at = following
-            if at <= run[0].companion.last:
+            if at <= run[0].index_file.last:
                 break
         self.lookups += at > entry
         return at
 
     async def _next_in(self, run: list[UsableFile], key: bytes, entry: int) -> int | None:
-        """Within one run, or the entry behind it; None if that cannot be told."""
+        """As `next_with_key` in one run, or the entry behind it; None if a file cannot be used."""
         found: list[int] = []
         for served in run:
-            file = cast("RoutingKeyIndexFile | None", await self._library.open(served))
+            file = cast("RoutingKeyIndexFile | None", await self._catalogue.open(served))
             if file is None:
                 return None
             try:
-                places = file.known(key) or await self._library.shelf.on_thread(file.places, key)
+                places = file.known(key) or await self._catalogue.files.on_thread(file.places, key)
             except UnusableFileError:
                 return None
             following = places.next_from(entry)
             if following is not None:
                 found.append(following)
-        return min(found, default=run[0].companion.last + 1)
+        return min(found, default=run[0].index_file.last + 1)
 
     async def first_keys(
         self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int, times: LexiconTimes
     ) -> LexiconKeys:
-        """The first keys that the lexicons of a stream have of the entries behind `below` up to `upto`."""
-        on_thread = self._library.shelf.on_thread
+        """The first keys of the entries behind `below` up to `upto`, from the lexicon files."""
+        on_thread = self._catalogue.files.on_thread
         covered: list[tuple[int, int]] = []
         keys: list[bytes] = []
         for run in await self._runs(stream, ROUTING_KEY_LEXICON):
-            companion = run[0].companion
-            if companion.last > upto or companion.last <= below:
+            index_file = run[0].index_file
+            if index_file.last > upto or index_file.last <= below:
                 continue
             listed: list[bytes] | None = []
             for served in run:
                 begun_s = time.monotonic()
-                file = cast("RoutingKeyLexiconFile | None", await self._library.open(served))
+                file = cast("RoutingKeyLexiconFile | None", await self._catalogue.open(served))
                 times.get_s += time.monotonic() - begun_s
                 try:
                     more = None if file is None else await on_thread(file.keys, after, wanted, below, times)
@@ -279,54 +275,56 @@ class RoutingKeyIndex:
                 listed += more
             if listed is not None:
                 keys += listed
-                covered.append((companion.first, companion.last))
+                covered.append((index_file.first, index_file.last))
         return LexiconKeys(covered, keys)
 
     async def _runs(self, stream: Stream, family: str) -> list[list[UsableFile]]:
-        """The files of a family by the range they speak for, in order; a large run may be several files."""
-        companions = (await self._library.companions(stream)).companions
+        """The files of a family by the range they cover, in order; a large range may have several files."""
+        index_files = (await self._catalogue.index_files(stream)).companions
         identity = make_stream_id(stream.name, stream.incarnation)
-        kept = self._kept.get((identity, family))
-        if kept is None or kept.companions is not companions:
-            kept = self._kept[identity, family] = _CachedKeyFiles(
-                companions, _key_files(companions, family, identity)
+        cached = self._cached.get((identity, family))
+        if cached is None or cached.index_files is not index_files:
+            cached = self._cached[identity, family] = _CachedKeyFiles(
+                index_files, _key_files(index_files, family, identity)
             )
-            if len(self._kept) > KEY_FILES_CACHED_MAX:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end((identity, family))
-        return kept.runs
+            if len(self._cached) > KEY_FILES_CACHED_MAX:
+                self._cached.popitem(last=False)
+        self._cached.move_to_end((identity, family))
+        return cached.runs
 
 
-def _key_files(companions: Sequence[IndexFile], family: str, identity: str) -> list[list[UsableFile]]:
+def _key_files(index_files: Sequence[IndexFile], family: str, identity: str) -> list[list[UsableFile]]:
     runs: dict[tuple[int, int], list[UsableFile]] = {}
-    for companion in companions:
-        if companion.family == family:
-            runs.setdefault((companion.first, companion.last), []).append(_usable_file(companion, identity))
+    for index_file in index_files:
+        if index_file.family == family:
+            runs.setdefault((index_file.first, index_file.last), []).append(
+                _usable_file(index_file, identity)
+            )
     return [runs[span] for span in _without_overlaps(runs)]
 
 
-def _usable_file(companion: IndexFile, identity: str) -> UsableFile:
-    key = stream_prefix(identity) + companion.object
-    published = IndexFileRef(key, identity, companion.bytes, companion.sha256)
-    return UsableFile(companion, published, NO_FILES, True)
+def _usable_file(index_file: IndexFile, identity: str) -> UsableFile:
+    key = stream_prefix(identity) + index_file.object
+    published = IndexFileRef(key, identity, index_file.bytes, index_file.sha256)
+    return UsableFile(index_file, published, NO_FILES, True)
 
 
 def _without_overlaps(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, without those that overlap one before; of those that begin alike the longest stays."""
-    kept: list[tuple[int, int]] = []
+    """Ranges in order, without overlaps; of those with the same first entry the longest remains."""
+    disjoint: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda one: (one[0], -one[1])):
-        if not kept or span[0] > kept[-1][1]:
-            kept.append(span)
-    return kept
+        if not disjoint or span[0] > disjoint[-1][1]:
+            disjoint.append(span)
+    return disjoint
 
 
-LEXICONS = "lexicons"  # the cache beside that of all other companions
-FETCH_THREADS = 2  # that fetch and check
-DECODE_THREADS = 4  # that decode files for those who have no threads, and may wait for the others
+LEXICONS = "lexicons"  # cache directory of lexicon files, beside that of all others
+FETCH_THREADS = 2  # fetch and check files
+DECODE_THREADS = 4  # decode files; they may wait for a fetch
 
 
 class IndexFileService:
-    """The files of companions: on the object store, in a cache on disk, and opened in memory."""
+    """The index files of one server: on the object store, cached on disk, and opened in memory."""
 
     def __init__(
         self, log: Log, url: str, cache_dir: Path, limits: Limits, loop: asyncio.AbstractEventLoop
@@ -338,16 +336,16 @@ class IndexFileService:
         lexicon_bytes = limits.lexicon_index_cache_max_bytes
         self.lexicons = ObjectCache(url, cache_dir.with_name(LEXICONS), lexicon_bytes, limits, self._work)
         memory_bytes = limits.search_companion_memory_max_bytes
-        self.shelf = IndexFileCache(
+        self.files = IndexFileCache(
             self.parts, self._work, self._readers, lexicons=self.lexicons, bytes_max=memory_bytes
         )
-        self.library = IndexCatalogue(self.shelf, log.catalogue.load, log.reader.levels)
-        self.keys = RoutingKeyIndex(self.library)
+        self.catalogue = IndexCatalogue(self.files, log.catalogue.load, log.reader.levels)
+        self.keys = RoutingKeyIndex(self.catalogue)
         log.reader.history.keys = self.keys
 
     def connect(self, telemetry: ServerMetrics) -> None:
-        counts = self.shelf.counts
-        telemetry.companion_opened_bytes.read = lambda: self.shelf.bytes
+        counts = self.files.counts
+        telemetry.companion_opened_bytes.read = lambda: self.files.bytes
         telemetry.companion_cache_bytes.read = lambda: self.parts.cached_bytes
         telemetry.lexicon_cache_bytes.read = lambda: self.lexicons.cached_bytes
         telemetry.companion_opens.read = lambda: counts.fetched

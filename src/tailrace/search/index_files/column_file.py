@@ -1,10 +1,6 @@
-"""The `col` index file: field values by entry, as Arrow columns.
-
-One field of many rows as Arrow has it: comparisons of a whole column are single steps.
+"""The `col` index file: field values by entry, as Arrow columns that are compared as a whole.
 
 A set of rows is one integer with a bit for each row, as everywhere in searches.
-
-`col`: the values of fields, entry by entry.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ _WORDS_SHARED_MAX = 4096
 
 
 def bits_from_mask(marks: Any) -> int:
-    """The set of the rows that a boolean array marks; a null marks nothing."""
+    """The set of rows where a boolean array is true; null counts as false."""
     if marks.null_count:
         marks = pc.fill_null(marks, pa.scalar(False))
     if marks.offset:
@@ -39,7 +35,7 @@ def bits_from_mask(marks: Any) -> int:
 
 
 class ArrowColumn:
-    """The values of one field, row by row, made of an array of lists."""
+    """The values of one field by row, from an Arrow array of lists."""
 
     def __init__(self, lists: Any) -> None:
         self.count: int = len(lists)
@@ -48,7 +44,7 @@ class ArrowColumn:
         flat = lists.flatten()
         self._is_words = pa.types.is_string(flat.type) or pa.types.is_large_string(flat.type)
         self._parents: Any = None
-        self._starts: Any = None  # of each row among all values, where a row may have several
+        self._starts: Any = None  # start of each row in the flat values, if a row may have several
         if largest <= 1:
             flat = self._spread(flat, lengths)
         else:
@@ -65,7 +61,7 @@ class ArrowColumn:
         self.multiple = bits_from_mask(pc.greater(lengths, 1)) if largest > 1 else 0
 
     def _spread(self, flat: Any, lengths: Any) -> Any:
-        """One place for each row, with nulls where there is no value."""
+        """One value for each row, null where there is none."""
         if len(flat) == self.count:
             return flat
         ends = pc.cumulative_sum(lengths)
@@ -82,14 +78,14 @@ class ArrowColumn:
     # -- sets of rows --------------------------------------------------------------------------------------
 
     def equal(self, value: Value) -> int:
-        """The rows with a value that is this one."""
+        """The rows with this value."""
         if self._is_words:
             place: int = pc.index(self._words, pa.scalar(str(value), self._words.type)).as_py()
             return 0 if place < 0 else self._rows(pc.equal(self._flat, pa.scalar(place, self._flat.type)))
-        return self.within("=", value)
+        return self.rows_in_range("=", value)
 
-    def within(self, comparison: str, bound: Value) -> int:
-        """The rows with a value on one side of a bound."""
+    def rows_in_range(self, comparison: str, bound: Value) -> int:
+        """The rows with a value for which the comparison holds."""
         compare = getattr(pc, _COMPARE[comparison])
         if self._is_words:
             return self._with_words(compare(self._words, pa.scalar(str(bound), self._words.type)))
@@ -100,7 +96,7 @@ class ArrowColumn:
         if pa.types.is_boolean(kind):
             return pa.scalar(bool(bound))
         if pa.types.is_integer(kind) and isinstance(bound, float):
-            return pa.scalar(bound)  # both sides are doubles then, as they are in a scan
+            return pa.scalar(bound)  # both sides are compared as doubles, as in a scan
         return pa.scalar(bound, kind)
 
     def starting_with(self, prefix: str) -> int:
@@ -109,7 +105,7 @@ class ArrowColumn:
         return self._with_words(pc.starts_with(self._words, prefix))
 
     def _with_words(self, marks: Any) -> int:
-        """The rows with a word that is marked."""
+        """The rows with a marked string."""
         marked: int = pc.sum(marks).as_py() or 0
         if not marked:
             return 0
@@ -118,7 +114,7 @@ class ArrowColumn:
         return self._rows(marks.take(self._flat))
 
     def _rows(self, marks: Any) -> int:
-        """The rows that own the marked values."""
+        """The rows of the marked values."""
         if self._parents is None:
             return bits_from_mask(marks)
         return bits_from_rows(self._parents.filter(marks).to_pylist(), self.count)
@@ -133,16 +129,16 @@ class ArrowColumn:
             found = self._flat[self._starts[row].as_py() : self._starts[row + 1].as_py()].to_pylist()
         return [self._words[place].as_py() for place in found] if self._is_words else found
 
-    def edge(self, row: int, largest: bool) -> Value | None:
+    def extreme_value(self, row: int, largest: bool) -> Value | None:
         values = self.values(row)
         if not values:
             return None
         return values[0] if len(values) == 1 else max(values) if largest else min(values)
 
     def flat_at(self, rows: Any) -> tuple[Any, Any]:
-        """All values of some rows, one after the other, and which of the rows each is of.
+        """All values of some rows, concatenated, and the index in `rows` of each.
 
-        Words are places in `words`.
+        Strings are indexes into `words`.
         """
         if self._parents is None:
             found = self._flat.take(pa.array(rows))
@@ -157,7 +153,7 @@ class ArrowColumn:
 
     @property
     def words(self) -> Any:
-        """The different words there are; None if these are no words."""
+        """The distinct strings; None if the values are not strings."""
         return self._words
 
     @cached_property
@@ -167,7 +163,7 @@ class ArrowColumn:
         return None if found["min"] is None else (found["min"], found["max"])
 
     def leaves(self, begin: int, end: int) -> list[object]:
-        """For each of some rows its value, a list of several, or None."""
+        """The value of each row of a range: a scalar, a list of several, or None."""
         if self._parents is None:
             return self._listed(begin, end)
         starts: list[int] = self._starts[begin : end + 1].to_pylist()
@@ -176,13 +172,13 @@ class ArrowColumn:
         return [None if not found else found[0] if len(found) == 1 else found for found in lists]
 
     def _listed(self, begin: int, end: int) -> list[object]:
-        """Some of all values, one after the other."""
+        """A range of the flat values."""
         flat = self._flat[begin:end]
         if not self._is_words:
             return flat.to_pylist()
         if len(self._words) > _WORDS_SHARED_MAX:
             return self._words.take(flat).to_pylist()
-        # One object for all rows that have the same word.
+        # Rows with the same string share one object.
         words: list[str] = self._words.to_pylist()
         return [
             None if place is None else words[place] for place in cast("list[int | None]", flat.to_pylist())
@@ -190,7 +186,7 @@ class ArrowColumn:
 
 
 class ColumnFile:
-    """A column is decoded when it is first asked for."""
+    """An open `col` file; columns are decoded on first use."""
 
     def __init__(self, file: ParquetFile, first: int, last: int) -> None:
         self._file = file
@@ -206,7 +202,7 @@ class ColumnFile:
         entries = to_python_array("q", column_array(self._file.read([ENTRY]), ENTRY).cast(INT64))
         rising = all(entries[at] < entries[at + 1] for at in range(len(entries) - 1))
         if not rising or not (entries and first <= entries[0] and entries[-1] <= last):
-            raise UnusableFileError("its entries are not in order")
+            raise UnusableFileError("entries of the col file are not in order")
         return entries
 
     @property
@@ -218,14 +214,14 @@ class ColumnFile:
         return name in self._file.names
 
     def is_full(self, name: str) -> bool:
-        """Whether every row has a value; what only decoding could tell is no."""
+        """Whether the statistics show that every row has a value."""
         found = self._full.get(name)
         if found is None:
             found = self._full[name] = self._file.leaf_is_full(name)
         return found
 
     def is_beyond(self, name: str, comparison: str, bound: Value) -> bool:
-        """Whether no row has a value on one side of a bound, as far as that is told without decoding."""
+        """Whether the statistics show that the comparison holds for no row."""
         if name not in self._bounds:
             self._bounds[name] = self._file.leaf_bounds(name)
         bounds = self._bounds[name]
@@ -236,6 +232,6 @@ class ColumnFile:
         if found is None:
             lists = column_array(self._file.read([name]), name)
             if not pa.types.is_list(lists.type) or len(lists) != len(self.entries):
-                raise UnusableFileError(f"the column {name} is not what it should be")
+                raise UnusableFileError(f"column {name} has a wrong type or length")
             found = self._columns[name] = ArrowColumn(lists)
         return found

@@ -1,17 +1,9 @@
 """Index files on the object store: fetching, checking, and the cache of opened files.
 
-A file of a family as the catalogue names it.
-
-The bytes of a file: all of them in memory, or fetched from the object store as they are wanted.
-
-Whoever reads runs on a thread and waits; the loop fetches meanwhile. Stretches that lie near each other come
-with one request, and a copy of each stays in the cache on disk.
-
-Opened files of families: fetched once for everybody, checked, and kept, bounded in bytes.
-
-A small file is fetched whole. Of a large one the end is fetched, which tells where everything is, and the
-rest as far as it is asked for. A file that is missing or is not what was published is nobody's error: it is
-remembered for a while as one that cannot be used, and whoever wanted it decodes rows instead.
+Readers run on threads and wait; the event loop fetches. A small file is fetched whole. Of a large one the
+footer is fetched first, and other parts on demand; adjacent ranges share one request, and fetched parts are
+cached on disk. Opened files are shared by all searches, within a byte limit. A file that is missing or
+damaged is marked as unusable for a while, and its rows are decoded from segments instead.
 """
 
 from __future__ import annotations
@@ -26,6 +18,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack
 
+from tailrace.common.logging_setup import log_fields
 from tailrace.search.index_files.format import ROUTING_KEY_LEXICON
 from tailrace.storage.object_store.cache import ByteBudget, LoopTasks, ObjectCache, ObjectRange, cache_source
 from tailrace.storage.object_store.interface import ObjectStoreError
@@ -33,11 +26,11 @@ from tailrace.storage.object_store.request_stats import stream_and_artifact
 
 
 class UnusableFileError(Exception):
-    """A file that is not what was published, or not in a form that is known here."""
+    """An index file is missing, damaged, or in an unknown format."""
 
 
 class IndexFileRef(NamedTuple):
-    """An object as the catalogue names it."""
+    """An index file as the manifest lists it."""
 
     key: str  # from the root of the store
     stream_id: str
@@ -46,7 +39,7 @@ class IndexFileRef(NamedTuple):
 
     @property
     def artifact(self) -> str:
-        """What kind of object it is."""
+        """The kind of object, from its key."""
         _, artifact = stream_and_artifact(self.key) or ("", "")
         return artifact
 
@@ -54,22 +47,22 @@ class IndexFileRef(NamedTuple):
         return ObjectRange(cache_source(self.key), start, stop)
 
 
-GAP_BYTES_MAX = 128 << 10  # between two stretches: fetching it as well is cheaper than another request
-FETCH_BYTES_MAX = 8 << 20  # of stretches that were joined
+GAP_BYTES_MAX = 128 << 10  # between two ranges: fetching it as well is cheaper than another request
+FETCH_BYTES_MAX = 8 << 20  # of joined ranges
 BATCH_BYTES_MAX = 16 << 20  # that one reader fetches at once, if it can be divided
-FETCH_TIMEOUT_S = 60.0  # for a fetch; the object store gives up long before
+FETCH_TIMEOUT_S = 60.0  # the object store times out long before
 
-ByteRange = tuple[int, int]  # a byte, and the byte behind the last
+ByteRange = tuple[int, int]  # start, and the byte behind the last
 
 
 class FileSlice(NamedTuple):
-    """Some bytes of a file, and where they begin."""
+    """Some bytes of a file and their position."""
 
     start: int
     data: memoryview
 
 
-SliceCheck = Callable[[FileSlice], bool]  # whether the bytes are those that were written
+SliceCheck = Callable[[FileSlice], bool]  # whether the bytes match their checksums
 
 
 class FileContent(Protocol):
@@ -78,16 +71,16 @@ class FileContent(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """What is in memory as long as the file is open."""
+        """Bytes in memory while the file is open."""
         ...
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is in memory, and was compared with the hash of the file."""
+        """Whether all of it is in memory and was compared with the hash of the file."""
         ...
 
     def stretches(self, ranges: Iterable[ByteRange], check: SliceCheck | None = None) -> Sequence[FileSlice]:
-        """At least these bytes, checked unless all of the file was. It may have to wait."""
+        """At least these bytes, checked unless the whole file was. May block."""
         ...
 
 
@@ -103,7 +96,7 @@ class LoadedContent:
 
 
 class RemoteContent:
-    """A file in the object store. Once it is open, `refuse` is told when it cannot be read any more."""
+    """A file on the object store. `refuse` is called when an open file becomes unreadable."""
 
     is_whole = False
     held_bytes = 0
@@ -120,19 +113,19 @@ class RemoteContent:
         try:
             found = self._near(wanted) or self._work.wait(lambda: self._all(wanted), FETCH_TIMEOUT_S)
             if check is not None and not all(map(check, found)):
-                # It may be the copy on our own disk that is damaged.
+                # The copy in the disk cache may be damaged.
                 if self._work.wait(self.forget, FETCH_TIMEOUT_S):
                     found = self._work.wait(lambda: self._all(wanted), FETCH_TIMEOUT_S)
                 if not all(map(check, found)):
-                    raise self._refused(UnusableFileError("a part of it does not have its checksum"))
+                    raise self._refused(UnusableFileError("checksum of a part does not match"))
         except CancelledError:
-            raise UnusableFileError("the server is closing") from None
+            raise UnusableFileError("server is stopping") from None
         except (ObjectStoreError, OSError) as error:  # TimeoutError is one of the latter
-            raise self._refused(UnusableFileError(f"it cannot be fetched: {error}")) from error
+            raise self._refused(UnusableFileError(f"cannot be fetched: {error}")) from error
         return found
 
     def _near(self, wanted: Sequence[ByteRange]) -> list[FileSlice]:
-        """Read by this thread itself, if the file lies on this machine: a way over the loop takes longer."""
+        """Read on this thread if the object store is a local directory, which is faster than the loop."""
         found: list[FileSlice] = []
         for start, stop in wanted:
             data = self._parts.get_now(self._published.key, start, stop)
@@ -147,7 +140,7 @@ class RemoteContent:
         return error
 
     async def forget(self) -> bool:
-        """Throws the copies of its parts away; False if there are none."""
+        """Remove its parts from the disk cache; False if there are none."""
         return await self._parts.forget(self._published.part(0, 0).source)
 
     async def _all(self, wanted: Iterable[ByteRange]) -> list[FileSlice]:
@@ -166,11 +159,11 @@ class RemoteContent:
 
 
 class EmbeddedContent:
-    """A stretch of another file that is a file itself."""
+    """A range of another file that is a file itself."""
 
     def __init__(self, outer: FileContent, start: int, size: int) -> None:
         if start < 0 or start + size > outer.size:
-            raise UnusableFileError("a part of it lies beyond its end")
+            raise UnusableFileError("a part lies beyond the end of the file")
         self._outer = outer
         self._start = start
         self.size = size
@@ -183,20 +176,20 @@ class EmbeddedContent:
         return [self._inner(stretch) for stretch in self._outer.stretches(outside, inside)]
 
     def _inner(self, stretch: FileSlice) -> FileSlice:
-        """What of a stretch of the outer file lies in this one, from its own beginning on."""
+        """The part of a slice of the outer file that lies in this one."""
         begin = max(self._start - stretch.start, 0)
         end = min(self._start + self.size - stretch.start, len(stretch.data))
         return FileSlice(stretch.start + begin - self._start, stretch.data[begin:end])
 
 
 def read_exactly(body: FileContent, start: int, stop: int) -> bytes:
-    """One stretch of a file, exactly, unchecked."""
+    """One range of a file, exactly and unchecked."""
     [found] = body.stretches([(start, stop)])
     return bytes(found.data[start - found.start : stop - found.start])
 
 
 def join_ranges(ranges: Iterable[ByteRange]) -> list[ByteRange]:
-    """Ranges in order, those near each other as one."""
+    """Ranges in order, adjacent ones joined."""
     found: list[ByteRange] = []
     for start, stop in sorted(ranges):
         if found:
@@ -210,7 +203,7 @@ def join_ranges(ranges: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 def split_by_size(sizes: Sequence[int]) -> list[list[int]]:
-    """The places of a list, divided so that each part has no more bytes than are fetched at once."""
+    """The positions in `sizes`, in batches of at most the bytes fetched at once."""
     found: list[list[int]] = []
     taken = 0
     for place, size in enumerate(sizes):
@@ -226,9 +219,9 @@ logger = logging.getLogger("tailrace.query")
 
 OPENED_BYTES_MAX = 128 << 20
 LOADING_BYTES_MAX = 64 << 20
-FILE_BYTES_MAX = 256 << 20  # a larger one is left alone
-WHOLE_BYTES_MAX = 512 << 10  # up to here one request for all of it is the fastest
-UNUSABLE_RETRY_S = 60.0  # how long a file that could not be used is left alone
+FILE_BYTES_MAX = 256 << 20  # larger files are not opened
+WHOLE_BYTES_MAX = 512 << 10  # up to this size one request for the whole file is fastest
+UNUSABLE_RETRY_S = 60.0  # until an unusable file is tried again
 UNUSABLE_MAX = 1024
 
 R = TypeVar("R")
@@ -236,11 +229,11 @@ Ts = TypeVarTuple("Ts")
 
 
 class WholeFileRequiredError(Exception):
-    """A file that has no checksums of its parts: only all of it can be checked."""
+    """The file has no checksums of its parts and can only be checked as a whole."""
 
 
 class OpenedFile(Protocol):
-    """A file, taken apart."""
+    """An opened index file of any family."""
 
     @property
     def memory_bytes(self) -> int: ...
@@ -250,7 +243,7 @@ FileOpener = Callable[[FileContent], OpenedFile]
 
 
 class FileCacheCounts:
-    """What was done with files, in plain numbers."""
+    """Counters of the file cache."""
 
     __slots__ = ("fetched", "hits", "unusable")
 
@@ -261,9 +254,9 @@ class FileCacheCounts:
 
 
 class IndexFileCache:
-    """Lives on the loop.
+    """LRU cache of opened index files; used on the event loop only.
 
-    `work` fetches and checks. `readers` has the threads of those who read files, and may wait for `work`.
+    `work` fetches and checks files. `readers` runs readers, which may wait for `work`.
     """
 
     def __init__(
@@ -277,7 +270,7 @@ class IndexFileCache:
         whole_bytes_max: int = WHOLE_BYTES_MAX,
     ) -> None:
         self._parts = parts
-        self._lexicons = lexicons or parts  # small, and asked for page by page: others do not push them out
+        self._lexicons = lexicons or parts  # small and read page by page: a cache of their own
         self._work = work
         self._readers = readers
         self._bytes_max = bytes_max
@@ -290,10 +283,10 @@ class IndexFileCache:
         self.counts = FileCacheCounts()
 
     async def on_thread(self, function: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
-        """For those who read files, and may have to wait for bytes."""
+        """Run a reader, which may wait for bytes, on a thread."""
         return await self._readers.on_thread(function, *arguments)
 
-    def find(self, published: IndexFileRef) -> OpenedFile | None:
+    def get(self, published: IndexFileRef) -> OpenedFile | None:
         """The file, if it is open."""
         found = self._opened.get(published.key)
         if found is None:
@@ -303,27 +296,27 @@ class IndexFileCache:
         self._measure(published.key, found)
         return found[0]
 
-    def holds(self, published: IndexFileRef) -> bool:
+    def is_open(self, published: IndexFileRef) -> bool:
         return published.key in self._opened
 
-    def may_open(self, published: IndexFileRef) -> bool:
-        """Whether it is worth a try."""
+    def can_retry(self, published: IndexFileRef) -> bool:
+        """Whether a file is small enough, and did not fail recently."""
         until = self._unusable.get(published.key)
         return published.bytes <= FILE_BYTES_MAX and (until is None or time.monotonic() >= until)
 
     async def open(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile | None:
         """The file; None if it cannot be used."""
-        found = self.find(published)
-        if found is not None or not self.may_open(published):
+        found = self.get(published)
+        if found is not None or not self.can_retry(published):
             return found
         task = self._opening.get(published.key)
         if task is None:
             task = self._opening[published.key] = self._work.start(self._load(published, open_file))
-        # Whoever goes away must not take the file from the others.
+        # A cancelled caller must not cancel the load for the others.
         return await asyncio.shield(task)
 
-    def shed(self) -> None:
-        """Memory is short: everything can be had again."""
+    def evict_all(self) -> None:
+        """Close all files under memory pressure; they can be opened again."""
         self._opened.clear()
         self.bytes = 0
 
@@ -339,7 +332,7 @@ class IndexFileCache:
                 async with self._budget.hold(2 * published.bytes):
                     opened = await self._opened_whole(published, open_file)
         except (UnusableFileError, ObjectStoreError, OSError) as error:
-            self._refuse(published, error)
+            self._mark_unusable(published, error)
             return None
         finally:
             del self._opening[published.key]
@@ -350,10 +343,11 @@ class IndexFileCache:
         self._shrink()
         return opened
 
-    def _refuse(self, published: IndexFileRef, error: Exception) -> None:
-        """Leaves a file alone for a while."""
+    def _mark_unusable(self, published: IndexFileRef, error: Exception) -> None:
+        """Do not open a file again for a while."""
         self.counts.unusable += 1
-        logger.warning("%s cannot be used, its rows are decoded instead: %s", published.key, error)
+        fields = log_fields(key=published.key, error=str(error))
+        logger.warning("index file unusable, decoding rows instead", extra=fields)
         self._unusable[published.key] = time.monotonic() + UNUSABLE_RETRY_S
         if len(self._unusable) > UNUSABLE_MAX:
             self._unusable.popitem(last=False)
@@ -361,7 +355,7 @@ class IndexFileCache:
         self.bytes -= size
 
     async def _opened_by_parts(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile | None:
-        """None if its parts cannot be checked one by one."""
+        """None if its parts have no checksums."""
         body = RemoteContent(self._parts_of(published), self._work, published)
         try:
             try:
@@ -371,15 +365,17 @@ class IndexFileCache:
                     raise
                 if not await body.forget():
                     raise
-                logger.warning("the cached copy of %s was damaged: %s", published.key, error)
+                logger.warning(
+                    "damaged cached index file", extra=log_fields(key=published.key, error=str(error))
+                )
                 opened = await self.on_thread(open_file, body)
         except WholeFileRequiredError:
             return None
-        body.refuse = partial(self._refuse, published)
+        body.refuse = partial(self._mark_unusable, published)
         return opened
 
     async def _opened_whole(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile:
-        """From the cache on disk if that has it whole, else from the store."""
+        """From the disk cache if that has the whole file, else from the object store."""
         parts, wanted = self._parts_of(published), published.part(0, published.bytes)
         await parts.opened()
         cached = parts.find(*wanted)
@@ -389,13 +385,15 @@ class IndexFileCache:
                 if raw is not None:
                     return await self._work.on_thread(_open_checked, published, raw, open_file)
             except UnusableFileError as error:
-                logger.warning("the cached copy of %s is damaged: %s", published.key, error)
+                logger.warning(
+                    "damaged cached index file", extra=log_fields(key=published.key, error=str(error))
+                )
             await parts.drop(cached)
         data = await parts.fetch(published.key, wanted)
         return await self._work.on_thread(_open_checked, published, bytes(data), open_file)
 
     def _measure(self, key: str, found: tuple[OpenedFile, int]) -> None:
-        """Files grow while they are used, by what was taken out of them."""
+        """Files grow while they are used, by what is decoded."""
         opened, before = found
         if opened.memory_bytes != before:
             self._opened[key] = (opened, opened.memory_bytes)
@@ -410,5 +408,5 @@ class IndexFileCache:
 
 def _open_checked(published: IndexFileRef, raw: bytes, open_file: FileOpener) -> OpenedFile:
     if len(raw) != published.bytes or hashlib.sha256(raw).hexdigest() != published.sha256:
-        raise UnusableFileError("its bytes are not those that were published")
+        raise UnusableFileError("size or SHA-256 does not match the manifest")
     return open_file(LoadedContent(raw))

@@ -1,7 +1,7 @@
-"""What is inside the files of the index families: names of columns and facts, and how values are written.
+"""The format of index files: names of columns and metadata, and the encoding of values.
 
-Builders and readers both import this and nothing else of each other. It needs no library. The files are
-described for everybody in docs/companions.md; numbers and names here are stored and never change meaning.
+Shared by the builders and the readers. docs/companions.md describes the files. The names and numbers here are
+stored in files and never change their meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FTS: Final = "fts"
 AGG: Final = "agg"
 MBLK: Final = "mblk"
 FAMILIES: Final = (ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON, EXACT, COL, FTS, AGG, MBLK)
-# Of the files of each family; one with another number is not read, and a new number has all built again.
+# Format numbers. A file with another number is not read; a new number rebuilds all files of the family.
 FORMATS: Final[dict[str, int]] = {**dict.fromkeys(FAMILIES, 1), FTS: 2, AGG: 2}
 EXTENSIONS: Final = {**dict.fromkeys(FAMILIES, "parquet"), FTS: "zip"}
 
@@ -32,9 +32,9 @@ FACT_PREFIX: Final = "tailrace."
 FACT_FORMAT: Final = "tailrace.companion_format"
 FACT_FAMILY: Final = "tailrace.family"
 FACT_STREAM_ID: Final = "tailrace.stream_id"
-FACT_FIRST: Final = "tailrace.first"  # the first and last entry the file speaks for, be there rows or not
+FACT_FIRST: Final = "tailrace.first"  # first and last entry the file covers, whether it has rows or not
 FACT_LAST: Final = "tailrace.last"
-FACT_ROWS: Final = "tailrace.rows"  # how many entries lie in that range
+FACT_ROWS: Final = "tailrace.rows"  # number of entries in that range
 FACT_PLAN_HASH: Final = "tailrace.plan_hash"
 FACT_WRITER: Final = "tailrace.writer"
 
@@ -63,8 +63,8 @@ SPAN_LASTS: Final = "span_lasts"
 # -- exact: sorted by (field, value with null first, entries[0]); a row group has rows of one field only
 
 FIELD: Final = "field"  # string
-VALUE: Final = "value"  # binary: `stored_value()`; null says that there is some value, whatever it is
-ENTRIES: Final = "entries"  # list of int64, ascending, never empty; very long lists go on in the next row
+VALUE: Final = "value"  # binary: `encode_value()`; null: entries with any value
+ENTRIES: Final = "entries"  # list of int64, ascending, never empty; very long lists continue in the next row
 LIST_ENTRIES_MAX: Final = 65_536
 VALUE_BYTES_MAX: Final = 1024  # of a string that is stored whole
 
@@ -78,36 +78,36 @@ SPLIT_FACTS: Final = "split.json"
 SPLIT_TERMS: Final = "terms.parquet"
 # terms.parquet: FIELD, TERM, DOCUMENTS, ENTRIES, FREQUENCIES, POSITIONS; sorted by (field, term, entries[0])
 TERM: Final = "term"  # string; null: entries with any value, and FREQUENCIES are their counts of tokens
-DOCUMENTS: Final = "documents"  # int64: in how many entries; of the whole term also where a list goes on
+DOCUMENTS: Final = "documents"  # int64: in how many entries; of the whole term also where a list continues
 FREQUENCIES: Final = "frequencies"  # list of int32: how often in each of these entries
-# List of int32: where in them, as many as all frequencies together; empty if the field does not keep them.
-# The tokens of a record are counted from 0, and a place is left out between two of its values.
+# List of int32: token positions, as many as the sum of frequencies; empty if the field has no positions.
+# The tokens of a record are counted from 0, with a gap of one between two of its values.
 POSITIONS: Final = "positions"
 KEYWORD_BYTES_MAX: Final = 1024  # of a keyword in the table; longer ones are cut as tokens are
 
 # -- agg: one row for each (rollup, interval_ms, window_start, dimensions, measure), in this order
 
-ROLLUP: Final = "rollup"  # string: its name, or `cut_name()` where rows are by fewer dimensions than it has
+ROLLUP: Final = "rollup"  # string: its name, or `partial_rollup_name()` for rows by fewer dimensions
 INTERVAL_MS: Final = "interval_ms"  # int64
 WINDOW_START: Final = "window_start"  # int64, ms
 DIMENSIONS: Final = "dimensions"  # list of string or null, in the order of the rollup
-PARTIAL_ROLLUP_VERSION: Final = 1  # which cuts of a rollup are stored: none of its dimensions, and each alone
+PARTIAL_ROLLUP_VERSION: Final = 1  # stored partial rollups: by no dimension, and by each single one
 MEASURE: Final = "measure"  # string
 COUNT: Final = "count"  # int64
-SUM: Final = "sum"  # double, the nearest one. Null if the measure is a count, as all that follow
+SUM: Final = "sum"  # double, the nearest one. Null if the measure is a count, as all columns below
 SUM_REST: Final = "sum_rest"  # double: with it the sum is exact, unless SUM_EXACT is there
-SUM_EXACT: Final = "sum_exact"  # binary: `stored_sum()`; null where two doubles are enough
+SUM_EXACT: Final = "sum_exact"  # binary: `encode_sum()`; null where two doubles are enough
 MIN: Final = "min"  # double; null if there is none
 MAX: Final = "max"
-MIN_WHOLE: Final = "min_whole"  # int64: the number itself where it is an integer; null otherwise
+MIN_WHOLE: Final = "min_whole"  # int64: the number itself if it is an integer; else null
 MAX_WHOLE: Final = "max_whole"
 HISTOGRAM: Final = "histogram"  # map of int32 exponent to int64 count; null if there is none
 UNPLACED: Final = "unplaced"  # int64: numbers in the histogram of which only the mean is known
-SKETCH: Final = "sketch"  # map of int32 to int64: counts by code, as in `query/states/spread.py`, ascending
+SKETCH: Final = "sketch"  # map of int32 to int64: counts by code, ascending
 
 
 def partial_rollup_name(rollup: str, places: Sequence[int]) -> str:
-    """What rows of a rollup by the dimensions at these places are stored under. No rollup is named so."""
+    """The stored name of a rollup by fewer dimensions. No rollup can have such a name."""
     return f"{rollup}/{','.join(map(str, places))}"
 
 
@@ -125,10 +125,10 @@ MBLK_TEXTS: Final = (
 )
 MBLK_DIMENSION_PAIRS: Final = "dimensionPairs"  # list of string
 MBLK_TIMES: Final = ("windowStart", "windowEnd", "intervalMs")  # int64
-# Then COUNT (null if the record tells of nothing), SUM, SUM_WHOLE, MIN, MIN_WHOLE, MAX, MAX_WHOLE,
-# HISTOGRAM and SKETCH, the latter binary, as in `query/sketch.py`.
+# Then COUNT (null if the record has no summary), SUM, SUM_WHOLE, MIN, MIN_WHOLE, MAX, MAX_WHOLE,
+# HISTOGRAM and SKETCH, the latter as binary.
 SUM_WHOLE: Final = "sum_whole"
-# Where the numbers of a row come from. A rollup with other pointers cannot be had from this family.
+# Where the numbers of a row come from. A rollup with other pointers cannot use this family.
 MBLK_POINTERS: Final = ("/count", "/sum", "/min", "/max", "/buckets", "/sketch")
 
 _SIGN: Final = 1 << 63
@@ -139,7 +139,7 @@ _SHIFT: Final = struct.Struct(">H")
 
 
 def index_file_key(plan_hash: str, family: str, first: int, last: int, sha256: str) -> str:
-    """The key of a companion in its stream's folder. The hash of the plan may have its `sha256:`."""
+    """The key of an index file in its stream's folder. The plan hash may have the prefix `sha256:`."""
     plan = plan_hash.removeprefix("sha256:")[:16]
     return f"companions/{plan}/{family}/{first:020}-{last:020}.{sha256[:16]}.{EXTENSIONS[family]}"
 
@@ -148,7 +148,7 @@ unsigned_key_hash: Final[Callable[[bytes], int]] = xxhash.xxh3_64_intdigest  # `
 
 
 def key_hash(key: bytes) -> int:
-    """XXH3-64 as a signed number, as Parquet and Spark compare it."""
+    """XXH3-64 as a signed integer, as Parquet and Spark compare it."""
     hashed = unsigned_key_hash(key)
     return hashed - (1 << 64) if hashed & _SIGN else hashed
 
@@ -156,9 +156,9 @@ def key_hash(key: bytes) -> int:
 def encode_value(value: Value) -> bytes:
     """A canonical value as bytes that compare as the values do.
 
-    Strings are their UTF-8; of one with more than 1024 bytes the first 1024 and the XXH3-128 of it all are
-    kept, so whoever finds a longer one than 1024 has to look at the record. Integers and dates are 8 bytes
-    with the sign turned, floats likewise, truth values one byte.
+    Strings are UTF-8. Of one with more than 1024 bytes the first 1024 and the XXH3-128 of the whole are
+    stored: a match of such a value has to be verified on the record. Integers and dates are 8 bytes with the
+    sign bit inverted, floats likewise, booleans one byte.
     """
     if isinstance(value, str):
         encoded = value.encode()
@@ -174,12 +174,12 @@ def encode_value(value: Value) -> bytes:
 
 
 def is_truncated(stored: bytes) -> bool:
-    """Whether these bytes stand for a string that was too long to be stored whole."""
+    """Whether the stored bytes are those of a truncated string."""
     return len(stored) > VALUE_BYTES_MAX
 
 
 def decode_value(stored: bytes, kind: str) -> Value:
-    """The value that was stored, by the kind of its field. Not for strings that were cut."""
+    """The value of stored bytes by the kind of its field; not for truncated strings."""
     if kind in ("keyword", "text"):
         return stored.decode()
     if kind == "bool":
@@ -191,9 +191,10 @@ def decode_value(stored: bytes, kind: str) -> Value:
 
 
 def encode_sum(total: int) -> bytes:
-    """An exact sum, which is a whole number of 2 ** -1074: how many zero bits it ends with, and the rest.
+    """Encode an exact sum, an integer multiple of 2 ** -1074.
 
-    Two bytes big-endian, then the shortest two's complement, big-endian. Zero is empty.
+    Two bytes with the number of trailing zero bits, big-endian, then the rest as the shortest two's
+    complement, big-endian. Zero is empty.
     """
     if not total:
         return b""

@@ -1,10 +1,7 @@
 """The `fts` index file: postings, positions and text lengths, and BM25 scores computed from them.
 
-`fts`: which entries have a token, how often, and how long their texts are.
-
-All of that is in the table of terms, and where in a record each token stands.
-
-Scores of rows from the postings of their tokens, added up in the order of the clauses as everywhere.
+The file, called a split, is a zip archive with a table of terms. Scores are summed in the order of the
+clauses, as in all other sources.
 """
 
 from __future__ import annotations
@@ -33,18 +30,18 @@ from tailrace.search.numpy_arrays import EMPTY, bits_from_row_array, narrow_inte
 from tailrace.search.ranking import ScoredClause, Scorer, has_text_clause
 from tailrace.storage.segments.parquet import PartialFile, pc
 
-_FOUND_MAX = 64  # look-ups that are kept
+_FOUND_MAX = 64  # cached lookups
 _TERMS = (names.FIELD, names.TERM)
 _LISTS = (names.ENTRIES, names.FREQUENCIES)
 _PLACED_LISTS = (*_LISTS, names.POSITIONS)
 _OVERHEAD_BYTES = 4096
 _PLACE_BITS = np.int64(32)
-_DIRECTORY_BYTES = 64 << 10  # the end of a split, with the list of its members
+_DIRECTORY_BYTES = 64 << 10  # the end of a split, with its zip directory
 _HEADER_BYTES = 30  # of a member, before its name
 
 
 class TextStatistics(msgspec.Struct):
-    """What `split.json` says of one text field."""
+    """Statistics of one text field in `split.json`."""
 
     field: str
     documents: int
@@ -53,14 +50,14 @@ class TextStatistics(msgspec.Struct):
 
 
 class Postings(NamedTuple):
-    """The entries with a token, ascending, and how often each has it."""
+    """The entries with a token, ascending, and its frequency in each."""
 
     entries: Any
     frequencies: Any
 
 
 class PackedPostings(NamedTuple):
-    """The same in few bytes, to be kept: entries are counted from the first of the file."""
+    """Postings in fewer bytes, for the cache: entries are relative to the first of the file."""
 
     entries: Any
     frequencies: Any
@@ -74,7 +71,7 @@ NO_POSTINGS = Postings(EMPTY, EMPTY)
 
 
 class SplitArchive:
-    """The members of a split, stored as they are. Their names and places are known; the rest is fetched."""
+    """The members of a split, which are not compressed. Only the directory is read at first."""
 
     def __init__(self, body: FileContent) -> None:
         self._body = body
@@ -85,26 +82,26 @@ class SplitArchive:
         return PartialFile(self._body.size, self._body.stretches(ranges))
 
     def _place(self, member: zipfile.ZipInfo) -> tuple[int, int]:
-        """Where the bytes of a member are: behind its header, its name and what else is said of it."""
+        """The byte range of a member, behind its header, name and extra field."""
         if member.compress_type != zipfile.ZIP_STORED:
-            raise zipfile.BadZipFile(f"{member.filename} is not stored as it is")
+            raise zipfile.BadZipFile(f"{member.filename} is compressed")
         start = member.header_offset + _HEADER_BYTES + len(member.orig_filename.encode()) + len(member.extra)
         return start, start + member.file_size
 
     def read(self, wanted: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-        """Some members, compared with their checksums."""
+        """Read members and verify their checksums."""
         found = [self.members[name] for name in wanted]
-        for turn in split_by_size([member.file_size for member in found]):
-            window = self._window([self._place(found[place]) for place in turn])
-            for member in (found[place] for place in turn):
+        for batch in split_by_size([member.file_size for member in found]):
+            window = self._window([self._place(found[place]) for place in batch])
+            for member in (found[place] for place in batch):
                 window.seek(self._place(member)[0])
                 data = window.read(member.file_size)
                 if zlib.crc32(data) != member.CRC:
-                    raise zipfile.BadZipFile(f"{member.filename} does not have its checksum")
+                    raise zipfile.BadZipFile(f"checksum of {member.filename} does not match")
                 yield member.filename, data
 
     def inner(self, name: str) -> EmbeddedContent:
-        """A member as a file of its own."""
+        """A member as a file."""
         start, stop = self._place(self.members[name])
         return EmbeddedContent(self._body, start, stop - start)
 
@@ -121,7 +118,7 @@ class FullTextFile:
             self.keywords = frozenset(msgspec.convert(split["keyword"], list[str]))
             terms = self._split.inner(names.SPLIT_TERMS)
         except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError, OSError) as error:
-            raise UnusableFileError(f"it is no split: {error}") from error
+            raise UnusableFileError(f"not a valid fts file: {error}") from error
         check_metadata(facts, names.FTS, stream_id, first, last)
         self.texts = {text.field: text for text in texts}
         self.first, self.last = first, last
@@ -145,13 +142,13 @@ class FullTextFile:
         return Postings(self._unpacked(found), found.frequencies)
 
     def _packed(self, field: str, token: str) -> PackedPostings:
-        return self._kept(("token", field, token), lambda: self._looked_up(field, token))
+        return self._cached_lookup(("token", field, token), lambda: self._look_up_token(field, token))
 
     def _unpacked(self, found: PackedPostings) -> Any:
         return found.entries + np.int64(self.first)
 
-    def _kept(self, key: tuple[str, ...], look_up: Callable[[], Postings]) -> PackedPostings:
-        """What was looked up last stays: a split may speak for many spans, and each of them asks."""
+    def _cached_lookup(self, key: tuple[str, ...], look_up: Callable[[], Postings]) -> PackedPostings:
+        """The last lookups are cached: a split may cover many spans, each of which needs them."""
         found = self._found.get(key)
         if found is None:
             looked_up = look_up()
@@ -168,28 +165,28 @@ class FullTextFile:
     def documents_with(self, field: str, token: str) -> int:
         return len(self._packed(field, token).entries)
 
-    def _looked_up(self, field: str, token: str) -> Postings:
+    def _look_up_token(self, field: str, token: str) -> Postings:
         return self._postings_where(field, lambda terms: pc.equal(terms, token), (token, token))
 
     def _postings_where(
         self, field: str, marked: Callable[[Any], Any], terms: tuple[str, str] | None
     ) -> Postings:
-        """The rows of the table that some mark on their terms chooses; a null stands for the whole field."""
+        """The postings of terms for which `marked` is true; the null term stands for the whole field."""
         entries: list[Any] = []
         frequencies: list[Any] = []
-        for table, marks in self._marked(field, marked, terms):
+        for table, marks in self._matching_groups(field, marked, terms):
             entries.append(to_numpy(column_array(table, names.ENTRIES).filter(marks).flatten()))
             frequencies.append(to_numpy(column_array(table, names.FREQUENCIES).filter(marks).flatten()))
         return Postings(np.concatenate(entries), np.concatenate(frequencies)) if entries else NO_POSTINGS
 
-    def _marked(
+    def _matching_groups(
         self,
         field: str,
         marked: Callable[[Any], Any],
         terms: tuple[str, str] | None,
         lists: Sequence[str] = _LISTS,
     ) -> Iterator[tuple[Any, Any]]:
-        """Row groups with a term that is marked: their lists, and which of them are meant."""
+        """Row groups with a marked term: the table of their lists, and the marks."""
         groups = self._groups(field, terms)
         marks: dict[int, Any] = {}
         for group, table in zip(groups, self._terms.tables(groups, _TERMS), strict=True):
@@ -198,11 +195,11 @@ class FullTextFile:
             )
             if pc.any(found).as_py():
                 marks[group] = found
-        # Not kept: the lists of all terms are large, and those that are wanted stay by themselves.
+        # Not cached: the lists of all terms are large, and the lookups are cached themselves.
         yield from zip(self._terms.read_tables(list(marks), lists), marks.values(), strict=True)
 
-    def _groups(self, field: str, wanted: tuple[str, str] | None) -> list[int]:
-        """Row groups that may have a term of a field in these bounds; without bounds, the field's own row."""
+    def _groups(self, field: str, bounds: tuple[str, str] | None) -> list[int]:
+        """Row groups that may have a term of a field within bounds; without bounds, the null term."""
         found: list[int] = []
         for group in range(self._terms.groups):
             fields = self._terms.statistics(group, names.FIELD)
@@ -210,25 +207,25 @@ class FullTextFile:
                 continue
             terms = self._terms.statistics(group, names.TERM)
             mixed = fields is None or fields[0] != fields[1]
-            if wanted is None:
+            if bounds is None:
                 if self._terms.has_nulls(group, names.TERM):
                     found.append(group)
-            elif terms is None or mixed or (terms[0] <= wanted[1] and terms[1] >= wanted[0]):
+            elif terms is None or mixed or (terms[0] <= bounds[1] and terms[1] >= bounds[0]):
                 found.append(group)
         return found
 
     def starting_with(self, field: str, prefix: str) -> Any:
-        """The entries with a token that starts like this, ascending."""
+        """The entries with a token that starts with a prefix, ascending."""
         bounds = (prefix, prefix + "\U0010ffff")
 
         def look_up() -> Postings:
             found = self._postings_where(field, lambda terms: pc.starts_with(terms, prefix), bounds)
             return Postings(np.unique(found.entries), EMPTY)
 
-        return self._unpacked(self._kept(("start", field, prefix), look_up))
+        return self._unpacked(self._cached_lookup(("start", field, prefix), look_up))
 
     def lengths(self, field: str) -> Any:
-        """The tokens of a text, for each number from the first to the last of the file; 0 without a text."""
+        """The length in tokens for each number from the first to the last entry; 0 without a text."""
         found = self._lengths.get(field)
         if found is None:
             texts = self._postings_where(field, lambda terms: terms.is_null(), None)
@@ -238,40 +235,40 @@ class FullTextFile:
             self._lengths[field] = found
         return found
 
-    def with_text(self, field: str) -> Any:
-        """The entries that have a text, be there a token in it or not."""
+    def entries_with_text(self, field: str) -> Any:
+        """The entries with a text, even one without tokens."""
         return self._postings_where(field, lambda terms: terms.is_null(), None).entries
 
     # -- phrases and keywords ------------------------------------------------------------------------------
 
     def phrase(self, field: str, tokens: Sequence[str]) -> Any:
-        """The entries with these tokens one after the other; None if that cannot be told here."""
+        """The entries with tokens in sequence; None if the file has no positions."""
         if not self.texts[field].positions:
             return None
         key = ("phrase", field, *tokens)
         return self._unpacked(
-            self._kept(key, lambda: Postings(self._one_after_the_other(field, tokens), EMPTY))
+            self._cached_lookup(key, lambda: Postings(self._find_phrase(field, tokens), EMPTY))
         )
 
-    def _one_after_the_other(self, field: str, tokens: Sequence[str]) -> Any:
-        """A phrase begins where each of its tokens says that it does, from the one with the fewest places."""
-        begins = {token: self._places(field, token) for token in set(tokens)}
-        turns_of = sorted(enumerate(tokens), key=lambda turn: len(begins[turn[1]]))
-        [(at, token), *others] = turns_of
+    def _find_phrase(self, field: str, tokens: Sequence[str]) -> Any:
+        """Intersect the positions where each token puts the start of the phrase, rarest token first."""
+        begins = {token: self._token_positions(field, token) for token in set(tokens)}
+        by_frequency = sorted(enumerate(tokens), key=lambda item: len(begins[item[1]]))
+        [(at, token), *others] = by_frequency
         found = begins[token] - at
         for at, token in others:
             places = begins[token]
             if not len(found) or not len(places):
                 return EMPTY
-            wanted = found + at
-            near = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
-            found = found[places[near] == wanted]
+            expected = found + at
+            near = np.minimum(np.searchsorted(places, expected), len(places) - 1)
+            found = found[places[near] == expected]
         return np.unique(found >> _PLACE_BITS) + self.first
 
-    def _places(self, field: str, token: str) -> Any:
-        """Everywhere that a token stands, ascending: which entry, above the place in it."""
+    def _token_positions(self, field: str, token: str) -> Any:
+        """All positions of a token, ascending: entry in the upper bits, position in the lower."""
         found: list[Any] = []
-        for table, marks in self._marked(
+        for table, marks in self._matching_groups(
             field, lambda terms: pc.equal(terms, token), (token, token), _PLACED_LISTS
         ):
             entries, frequencies, places = (
@@ -281,52 +278,52 @@ class FullTextFile:
         return np.concatenate(found) if found else EMPTY
 
     def keyword_prefix(self, field: str, prefix: str) -> Any:
-        """The entries with a keyword that starts like this; None if that cannot be told here."""
+        """The entries with a keyword that starts with a prefix; None if the file cannot decide it."""
         if field not in self.keywords or len(prefix.encode()) > names.KEYWORD_BYTES_MAX - 4:
             return None
         return self.starting_with(field, prefix)
 
 
-SCORE_TABLE_MAX = 1 << 16  # numbers up to here are told apart with a table; larger ones are sorted
+SCORE_TABLE_MAX = 1 << 16  # up to this number a table finds distinct values; beyond, sorting does
 
 
 class TokenPostings:
-    """The rows with one token, ascending; how often each has it, and how long its text is."""
+    """The rows with one token, ascending, with its frequency and the length of the text."""
 
     def __init__(self, rows: Any, frequencies: Any, lengths: Any) -> None:
         self.rows = rows
         self.frequencies = frequencies
         self.lengths = lengths
 
-    def often(self, rows: Any) -> Any:
-        """How often each of some rows has the token."""
+    def frequencies_in(self, rows: Any) -> Any:
+        """The frequency of the token in each of some rows."""
         if not len(self.rows):
             return np.zeros(len(rows), np.int64)
         places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
         return np.where(self.rows[places] == rows, self.frequencies[places], 0)
 
-    def once(self, count: int) -> int:
-        """The set of rows that have it once."""
+    def rows_with_one(self, count: int) -> int:
+        """The set of rows that have the token once."""
         return bits_from_row_array(self.rows[self.frequencies == 1], count)
 
     @cached_property
     def _kinds(self) -> tuple[list[tuple[int, int]], Any]:
-        """The different pairs of frequency and length, and which of them each row has."""
+        """The distinct pairs of frequency and length, and the index of each row's pair."""
         width = int(self.lengths.max()) + 1
         listed, places = _distinct_numbers(self.frequencies.astype(np.int64) * width + self.lengths)
         return [divmod(kind, width) for kind in listed.tolist()], places
 
-    def heavy(self, weigh: Callable[[int, int], float], least: float, count: int) -> int:
-        """The set of rows whose frequency and length weigh at least so much."""
+    def rows_scoring_at_least(self, score: Callable[[int, int], float], least: float, count: int) -> int:
+        """The set of rows whose frequency and length score at least `least`."""
         if not len(self.rows):
             return 0
         kinds, places = self._kinds
-        enough = np.array([weigh(*kind) >= least for kind in kinds])
+        enough = np.array([score(*kind) >= least for kind in kinds])
         return bits_from_row_array(self.rows[enough[places]], count)
 
 
 def _distinct_numbers(numbers: Any) -> tuple[Any, Any]:
-    """The different ones of some numbers, and the place among them of each."""
+    """The distinct numbers, and the index of each number among them."""
     largest = int(numbers.max())
     if largest >= SCORE_TABLE_MAX:
         return np.unique(numbers, return_inverse=True)
@@ -337,22 +334,22 @@ def _distinct_numbers(numbers: Any) -> tuple[Any, Any]:
 
 
 class PostingsSource(Protocol):
-    """Who knows which rows match and what their texts are like."""
+    """A source with matching rows, token postings and text lengths."""
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         ...
 
-    def certain(self, clause: Clause) -> int: ...
+    def certain_rows(self, clause: Clause) -> int: ...
     def token_rows(self, field: str, token: str) -> TokenPostings: ...
     def text_lengths(self, field: str) -> Any:
-        """The tokens in the text of each row."""
+        """The length of the text of each row in tokens."""
         ...
 
 
 def can_score_from_postings(query: BoundQuery) -> bool:
-    """Whether postings are enough, at least for most rows."""
+    """Whether postings are enough to score most rows."""
     match query:
         case All(clauses) | AnyOf(clauses) | Anywhere(clauses):
             return all(can_score_from_postings(clause) for clause in clauses)
@@ -363,7 +360,7 @@ def can_score_from_postings(query: BoundQuery) -> bool:
 
 
 def rows_needing_records(source: PostingsSource, query: BoundQuery) -> int:
-    """The rows in which a phrase may occur more than once: how often, only their records tell.
+    """The rows in which a phrase may occur more than once: its frequency has to be read from the record.
 
     Where one of its tokens occurs once, so does the phrase.
     """
@@ -374,9 +371,9 @@ def rows_needing_records(source: PostingsSource, query: BoundQuery) -> int:
                 found |= rows_needing_records(source, clause)
             return found
         case Phrase(field, tokens) if len(tokens) > 1:
-            found = source.certain(query)
+            found = source.certain_rows(query)
             for token in tokens:
-                found &= ~source.token_rows(field, token).once(source.count) if found else 0
+                found &= ~source.token_rows(field, token).rows_with_one(source.count) if found else 0
             return found
         case _:
             return 0
@@ -402,7 +399,7 @@ def _add_scores(
         case Anywhere(targets):
             best: dict[int, float] = {}
             for target in targets:
-                weights = _clause_scores(source, target, rows & source.certain(target), scorer)
+                weights = _clause_scores(source, target, rows & source.certain_rows(target), scorer)
                 for row, weight in weights.items():
                     if weight > best.get(row, 0.0):
                         best[row] = weight
@@ -416,7 +413,7 @@ def _add_scores(
 
 
 def certain_rows(source: PostingsSource, query: BoundQuery) -> int:
-    """The rows that match a part of a query all of which is certain."""
+    """The rows that match a part of a query whose clauses are all certain."""
     match query:
         case All(clauses):
             found = -1
@@ -431,31 +428,33 @@ def certain_rows(source: PostingsSource, query: BoundQuery) -> int:
         case Negation(clause):
             return ~certain_rows(source, clause)
         case _:
-            return source.certain(query)
+            return source.certain_rows(query)
 
 
 def _clause_scores(
     source: PostingsSource, clause: ScoredClause, rows: int, scorer: Scorer
 ) -> dict[int, float]:
-    """The weight of one clause in each row, all of which match it."""
+    """The scores of one clause in rows that match it."""
     if not rows:
         return {}
     if not isinstance(clause, Words | Phrase) or (isinstance(clause, Words) and clause.prefix):
         return dict.fromkeys(rows_from_bits(rows), scorer.boost(clause.field))
     listed = rows_from_bits(rows)
     places = np.array(listed)
-    often = np.stack([source.token_rows(clause.field, token).often(places) for token in clause.tokens])
+    often = np.stack(
+        [source.token_rows(clause.field, token).frequencies_in(places) for token in clause.tokens]
+    )
     if isinstance(clause, Phrase):
         often = often.min(axis=0, keepdims=True)
     frequencies: list[list[int]] = often.T.tolist()
     lengths: list[int] = source.text_lengths(clause.field)[places].tolist()
     weights: dict[int, float] = {}
-    known: dict[tuple[tuple[int, ...], int], float] = {}  # few combinations, many rows
+    known: dict[tuple[tuple[int, ...], int], float] = {}  # many rows share few combinations
     for row, found, length in zip(listed, frequencies, lengths, strict=True):
         key = (tuple(found), length)
         weight = known.get(key)
         if weight is None:
-            weight = known[key] = scorer.weigh(clause, *key)
+            weight = known[key] = scorer.score_clause(clause, *key)
         weights[row] = weight
     return weights
 
@@ -463,22 +462,18 @@ def _clause_scores(
 def rows_scoring_at_least(
     source: PostingsSource, query: BoundQuery, rows: int, scorer: Scorer, least: float
 ) -> int:
-    """The rows, of those that match, that may weigh at least so much; none of those that do is missing."""
+    """The matching rows that may score at least `least`: a superset of those that do."""
     match query:
         case All(clauses):
-            weighing = [clause for clause in clauses if has_text_clause(clause)]
-            return (
-                rows_scoring_at_least(source, weighing[0], rows, scorer, least)
-                if len(weighing) == 1
-                else rows
-            )
+            scored = [clause for clause in clauses if has_text_clause(clause)]
+            return rows_scoring_at_least(source, scored[0], rows, scorer, least) if len(scored) == 1 else rows
         case Anywhere(targets):
-            heavy = 0
+            candidates = 0
             for target in targets:
-                heavy |= _clause_rows_scoring_at_least(
-                    source, target, rows & source.certain(target), scorer, least
+                candidates |= _clause_rows_scoring_at_least(
+                    source, target, rows & source.certain_rows(target), scorer, least
                 )
-            return heavy
+            return candidates
         case Words() | Phrase():
             return _clause_rows_scoring_at_least(source, query, rows, scorer, least)
         case _:
@@ -488,7 +483,7 @@ def rows_scoring_at_least(
 def _clause_rows_scoring_at_least(
     source: PostingsSource, clause: ScoredClause, rows: int, scorer: Scorer, least: float
 ) -> int:
-    """Rows that match one clause and may weigh so much."""
+    """The rows matching one clause that may score at least `least`."""
     if not rows:
         return 0
     if not isinstance(clause, Words | Phrase) or (isinstance(clause, Words) and clause.prefix):
@@ -498,8 +493,8 @@ def _clause_rows_scoring_at_least(
     if others and not is_phrase:
         return rows
 
-    def weigh(frequency: int, length: int) -> float:
-        # A phrase that is weighed here occurs once, however often its tokens do.
-        return scorer.weigh(clause, (1 if is_phrase else frequency,), length)
+    def score(frequency: int, length: int) -> float:
+        # A phrase scored here occurs once, however often its tokens do.
+        return scorer.score_clause(clause, (1 if is_phrase else frequency,), length)
 
-    return source.token_rows(clause.field, token).heavy(weigh, least, source.count) & rows
+    return source.token_rows(clause.field, token).rows_scoring_at_least(score, least, source.count) & rows

@@ -1,8 +1,8 @@
-"""The index plan of a stream: which families of companions it wants, and everything that shapes their bytes.
+"""The index plan of a stream: which index families to build, and everything that determines their bytes.
 
-Pure: documents of the stream in, a plan out. Its hash covers all that can change a companion and nothing
-else, so two plans with one hash build the same files. Each field, rollup and family also has a fingerprint of
-its own: a companion of an older plan stays useful for what did not change.
+A pure function of the stream's documents. The hash covers all that can change an index file and nothing else,
+so two plans with the same hash build the same files. Each field, rollup and family also has a fingerprint of
+its own: an index file of an older plan remains usable for what did not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Json = dict[str, object]
 
 
 class IndexPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be built for each segment of a stream. `document` is what the hash is of.
+    """What to build for each segment of a stream. `hash` is the hash of `document`.
 
     `fingerprints` are by `family:<name>`, `field:<name>` and `rollup:<name>`.
     """
@@ -43,7 +43,7 @@ class IndexPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digits(self) -> str:
-        """The hash in names of objects."""
+        """The hash as in object keys."""
         return self.hash.removeprefix("sha256:")
 
     def family_fingerprint(self, family: str) -> str:
@@ -51,7 +51,7 @@ class IndexPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuildPlan(msgspec.Struct, frozen=True, dict=True):
-    """A plan with the registry and the profile it was made from: all that whoever builds needs to know."""
+    """A plan with its registry and profile: everything that a builder needs."""
 
     plan: IndexPlan
     registry: Registry
@@ -67,17 +67,17 @@ class BuildPlan(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def view(self) -> RecordView | None:
-        """Records and their values; None where nothing is searched for."""
+        """The view of the records; None if search is not configured."""
         return None if self.registry.search is None else RecordView(self.registry)
 
     @cached_property
     def members(self) -> dict[str, tuple[str, ...]]:
-        """The fields of each family, in their order; the rollups of `agg`."""
+        """The fields of each family in order; for `agg` the rollups."""
         return {} if self.registry.search is None else family_members(self.registry.search)
 
 
 def index_plan(registry: Registry, profile_kind: str = "generic", *, keyed: bool = False) -> IndexPlan:
-    """The plan for a stream. `keyed` tells that some entry has a key, wherever it came from."""
+    """The plan for a stream. `keyed`: some entry has a routing key."""
     prints: dict[str, str] = {}
     families: dict[str, object] = {}
     document: Json = {"layout": 1, "families": families}
@@ -115,7 +115,7 @@ def index_plan(registry: Registry, profile_kind: str = "generic", *, keyed: bool
 
 
 def family_members(search: SearchConfig) -> dict[str, tuple[str, ...]]:
-    """Which fields, or rollups, the families of a search configuration are made of; none is empty."""
+    """The fields or rollups of each non-empty family of a search configuration."""
     fields = sorted(search.fields.items())
     found = {
         "exact": tuple(name for name, field in fields if field.exact),
@@ -135,7 +135,7 @@ def store_plan(plan: IndexPlan, registry: Registry, profile: bytes | None) -> by
 
 
 def load_plan(data: bytes) -> BuildPlan:
-    """What `store_plan` wrote."""
+    """Decode the object `plans/<hash>.json`."""
     stored = msgspec.json.decode(data, type=_StoredPlan)
     return BuildPlan(stored.plan, read_registry(bytes(stored.registry)), stored.profile)
 
@@ -146,7 +146,7 @@ class _StoredPlan(msgspec.Struct):
     profile: Json
 
 
-# -- shapes: what a digest is taken of ---------------------------------------------------------------------
+# -- shapes: the documents that are hashed -----------------------------------------------------------------
 
 
 def _field_json(name: str, registry: Registry) -> Json:
@@ -167,7 +167,7 @@ def _field_json(name: str, registry: Registry) -> Json:
 
 
 def _rollup_json(name: str, registry: Registry, fields: dict[str, Json]) -> Json:
-    """Fields that it looks at are part of it: another pointer of a dimension means other groups."""
+    """Includes the fields it reads: another pointer of a dimension means other groups."""
     search = registry.search
     assert search is not None
     rollup: Rollup = search.rollups[name]
@@ -205,7 +205,7 @@ def _include_json(text: str | None, search: SearchConfig, used: set[str]) -> obj
 
 
 def _query_json(clause: BoundQuery, used: set[str]) -> object:
-    """A bound query as JSON: what it decides, not how it was written. Its fields are added to `used`."""
+    """A bound query as JSON: its meaning, not its text. Adds its fields to `used`."""
     match clause:
         case All(clauses) | AnyOf(clauses):
             return [type(clause).__name__, *(_query_json(each, used) for each in clauses)]
@@ -223,9 +223,9 @@ def _all_lens_steps(registry: Registry) -> object:
 
 
 def _lens_steps(pointer: str | None, registry: Registry) -> list[object]:
-    """The steps of all lenses that what lies at the pointer may have come through, the last one first.
+    """The steps of all lenses that may have changed the value at a pointer, the last one first.
 
-    Lenses are proven never to fail, so steps that touch other places cannot change a value.
+    Lenses are proven never to fail, so steps on other pointers cannot change a value.
     """
     tokens = None if pointer is None else parse_pointer(pointer)
     if tokens is None:
@@ -244,7 +244,7 @@ def _lens_steps(pointer: str | None, registry: Registry) -> list[object]:
 
 
 def _places(op: LensOp) -> list[tuple[str, ...]]:
-    """Where a step reads or writes. Taking one item out of an array moves those behind it."""
+    """The pointers that a step reads or writes. Removing an array item moves those behind it."""
     found = [op.source, op.target] if op.op not in ("in", "map", "wrap", "head", "convert") else [op.source]
     return [tokens[:-1] if tokens and tokens[-1].isdigit() else tokens for tokens in found]
 

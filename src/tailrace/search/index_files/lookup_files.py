@@ -1,8 +1,5 @@
-"""The `exact` and routing key index files: entries by field value and by key.
-
-`exact`: the entries of each value of a field.
-
-`routing_key_index` and `routing_key_lexicon`: where a key is, and which keys come next.
+"""The lookup index files: `exact` (entries by field value), `routing_key_index` (entry ranges by key) and
+`routing_key_lexicon` (keys in order).
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from tailrace.search.numpy_arrays import EMPTY, np, to_numpy
 from tailrace.storage.segments import parquet
 from tailrace.storage.segments.parquet import BINARY, pa, pc
 
-_FOUND_MAX = 64  # look-ups that are kept
+_FOUND_MAX = 64  # cached lookups
 _COLUMNS = (VALUE, ENTRIES)
-FILTERED_ROWS_MIN = 512  # of a row group: a shorter one is as soon decoded
+FILTERED_ROWS_MIN = 512  # rows of a row group from which its Bloom filter is worth reading
 
 _Filters = dict[int, bytes | None]  # by row group
 
 
 class ExactFile:
-    """Only the row groups that may hold a value are decoded. Answers ascend."""
+    """The ascending entries of each value. Decodes only row groups that may have a value."""
 
     def __init__(self, file: ParquetFile) -> None:
         self._file = file
@@ -50,11 +47,11 @@ class ExactFile:
         return self._file.memory_bytes + self._found_bytes + self._filter_bytes
 
     def entries(self, field: str, stored: bytes | None) -> Any:
-        """The entries with a value, or with any if it is None."""
-        return self._kept((field, stored, False), lambda: self._looked_up(field, stored))
+        """The entries with a value, or with any value if `stored` is None."""
+        return self._cached_lookup((field, stored, False), lambda: self._look_up(field, stored))
 
     def lacks(self, field: str, stored: bytes) -> bool:
-        """Whether no entry has a value, if what is in memory tells. Nothing is read: the loop may ask."""
+        """Whether no entry has a value, judged by what is in memory; safe on the event loop."""
         found = self._found.get((field, stored, False))
         if found is not None:
             return not len(found)
@@ -62,11 +59,11 @@ class ExactFile:
         return not groups or (filters is not None and not _not_ruled_out(groups, filters, stored))
 
     def entries_from(self, field: str, prefix: bytes) -> Any:
-        """The entries with a string that starts like this."""
-        return self._kept((field, prefix, True), lambda: self._starting_with(field, prefix))
+        """The entries with a string that starts with a prefix."""
+        return self._cached_lookup((field, prefix, True), lambda: self._starting_with(field, prefix))
 
-    def _kept(self, key: tuple[str, bytes | None, bool], look_up: Callable[[], Any]) -> Any:
-        """What was looked up last stays: a file may speak for many spans, and each of them asks."""
+    def _cached_lookup(self, key: tuple[str, bytes | None, bool], look_up: Callable[[], Any]) -> Any:
+        """The last lookups are cached: a file may cover many spans, each of which needs them."""
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = look_up()
@@ -76,7 +73,7 @@ class ExactFile:
                 self._found_bytes -= old.nbytes + 200
         return found
 
-    def _looked_up(self, field: str, stored: bytes | None) -> Any:
+    def _look_up(self, field: str, stored: bytes | None) -> Any:
         groups = self._groups_with_any(field) if stored is None else self._groups_with(field, stored)
         if stored is not None and any(self._file.rows_in(group) >= FILTERED_ROWS_MIN for group in groups):
             groups = _not_ruled_out(groups, self._filters_of(field), stored)
@@ -108,22 +105,22 @@ class ExactFile:
         return np.unique(np.concatenate(lists)) if lists else EMPTY
 
     def _groups_with_any(self, field: str) -> list[int]:
-        """Row groups of a field that tell which entries have any value."""
+        """Row groups of a field with the entries that have any value."""
         return [group for group in self._groups.get(field, ()) if self._file.has_nulls(group, VALUE)]
 
     def _groups_with(self, field: str, stored: bytes) -> list[int]:
-        """Row groups of a field whose bounds a value lies in."""
+        """Row groups of a field whose bounds include a value."""
         return self._groups_where(field, lambda least, most: least <= stored <= most)
 
     def _groups_where(self, field: str, may_hold: Callable[[bytes, bytes], bool]) -> list[int]:
-        """Row groups of a field whose values reach from one to another that may be wanted."""
+        """Row groups of a field whose smallest and largest value pass a test."""
         groups = self._groups.get(field, ())
         found = ((group, self._file.statistics(group, VALUE)) for group in groups)
         return [group for group, bounds in found if bounds is None or may_hold(*bounds)]
 
 
 def _not_ruled_out(groups: Sequence[int], filters: _Filters, stored: bytes) -> list[int]:
-    """Of some row groups those whose filters may have a value."""
+    """The row groups whose Bloom filters do not exclude a value."""
     hashed = xxhash.xxh64_intdigest(stored)
     return [
         group
@@ -136,20 +133,20 @@ def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode()
 
 
-_KNOWN_MAX = 256  # look-ups that are kept
+_KNOWN_MAX = 256  # cached lookups
 _PLACES_BYTES = 500
 _PLACES = (names.KEY_HASH, names.KEY, names.SPAN_FIRSTS, names.SPAN_LASTS)
 _WORDS = (names.KEY, names.FIRST_ENTRY, names.LAST_ENTRY)
 
 
 class KeyRanges(NamedTuple):
-    """Stretches of entries that a key lies in, ascending."""
+    """Ranges of entries that have a key, ascending."""
 
     firsts: list[int]
     lasts: list[int]
 
     def next_from(self, entry: int) -> int | None:
-        """Where to look at or behind an entry."""
+        """The first entry at or behind `entry` in a range; None if there is none."""
         at = bisect_left(self.lasts, entry)
         return max(entry, self.firsts[at]) if at < len(self.lasts) else None
 
@@ -164,17 +161,17 @@ class RoutingKeyIndexFile:
         return self._file.memory_bytes + len(self._known) * _PLACES_BYTES
 
     def known(self, key: bytes) -> KeyRanges | None:
-        """The answer of before, without a thread."""
+        """The cached ranges; safe on the event loop."""
         return self._known.get(key)
 
     def places(self, key: bytes) -> KeyRanges:
-        """Nowhere, if the file does not have the key."""
-        found = self._known[key] = self._looked_up(key) or KeyRanges([], [])
+        """The ranges of a key, read from the file."""
+        found = self._known[key] = self._look_up(key) or KeyRanges([], [])
         if len(self._known) > _KNOWN_MAX:
             self._known.popitem(last=False)
         return found
 
-    def _looked_up(self, key: bytes) -> KeyRanges | None:
+    def _look_up(self, key: bytes) -> KeyRanges | None:
         hashed = names.key_hash(key)
         for group in range(self._file.groups):
             bounds = self._file.statistics(group, names.KEY_HASH)
@@ -198,7 +195,7 @@ class RoutingKeyLexiconFile:
         return self._file.memory_bytes
 
     def keys(self, after: bytes | None, wanted: int, trimmed: int, times: LexiconTimes) -> list[bytes]:
-        """The first keys behind one, of those that have an entry behind `trimmed`."""
+        """The first `wanted` keys behind `after` that have an entry behind `trimmed`."""
         found: list[bytes] = []
         for group in range(self._file.groups):
             bounds = self._file.statistics(group, names.KEY)

@@ -1,7 +1,7 @@
-"""A Parquet file of a family: its facts are checked, its row groups fetched and decoded on demand.
+"""An index file in Parquet format: metadata is checked, row groups are fetched and decoded on demand.
 
-Of a file that is not in memory as a whole, the footer is fetched first. It has a checksum of itself, and one
-of every block of the file, so that nothing is decoded that was not compared.
+Of a file that is not in memory as a whole, the footer is fetched first. It has a checksum of itself and of
+every block of the file, so that only verified bytes are decoded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tailrace.storage.segments.model import FOOTER_GUESS_BYTES, CorruptSegmentEr
 from tailrace.storage.segments.parquet import PartialFile, pa, pq
 
 _GROUP_OVERHEAD_BYTES = 2048  # of the parsed footer
-_PARSED = 2  # what a footer takes in memory besides, for each of its bytes
+_PARSED = 2  # further memory of a parsed footer for each of its bytes
 _STAMP = names.FACT_FOOTER_XXH3.encode()
-DECODED_BYTES_MAX = 4 << 20  # of one file: the row groups that were not asked for longest go first
+DECODED_BYTES_MAX = 4 << 20  # decoded row groups of one file, an LRU cache
 
 
 def check_metadata(facts: dict[str, str], family: str, stream_id: str, first: int, last: int) -> None:
-    """Refuses a file that speaks of something else, or in a form that is not known."""
+    """Reject a file of another family, stream or range, or in an unknown format."""
     try:
         form = int(facts[names.FACT_FORMAT])
         found = (
@@ -45,16 +45,19 @@ def check_metadata(facts: dict[str, str], family: str, stream_id: str, first: in
             int(facts[names.FACT_LAST]),
         )
     except (KeyError, ValueError) as error:
-        raise UnusableFileError(f"it lacks a fact: {error}") from error
+        raise UnusableFileError(f"metadata is missing or invalid: {error}") from error
     if form != names.FORMATS[family]:
         whose = "a newer" if form > names.FORMATS[family] else "an older"
-        raise UnusableFileError(f"it has format {form}, of {whose} version of Tailrace")
+        raise UnusableFileError(f"{family} file has format {form}, of {whose} version of Tailrace")
     if found != (family, stream_id, first, last):
-        raise UnusableFileError(f"it is the {found[0]} of {found[2]} to {found[3]} of {found[1]}")
+        raise UnusableFileError(
+            f"file is {found[0]} of entries {found[2]} to {found[3]} of stream {found[1]}, "
+            f"expected {family} of entries {first} to {last} of stream {stream_id}"
+        )
 
 
 class ParquetFile:
-    """Row groups of one file. What was decoded last stays, and counts as memory."""
+    """The row groups of one file. Recently decoded ones are cached and count as memory."""
 
     def __init__(self, body: FileContent) -> None:
         self._body = body
@@ -68,8 +71,8 @@ class ParquetFile:
             self.metadata, self._footer_bytes = _read_footer(body)
             self._blocks = _BlockChecksums(self.facts)
         self.groups: int = self.metadata.num_row_groups
-        # Not by `metadata.schema`: the library's two objects hold each other, and footers of files that are
-        # long closed would stay until somebody looks for cycles.
+        # Not `metadata.schema`, which makes a reference cycle: footers of closed files would stay in memory
+        # until the next garbage collection.
         self._schema: Any = (self._file or self._at(())).schema_arrow.remove_metadata()
         self._leaves: dict[str, int] = {}
         if self.groups:
@@ -77,12 +80,12 @@ class ParquetFile:
             self._leaves = {group.column(at).path_in_schema: at for at in range(group.num_columns)}
         self._decoded: OrderedDict[tuple[int, tuple[str, ...]], Any] = OrderedDict()
         self._decoded_bytes = 0
-        self._bounds: dict[tuple[int, str], tuple[Any, Any] | None] = {}  # that were asked for
-        self._lock = Lock()  # searches on several threads share the file, and the library has one reader
+        self._bounds: dict[tuple[int, str], tuple[Any, Any] | None] = {}  # by row group and column
+        self._lock = Lock()  # the Parquet reader is shared by searches on several threads
 
     @property
     def names(self) -> list[str]:
-        """Of its columns."""
+        """The column names."""
         return self._schema.names
 
     @property
@@ -91,7 +94,7 @@ class ParquetFile:
         try:
             return {key.decode(): value.decode() for key, value in found.items()}
         except UnicodeDecodeError as error:
-            raise UnusableFileError("its facts are no text") from error
+            raise UnusableFileError("metadata is not valid UTF-8") from error
 
     @property
     def memory_bytes(self) -> int:
@@ -100,11 +103,11 @@ class ParquetFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
+        """The size of the file."""
         return self._body.size
 
     def statistics(self, group: int, column: str) -> tuple[Any, Any] | None:
-        """The smallest and largest value of a plain column in a row group; None if that is not known."""
+        """The smallest and largest value of a plain column in a row group; None if not known."""
         key = (group, column)
         if key not in self._bounds:
             found: Any = self.metadata.row_group(group).column(self._leaves[column]).statistics
@@ -112,7 +115,7 @@ class ParquetFile:
         return self._bounds[key]
 
     def leaf_bounds(self, column: str) -> tuple[Any, Any] | None:
-        """The smallest and largest value in a column of lists; None if that is not known of every group."""
+        """The smallest and largest value in a column of lists; None if not known of every row group."""
         leaf = next((path for path in self._leaves if _is_of(path, (column,))), None)
         found = [] if leaf is None else [self.statistics(group, leaf) for group in range(self.groups)]
         known = [bounds for bounds in found if bounds is not None]
@@ -121,7 +124,7 @@ class ParquetFile:
         return min(least for least, _ in known), max(most for _, most in known)
 
     def leaf_is_full(self, column: str) -> bool:
-        """Whether every list of a column has something in it, as far as that is told without decoding."""
+        """Whether the statistics show that no list of a column is empty."""
         leaves = [path for path in self._leaves if _is_of(path, (column,))]
         return len(leaves) == 1 and not any(self.has_nulls(group, leaves[0]) for group in range(self.groups))
 
@@ -145,13 +148,13 @@ class ParquetFile:
                 found.append(None)
                 continue
             if not start <= at < at + parquet.BLOOM_BLOCK_BYTES <= at + length <= self.size:
-                raise UnusableFileError("a filter lies where none can be")
+                raise UnusableFileError("position of a Bloom filter is invalid")
             stored = stretch.data[at - stretch.start : at - stretch.start + length]
             found.append(bytes(parquet.bloom_bits(stored)))
         return found
 
     def _are_indexes(self, stretch: FileSlice) -> bool:
-        """Whether what lies between the row groups and the footer is as it was written."""
+        """Whether the bytes between the row groups and the footer match their checksum."""
         try:
             reader.check_index(bytes(stretch.data), reader.footer_facts(self.metadata))
         except (CorruptSegmentError, ValueError):
@@ -159,7 +162,7 @@ class ParquetFile:
         return True
 
     def tables(self, groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
-        """Row groups as tables with one chunk for each column. Those near each other are fetched at once."""
+        """Row groups as tables with one chunk for each column. Adjacent ones are fetched together."""
         wanted = tuple(columns)
         for turn in self._turns(groups, wanted):
             with self._lock:
@@ -168,7 +171,7 @@ class ParquetFile:
             for group in turn:
                 table = self._known(group, wanted)
                 if table is None:
-                    # One that was there before may be gone by now.
+                    # It may have been evicted in the meantime.
                     held = file if group in missing else self._reader([group], wanted)
                     table = self._keep(group, wanted, held)
                 yield table
@@ -179,7 +182,7 @@ class ParquetFile:
         return table
 
     def read_tables(self, groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
-        """As `tables`, for what is not worth keeping."""
+        """As `tables`, without the cache."""
         for turn in self._turns(groups, columns):
             file = self._reader(turn, columns)
             for group in turn:
@@ -191,7 +194,7 @@ class ParquetFile:
         return table
 
     def read(self, columns: Sequence[str]) -> Any:
-        """Whole columns; they are not kept."""
+        """Whole columns, without the cache."""
         turns_of = self._turns(range(self.groups), columns)
         tables = [self._decode(self._reader(turn, columns), turn, columns) for turn in turns_of if turn]
         return pa.concat_tables(tables or [self._empty(columns)]).combine_chunks()
@@ -209,7 +212,7 @@ class ParquetFile:
     def _keep(self, group: int, columns: tuple[str, ...], file: Any) -> Any:
         table = self._decode(file, [group], columns)
         with self._lock:
-            if (group, columns) not in self._decoded:  # else somebody was faster
+            if (group, columns) not in self._decoded:  # else another thread decoded it first
                 self._decoded[group, columns] = table
                 self._decoded_bytes += table.nbytes
             while self._decoded_bytes > DECODED_BYTES_MAX and len(self._decoded) > 1:
@@ -224,36 +227,36 @@ class ParquetFile:
         except (pa.ArrowException, OSError) as error:
             raise UnusableFileError(f"row groups from {groups[0]} cannot be decoded: {error}") from error
 
-    # -- bytes that are fetched ----------------------------------------------------------------------------
+    # -- byte ranges ---------------------------------------------------------------------------------------
 
     def _turns(self, groups: Sequence[int], columns: Sequence[str]) -> list[list[int]]:
-        """Row groups, divided into as many as are fetched at once."""
+        """Row groups in batches that are fetched together."""
         if self._blocks is None:
             return [list(groups)]
         sizes = [sum(stop - start for start, stop in self._ranges([group], columns)) for group in groups]
         return [[groups[place] for place in turn] for turn in split_by_size(sizes)]
 
     def _ranges(self, groups: Iterable[int], columns: Sequence[str]) -> list[ByteRange]:
-        """Where columns of row groups lie. A column of lists is all leaves below its name."""
+        """The byte ranges of columns in row groups. A column of lists has several leaves."""
         leaves = [at for path, at in self._leaves.items() if _is_of(path, columns)]
         rows = map(self.metadata.row_group, groups)
         return [reader.column_range(row.column(at)) for row in rows for at in leaves]
 
     def _reader(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
-        """The library's reader of a file that has at least the bytes of these row groups."""
+        """A Parquet reader over at least the bytes of these row groups."""
         if self._blocks is None:
             return self._file
         wanted = [self._blocks.around(found) for found in self._ranges(groups, columns)]
         return self._at(self._body.stretches(wanted, self._blocks.are_right) if wanted else ())
 
     def _at(self, held: Sequence[FileSlice]) -> Any:
-        """The library's reader of a file of which only these bytes are at hand."""
+        """A Parquet reader over these bytes only."""
         window = PartialFile(self._body.size, held)
         return pq.ParquetFile(window, metadata=self.metadata, pre_buffer=False)
 
 
 class _BlockChecksums:
-    """The checksums of all blocks of a file from its beginning to where its tail begins."""
+    """The checksums of all blocks of a file, up to its tail."""
 
     def __init__(self, facts: dict[str, str]) -> None:
         try:
@@ -261,15 +264,15 @@ class _BlockChecksums:
             self.end = int(facts[names.FACT_CHECKED_BYTES])
             self._digests = facts[names.FACT_BLOCK_XXH3]
         except (KeyError, ValueError) as error:
-            raise UnusableFileError(f"it lacks checksums: {error}") from error
+            raise UnusableFileError(f"checksums are missing or invalid: {error}") from error
         if self._bytes <= 0 or len(self._digests) != 16 * -(-self.end // self._bytes):
-            raise UnusableFileError("it does not have a checksum for every block")
+            raise UnusableFileError("checksums do not cover every block")
 
     def around(self, wanted: ByteRange) -> ByteRange:
-        """The whole blocks that some bytes lie in."""
+        """The whole blocks that contain a byte range."""
         start, stop = wanted
         if not 0 <= start <= stop <= self.end:
-            raise UnusableFileError("a column lies beyond the blocks")
+            raise UnusableFileError("position of a column is invalid")
         return start // self._bytes * self._bytes, min(-(-stop // self._bytes) * self._bytes, self.end)
 
     def are_right(self, stretch: FileSlice) -> bool:
@@ -290,16 +293,16 @@ def _open_parquet(body: FileContent) -> Any:
     try:
         return pq.ParquetFile(pa.BufferReader(pa.py_buffer(stretch.data)), pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        raise UnusableFileError(f"it is no Parquet file: {error}") from error
+        raise UnusableFileError(f"not a valid Parquet file: {error}") from error
 
 
 def _read_footer(body: FileContent) -> tuple[Any, int]:
-    """The parsed footer of a file, checked, and how many bytes it has."""
+    """The verified and parsed footer of a file, and its size."""
     guess = min(body.size, FOOTER_GUESS_BYTES)
     end = read_exactly(body, body.size - guess, body.size)
     length = int.from_bytes(end[-8:-4], "little") + 8
     if end[-4:] != b"PAR1" or length > body.size:
-        raise UnusableFileError("it is no Parquet file")
+        raise UnusableFileError("not a valid Parquet file")
     if length > guess:
         end = read_exactly(body, body.size - length, body.size)
     if _STAMP not in end:

@@ -1,11 +1,8 @@
 """The `agg` and `mblk` index files: stored rollup states and blocks of metric summaries.
 
-`agg`: partial states of rollups, by window and group.
-
-A file has a state for every combination of all dimensions, many more than anybody asks for. So a row group is
-added up by the dimensions that are wanted while it is still Arrow's, and only what is left becomes objects.
-
-`mblk`: the summaries that records of metrics bring along, by entry.
+An `agg` file has a state for every window and every combination of all dimensions, many more than a request
+needs. So a row group is summed by the requested dimensions in Arrow, and only the results become objects. An
+`mblk` file has the summaries that metric records carry, by entry.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from tailrace.search.index_files.parquet_file import ParquetFile, column_array
 from tailrace.search.numpy_arrays import np, to_numpy
 from tailrace.storage.segments.parquet import INT64, pa, pc
 
-# What tells which states are wanted, and of a state of one number all there is to know.
+# The columns that select states, and all of a state of one number.
 _KEYS = (names.WINDOW_START, names.DIMENSIONS, names.MEASURE, names.COUNT)
 _LIGHT = (*_KEYS, names.MIN, names.MIN_WHOLE)
 _WHOSE = (names.ROLLUP, names.INTERVAL_MS)  # the same in nearly every row of a row group
@@ -39,28 +36,28 @@ _HEAVY = (
     *(names.HISTOGRAM, names.UNPLACED, names.SKETCH),
 )
 
-# What stays of a file, as arrays and texts: no more than the file itself has, but of a small one all.
+# Cached states of a file: as many bytes as the file has, but at least these.
 STATE_CACHE_BYTES_MIN: Final = 1 << 20
 
-GroupKey = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of some dimensions
+GroupKey = tuple[int, tuple[str | None, ...]]  # start of the window, and values of some dimensions
 
 
 class RollupSelection(NamedTuple):
-    """What an aggregate wants of a file: windows that begin at or behind `from_ms` and before `to_ms`."""
+    """The states an aggregate needs: of windows that begin at or after `from_ms` and before `to_ms`."""
 
     rollup: str
     interval_ms: int
     from_ms: int
     to_ms: int
-    grouped: Sequence[int] = ()  # places of the dimensions that tell groups apart
-    having: Sequence[tuple[int, str]] = ()  # places of dimensions, and the value that each has to have
-    numbers: Sequence[str] = ()  # measures of numbers: of one number, the number is the state
-    others: Sequence[str] = ()  # measures whose states are merged, whatever they are of
-    measures: Sequence[str] = ()  # all that the rollup has, in the order of their names
+    grouped: Sequence[int] = ()  # positions of the dimensions to group by
+    having: Sequence[tuple[int, str]] = ()  # positions of dimensions, and their required values
+    numbers: Sequence[str] = ()  # measures of numbers: a state of one number is the number
+    others: Sequence[str] = ()  # measures whose states are always merged
+    measures: Sequence[str] = ()  # all measures of the rollup by name
 
 
 class RollupPart(NamedTuple):
-    """The wanted states of one row group. `counts` has every group and every measure, wanted or not."""
+    """The selected states of one row group. `counts` has every group and every measure."""
 
     states: int
     counts: list[tuple[GroupKey, str, int]]
@@ -81,15 +78,15 @@ class RollupFile:
 
     @property
     def groups(self) -> int:
-        """How many row groups it has."""
+        """The number of row groups."""
         return self._file.groups
 
     def groups_for(self, wanted: RollupSelection) -> list[int]:
-        """Row groups that may have what is wanted."""
+        """Row groups that may have selected states."""
         return [group for group in range(self._file.groups) if self._may_have(group, wanted)]
 
     def read(self, group: int, columns: Sequence[str], wanted: RollupSelection) -> Any:
-        """The rows of a row group that are of the wanted rollup and interval, of any time; not kept."""
+        """The rows of a row group of the selected rollup and interval, of any time; not cached."""
         is_all = self._is_all_of(group, wanted)
         table = self._file.read_group(group, [*_KEYS, *columns, *([] if is_all else _WHOSE)])
         if is_all:
@@ -99,20 +96,20 @@ class RollupFile:
     # -- states as objects ---------------------------------------------------------------------------------
 
     def parts(self, wanted: RollupSelection) -> Iterator[RollupPart]:
-        """What is wanted, by row group."""
+        """The selected states by row group."""
         try:
             for group, table, marks in self.chosen(wanted):
                 yield self._part(group, table, marks, wanted)
         except pa.ArrowException as error:
-            raise UnusableFileError(f"it is not what it should be: {error}") from error
+            raise UnusableFileError(f"agg file cannot be decoded: {error}") from error
 
     def has_window(self, rollup: str, interval_ms: int, start_ms: int) -> bool:
-        """Whether any record lies in a window."""
+        """Whether a window has any record."""
         window = RollupSelection(rollup, interval_ms, start_ms, start_ms + interval_ms)
         return any(pc.any(marks).as_py() for _, _, marks in self.chosen(window))
 
     def chosen(self, wanted: RollupSelection) -> Iterator[tuple[int, Any, Any]]:
-        """Row groups that may have what is wanted, and the rows of each that are."""
+        """Row groups that may have selected states, and their selected rows."""
         for is_all, run in groupby(self.groups_for(wanted), key=lambda group: self._is_all_of(group, wanted)):
             alike = list(run)
             tables = self._file.tables(alike, _LIGHT if is_all else (*_LIGHT, *_WHOSE))
@@ -130,7 +127,7 @@ class RollupFile:
         return starts is None or (starts[0] < wanted.to_ms and starts[1] >= wanted.from_ms)
 
     def _is_all_of(self, group: int, wanted: RollupSelection) -> bool:
-        """Whether the whole row group is of the wanted rollup and interval."""
+        """Whether the whole row group is of the selected rollup and interval."""
         one = self._file.statistics(group, names.ROLLUP) == (wanted.rollup, wanted.rollup)
         span = (wanted.interval_ms, wanted.interval_ms)
         return one and self._file.statistics(group, names.INTERVAL_MS) == span
@@ -152,7 +149,7 @@ class RollupFile:
     def _summaries(
         self, group: int, rows: Any, marks: Any, dimensions: int
     ) -> list[tuple[GroupKey, str, Summary]]:
-        """States that have to be merged, of more than one number or made by others."""
+        """States that have to be merged: of more than one number, or from records with summaries."""
         if not rows.num_rows:
             return []
         heavy = self._file.read_group(group, _HEAVY).filter(marks)
@@ -164,7 +161,7 @@ class RollupFile:
 
 
 def _selection_mask(table: Any, wanted: RollupSelection, *, is_all: bool) -> Any:
-    """The rows of a row group that are wanted; all of them may be of the wanted rollup and interval."""
+    """The selected rows of a row group, all of which may be of the selected rollup and interval."""
     starts = column_array(table, names.WINDOW_START)
     marks = pc.and_(
         pc.greater_equal(starts, pa.scalar(wanted.from_ms)), pc.less(starts, pa.scalar(wanted.to_ms))
@@ -179,13 +176,13 @@ def _selection_mask(table: Any, wanted: RollupSelection, *, is_all: bool) -> Any
 
 
 def _is_of(table: Any, wanted: RollupSelection) -> Any:
-    """Marks the rows of the wanted rollup and interval."""
+    """Mark the rows of the selected rollup and interval."""
     spans = pc.equal(column_array(table, names.INTERVAL_MS), pa.scalar(wanted.interval_ms))
     return pc.and_(pc.equal(column_array(table, names.ROLLUP), wanted.rollup), spans)
 
 
 def _with_dimension_values(dimensions: Any, marks: Any, wanted: RollupSelection) -> Any:
-    """Of the marked rows those with the wanted values. Only these are known to have so many dimensions."""
+    """The marked rows with the required values; other rows may have fewer dimensions."""
     rows = np.flatnonzero(to_numpy(marks))
     for place, text in wanted.having:
         found = pc.fill_null(pc.equal(pc.list_element(dimensions.take(pa.array(rows)), place), text), False)
@@ -200,7 +197,7 @@ def _is_one_of(measures: Any, wanted: Sequence[str]) -> Any:
 
 
 def _rows(table: Any, marks: Any, wanted: RollupSelection) -> Any:
-    """The marked rows, with a column for each dimension that is wanted."""
+    """The marked rows, with a column for each dimension to group by."""
     light = (names.WINDOW_START, names.MEASURE, names.COUNT, names.MIN, names.MIN_WHOLE)
     found = {name: column_array(table, name).filter(marks) for name in light}
     dimensions = column_array(table, names.DIMENSIONS).filter(marks)
@@ -251,7 +248,7 @@ def _chosen_numbers(doubles: list[float | None], wholes: list[int | None]) -> li
     else:
         numbers = [_number(double, whole) for double, whole in zip(doubles, wholes, strict=True)]
     if None in numbers:
-        raise UnusableFileError("it has a state of one number without the number")
+        raise UnusableFileError("agg file has a state of one number without the number")
     return cast("list[Number]", numbers)
 
 
@@ -259,7 +256,7 @@ def _summary(state: dict[str, Any]) -> Summary:
     histogram = cast("list[tuple[int, int]] | None", state[names.HISTOGRAM])
     buckets = cast("list[tuple[int, int]] | None", state[names.SKETCH])
     if buckets is None:
-        raise UnusableFileError("it has a state without a sketch")
+        raise UnusableFileError("agg file has a state without a sketch")
     summary = Summary(histogram=histogram is not None, whole=False)
     summary.count = state[names.COUNT]
     summary.total = decode_total(state[names.SUM], state[names.SUM_REST], state[names.SUM_EXACT])
@@ -293,22 +290,22 @@ class MetricBlockFile:
         return self._file.memory_bytes
 
     def blocks(self) -> MetricBlocks:
-        """All of the file; it is not kept."""
+        """All blocks of the file; not cached."""
         return MetricBlocks(self._file.read((names.ENTRY, *_COLUMNS)))
 
 
 class MetricBlocks:
-    """Rows of a file, sorted by metric: an entry has to be looked for."""
+    """The rows of an `mblk` file, which are sorted by metric, with lookup by entry."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
         self._entries = column_array(table, names.ENTRY)
 
     def parts(self, entries: Sequence[int]) -> list[SummaryParts | None]:
-        """What each of some entries tells of; None for nothing."""
+        """The summary of each entry; None if it has none."""
         places = pc.index_in(pa.array(entries, INT64), value_set=self._entries)
         if places.null_count:
-            raise UnusableFileError("it lacks entries")
+            raise UnusableFileError("mblk file has no rows for some entries")
         some = self._table.take(places)
         columns = [some.column(name).to_pylist() for name in _COLUMNS]
         return [_parts(*row) for row in zip(*columns, strict=True)]
@@ -330,7 +327,7 @@ def _parts(
     found_sum = _number(total, whole_total)
     found_sketch = None if sketch is None else decode_sketch(sketch)
     if found_sum is None or (sketch is not None and found_sketch is None):
-        raise UnusableFileError("it has a summary that is none")
+        raise UnusableFileError("mblk file has an invalid summary")
     histogram = None
     if buckets is not None:
         histogram = Histogram()

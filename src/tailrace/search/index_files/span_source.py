@@ -1,11 +1,4 @@
-"""A span with its index files open: decides clauses, scores and reads columns.
-
-Takes a file apart, by its family.
-
-The rows of a stretch of entries: which bit of a set stands for which entry.
-
-A span with its files open: decides what they know, and says what they do not.
-"""
+"""A span with its index files open: matches clauses, scores rows and reads columns."""
 
 from __future__ import annotations
 
@@ -37,9 +30,9 @@ from tailrace.search.records import Value
 
 
 def open_index_file(served: UsableFile, body: FileContent) -> OpenedFile:
-    """Runs on a thread."""
-    companion, identity = served.companion, served.published.stream_id
-    family, first, last = companion.family, companion.first, companion.last
+    """Open a file by its family; runs on a thread."""
+    index_file, identity = served.index_file, served.published.stream_id
+    family, first, last = index_file.family, index_file.first, index_file.last
     if family == names.FTS:
         return FullTextFile(body, identity, first, last)
     file = ParquetFile(body)
@@ -56,11 +49,11 @@ def open_index_file(served: UsableFile, body: FileContent) -> OpenedFile:
         return RoutingKeyIndexFile(file)
     if family == names.ROUTING_KEY_LEXICON:
         return RoutingKeyLexiconFile(file)
-    raise UnusableFileError(f"{family} is not read here")
+    raise UnusableFileError(f"unknown index family {family}")
 
 
 class RowNumbering:
-    """Entries ascend. Usually there is one for every number, and a row is a difference; but not always."""
+    """Maps ascending entries to rows. Usually the entries are consecutive, but not always."""
 
     def __init__(self, entries: Sequence[int]) -> None:
         self.entries = entries
@@ -74,12 +67,12 @@ class RowNumbering:
     def _numbers(self) -> Any:
         return np.array(self.entries, np.int64)
 
-    def after(self, entry: int) -> int:
+    def rows_after(self, entry: int) -> int:
         """The rows behind an entry."""
         return self.all_rows & ~((1 << bisect_left(self.entries, entry + 1)) - 1)
 
     def cut(self, entries: Any) -> tuple[Any, Any]:
-        """Which of some ascending entries lie here, and the row of each of these."""
+        """Which of some ascending entries are here, and their rows."""
         begin, end = np.searchsorted(entries, (self.first, self.last + 1))
         inside = entries[begin:end]
         if self._is_range:
@@ -91,18 +84,18 @@ class RowNumbering:
     def rows(self, entries: Any) -> int:
         """The set of rows of some ascending entries."""
         if not len(entries):
-            return 0  # of most files, when a value is looked for that few records have
+            return 0  # the usual case for a rare value
         return bits_from_row_array(self.cut(entries)[1], self.count)
 
     def each(self, numbers: Any, first: int) -> Any:
-        """For each row its number of a list that has one for every entry from `first` on."""
+        """The number of each row, from an array with one for every entry from `first` on."""
         if self._is_range:
             return numbers[self.first - first : self.last - first + 1]
         return numbers[self._numbers - first]
 
 
 class SpanSource:
-    """Rows of one span. `opened` are its files that could be opened, by their keys."""
+    """The rows of one span. `opened` are its usable files by key."""
 
     def __init__(self, span: IndexSpan, config: SearchConfig, opened: Mapping[str, OpenedFile]) -> None:
         self._span = span
@@ -110,20 +103,20 @@ class SpanSource:
         self._primary = config.primary_timestamp_field
         self._opened = opened
         self.rows = RowNumbering(range(span.first, span.last + 1) if span.is_range else self._listed())
-        self.families: set[str] = set()  # that were asked something
-        self._judged: dict[Clause, RowMatches] = {}
-        # Of this search: fetching one again, half-way through taking its rows, might fail.
-        self._weighed: dict[tuple[str, str], TokenPostings] = {}
+        self.families: set[str] = set()  # index families used by the search
+        self._decided: dict[Clause, RowMatches] = {}
+        # Cached for this search: reading again might fail after some rows were added.
+        self._token_rows: dict[tuple[str, str], TokenPostings] = {}
         self._text_lengths: dict[str, Any] = {}
 
     def _listed(self) -> Sequence[int]:
-        """Entries, where not every number is one."""
+        """The entries, if they are not consecutive."""
         for served in self._span.files.get(COL, ()):
             found = cast("ColumnFile | None", self._opened.get(served.published.key))
             if found is not None:
                 begin = bisect_left(found.entries, self._span.first)
                 return found.entries[begin : bisect_left(found.entries, self._span.last + 1)]
-        raise LookupError("no file tells which entries there are")
+        raise LookupError("no col file lists the entries of the span")
 
     def _file(self, family: str, name: str) -> OpenedFile | None:
         for served in self._span.files.get(family, ()):
@@ -132,7 +125,7 @@ class SpanSource:
                 return found
         return None
 
-    # -- what a search asks of a source --------------------------------------------------------------------
+    # -- IndexedRows ---------------------------------------------------------------------------------------
 
     @property
     def entries(self) -> Sequence[int]:
@@ -150,17 +143,17 @@ class SpanSource:
     def count(self) -> int:
         return self.rows.count
 
-    def after(self, entry: int) -> int:
-        return self.rows.after(entry)
+    def rows_after(self, entry: int) -> int:
+        return self.rows.rows_after(entry)
 
     def match(self, query: BoundQuery) -> int:
-        verdict = self.judge(query)
+        verdict = self.match_rows(query)
         assert verdict.is_final, "rows in doubt are decoded"
-        return verdict.sure
+        return verdict.certain
 
-    def edge(self, name: str, row: int, largest: bool) -> Value | None:
+    def extreme_value(self, name: str, row: int, largest: bool) -> Value | None:
         column, shift = self.column(name)
-        return column.edge(row + shift, largest)
+        return column.extreme_value(row + shift, largest)
 
     def bounds(self, name: str) -> tuple[Value, Value] | None:
         if name == self._primary and self._span.primary is not None:
@@ -171,36 +164,36 @@ class SpanSource:
         found = [value for row in range(self.rows.count) for value in column.values(row + shift)]
         return (min(found), max(found)) if found else None
 
-    def within(self, name: str, comparison: str, bound: Value) -> int:
+    def rows_in_range(self, name: str, comparison: str, bound: Value) -> int:
         if self._col(name).is_beyond(name, comparison, bound):
-            return 0  # told by the file without decoding the column
+            return 0  # excluded by the statistics of the file
         column, shift = self.column(name)
-        return self._cut(column.within(comparison, bound), shift)
+        return self._cut(column.rows_in_range(comparison, bound), shift)
 
-    def several(self, name: str) -> int:
+    def rows_with_several(self, name: str) -> int:
         """The rows with more than one value."""
         column, shift = self.column(name)
         return self._cut(column.multiple, shift)
 
-    def missing(self, name: str) -> int:
+    def rows_without(self, name: str) -> int:
         if self._col(name).is_full(name):
             return 0
         column, shift = self.column(name)
         return self.rows.all_rows & ~self._cut(column.present, shift)
 
     def add_statistics(self, statistics: Statistics, after: int) -> None:
-        """Nothing: a split may speak for several spans, and is counted once for all of them."""
+        """Adds nothing: a split may cover several spans, and is counted once for all of them."""
 
     def scores(self, query: BoundQuery, rows: int, scorer: Scorer) -> dict[int, float]:
         return score_rows(self, query, rows, scorer)
 
-    def heavy(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
+    def rows_scoring_at_least(self, query: BoundQuery, rows: int, scorer: Scorer, least: float) -> int:
         return rows_scoring_at_least(self, query, rows, scorer, least)
 
     # -- columns -------------------------------------------------------------------------------------------
 
     def leaves(self, name: str, begin: int, end: int) -> list[object]:
-        """The values of a field in each of some rows: one, a list of several, or None."""
+        """The value of a field in each row of a range: a scalar, a list of several, or None."""
         column, shift = self.column(name)
         return column.leaves(begin + shift, end + shift)
 
@@ -214,7 +207,7 @@ class SpanSource:
         return isinstance(found, ColumnFile) and found.has(name)
 
     def column(self, name: str) -> tuple[ArrowColumn, int]:
-        """A column, and the place of our first row in it."""
+        """A column, and the position of the span's first row in it."""
         found = self._col(name)
         return found.column(name), bisect_left(found.entries, self._span.first)
 
@@ -223,24 +216,24 @@ class SpanSource:
 
     # -- clauses -------------------------------------------------------------------------------------------
 
-    def judge(self, query: BoundQuery) -> RowMatches:
+    def match_rows(self, query: BoundQuery) -> RowMatches:
         return match_rows(query, self.rows.all_rows, self.decide)
 
-    def knows(self, clauses: Iterable[Clause]) -> bool:
-        """Whether every one of these clauses is certain, and not just all of them together."""
+    def decides_all(self, clauses: Iterable[Clause]) -> bool:
+        """Whether each of these clauses is certain on its own."""
         return all((found := self.decide(clause)) is not None and found.is_final for clause in clauses)
 
-    def certain(self, clause: Clause) -> int:
+    def certain_rows(self, clause: Clause) -> int:
         found = self.decide(clause)
         assert found is not None
-        return found.sure
+        return found.certain
 
     def decide(self, clause: Clause) -> RowMatches | None:
-        known = self._judged.get(clause)
+        known = self._decided.get(clause)
         if known is None:
             known = self._decide(clause)
             if known is not None:
-                self._judged[clause] = known
+                self._decided[clause] = known
         return known
 
     def _decide(self, clause: Clause) -> RowMatches | None:
@@ -253,14 +246,16 @@ class SpanSource:
                 return self._starting(field, prefix)
             case Compares(field, comparison, value):
                 return (
-                    certain_match(self.within(field, comparison, value)) if self.has_column(field) else None
+                    certain_match(self.rows_in_range(field, comparison, value))
+                    if self.has_column(field)
+                    else None
                 )
             case Words():
                 return self._words(clause)
             case Phrase():
                 return self._phrase(clause)
             case _:
-                raise AssertionError("words anywhere are taken apart before")
+                raise AssertionError("match_rows resolves Anywhere")
 
     def _equal(self, field: str, value: Value) -> RowMatches | None:
         exact = self._file(EXACT, field)
@@ -282,7 +277,7 @@ class SpanSource:
             return certain_match(self.rows.rows(exact.entries(field, None)))
         split = self._split(field)
         if split is not None and field in split.texts:
-            return certain_match(self.rows.rows(split.with_text(field)))
+            return certain_match(self.rows.rows(split.entries_with_text(field)))
         return None
 
     def _starting(self, field: str, prefix: str) -> RowMatches | None:
@@ -306,11 +301,11 @@ class SpanSource:
         return found if isinstance(found, FullTextFile) else None
 
     def text_statistics(self, field: str, tokens: Iterable[str]) -> tuple[int, int, dict[str, int]]:
-        """Of all entries of the split: those with a text, their tokens, those with each of some tokens."""
+        """Statistics of the whole split: entries with a text, tokens, entries with each of `tokens`."""
         split = self._split(field)
         text = None if split is None else split.texts.get(field)
         if split is None or text is None:
-            raise UnusableFileError(f"it does not know {field}")
+            raise UnusableFileError(f"fts file has no field {field}")
         return text.documents, text.tokens, {token: split.documents_with(field, token) for token in tokens}
 
     def _words(self, clause: Words) -> RowMatches | None:
@@ -322,7 +317,7 @@ class SpanSource:
             found &= self.rows.rows(split.postings(clause.field, token).entries)
         if clause.prefix and found:
             found &= self.rows.rows(split.starting_with(clause.field, clause.tokens[-1]))
-        # Several tokens have to be in one value, and a field may have two.
+        # All tokens must be in one value, and a field may have several values.
         return certain_match(found) if len(clause.tokens) == 1 or not found else RowMatches(0, found)
 
     def _phrase(self, clause: Phrase) -> RowMatches | None:
@@ -340,14 +335,14 @@ class SpanSource:
         return certain_match(found & self.rows.rows(engine))
 
     def token_rows(self, field: str, token: str) -> TokenPostings:
-        found = self._weighed.get((field, token))
+        found = self._token_rows.get((field, token))
         if found is None:
             split = self._split(field)
             assert split is not None
             postings = split.postings(field, token)
             which, rows = self.rows.cut(postings.entries)
             lengths = self.text_lengths(field)[rows]
-            found = self._weighed[field, token] = TokenPostings(rows, postings.frequencies[which], lengths)
+            found = self._token_rows[field, token] = TokenPostings(rows, postings.frequencies[which], lengths)
         return found
 
     def text_lengths(self, field: str) -> Any:

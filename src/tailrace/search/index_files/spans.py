@@ -1,12 +1,8 @@
 """Spans of entries covered by the same index files, and which of the files a query needs.
 
-Stretches of a stream that the same files speak for, and which fields of each file may be used.
-
 A file of an older plan serves the fields whose fingerprints have not changed since. Files of different
-families may speak for different ranges, and merged ones for many segments at once: so the stream is cut
-wherever some file begins or ends.
-
-Which files a query needs of a span, and whether they are worth it.
+families may cover different ranges, and merged ones many segments: a span begins wherever some file begins or
+ends.
 """
 
 from __future__ import annotations
@@ -38,25 +34,25 @@ from tailrace.storage.segments.index_files import IndexFile, PlanRecord
 from tailrace.storage.segments.model import stream_prefix
 
 SEARCH_FAMILIES = (COL, EXACT, FTS)
-ROW_FAMILIES = (*SEARCH_FAMILIES, MBLK)  # speak of entries one by one
+ROW_FAMILIES = (*SEARCH_FAMILIES, MBLK)  # have data of single entries
 
 
 class UsableFile(NamedTuple):
-    """A file, and what of it is as the registry of this moment wants it."""
+    """An index file and the part of it that agrees with the current registry."""
 
-    companion: IndexFile
+    index_file: IndexFile
     published: IndexFileRef
-    names: frozenset[str]  # of fields, or rollups
-    is_current: bool  # all of it, also what its statistics say
+    names: frozenset[str]  # of fields or rollups
+    is_current: bool  # all of it agrees, including its statistics
 
 
 class IndexSpan(NamedTuple):
     first: int
     last: int
-    is_range: bool  # every number from the first to the last is an entry
+    is_range: bool  # every number from first to last is an entry
     files: Mapping[str, Sequence[UsableFile]]  # by family
-    primary: tuple[int, int] | None  # the smallest and largest primary timestamp, if that is known
-    is_complete: bool  # every family that searches want is here, by the plan of today
+    primary: tuple[int, int] | None  # smallest and largest primary timestamp, if known
+    is_complete: bool  # has all search families of the current plan
 
     def serving(self, family: str, name: str) -> UsableFile | None:
         for served in self.files.get(family, ()):
@@ -66,10 +62,10 @@ class IndexSpan(NamedTuple):
 
 
 class FieldFingerprints:
-    """Fingerprints of everything that the registry of a view asks for."""
+    """Fingerprints of the fields, rollups and families that a registry defines."""
 
     def __init__(self, view: RecordView) -> None:
-        # Blocks of metrics are only there where the profile asks for them: then they have this fingerprint.
+        # Metric blocks exist only with the metrics profile, and then have this fingerprint.
         self._prints = index_plan(view.registry, "metrics").fingerprints
         assert view.registry.search is not None
         search = view.registry.search
@@ -80,13 +76,13 @@ class FieldFingerprints:
 
     @property
     def searched(self) -> list[str]:
-        """The families that searches want."""
+        """The families that searches use."""
         return [family for family in SEARCH_FAMILIES if family in self._members]
 
-    def served(self, companion: IndexFile, plan: PlanRecord | None, stream_id: str) -> UsableFile | None:
-        """What a file is good for; None if for nothing."""
-        family = companion.family
-        current = companion.fingerprint != "" and companion.fingerprint == self._prints.get(
+    def served(self, index_file: IndexFile, plan: PlanRecord | None, stream_id: str) -> UsableFile | None:
+        """The usable part of a file; None if there is none."""
+        family = index_file.family
+        current = index_file.fingerprint != "" and index_file.fingerprint == self._prints.get(
             f"family:{family}"
         )
         names = self._members.get(family, frozenset())
@@ -96,9 +92,9 @@ class FieldFingerprints:
             names = frozenset(name for name in names if self._same(f"{kind}:{name}", old))
         if not names:
             return None
-        key = stream_prefix(stream_id) + companion.object
-        published = IndexFileRef(key, stream_id, companion.bytes, companion.sha256)
-        return UsableFile(companion, published, names, current)
+        key = stream_prefix(stream_id) + index_file.object
+        published = IndexFileRef(key, stream_id, index_file.bytes, index_file.sha256)
+        return UsableFile(index_file, published, names, current)
 
     def _same(self, name: str, old: Mapping[str, str]) -> bool:
         return name in self._prints and old.get(name) == self._prints[name]
@@ -106,25 +102,25 @@ class FieldFingerprints:
 
 def build_spans(
     prints: FieldFingerprints,
-    companions: Iterable[IndexFile],
+    index_files: Iterable[IndexFile],
     plans: Mapping[str, PlanRecord],
     stream_id: str,
 ) -> list[IndexSpan]:
-    """The spans that some file speaks for row by row, in order; they do not overlap."""
+    """The spans that some file with data of single entries covers, in order and without overlaps."""
     begins: dict[int, list[UsableFile]] = {}
     edges: set[int] = set()
-    for companion in companions:
-        if companion.family not in ROW_FAMILIES:
+    for index_file in index_files:
+        if index_file.family not in ROW_FAMILIES:
             continue
-        served = prints.served(companion, plans.get(companion.plan_hash), stream_id)
+        served = prints.served(index_file, plans.get(index_file.plan_hash), stream_id)
         if served is not None:
-            begins.setdefault(companion.first, []).append(served)
-            edges |= {companion.first, companion.last + 1}
+            begins.setdefault(index_file.first, []).append(served)
+            edges |= {index_file.first, index_file.last + 1}
     spans: list[IndexSpan] = []
     running: list[UsableFile] = []
     ordered = sorted(edges)
     for first, following in pairwise(ordered):
-        running = [served for served in running if served.companion.last >= first] + begins.get(first, [])
+        running = [served for served in running if served.index_file.last >= first] + begins.get(first, [])
         if running:
             spans.append(_build_span(first, following - 1, running, prints.searched))
     return spans
@@ -132,31 +128,31 @@ def build_spans(
 
 def find_rollup_files(
     prints: FieldFingerprints,
-    companions: Iterable[IndexFile],
+    index_files: Iterable[IndexFile],
     plans: Mapping[str, PlanRecord],
     stream_id: str,
 ) -> list[UsableFile]:
-    """Files of rollups by their first entry, the ones that reach furthest first."""
+    """Rollup files by their first entry, the longest first."""
     found = (
-        prints.served(companion, plans.get(companion.plan_hash), stream_id)
-        for companion in companions
-        if companion.family == AGG
+        prints.served(index_file, plans.get(index_file.plan_hash), stream_id)
+        for index_file in index_files
+        if index_file.family == AGG
     )
     served = [one for one in found if one is not None]
-    return sorted(served, key=lambda one: (one.companion.first, -one.companion.last))
+    return sorted(served, key=lambda one: (one.index_file.first, -one.index_file.last))
 
 
 def _build_span(first: int, last: int, running: Sequence[UsableFile], wanted: Sequence[str]) -> IndexSpan:
     files: dict[str, list[UsableFile]] = {}
     primary: tuple[int, int] | None = None
     is_range = False
-    # What is built by the plan of today comes first, and of that what was merged most.
-    for served in sorted(running, key=lambda one: (not one.is_current, -one.companion.level)):
-        companion = served.companion
-        files.setdefault(companion.family, []).append(served)
-        is_range = is_range or companion.rows == companion.last - companion.first + 1
-        least, most = companion.stats.get("ts_min"), companion.stats.get("ts_max")
-        whole = companion.family == COL and (companion.first, companion.last) == (first, last)
+    # Files of the current plan come first, and among these the most merged ones.
+    for served in sorted(running, key=lambda one: (not one.is_current, -one.index_file.level)):
+        index_file = served.index_file
+        files.setdefault(index_file.family, []).append(served)
+        is_range = is_range or index_file.rows == index_file.last - index_file.first + 1
+        least, most = index_file.stats.get("ts_min"), index_file.stats.get("ts_max")
+        whole = index_file.family == COL and (index_file.first, index_file.last) == (first, last)
         if whole and served.is_current and isinstance(least, int) and isinstance(most, int):
             primary = (least, most)
     is_complete = all(any(one.is_current for one in files.get(family, ())) for family in wanted)
@@ -164,7 +160,7 @@ def _build_span(first: int, last: int, running: Sequence[UsableFile], wanted: Se
 
 
 def order_by_time(spans: Sequence[IndexSpan]) -> list[IndexSpan]:
-    """Spans in the order of their primary timestamps; those of which nothing is known stay at the end."""
+    """Spans by their primary timestamps; those without known bounds come last."""
     return sorted(spans, key=lambda span: (span.primary is None, span.primary or (0, 0)))
 
 
@@ -180,7 +176,7 @@ def query_clauses(query: BoundQuery) -> Iterable[Clause]:
 
 
 class FileSelection:
-    """What one query asks of every span. `columns` are fields whose values are wanted, to sort by."""
+    """Selects the files of a span that a query needs. `columns` are the fields to sort by."""
 
     def __init__(
         self,
@@ -192,16 +188,16 @@ class FileSelection:
         with_times: bool = True,
     ) -> None:
         self._view = view
-        self._with_times = with_times  # whether it has to be known how far the primary timestamps reach
+        self._with_times = with_times  # whether the bounds of primary timestamps are needed
         self._query = query
         self._clauses = tuple(dict.fromkeys(query_clauses(query)))
         self._columns = tuple(columns)
         self._scored = tuple(scored)
 
     def files(self, span: IndexSpan, trimmed: int) -> dict[str, UsableFile] | None:
-        """The files to be opened, by key; None if the rows are better decoded at once.
+        """The files to open by key; None if the rows are better decoded.
 
-        Without columns to sort by, or without the words that weigh, nothing is won.
+        That is so if a sort column or a scored field has no file, or if no clause can be decided.
         """
         found: dict[str, UsableFile] = {}
         for name in self._columns:
@@ -209,7 +205,7 @@ class FileSelection:
                 return None
         for name in self._scored:
             split = span.serving(FTS, name)
-            if split is None or split.companion.first <= trimmed:
+            if split is None or split.index_file.first <= trimmed:
                 return None
             _add_file(found, split)
         primary = self._view.primary
@@ -218,10 +214,10 @@ class FileSelection:
                 return None
         if not span.is_range and not _add_file(found, next(iter(span.files.get(COL, ())), None)):
             return None
-        knows = False
+        decides = False
         for clause in self._clauses:
-            knows = _add_file(found, self._serving(clause, span)) or knows
-        return found if knows else None
+            decides = _add_file(found, self._serving(clause, span)) or decides
+        return found if decides else None
 
     def _serving(self, clause: Clause, span: IndexSpan) -> UsableFile | None:
         """The file that decides a clause best."""
@@ -242,13 +238,13 @@ class FileSelection:
                 return split
 
     def rules_out(self, span: IndexSpan) -> bool:
-        """Whether no row of a span can match, by the times it reaches alone."""
+        """Whether no row of a span can match, judged by its timestamps alone."""
         primary, bounds = self._view.primary, span.primary
         return primary is not None and bounds is not None and is_outside_times(self._query, primary, bounds)
 
 
 def is_outside_times(query: BoundQuery, primary: str, bounds: tuple[int, int]) -> bool:
-    """Whether nothing can match in a place where the times of `primary` lie within bounds."""
+    """Whether no record whose `primary` timestamp lies within `bounds` can match."""
 
     def decide(clause: Clause) -> RowMatches | None:
         if not isinstance(clause, Compares | Equals) or clause.field != primary:
@@ -256,7 +252,7 @@ def is_outside_times(query: BoundQuery, primary: str, bounds: tuple[int, int]) -
         comparison = clause.comparison if isinstance(clause, Compares) else "="
         return RowMatches(0, 0) if excludes_bounds(comparison, clause.value, bounds) else None
 
-    return not match_rows(query, 1, decide).maybe
+    return not match_rows(query, 1, decide).possible
 
 
 def _add_file(found: dict[str, UsableFile], served: UsableFile | None) -> bool:
