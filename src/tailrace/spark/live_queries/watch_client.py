@@ -133,7 +133,7 @@ class WatchClient:
     def collections(self, database: str, glob: str) -> list[str]:
         """The collections of a database that have changes, as far as a glob covers them."""
         prefix, pattern = f"{CHANGES_PREFIX}{database}/", NamePattern(glob)
-        listed = self.server.listed(prefix, system=True)
+        listed = self.server.list_streams(prefix, system=True)
         names = {row.name.removeprefix(prefix).rpartition("/")[0] for row in listed}
         return sorted(name for name in names if pattern.matches(name))
 
