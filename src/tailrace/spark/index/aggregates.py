@@ -65,7 +65,7 @@ class MemberGroups(NamedTuple):
     """Members by group; groups are numbered in the order of their ids."""
 
     group_of_member: Any
-    count: int  # of groups
+    group_count: int
     members: Any  # one member of each group
 
 
@@ -122,8 +122,8 @@ def build_level(
 
 def _combine_states(state: Any, groups: MemberGroups) -> Any:
     if isinstance(state, PartialSummaries):
-        return state.by(groups.group_of_member, groups.count)
-    return sum_counts(state, groups.group_of_member, groups.count)
+        return state.by(groups.group_of_member, groups.group_count)
+    return sum_counts(state, groups.group_of_member, groups.group_count)
 
 
 def join_states(levels: Sequence[RollupLevel]) -> list[Any]:
@@ -421,8 +421,8 @@ class _RollupBuilder:
             else:
                 found = join_states([RollupLevel(0, groups.members, [self._state(gathered, name, groups)])])
                 numbers, table = (
-                    np.arange(groups.count),
-                    aggregate_states.state_table_from_groups(found, groups.count),
+                    np.arange(groups.group_count),
+                    aggregate_states.state_table_from_groups(found, groups.group_count),
                 )
             tables.append(table)
             group_numbers.append(numbers)
@@ -438,17 +438,19 @@ class _RollupBuilder:
     def _state(self, gathered: GatheredMembers, name: str, groups: MemberGroups) -> Any:
         """The count or summary of each group; as partial summaries, which can be combined, if possible."""
         if self._measures[name].kind == "count":
-            return np.bincount(groups.group_of_member[gathered.counted[name]], minlength=groups.count)
+            return np.bincount(groups.group_of_member[gathered.counted[name]], minlength=groups.group_count)
         members, values = gathered.measured[name]
         group_of_value = groups.group_of_member[members]
-        partials = partial_summaries_by_group(values, group_of_value, groups.count)
-        return summarise_by_group(values, group_of_value, groups.count) if partials is None else partials
+        partials = partial_summaries_by_group(values, group_of_value, groups.group_count)
+        return (
+            summarise_by_group(values, group_of_value, groups.group_count) if partials is None else partials
+        )
 
     def _parts(
         self, measured: _MeasureValues, groups: MemberGroups, make: Callable[[], Summary]
     ) -> tuple[Any, Any]:
         """The group of each state, and the states."""
-        found: list[list[SummaryParts]] = [[] for _ in range(groups.count)]
+        found: list[list[SummaryParts]] = [[] for _ in range(groups.group_count)]
         group_of_value = cast("list[int]", groups.group_of_member[measured.members].tolist())
         for group, parts in zip(group_of_value, measured.values.tolist(), strict=True):
             found[group].append(parts)
@@ -476,7 +478,7 @@ class GatheredMembers(NamedTuple):
             codes, texts = self.ranked[places[0]]
             return codes, len(texts)
         groups = group_members(group_ids([self.ranked[place][0] for place in places], len(self.times)))
-        return groups.group_of_member, groups.count
+        return groups.group_of_member, groups.group_count
 
 
 class DimensionCut(NamedTuple):
