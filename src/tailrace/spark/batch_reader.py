@@ -158,8 +158,8 @@ class RowFilter:
         ]
         for condition in _conditions_on(self.conditions, "key"):
             if condition.operator == "in":
-                holding = {index for key in condition.values for index in footer.groups_with_key(key)}
-                selected = [index for index in selected if index in holding]
+                candidates = {index for key in condition.values for index in footer.groups_with_key(key)}
+                selected = [index for index in selected if index in candidates]
         return selected
 
     def filter_rows(self, rows: Any) -> Any:

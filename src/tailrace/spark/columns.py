@@ -7,7 +7,7 @@ epoch`. The projection returns batches with the Arrow schema that Spark expects.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pyspark.sql.types import (
@@ -24,7 +24,7 @@ from pyspark.sql.types import (
 )
 
 from tailrace.protocol.offsets import ALPHABET
-from tailrace.spark.options import OptionError
+from tailrace.spark.options import OptionError, ReadOptions
 from tailrace.storage.segments.parquet import (
     BINARY,
     INT32,
@@ -36,9 +36,6 @@ from tailrace.storage.segments.parquet import (
     pc,
     string_scalar,
 )
-
-if TYPE_CHECKING:
-    from tailrace.spark.options import ReadOptions
 
 VALUE_TYPES: dict[str, DataType] = {"string": StringType(), "binary": BinaryType(), "json": VariantType()}
 COLUMN_TYPES: dict[str, DataType] = {

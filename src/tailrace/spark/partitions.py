@@ -3,7 +3,7 @@
 `PositionResolver` turns words, offsets and times into positions of each stream. `PartitionPlanner` cuts the
 range between two positions into slices, one per segment and from the server in between, and packs slices into
 partitions. A slice names its entries exactly, so `PartitionReader` can read them from the server if the
-object is gone. Reading is stateless: the same partition always gives the same rows.
+object does not exist any more. Reading is stateless: the same partition always gives the same rows.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from tailrace.spark.batch_reader import RowFilter
+
+logger = logging.getLogger("tailrace.spark")
 
 
 PARTITION_BYTES = 16 << 20  # small segments share a task up to this size of payload
@@ -233,8 +235,6 @@ def _row_group_cuts(piece: RangeSlice, parts: int) -> list[int]:
     return ends[step - 1 :: step]
 
 
-logger = logging.getLogger("tailrace.spark")
-
 QUERY_ID_PROPERTY = "sql.streaming.queryId"
 
 
@@ -310,9 +310,9 @@ class PartitionReader:
         bytes_max = self._options.connection.fetch_bytes
         tables = objects.tables(piece.object, footer, indices, columns, bytes_max)
         for rows in batch_tables(tables, piece.after, piece.through, piece.epoch, columns, bytes_max):
-            yield self._promoted(rows)
+            yield self._promote(rows)
 
-    def _promoted(self, rows: Any) -> Any:
+    def _promote(self, rows: Any) -> Any:
         """Rows with records of older schema versions promoted to the current version."""
         if self._promoter is None or not self._projection.needs_payload:
             return rows

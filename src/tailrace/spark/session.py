@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+logger = logging.getLogger("tailrace.spark")
+
 
 TASK_RETRIES: Final = 4  # attempts of a task; plain local mode does not retry
 HEAP_BYTES: Final = 1 << 30
@@ -139,8 +141,6 @@ def open_session(
         builder = builder.config(name, value)
     return builder.getOrCreate()
 
-
-logger = logging.getLogger("tailrace.spark")
 
 EXIT_S_MAX: Final = 5.0  # for the JVM to delete its temporary files
 _LINE_BYTES_MAX: Final = 8192

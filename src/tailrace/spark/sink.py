@@ -52,6 +52,8 @@ from tailrace.storage.object_store.interface import (
 )
 from tailrace.storage.segments.parquet import BINARY, INT32, STRING, integer_array, pa, pq
 
+logger = logging.getLogger("tailrace.spark")
+
 FILE_BYTES_MAX = 32 << 20  # of rows in one staged file
 INLINE_BYTES_MAX = 256 << 10  # of rows in the commit message of a task, instead of a file
 COMMIT_BYTES_MAX = 4 << 20  # of rows in COMMIT.json, instead of files
@@ -294,8 +296,6 @@ def _explain_error(error: ClientError, stream: str, producer_id: str) -> SinkErr
         case _:
             return SinkError(f"stream {stream}: {error}")
 
-
-logger = logging.getLogger("tailrace.spark")
 
 QUERY_ID_PROPERTY = "sql.streaming.queryId"
 BATCH_ID_PROPERTY = "streaming.sql.batchId"

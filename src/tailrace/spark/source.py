@@ -15,7 +15,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from tailrace.spark.options import OptionError, ReadOptions, parse_read_options
+from tailrace.spark.options import OptionError, ReadOptions, parse_read_options, parse_write_options
 
 
 class TailraceSource(DataSource):
@@ -44,13 +44,11 @@ class TailraceSource(DataSource):
         return StreamReader(parse_read_options(self.options, streaming=True), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        from tailrace.spark.options import parse_write_options
         from tailrace.spark.sink import BatchSink
 
         return BatchSink(parse_write_options(self.options, streaming=False), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        from tailrace.spark.options import parse_write_options
         from tailrace.spark.sink import StreamSink
 
         return StreamSink(parse_write_options(self.options, streaming=True), schema, overwrite)

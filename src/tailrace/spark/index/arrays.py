@@ -6,29 +6,7 @@ from typing import Any, Final
 
 import numpy
 
-from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa, pc, pq
-
-__all__ = [
-    "BINARY",
-    "BOOL",
-    "DOUBLE",
-    "INT32",
-    "INT64",
-    "INT64_LIST",
-    "STRING",
-    "argsort_bytes",
-    "build_list_array",
-    "expand_spans",
-    "from_numpy",
-    "list_type",
-    "np",
-    "offsets_from_counts",
-    "pa",
-    "pc",
-    "pq",
-    "stable_argsort",
-    "to_numpy",
-]
+from tailrace.storage.segments.parquet import BINARY, INT32, INT64, pa, pc
 
 np: Any = numpy
 

@@ -42,6 +42,8 @@ from tailrace.storage.segments.index_files import PublishRequest
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+logger = logging.getLogger("tailrace.pipeline")
+
 
 class SupervisorSettings(msgspec.Struct, frozen=True):
     """Settings from the server. A missing one has the default of the command line."""
@@ -87,8 +89,6 @@ class ParentPipe:
                 self._token = renewed.token
         os._exit(0)
 
-
-logger = logging.getLogger("tailrace.pipeline")
 
 JOBS: Final = ("companions", "merge", "compact")
 PAUSE_S_FIRST: Final = 0.5
@@ -186,34 +186,34 @@ class Pipeline:
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
-            answer = self._client.plan(",".join(self._options.jobs), wait=True)
-            batch = self._batch(answer)
+            plan = self._client.plan(",".join(self._options.jobs), wait=True)
+            batch = self._batch(plan)
             if batch.empty:
-                if self._options.once and self._finished(answer):
+                if self._options.once and self._finished(plan):
                     return
                 self.status.set_phase("idle")
-                self._stopping.wait(self._pause_s(answer))
+                self._stopping.wait(self._pause_s(plan))
                 continue
-            self._work(answer.store, batch)
+            self._work(plan.store, batch)
 
-    def _finished(self, answer: PlanResponse) -> bool:
+    def _finished(self, plan: PlanResponse) -> bool:
         """Whether a run with `once` is complete."""
-        if not answer.streams:
+        if not plan.streams:
             return True
         if self._retries.attempts_max >= ATTEMPTS_MAX:
             raise UnfinishedError(f"some work failed in {ATTEMPTS_MAX} attempts; see the log")
         return False
 
-    def _pause_s(self, answer: PlanResponse) -> float:
+    def _pause_s(self, plan: PlanResponse) -> float:
         """No pause after an empty plan, which is a long-poll; else until deferred work may be due."""
-        return self._options.check_ms / 1000 if answer.streams else 0.0
+        return self._options.check_ms / 1000 if plan.streams else 0.0
 
-    def _batch(self, answer: PlanResponse) -> WorkBatch:
+    def _batch(self, plan: PlanResponse) -> WorkBatch:
         """The work of one batch, within its limits, in the order of the plan."""
         batch = WorkBatch([], [])
         taken: set[str] = set()
         raw_bytes = 0
-        for stream in answer.streams:
+        for stream in plan.streams:
             for work in stream.work:
                 if isinstance(work, MergeOrCompaction):
                     name = _work_name(stream, work)

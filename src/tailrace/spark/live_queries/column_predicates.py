@@ -1,7 +1,7 @@
 """Predicates of live queries compiled to Spark columns, and `matching`, which filters a DataFrame by them.
 
 The predicate is evaluated by Spark's engine, without Python workers. A document is a variant. A CEL value is
-a TypedValue: for each type that it may have, a column that says if it has it and a column with the value. An
+a TypedValue: for each type that it may have, a column with its presence and a column with the value. An
 error is NULL, and NULL is no match: AND, OR and NOT of SQL treat NULL as CEL treats errors. Expressions
 without an exact translation raise `NotCompilableError`: equality of lists and maps, conversions, a computed
 index, and division by a field.
@@ -120,25 +120,25 @@ class ValueOperations:
         lit = self._f.lit(value).cast(_SPARK_TYPES[kind]) if kind in _SPARK_TYPES else self._f.lit(None)
         return TypedValue({kind: TypedColumn(self._f.lit(True), lit)})
 
-    def variant(self, held: Column) -> TypedValue:
+    def variant(self, column: Column) -> TypedValue:
         """A variant, from a document, as a typed value."""
         f = self._f
-        kind = f.schema_of_variant(held)
+        kind = f.schema_of_variant(column)
         fractional = kind.startswith("DECIMAL") | (kind == "DOUBLE")
         return TypedValue(
             {
                 "null": TypedColumn(kind == "VOID", f.lit(None)),
-                "bool": TypedColumn(kind == "BOOLEAN", held.try_cast("boolean")),
-                "int": TypedColumn(kind == "BIGINT", held.try_cast("bigint")),
-                "double": TypedColumn(fractional, held.try_cast("double")),
-                "string": TypedColumn(kind == "STRING", held.try_cast("string")),
-                "list": TypedColumn(kind.startswith("ARRAY"), held),
-                "map": TypedColumn(kind.startswith("OBJECT"), held),
+                "bool": TypedColumn(kind == "BOOLEAN", column.try_cast("boolean")),
+                "int": TypedColumn(kind == "BIGINT", column.try_cast("bigint")),
+                "double": TypedColumn(fractional, column.try_cast("double")),
+                "string": TypedColumn(kind == "STRING", column.try_cast("string")),
+                "list": TypedColumn(kind.startswith("ARRAY"), column),
+                "map": TypedColumn(kind.startswith("OBJECT"), column),
             }
         )
 
-    def string(self, held: Column) -> TypedValue:
-        return TypedValue({"string": TypedColumn(held.isNotNull(), held)})
+    def string(self, column: Column) -> TypedValue:
+        return TypedValue({"string": TypedColumn(column.isNotNull(), column)})
 
     def as_truth(self, cell: TypedValue) -> Column:
         form = cell.columns_by_kind.get("bool")
@@ -548,19 +548,19 @@ def document_image(entry: Column, updated_ms: Column, which: ImageName) -> Field
 
     def field(name: str) -> Column:
         if name in stamps:
-            there = f.try_variant_get(entry, variant_path(which), "variant")
-            held = f.try_variant_get(entry, variant_path(*stamps[name]), "variant")
-            return f.when(_is_there(there), held)
+            image = f.try_variant_get(entry, variant_path(which), "variant")
+            value = f.try_variant_get(entry, variant_path(*stamps[name]), "variant")
+            return f.when(_exists(image), value)
         if name == "updatedAt":
-            there = f.try_variant_get(entry, variant_path(which), "variant")
-            return f.when(_is_there(there), f.parse_json(updated_ms.cast("string")))
+            image = f.try_variant_get(entry, variant_path(which), "variant")
+            return f.when(_exists(image), f.parse_json(updated_ms.cast("string")))
         if name.startswith("src_"):
             raise NotCompilableError  # ambiguous: metadata of the source, or a field of this name
         if name in RESERVED_FIELDS or name.startswith("_"):
             return f.lit(None).cast("variant")
         return f.try_variant_get(entry, variant_path(which, name), "variant")
 
-    def _is_there(image: Column) -> Column:
+    def _exists(image: Column) -> Column:
         return ~f.is_variant_null(image)
 
     return field
