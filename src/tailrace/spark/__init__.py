@@ -1,6 +1,6 @@
 """Streams in Apache Spark: a source and a sink called `tailrace`, history as native Parquet, and SQL.
 
-Needs the `spark` extra. PySpark finds the source by itself; see docs/spark.md.
+Needs the `spark` extra. PySpark discovers the source itself; see docs/spark.md.
 """
 
 from __future__ import annotations

@@ -58,8 +58,7 @@ class SortedRunReader:
             self._set_buffer(found)
 
     def consume_through(self, bound: Any) -> Any:
-        """Remove and return the buffered rows with keys up to the bound, all if it is None; None if there are
-        no such rows."""
+        """Remove and return the buffered rows up to the bound, all if it is None; None if there are none."""
         # Computing keys is slow, and runs of consecutive entries rarely overlap.
         if bound is None or self.last <= bound:
             consumed, self.buffered = self.buffered, None

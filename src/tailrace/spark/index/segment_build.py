@@ -207,7 +207,7 @@ def verify_built_file(built: BuiltIndexFile) -> None:
 
 
 def verify_index_file(family: str, data: bytes | memoryview, rows: int) -> None:
-    """As `verify_built_file`, for a file that may be memory-mapped."""
+    """Check the family and rows of a Parquet file, which may be memory-mapped."""
     file: Any = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)))
     facts = file.metadata.metadata
     assert facts[b"tailrace.family"] == family.encode(), "footer has another family"
