@@ -1,4 +1,4 @@
-"""What PySpark looks for by itself, so that `format("tailrace")` works wherever this package is installed."""
+"""PySpark discovers packages named `pyspark_*`; this one provides `format("tailrace")`."""
 
 from __future__ import annotations
 

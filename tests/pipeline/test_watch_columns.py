@@ -14,11 +14,11 @@ from pyspark.sql import functions as f
 
 from support.watch_language import Maker
 from tailrace.common.errors import TailraceError
+from tailrace.spark import matching
 from tailrace.spark.live_queries.column_predicates import (
     LoweredPredicate,
     document_image,
     lower_predicate,
-    matching,
     variant_path,
 )
 from tailrace.watch.cel import CelProgram, Node, compile_cel

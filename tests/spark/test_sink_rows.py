@@ -198,10 +198,10 @@ def test_rows_whose_stream_is_named_in_two_ways_keep_their_order() -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"key": StringType()}, "a column value is written"),
-        ({"value": StringType(), "id": LongType()}, "only value, key and stream"),
-        ({"value": LongType()}, "value is string"),
-        ({"value": StringType(), "key": LongType()}, "key is string"),
+        ({"key": StringType()}, "column value is required"),
+        ({"value": StringType(), "id": LongType()}, "unexpected column id"),
+        ({"value": LongType()}, "value must be string"),
+        ({"value": StringType(), "key": LongType()}, "key must be string"),
     ],
 )
 def test_tables_that_cannot_be_written(fields: dict[str, StringType | LongType], word: str) -> None:
@@ -214,7 +214,7 @@ def test_tables_that_cannot_be_written(fields: dict[str, StringType | LongType],
     ("given", "word"),
     [
         ({"asyncProgressTrackingEnabled": "true", "stagingLocation": "/x"}, "asyncProgressTracking"),
-        ({}, "needs a place"),
+        ({}, "needs a staging location"),
         ({"delivery": "soon"}, "delivery"),
         ({"batchBytes": "10485760", "delivery": "direct"}, "batchBytes"),
         ({"producerId": "a/b", "delivery": "direct"}, "producerId"),

@@ -54,19 +54,19 @@ def test_p9_any_bounds_any_partitioning_each_entry_once(seamed: Filled) -> None:
         fetch=st.sampled_from(["1", "200", "4194304"]),
     )
     def holds(after: int, length: int, parts: int, sealed_min: str, fetch: str) -> None:
-        upto = min(last, after + length)
+        through = min(last, after + length)
         reader = reader_of(
             seamed.url,
             SLIM,
             stream="ev",
             startingOffsets=f'{{"ev": "{offsets.encode_offset(0, after)}"}}',
-            endingOffsets=f'{{"ev": "{offsets.encode_offset(0, upto)}"}}',
+            endingOffsets=f'{{"ev": "{offsets.encode_offset(0, through)}"}}',
             minPartitions=str(parts),
             sealedEntriesMin=sealed_min,
             fetchBytes=fetch,
         )
         found = by_partition(reader)
-        assert [row for part in found for row in part] == truth[after:upto]
+        assert [row for part in found for row in part] == truth[after:through]
         assert all(part == sorted(part, key=lambda row: row["entry"]) for part in found)
         assert by_partition(reader) == found
 
@@ -78,9 +78,9 @@ def test_p9_segments_are_read_from_the_store(seamed: Filled) -> None:
     reader = reader_of(seamed.url, stream="ev", sealedEntriesMin="1", minPartitions="1")
     parts = [part for part in reader.partitions() if isinstance(part, StreamPartition)]
     pieces = [piece for part in parts for piece in part.pieces]
-    assert any(piece.sealed for piece in pieces)
-    assert not pieces[-1].sealed
-    assert [piece.after for piece in pieces[1:]] == [piece.upto for piece in pieces[:-1]]
+    assert any(piece.is_sealed for piece in pieces)
+    assert not pieces[-1].is_sealed
+    assert [piece.after for piece in pieces[1:]] == [piece.through for piece in pieces[:-1]]
     assert pickle.loads(pickle.dumps(parts[0])).pieces == parts[0].pieces
 
 
@@ -91,7 +91,8 @@ def test_an_object_that_is_gone_is_read_through_the_server(seamed: Filled) -> No
     for part in reader.partitions():
         assert isinstance(part, StreamPartition)
         part.pieces = tuple(
-            piece._replace(object="streams/gone.parquet") if piece.sealed else piece for piece in part.pieces
+            piece._replace(object="streams/gone.parquet") if piece.is_sealed else piece
+            for piece in part.pieces
         )
         found += [row["entry"] for batch in reader.read(part) for row in batch.to_pylist()]
     assert found == truth

@@ -111,7 +111,7 @@ def test_pushdown_has_to_be_switched_on(spark: SparkSession, seamed: Filled) -> 
 
 
 def test_errors_say_what_is_wrong(spark: SparkSession, seamed: Filled) -> None:
-    with pytest.raises(Exception, match="there is no stream nothing"):
+    with pytest.raises(Exception, match="stream not found: nothing"):
         read(spark, seamed.url, stream="nothing")
     with pytest.raises(Exception, match="unknown option startingoffset"):
         read(spark, seamed.url, stream="ev", startingOffset="latest")

@@ -16,11 +16,11 @@ from tailrace.search.index_files.index_plan import BuildPlan, store_plan
 from tailrace.spark.jobs.index_build import SegmentBuild
 from tailrace.spark.jobs.messages import (
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     IndexBuildWork,
-    PlanAnswer,
     PlannedSegment,
     PlanRef,
+    PlanResponse,
     StreamPlan,
 )
 from tailrace.spark.jobs.pipeline import Pipeline, PipelineOptions
@@ -89,11 +89,11 @@ class FakeOwner:
 
     def plan(
         self, jobs: str, *, stream: str | None = None, after: str | None = None, wait: bool = False
-    ) -> PlanAnswer:
+    ) -> PlanResponse:
         left = tuple(one for one in self.shelf.segments if one.object not in self.covered)
         work = (IndexBuildWork(left),) if left else ()
         found = StreamPlan("s", STREAM_ID, 0, self.shelf.ref, work=work)
-        return PlanAnswer(1, self.shelf.url, (found,) if work else ())
+        return PlanResponse(1, self.shelf.url, (found,) if work else ())
 
     def publish(self, publication: PublishRequest) -> str:
         if self.faults:
@@ -107,9 +107,9 @@ class FakeOwner:
         self.published.append(publication)
         return "published"
 
-    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatResponse:
         self.heartbeats.append(heartbeat)
-        return HeartbeatAnswer(self.drain)
+        return HeartbeatResponse(self.drain)
 
 
 class Unstoppable:

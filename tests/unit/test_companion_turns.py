@@ -1,4 +1,4 @@
-"""Segments are handed out in turns: in their order, few at a time, and each once."""
+"""The queue of segments hands them out in batches: in their order, few at a time, and each once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _works(count: int) -> list[SegmentBuild]:
 
 def _sizes(count: int, cores: int) -> list[int]:
     works = _works(count)
-    turns = SegmentQueue(works, cores)
+    queue = SegmentQueue(works, cores)
     found: list[SegmentBuild] = []
     sizes: list[int] = []
-    while turn := turns.next():
-        sizes.append(len(turn))
-        found += turn
+    while batch := queue.take_batch():
+        sizes.append(len(batch))
+        found += batch
     assert found == works
     return sizes
 
@@ -38,7 +38,7 @@ def test_few_segments_keep_all_cores_busy() -> None:
 
 
 def test_nothing_is_handed_out_after_a_stop() -> None:
-    turns = SegmentQueue(_works(9), 1)
-    assert turns.next()
-    turns.stop()
-    assert not turns.next()
+    queue = SegmentQueue(_works(9), 1)
+    assert queue.take_batch()
+    queue.stop()
+    assert not queue.take_batch()

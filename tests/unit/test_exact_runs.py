@@ -36,7 +36,7 @@ def _rows(lists: dict[Key, list[int]]) -> list[dict[str, Any]]:
 
 def _file(lists: dict[Key, list[int]], group_rows: int) -> Any:
     rows = _rows(lists)
-    writer = IndexFileWriter(EXACT_SCHEMA, {}, repeated=["field"])
+    writer = IndexFileWriter(EXACT_SCHEMA, {}, dictionary=["field"])
     for field in ("a", "b"):
         found = [row for row in rows if row["field"] == field]
         for at in range(0, len(found), group_rows):

@@ -12,11 +12,11 @@ CHILD = """
 import sys, threading, time
 from tailrace.spark.jobs.pipeline import ParentPipe
 
-leash = ParentPipe(int(sys.argv[1]))
-print(leash.orders.endpoint, leash.orders.master, leash.token(), flush=True)
-while leash.token() == "one":
+pipe = ParentPipe(int(sys.argv[1]))
+print(pipe.settings.endpoint, pipe.settings.master, pipe.token(), flush=True)
+while pipe.token() == "one":
     time.sleep(0.01)
-print(leash.token(), flush=True)
+print(pipe.token(), flush=True)
 threading.Event().wait()  # for ever: only the end of the pipe ends it
 """
 

@@ -90,28 +90,28 @@ def test_nobody_there(script: _Script) -> None:
 def test_work_that_comes_back_waits() -> None:
     now = 0.0
     tries = RetryTracker(lambda: now)
-    assert tries.may("a", "h")
+    assert tries.is_due("a", "h")
     pauses: list[float] = []
     for _ in range(8):
-        tries.tried("a", "h")
+        tries.record_attempt("a", "h")
         began = now
-        while not tries.may("a", "h"):
+        while not tries.is_due("a", "h"):
             now += 0.5
         pauses.append(now - began)
     assert pauses == [0.5, 2, 8, 32, 128, 300, 300, 300]
-    assert tries.may("b", "h")
-    assert tries.worst == 8
+    assert tries.is_due("b", "h")
+    assert tries.attempts_max == 8
 
 
 def test_what_was_published_just_now_is_not_built_again() -> None:
     """However long it took: the server lists it until it has looked again."""
     now = 0.0
     tries = RetryTracker(lambda: now)
-    tries.tried("a", "h")
+    tries.record_attempt("a", "h")
     now = 60.0
-    tries.done("a", "h")
-    assert not tries.may("a", "h")
-    assert tries.may("a", "another plan")
+    tries.record_success("a", "h")
+    assert not tries.is_due("a", "h")
+    assert tries.is_due("a", "another plan")
     now += PAUSE_S_DONE
-    assert tries.may("a", "h"), "it is still wanted"
-    assert tries.worst == 1
+    assert tries.is_due("a", "h"), "it is still wanted"
+    assert tries.attempts_max == 1

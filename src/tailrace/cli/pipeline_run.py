@@ -185,7 +185,7 @@ def _run_supervised(descriptor: int, options: PipelineOptions) -> int:
     from tailrace.spark.session import parse_extra_settings
 
     leash = ParentPipe(descriptor)
-    orders = leash.orders
+    orders = leash.settings
     given: dict[str, Any] = {
         "master": orders.master,
         "store": orders.store,

@@ -1,6 +1,6 @@
 """Streams in Apache Spark: a source and a sink called `tailrace`, history as native Parquet, and SQL.
 
-Needs the `spark` extra. PySpark finds the source by itself; see docs/spark.md.
+Needs the `spark` extra. PySpark discovers the source itself; see docs/spark.md.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from tailrace.spark.history import read_stream_history
+    from tailrace.spark.live_queries.column_predicates import matching
     from tailrace.spark.stream_reader import StreamLag, lag
 
-__all__ = ["StreamLag", "lag", "read_stream_history", "register"]
+__all__ = ["StreamLag", "lag", "matching", "read_stream_history", "register"]
 
-# Spark starts a process for every step of a read or a write, and each of them passes through here: what a
-# step does not need, it does not load.
-_LAZY_EXPORTS = {"StreamLag": "stream_reader", "lag": "stream_reader", "read_stream_history": "history"}
+# Spark starts a process for every step of a read or a write, and each imports this package: a step loads only
+# the modules that it uses.
+_LAZY_EXPORTS = {
+    "StreamLag": "stream_reader",
+    "lag": "stream_reader",
+    "matching": "live_queries.column_predicates",
+    "read_stream_history": "history",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -30,7 +36,7 @@ def __getattr__(name: str) -> object:
 
 
 def register(spark: SparkSession) -> None:
-    """Makes `format("tailrace")` known to a session, for engines that do not look for it themselves."""
+    """Register `format("tailrace")` in a session, for engines that do not discover it themselves."""
     from tailrace.spark.source import TailraceSource
 
     spark.dataSource.register(TailraceSource)

@@ -1,11 +1,8 @@
 """Batch reads, `spark.read.format("tailrace")`, with filter pushdown.
 
-Filters that the source applies itself, so that fewer segments, row groups and rows are read.
-
-Only what can be decided exactly is taken; everything else is handed back to Spark. A comparison with a
-missing key is neither true nor false, and Spark keeps only what is true: so does this.
-
-Batch reads: `spark.read.format("tailrace")`.
+With `pushdown`, the source applies filters itself, so that fewer segments, row groups and rows are read. It
+accepts only filters that it can decide exactly and returns the others to Spark. As in Spark, a comparison
+with a missing key is NULL, and a row passes only if every condition is true.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ _COMPARE = {"<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater
 
 
 class Condition(NamedTuple):
-    """`column operator values`; times are microseconds. With `in`, one of the values is enough."""
+    """`column operator values`; times are microseconds. `in` is true if any of the values is equal."""
 
     column: str
     operator: str
@@ -65,7 +62,7 @@ class Condition(NamedTuple):
 
 
 class ValueBounds(NamedTuple):
-    """Both ends count. Empty if they are the wrong way round."""
+    """An inclusive range. Empty if `low` is greater than `high`."""
 
     low: int = _LOW
     high: int = _HIGH
@@ -85,15 +82,15 @@ class ValueBounds(NamedTuple):
                 return ValueBounds(max(self.low, values[0]), self.high)
 
 
-def to_condition(given: Filter) -> Condition | None:
-    """The filter in a form that the source can apply; None if Spark has to."""
-    operator = _OPERATORS.get(type(given))
-    attribute: Any = getattr(given, "attribute", None)
+def to_condition(pushed: Filter) -> Condition | None:
+    """The filter in a form that the source can apply; None if Spark has to apply it."""
+    operator = _OPERATORS.get(type(pushed))
+    attribute: Any = getattr(pushed, "attribute", None)
     if operator is None or attribute is None or len(attribute) != 1:
         return None
     column: str = attribute[0]
-    raw: Any = getattr(given, "value", None)
-    many: Iterable[Any] = raw if isinstance(given, In) else (raw,)
+    raw: Any = getattr(pushed, "value", None)
+    many: Iterable[Any] = raw if isinstance(pushed, In) else (raw,)
     values = [_to_column_value(column, value) for value in many if value is not None]
     if not values or None in values:
         return None
@@ -101,7 +98,7 @@ def to_condition(given: Filter) -> Condition | None:
 
 
 def _to_column_value(column: str, value: Any) -> Any:
-    """A literal as the column holds it; None if it is of another kind."""
+    """A literal in the representation of the column; None if its type differs."""
     match column:
         case "entry" | "epoch":
             return value if type(value) is int and _LOW < value < _HIGH else None
@@ -118,7 +115,7 @@ def _to_column_value(column: str, value: Any) -> Any:
 
 
 class RowFilter:
-    """All conditions together. Travels to executors."""
+    """The conjunction of all conditions. Pickled to executors."""
 
     def __init__(self, conditions: Sequence[Condition] = ()) -> None:
         self.conditions = tuple(conditions)
@@ -129,18 +126,18 @@ class RowFilter:
     # -- planning --------------------------------------------------------------------------------------
 
     def bounds(self, column: str) -> ValueBounds:
-        """The least and the greatest value that a row may have."""
+        """The range of values that a row may have."""
         bounds = ValueBounds()
         for condition in self.conditions:
             if condition.column == column:
                 bounds = bounds.narrowed(condition)
         return bounds
 
-    def wants_stream(self, name: str) -> bool:
+    def includes_stream(self, name: str) -> bool:
         return all(_text_matches(one, name.encode()) for one in _conditions_on(self.conditions, "stream"))
 
     def single_key(self) -> str | None:
-        """The one key that rows may have, if that is so and a request can name it."""
+        """The key, if the conditions allow only one and a request can name it."""
         for condition in _conditions_on(self.conditions, "key"):
             if condition.operator == "in" and len(set(condition.values)) == 1:
                 try:
@@ -151,22 +148,22 @@ class RowFilter:
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def groups(self, footer: Footer, indices: Sequence[int]) -> list[int]:
-        """The row groups that can hold a row: by their entries, and by their Bloom filters of keys."""
+    def select_row_groups(self, footer: Footer, indices: Sequence[int]) -> list[int]:
+        """The row groups that may contain matching rows, by entry range and by the Bloom filter of keys."""
         bounds = self.bounds("entry")
-        kept = [
+        selected = [
             index
             for index in indices
             if footer.group(index).last >= bounds.low and footer.group(index).first <= bounds.high
         ]
         for condition in _conditions_on(self.conditions, "key"):
             if condition.operator == "in":
-                holding = {index for key in condition.values for index in footer.groups_with_key(key)}
-                kept = [index for index in kept if index in holding]
-        return kept
+                candidates = {index for key in condition.values for index in footer.groups_with_key(key)}
+                selected = [index for index in selected if index in candidates]
+        return selected
 
-    def keep(self, rows: Any) -> Any:
-        """The rows for which every condition is true."""
+    def filter_rows(self, rows: Any) -> Any:
+        """The rows for which every condition is true (`stream` is applied when planning)."""
         for condition in self.conditions:
             if condition.column != "stream" and rows.num_rows:
                 rows = rows.filter(_mask(condition, rows))
@@ -209,11 +206,11 @@ def _mask(condition: Condition, rows: Any) -> Any:
     return _COMPARE[condition.operator](column, values[0])
 
 
-TIME_US_MAX = 2**63 // 1000 - 1  # beyond, a time has no nanoseconds in 64 bits
+TIME_US_MAX = 2**63 // 1000 - 1  # greater times do not fit in 64 bits as nanoseconds
 
 
 class BatchReader(DataSourceReader):
-    """One snapshot of the streams: what is appended after it was planned is not read."""
+    """Reads a snapshot of the streams: entries appended after planning are not read."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         check_schema(schema)
@@ -224,13 +221,16 @@ class BatchReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         options = self._options
         catalogue = StreamCatalogue(options)
-        states = catalogue.states()
+        states = catalogue.list_states()
         missing = [name for name in options.streams if name not in states]
         if missing:
-            raise OptionError(f"there is no stream {', '.join(missing)} at {options.connection.endpoint}")
-        wanted = [state for state in states.values() if self._filter.wants_stream(state.name)]
-        starts = PositionResolver(catalogue, options)
-        ranges = [self._range(starts, state) for state in wanted]
+            raise OptionError(f"stream not found: {', '.join(missing)} at {options.connection.endpoint}")
+        positions = PositionResolver(catalogue, options)
+        ranges = [
+            self._range(positions, state)
+            for state in states.values()
+            if self._filter.includes_stream(state.name)
+        ]
         planner = PartitionPlanner(
             catalogue,
             sealed_min=options.sealed_entries_min,
@@ -240,40 +240,43 @@ class BatchReader(DataSourceReader):
         )
         return planner.partitions(ranges, with_versions="headers" in self._schema.fieldNames())
 
-    def _range(self, starts: PositionResolver, state: StreamState) -> StreamRange:
-        start = starts.checked(state, starts.starting(state, "earliest"))
-        end = min(state.tail, starts.ending(state))
-        after, upto = start.entry, end.entry
+    def _range(self, positions: PositionResolver, state: StreamState) -> StreamRange:
+        start = positions.check_retained(state, positions.resolve_start(state, "earliest"))
+        end = min(state.tail, positions.resolve_end(state))
+        after, through = start.entry, end.entry
         entries, times = self._filter.bounds("entry"), self._filter.bounds("timestamp")
-        after, upto = max(after, entries.low - 1), min(upto, entries.high)
-        # Times never go back within a stream, so a span of time is a range of entries.
-        if after < upto and times.low > 0:
-            after = max(after, starts.at_time(state, times.low * 1000).entry)
-        if after < upto and 0 <= times.high < TIME_US_MAX:
-            upto = min(upto, starts.at_time(state, (times.high + 1) * 1000).entry)
-        return StreamRange(state, after, max(after, upto))
+        after, through = max(after, entries.low - 1), min(through, entries.high)
+        # Append times never decrease within a stream, so a time range is a range of entries.
+        if after < through and times.low > 0:
+            after = max(after, positions.resolve_time(state, times.low * 1000).entry)
+        if after < through and 0 <= times.high < TIME_US_MAX:
+            through = min(through, positions.resolve_time(state, (times.high + 1) * 1000).entry)
+        return StreamRange(state, after, max(after, through))
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         if not isinstance(partition, StreamPartition):
-            return iter(())  # Spark plans one task for a read without partitions
+            return iter(())  # Spark starts one task even for a read without partitions
         row_filter = self._filter if self._filter else None
         return PartitionReader(self._options, self._schema, partition, row_filter).batches()
 
 
 class FilteringReader(BatchReader):
-    """With `pushdown`: a class of its own, as Spark takes every reader with this method at its word."""
+    """A reader with `pushdown`.
+
+    A separate class: Spark pushes filters to every reader that has this method.
+    """
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
         conditions = list(self._filter.conditions)
-        back: list[Filter] = []
-        for given in filters:
-            condition = to_condition(given)
+        not_applied: list[Filter] = []
+        for pushed in filters:
+            condition = to_condition(pushed)
             if condition is None:
-                back.append(given)
+                not_applied.append(pushed)
             else:
                 conditions.append(condition)
         self._filter = RowFilter(conditions)
         key = self._filter.single_key()
         if key is not None and self._options.key is None:
             self._options = msgspec.structs.replace(self._options, key=key)
-        return back
+        return not_applied

@@ -1,6 +1,6 @@
-"""What is there to read: streams with their ends, and the segments that hold their older entries.
+"""The streams that a read covers, with their positions, and the segments that hold their older entries.
 
-Runs where a read is planned, on the driver. Nothing of it travels to executors.
+Used on the driver while a read is planned. Nothing in here is sent to executors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 
 from tailrace.client.model import StreamDescriptor, StreamInfo, is_json
 from tailrace.client.wire import OCTETS_TYPE
+from tailrace.common.logging_setup import log_fields
 from tailrace.protocol import offsets
 from tailrace.protocol.stream_names import NamePattern
 from tailrace.spark.options import STREAMS_MAX, OptionError, ReadOptions
@@ -26,11 +27,11 @@ from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 
 logger = logging.getLogger("tailrace.spark")
 
-SEGMENTS_TTL_S = 5.0  # how long a list of segments is good for entries that it does not reach
+SEGMENTS_TTL_S = 5.0  # a segment list is reloaded after this time if it ends before the requested entry
 
 
 class Position(NamedTuple):
-    """A place between two entries. Places compare as their offsets do."""
+    """A position between two entries. Positions compare like their offsets."""
 
     epoch: int
     entry: int
@@ -48,7 +49,7 @@ def position_from_offset(offset: str) -> Position:
 
 
 class StreamState(NamedTuple):
-    """A stream as it was when somebody looked."""
+    """The state of a stream at the time of the request."""
 
     name: str
     content_type: str
@@ -61,24 +62,24 @@ class StreamState(NamedTuple):
 
 
 class SealedSegment(NamedTuple):
-    """A segment, and where its object lies."""
+    """A segment and the key prefix of its object."""
 
     prefix: str
     info: SegmentInfo
 
 
 class SchemaVersions(NamedTuple):
-    """The schema versions of a stream: from which entry on which one was written."""
+    """The schema versions of a stream: pairs of first entry and version."""
 
     firsts: tuple[tuple[int, int], ...] = ()
-    registry: bytes | None = None  # for promoting what is of an older version
+    registry: bytes | None = None  # the schema registry, to promote entries of older versions
 
-    def promotes_behind(self, entry: int) -> bool:
+    def needs_promotion_after(self, entry: int) -> bool:
         return len(self.firsts) > 1 and entry + 1 < self.firsts[-1][0]
 
 
 class StreamCatalogue:
-    """Asks the server and the object store, and remembers what does not change."""
+    """Stream states from the server and segment lists from the object store; caches the segment lists."""
 
     def __init__(self, options: ReadOptions, server: ServerClient | None = None) -> None:
         self._options = options
@@ -88,8 +89,8 @@ class StreamCatalogue:
 
     # -- streams ---------------------------------------------------------------------------------------
 
-    def states(self) -> dict[str, StreamState]:
-        """The streams that are read, by name. One that was named and is not there is left out."""
+    def list_states(self) -> dict[str, StreamState]:
+        """The streams of this read by name. A named stream that does not exist is left out."""
         found = self._matching() if self._pattern is not None else self._named()
         return {state.name: state for state in found}
 
@@ -102,13 +103,13 @@ class StreamCatalogue:
     def _matching(self) -> Iterator[StreamState]:
         assert self._pattern is not None
         count = 0
-        for row in self.server.listed(self._pattern.prefix):
+        for row in self.server.list_streams(self._pattern.prefix):
             if not self._pattern.matches(row.name):
                 continue
             count += 1
             if count > STREAMS_MAX:
                 raise OptionError(
-                    f"streamPattern {self._pattern.text!r} covers more than {STREAMS_MAX} streams; narrow it"
+                    f"streamPattern {self._pattern.text!r} matches more than {STREAMS_MAX} streams; narrow it"
                 )
             yield _state_from_listing(row)
 
@@ -119,48 +120,54 @@ class StreamCatalogue:
     # -- history ---------------------------------------------------------------------------------------
 
     def versions(self, state: StreamState) -> SchemaVersions:
-        """Which schema versions the stream's entries have."""
-        document = self.server.registry(state.name) if state.json else None
+        """The schema versions of the stream's entries."""
+        document = self.server.get_registry(state.name) if state.json else None
         if document is None:
             return SchemaVersions()
         registry = msgspec.json.decode(document, type=_Registry)
         return SchemaVersions(tuple((one.offset + 1, one.version) for one in registry.boundaries), document)
 
-    def store_of(self, name: str) -> str | None:
-        """The URL under which executors find the stream's objects; None if they are not to be used."""
-        sealed = self._look(name)
+    def store_url(self, name: str) -> str | None:
+        """The URL of the store with the stream's objects; None if they cannot be read from here."""
+        sealed = self._sealed_segments(name)
         return None if sealed is None else sealed.store
 
-    def segments(self, name: str, after: int, upto: int) -> list[SealedSegment]:
-        """The segments with entries in a range, oldest first; what they leave out is on the server only."""
-        sealed = self._look(name, upto)
+    def segments(self, name: str, after: int, through: int) -> list[SealedSegment]:
+        """The segments with entries in the range, oldest first.
+
+        Entries in no segment come from the server.
+        """
+        sealed = self._sealed_segments(name, through)
         if sealed is None:
             return []
         return [
             SealedSegment(sealed.prefix, info)
             for info in sealed.segments
-            if info.last > after and info.first <= upto
+            if info.last > after and info.first <= through
         ]
 
-    def _look(self, name: str, upto: int = 0) -> _SealedSegments | None:
+    def _sealed_segments(self, name: str, through: int = 0) -> _SealedSegments | None:
         known = self._sealed.get(name)
         now_s = time.monotonic()
-        if known is not None and (known.reach >= upto or now_s - known.looked_s < SEGMENTS_TTL_S):
+        if known is not None and (known.reach >= through or now_s - known.loaded_s < SEGMENTS_TTL_S):
             return known if known.store else None
-        found = self._find(name, now_s)
+        found = self._load_sealed(name, now_s)
         self._sealed[name] = found
         return found if found.store else None
 
-    def _find(self, name: str, now_s: float) -> _SealedSegments:
-        place = self.server.place(name)
-        if place is None:
+    def _load_sealed(self, name: str, now_s: float) -> _SealedSegments:
+        location = self.server.locate(name)
+        if location is None:
             return _SealedSegments("", "", (), 0, now_s)
-        url, planned = place
+        url, planned = location
         url = self._options.store or url
         try:
             segments = asyncio.run(_load_segments(url, planned.stream_id))
         except (ObjectStoreError, ManifestError, ValueError) as error:
-            logger.warning("the segments of %s are read through the server: %s", name, error)
+            logger.warning(
+                "object store unavailable, reading from server",
+                extra=log_fields(stream=name, error=str(error)),
+            )
             return _SealedSegments("", "", (), 0, now_s)
         reach = segments[-1].last if segments else 0
         return _SealedSegments(url, stream_prefix(planned.stream_id), segments, reach, now_s)
@@ -171,7 +178,7 @@ class _SealedSegments(NamedTuple):
     prefix: str
     segments: tuple[SegmentInfo, ...]
     reach: int
-    looked_s: float
+    loaded_s: float
 
 
 class _Boundary(msgspec.Struct):
@@ -184,7 +191,7 @@ class _Registry(msgspec.Struct):
 
 
 async def _load_segments(url: str, stream_id: str) -> tuple[SegmentInfo, ...]:
-    """The segments that the stream's manifest names."""
+    """The segments listed in the stream's manifest."""
     objects = open_object_store(url)
     try:
         manifests = ManifestStore(objects, 0)
@@ -202,6 +209,6 @@ def _state_from_info(info: StreamInfo) -> StreamState:
 
 
 def _state_from_listing(row: StreamDescriptor) -> StreamState:
-    tail = row.end_offset or offsets.START_OFFSET  # (its `next_offset` is a count)
+    tail = row.end_offset or offsets.START_OFFSET  # `next_offset` of a listing is a count
     earliest = STREAM_START if row.earliest_offset is None else position_from_offset(row.earliest_offset)
     return StreamState(row.name, row.content_type or OCTETS_TYPE, earliest, position_from_offset(tail))

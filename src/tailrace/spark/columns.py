@@ -1,13 +1,13 @@
-"""The columns of the source, and how rows of a stream become batches of exactly these.
+"""The columns of the source, and the projection of stream rows to them.
 
-Rows come in one form, whether out of a segment or from the server: `entry, append_time, append_ns, key,
-payload, epoch` (see `store/arrow.py`). What leaves has exactly the Arrow schema that Spark expects.
+Rows from segments and from the server have the same columns: `entry, append_time, append_ns, key, payload,
+epoch`. The projection returns batches with the Arrow schema that Spark expects.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pyspark.sql.types import (
@@ -24,7 +24,7 @@ from pyspark.sql.types import (
 )
 
 from tailrace.protocol.offsets import ALPHABET
-from tailrace.spark.options import OptionError
+from tailrace.spark.options import OptionError, ReadOptions
 from tailrace.storage.segments.parquet import (
     BINARY,
     INT32,
@@ -36,9 +36,6 @@ from tailrace.storage.segments.parquet import (
     pc,
     string_scalar,
 )
-
-if TYPE_CHECKING:
-    from tailrace.spark.options import ReadOptions
 
 VALUE_TYPES: dict[str, DataType] = {"string": StringType(), "binary": BinaryType(), "json": VariantType()}
 COLUMN_TYPES: dict[str, DataType] = {
@@ -59,15 +56,15 @@ _OFFSET_DIGITS = 26
 
 
 class StreamMetadata(NamedTuple):
-    """What all rows of a partition have in common."""
+    """The values that all rows of a partition share."""
 
     stream: str
     content_type: str
-    versions: tuple[tuple[int, int], ...] = ()  # first entry and schema version, where a schema is installed
+    versions: tuple[tuple[int, int], ...] = ()  # first entry and schema version; empty without a schema
 
 
 def source_schema(options: ReadOptions, value_format: str) -> StructType:
-    """The columns of a read without a schema of its own."""
+    """The columns of a read for which the user gave no schema."""
     names = (*DEFAULT_COLUMNS, "headers") if options.with_headers else DEFAULT_COLUMNS
     return StructType([_field(name, VALUE_TYPES[value_format]) for name in names])
 
@@ -78,33 +75,37 @@ def _field(name: str, value: DataType) -> StructField:
 
 
 def check_schema(schema: StructType) -> str | None:
-    """Whether a read can have these columns; the format of its values, None if it has none."""
+    """Validate the columns of a read. Returns the format of its values, None without a `value` column."""
     value_format: str | None = None
     for field in schema.fields:
         if field.name == "value":
             found = [name for name, kind in VALUE_TYPES.items() if kind == field.dataType]
             if not found:
-                raise OptionError(f"value is string, binary or variant, not {field.dataType.simpleString()}")
+                raise OptionError(
+                    f"value must be string, binary or variant, got {field.dataType.simpleString()}"
+                )
             value_format = found[0]
         elif COLUMN_TYPES.get(field.name) is None:
-            raise OptionError(f"there is no column {field.name}; there are value, {', '.join(COLUMN_TYPES)}")
+            raise OptionError(
+                f"unknown column {field.name}; expected one of value, {', '.join(COLUMN_TYPES)}"
+            )
         elif field.dataType != COLUMN_TYPES[field.name]:
-            wanted, asked = COLUMN_TYPES[field.name].simpleString(), field.dataType.simpleString()
-            raise OptionError(f"{field.name} is {wanted}, not {asked}")
+            expected = COLUMN_TYPES[field.name].simpleString()
+            raise OptionError(f"{field.name} must be {expected}, got {field.dataType.simpleString()}")
     return value_format
 
 
 class Projection:
-    """Turns rows into batches with the columns of a schema."""
+    """Projects stream rows to the columns of a schema."""
 
-    def __init__(self, schema: StructType, about: StreamMetadata) -> None:
+    def __init__(self, schema: StructType, metadata: StreamMetadata) -> None:
         from pyspark.sql.pandas import types
 
         to_arrow_schema: Any = getattr(types, "to_arrow_schema")  # noqa: B009 - the library is half typed
         self._schema: Any = to_arrow_schema(schema, timezone="UTC")
         self._value_format = check_schema(schema)
         self._names: list[str] = schema.fieldNames()
-        self._about = about
+        self._metadata = metadata
 
     @property
     def needs_payload(self) -> bool:
@@ -117,7 +118,7 @@ class Projection:
     def batch(self, rows: Any) -> Any:
         columns = [self._column(name, rows) for name in self._names]
         if not columns:
-            # A count needs no columns, but Arrow needs one to know how many rows there are.
+            # A count needs no columns; a struct array without fields still has a length.
             return pa.RecordBatch.from_struct_array(pa.array([{}] * rows.num_rows, pa.struct([])))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
@@ -125,7 +126,7 @@ class Projection:
         count: int = rows.num_rows
         match name:
             case "stream":
-                return pa.repeat(string_scalar(self._about.stream), count)
+                return pa.repeat(string_scalar(self._metadata.stream), count)
             case "key":
                 return _decode_column(rows.column("key"), BINARY)
             case "value":
@@ -154,8 +155,8 @@ class Projection:
 
     def _headers(self, rows: Any) -> Any:
         kind = self._schema.field("headers").type
-        common = [("content-type", self._about.content_type)]
-        versions = self._about.versions
+        common = [("content-type", self._metadata.content_type)]
+        versions = self._metadata.versions
         if not versions:
             return pa.array([common] * rows.num_rows, kind)
         found: list[list[tuple[str, str]]] = []
@@ -166,11 +167,11 @@ class Projection:
 
 
 def encode_offsets(epochs: Any, entries: Any) -> Any:
-    """The offsets of entries as text: `protocol.offsets.encode`, a column at a time."""
+    """The offsets of entries as text: vectorized `protocol.offsets.encode_offset`."""
     count = len(entries)
     numbers, generations = _as_uint64(entries), _as_uint64(epochs)
     digits = np.empty((count, _OFFSET_DIGITS), dtype=np.uint8)
-    digits[:, 20:] = 0  # the low 32 bits are always zero: six digits, and two bits of the one before
+    digits[:, 20:] = 0  # the low 32 bits are always zero: six digits and two bits of the digit before
     for place in range(_OFFSET_DIGITS - 1, -1, -1):
         shift = 5 * (_OFFSET_DIGITS - 1 - place)
         digits[:, place] = _offset_digit(numbers, generations, shift)
@@ -182,12 +183,12 @@ def encode_offsets(epochs: Any, entries: Any) -> Any:
 
 
 def _as_uint64(column: Any) -> Any:
-    """The numbers of a column as they lie there. (`to_numpy` would load pandas.)"""
+    """The column's buffer without a copy. (`to_numpy` would import pandas.)"""
     return np.frombuffer(column.buffers()[1], np.uint64, len(column), 8 * column.offset)
 
 
 def _offset_digit(numbers: Any, generations: Any, shift: int) -> Any:
-    """Five bits, from `shift` on, of `epoch << 96 | entry << 32`."""
+    """Bits `shift` to `shift + 4` of `epoch << 96 | entry << 32`."""
     five = np.uint64(31)
     if shift + 5 <= 32:
         return np.uint8(0)
@@ -202,7 +203,7 @@ def _offset_digit(numbers: Any, generations: Any, shift: int) -> Any:
 
 
 def _decode_column(column: Any, kind: Any) -> Any:
-    """A column as plain text or bytes, whatever Arrow read it as."""
+    """A column as plain text or bytes, also if Arrow read it as a dictionary."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if column.type == kind:
@@ -222,7 +223,7 @@ def _to_text(payload: Any, rows: Any) -> Any:
             try:
                 value.decode()
             except UnicodeDecodeError:
-                message = f"entry {entry} is not text; read the stream with valueFormat=binary"
+                message = f"entry {entry} is not UTF-8; read the stream with valueFormat=binary"
                 raise ValueError(message) from None
         raise
 
@@ -232,19 +233,19 @@ def _parse_variants(texts: Any, kind: Any) -> Any:
 
 
 def _parse_variant(text: str) -> dict[str, bytes] | None:
-    """None for what Spark's own `try_parse_json` has no variant for: the two read the same entries."""
+    """The variant of a JSON text; None where `try_parse_json`, which history reads use, returns NULL."""
     from pyspark.sql.types import VariantVal
 
     try:
         json.loads(text, object_pairs_hook=_reject_duplicate_keys)
         variant = VariantVal.parseJson(text)
-    except (_DuplicateKeyError, UnicodeEncodeError):  # a key twice in an object, or half a surrogate pair
+    except (_DuplicateKeyError, UnicodeEncodeError):  # a duplicate key or a lone surrogate
         return None
     return {"value": bytes(variant.value), "metadata": bytes(variant.metadata)}
 
 
 class _DuplicateKeyError(Exception):
-    """A key is twice in an object."""
+    """An object has the same key twice."""
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> None:

@@ -1,8 +1,9 @@
-"""Places where a test may kill a part of the pipeline, to see that nothing is lost, doubled or half there.
+"""Failpoints: steps at which a test kills a process of the pipeline, to check that nothing is lost or twice.
 
-`TAILRACE_PIPELINE_FAILPOINT=worker:mid_build:/some/file` kills a Python worker the first time that step is
-reached by anybody who can create the file. The file is what lets the next attempt pass. The part is `driver`,
-`worker` or `jvm`: those of the process that reaches the step. A driver has no worker that could be meant.
+`TAILRACE_PIPELINE_FAILPOINT=worker:mid_build:/some/file` kills the Python worker that reaches the step
+`mid_build` first. It creates the file before, and a process that finds the file does not kill: the next
+attempt passes. The first part is `driver`, `worker` or `jvm`, of the process tree that reaches the step; a
+step of the driver cannot kill a worker.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ FAILPOINT_VARIABLE: Final = "TAILRACE_PIPELINE_FAILPOINT"
 
 
 def hit_failpoint(name: str, role: Literal["driver", "worker"]) -> None:
-    wanted = os.environ.get(FAILPOINT_VARIABLE)
-    if not wanted:
+    setting = os.environ.get(FAILPOINT_VARIABLE)
+    if not setting:
         return
     assert name in FAILPOINTS, name
-    part, chosen, path = wanted.split(":", 2)
-    if chosen != name or (part, role) == ("worker", "driver"):
+    part, enabled, path = setting.split(":", 2)
+    if enabled != name or (part, role) == ("worker", "driver"):
         return
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -40,7 +41,7 @@ def hit_failpoint(name: str, role: Literal["driver", "worker"]) -> None:
 
 
 def _process_to_kill(part: str, role: str) -> int:
-    """The driver has started a JVM, which has started a daemon, which has started the worker."""
+    """The pid of the part. The driver starts a JVM, the JVM a daemon, and the daemon the workers."""
     if part == role:
         return os.getpid()
     if role == "driver":
@@ -55,7 +56,7 @@ def _find_jvm(pid: int) -> int:
             if (entry / "comm").read_text() == "java\n" and _parent_pid(int(entry.name)) == pid:
                 return int(entry.name)
         except OSError:
-            continue  # no process, or one that has ended meanwhile
+            continue  # not a process, or it has exited
     raise AssertionError("this driver has no JVM")
 
 

@@ -1,7 +1,7 @@
-"""History as native Parquet: Spark reads segments itself, three times as fast as any source in Python.
+"""History reads: Spark reads the Parquet segments natively, three times as fast as a Python source.
 
-Only what is in no segment, or has to be promoted to a newer schema version, comes through the source. The
-rows are the same as those of `format("tailrace")` over the same bounds.
+Only entries that are in no segment, or must be promoted to a newer schema version, are read by the source.
+The rows are the same as those of `format("tailrace")` over the same bounds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.timestamps import parse_timestamp_ns
 from tailrace.protocol import offsets
 from tailrace.spark.catalogue import Position, StreamCatalogue, StreamState
@@ -40,13 +41,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tailrace.spark")
 
 PATH_REWRITE_VARIABLE = "TAILRACE_PIPELINE_PATH_REWRITE"  # `s3://=s3a://` for clusters that have the jars
-# Base 32 as Spark writes it, and as offsets do.
+# The digits above 9 of base 32 in Spark's `conv` and in offsets.
 _SPARK_DIGITS, _OFFSET_DIGITS = "ABCDEFGHIJKLMNOPQRSTUV", offsets.ALPHABET[10:]
 
 
 class _EntryBounds(NamedTuple):
     after: int
-    upto: int
+    through: int
 
 
 def read_stream_history(
@@ -63,39 +64,39 @@ def read_stream_history(
     include_tail: bool = True,
     **options: str,
 ) -> DataFrame:
-    """The entries of a stream, from `from_entry` to `to_entry` (both count), or `from_time` up to `to_time`.
+    """The entries of a stream from `from_entry` to `to_entry` (inclusive), or `from_time` up to `to_time`.
 
-    One snapshot: what is appended later is not in it. Without the tail, it ends with the last segment.
+    A snapshot: entries appended later are not in it. Without the tail, it ends with the last segment.
     Further options are those of the connection.
     """
-    given = {**options, "stream": stream}
+    source_options = {**options, "stream": stream}
     if endpoint is not None:
-        given["endpoint"] = endpoint
+        source_options["endpoint"] = endpoint
     if key is not None:
-        given["key"] = key
+        source_options["key"] = key
     if value_format is not None:
-        given["valueFormat"] = value_format
-    history = _HistoryRead(spark, given)
+        source_options["valueFormat"] = value_format
+    history = _HistoryRead(spark, source_options)
     bounds = history.bounds(from_entry, to_entry, from_time, to_time)
     return history.frame(bounds, include_tail=include_tail)
 
 
 class _HistoryRead:
-    """One snapshot of a stream."""
+    """A snapshot of a stream."""
 
-    def __init__(self, spark: SparkSession, given: dict[str, str]) -> None:
+    def __init__(self, spark: SparkSession, source_options: dict[str, str]) -> None:
         self._spark = spark
-        self._given = given
-        self._options: ReadOptions = parse_read_options(given, streaming=False)
-        # Said once more: executors and planners may have another environment than this process.
-        self._given["endpoint"] = self._options.connection.endpoint
+        self._source_options = source_options
+        self._options: ReadOptions = parse_read_options(source_options, streaming=False)
+        # Explicit, because the environment of executors and planners may differ from that of this process.
+        self._source_options["endpoint"] = self._options.connection.endpoint
         self._catalogue = StreamCatalogue(self._options)
         name = self._options.streams[0]
         state = self._catalogue.state(name)
         if state is None:
-            raise OptionError(f"there is no stream {name} at {self._options.connection.endpoint}")
+            raise OptionError(f"stream not found: {name} at {self._options.connection.endpoint}")
         self._state: StreamState = state
-        self._starts = PositionResolver(self._catalogue, self._options)
+        self._positions = PositionResolver(self._catalogue, self._options)
         self._value_format = self._options.value_format or ("string" if state.json else "binary")
 
     def bounds(
@@ -105,38 +106,44 @@ class _HistoryRead:
         from_time: datetime | str | int | None,
         to_time: datetime | str | int | None,
     ) -> _EntryBounds:
-        """Entries, whatever the ends were given as: times never go back within a stream."""
+        """The range of entries. Append times never decrease within a stream, so a time is a position."""
         state = self._state
-        after, upto = state.earliest.entry, state.tail.entry
+        after, through = state.earliest.entry, state.tail.entry
         if from_entry is not None:
             after = max(after, from_entry - 1)
         if to_entry is not None:
-            upto = min(upto, to_entry)
+            through = min(through, to_entry)
         if from_time is not None:
-            after = max(after, self._starts.at_time(state, _to_unix_ns(from_time)).entry)
+            after = max(after, self._positions.resolve_time(state, _to_unix_ns(from_time)).entry)
         if to_time is not None:
-            upto = min(upto, self._starts.at_time(state, _to_unix_ns(to_time)).entry)
-        return _EntryBounds(after, max(after, upto))
+            through = min(through, self._positions.resolve_time(state, _to_unix_ns(to_time)).entry)
+        return _EntryBounds(after, max(after, through))
 
     def frame(self, bounds: _EntryBounds, *, include_tail: bool) -> DataFrame:
         name = self._state.name
-        store = self._catalogue.store_of(name)
+        store = self._catalogue.store_url(name)
         segments = self._catalogue.segments(name, *bounds) if store is not None else []
         if not include_tail:
             reach = segments[-1].info.last if segments else bounds.after
-            bounds = _EntryBounds(bounds.after, max(bounds.after, min(bounds.upto, reach)))
+            bounds = _EntryBounds(bounds.after, max(bounds.after, min(bounds.through, reach)))
         versions = self._catalogue.versions(self._state)
         native: list[RangeSlice] = []
         served: list[_EntryBounds] = []
         for piece in slice_range(StreamRange(self._state, *bounds), store or "", segments):
-            if piece.sealed and not versions.promotes_behind(piece.after) and _is_readable_by_spark(piece):
+            if (
+                piece.is_sealed
+                and not versions.needs_promotion_after(piece.after)
+                and _is_readable_by_spark(piece)
+            ):
                 native.append(piece)
-            elif served and served[-1].upto == piece.after:
-                served[-1] = _EntryBounds(served[-1].after, piece.upto)
+            elif served and served[-1].through == piece.after:
+                served[-1] = _EntryBounds(served[-1].after, piece.through)
             else:
-                served.append(_EntryBounds(piece.after, piece.upto))
+                served.append(_EntryBounds(piece.after, piece.through))
         if segments and not native:
-            logger.warning("the segments of %s are not visible to Spark; they are read by the source", name)
+            logger.warning(
+                "segments not visible to Spark, reading from server", extra=log_fields(stream=name)
+            )
         frames = [*self._native(native, bounds), *map(self._from_source, served)]
         if not frames:
             frames = [self._from_source(_EntryBounds(bounds.after, bounds.after))]
@@ -144,10 +151,10 @@ class _HistoryRead:
 
     def _from_source(self, bounds: _EntryBounds) -> DataFrame:
         epoch, name = self._state.tail.epoch, self._state.name
-        start, end = Position(epoch, bounds.after).offset, Position(epoch, bounds.upto).offset
+        start, end = Position(epoch, bounds.after).offset, Position(epoch, bounds.through).offset
         return (
             self._spark.read.format("tailrace")
-            .options(**self._given)
+            .options(**self._source_options)
             .option("startingOffsets", f'{{"{name}": "{start}"}}')
             .option("endingOffsets", f'{{"{name}": "{end}"}}')
             .option("valueFormat", self._value_format)
@@ -155,13 +162,13 @@ class _HistoryRead:
         )
 
     def _native(self, pieces: list[RangeSlice], bounds: _EntryBounds) -> Iterable[DataFrame]:
-        """One scan for each epoch, so that the epoch of its rows is a constant."""
+        """One scan per epoch, so that the epoch of its rows is a constant."""
         payload = StringType() if self._state.json else BinaryType()
         for epoch in sorted({piece.epoch for piece in pieces}):
-            own = [piece for piece in pieces if piece.epoch == epoch]
-            scan = self._spark.read.schema(_segment_schema(payload)).parquet(*map(_spark_path, own))
-            # On the raw columns, so that row groups are passed over.
-            scan = scan.where((f.col("entry") > bounds.after) & (f.col("entry") <= bounds.upto))
+            of_epoch = [piece for piece in pieces if piece.epoch == epoch]
+            scan = self._spark.read.schema(_segment_schema(payload)).parquet(*map(_spark_path, of_epoch))
+            # On the raw columns, so that Spark skips row groups.
+            scan = scan.where((f.col("entry") > bounds.after) & (f.col("entry") <= bounds.through))
             if self._options.key is not None:
                 scan = scan.where(f.col("key") == f.lit(self._options.key.encode()))
             yield scan.select(*(self._column(name, epoch) for name in DEFAULT_COLUMNS))
@@ -184,16 +191,16 @@ class _HistoryRead:
 
     def _value(self) -> Column:
         if self._value_format == "json":
-            return f.try_parse_json(f.col("payload").cast("string"))  # null where there is none: see columns
+            return f.try_parse_json(f.col("payload").cast("string"))  # as `columns._parse_variant`
         return f.col("payload").cast(self._value_format)
 
 
 def offset_column(epoch: int) -> Column:
-    """The offset of each row, out of its entry: `epoch << 96 | entry << 32` in base 32."""
+    """The offset of each row from its entry: `epoch << 96 | entry << 32` in base 32."""
     prefix = offsets.encode_offset(epoch, 0)[:7]
     digits = f.lpad(f.conv((f.col("entry") * 4).cast("string"), 10, 32), 13, "0")
-    spelled = f.translate(digits, _SPARK_DIGITS, _OFFSET_DIGITS)
-    return f.concat(f.lit(prefix), spelled, f.lit("000000"))
+    translated = f.translate(digits, _SPARK_DIGITS, _OFFSET_DIGITS)
+    return f.concat(f.lit(prefix), translated, f.lit("000000"))
 
 
 def _segment_schema(payload: StringType | BinaryType) -> StructType:
@@ -209,14 +216,14 @@ def _segment_schema(payload: StringType | BinaryType) -> StructType:
 
 
 def _spark_path(piece: RangeSlice) -> str:
-    """The object's name as Spark's own file systems know it."""
+    """The path of the object for Spark's own file systems."""
     path = f"{piece.store.rstrip('/')}/{piece.object}"
     before, _, after = os.environ.get(PATH_REWRITE_VARIABLE, "").partition("=")
     return after + path.removeprefix(before) if before and path.startswith(before) else path
 
 
 def _is_readable_by_spark(piece: RangeSlice) -> bool:
-    """Whether Spark can open the object by itself: a file that is there, or a store that it was taught."""
+    """Whether Spark can open the object: an existing file, or a store with a configured path rewrite."""
     url = urlsplit(_spark_path(piece))
     if url.scheme == "file":
         return Path(unquote(url.path)).is_file()
@@ -224,14 +231,14 @@ def _is_readable_by_spark(piece: RangeSlice) -> bool:
 
 
 def _to_unix_ns(time: datetime | str | int) -> int:
-    """An instant as Unix nanoseconds: a time with its zone, RFC 3339, or Unix milliseconds."""
+    """Unix nanoseconds of a datetime with a time zone, RFC 3339, or Unix milliseconds."""
     if isinstance(time, int):
         return time * 1_000_000
     if not isinstance(time, str):
         if time.tzinfo is None:
-            raise OptionError("a time without a zone does not name an instant")
+            raise OptionError("time must have a time zone")
         time = time.isoformat()
     found = parse_timestamp_ns(time)
     if found is None:
-        raise OptionError(f"{time!r} is no instant; write it as RFC 3339")
+        raise OptionError(f"time must be RFC 3339, got {time!r}")
     return found

@@ -1,10 +1,7 @@
-"""Blocking access to object stores and segment files, with one open store per URL and process.
+"""Blocking access to object stores and segment objects, with one open store per URL and process.
 
-Things that a process keeps from task to task: connections to servers, open stores.
-
-Objects of a store as blocking calls, for drivers and for tasks.
-
-Rows out of segment objects, by ranged reads: on executors, without a server.
+Tasks of a Python worker share open stores and connections through `ProcessCache`. `SegmentStore` reads the
+rows of segments by ranged reads on executors, without the server.
 """
 
 from __future__ import annotations
@@ -36,73 +33,73 @@ V = TypeVar("V", bound=Closable)
 
 
 class ProcessCache(Generic[K, V]):
-    """A few things, the least recently used closed first."""
+    """An LRU cache of open resources, shared by the tasks of a process. Closes what it evicts."""
 
-    def __init__(self, make: Callable[[K], V], most: int) -> None:
+    def __init__(self, make: Callable[[K], V], entries_max: int) -> None:
         self._make = make
-        self._most = most
-        self._kept: OrderedDict[K, V] = OrderedDict()
+        self._entries_max = entries_max
+        self._entries: OrderedDict[K, V] = OrderedDict()
         self._lock = Lock()
 
     def get(self, key: K) -> V:
         with self._lock:
-            found = self._kept.get(key)
+            found = self._entries.get(key)
             if found is None:
-                found = self._kept[key] = self._make(key)
-                while len(self._kept) > self._most:
-                    self._kept.popitem(last=False)[1].close()
+                found = self._entries[key] = self._make(key)
+                while len(self._entries) > self._entries_max:
+                    self._entries.popitem(last=False)[1].close()
             else:
-                self._kept.move_to_end(key)
+                self._entries.move_to_end(key)
             return found
 
     def close(self) -> None:
         with self._lock:
-            while self._kept:
-                self._kept.popitem()[1].close()
+            while self._entries:
+                self._entries.popitem()[1].close()
 
 
 OBJECT_STORES_MAX: Final = 4
 
 
 class BlockingObjectStore:
-    """One store. Made where it is needed; never pickled."""
+    """Blocking calls to one store. Never pickled: opened in the process that uses it."""
 
     def __init__(self, url: str) -> None:
-        self._steps = BlockingRunner()
+        self._runner = BlockingRunner()
         self._objects: ObjectStore = open_object_store(url)
 
     def get(self, key: str) -> bytes:
-        return self._steps.run(self._objects.get(key))[0]
+        return self._runner.run(self._objects.get(key))[0]
 
     def create(self, key: str, data: bytes) -> bool:
-        """Whether it is new. What is there already stays."""
+        """Create the object. Returns False, and changes nothing, if it exists."""
         try:
-            self._steps.run(self._objects.create(key, data))
+            self._runner.run(self._objects.create(key, data))
         except ObjectExistsError:
             return False
         return True
 
     def find(self, key: str) -> tuple[bytes, str] | None:
-        """The object and its etag."""
+        """The object and its ETag; None if it does not exist."""
         try:
-            return self._steps.run(self._objects.get(key))
+            return self._runner.run(self._objects.get(key))
         except ObjectMissingError:
             return None
 
     def replace(self, key: str, data: bytes, etag: str | None) -> bool:
-        """Whether this is the object now: somebody else may have been faster."""
+        """Replace the object if it still has this ETag. Returns False after a concurrent write."""
         try:
-            self._steps.run(self._objects.replace(key, data, etag))
+            self._runner.run(self._objects.replace(key, data, etag))
         except ObjectConflictError:
             return False
         return True
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._steps.run(self._objects.delete(keys))
+        self._runner.run(self._objects.delete(keys))
 
     def close(self) -> None:
-        self._steps.run(self._objects.close())
-        self._steps.close()
+        self._runner.run(self._objects.close())
+        self._runner.close()
 
 
 _object_stores: ProcessCache[str, BlockingObjectStore] = ProcessCache(BlockingObjectStore, OBJECT_STORES_MAX)
@@ -117,29 +114,29 @@ BATCH_ROWS = 4096
 
 
 class SegmentStore:
-    """The objects of one store, as blocking reads. One per process; never pickled."""
+    """Blocking reads of segments in one store. One per process; never pickled."""
 
     def __init__(self, url: str) -> None:
-        self._steps = BlockingRunner()
+        self._runner = BlockingRunner()
         self._objects = open_object_store(url)
 
     def close(self) -> None:
-        self._steps.run(self._objects.close())
-        self._steps.close()
+        self._runner.run(self._objects.close())
+        self._runner.close()
 
     def footer(self, key: str, size: int) -> Footer:
-        return self._steps.run(_read_footer(self._objects, key, size))
+        return self._runner.run(_read_footer(self._objects, key, size))
 
     def tables(
         self, key: str, footer: Footer, indices: Sequence[int], columns: Sequence[str], bytes_max: int
     ) -> Iterator[Any]:
-        """Row groups as tables, read ahead in stretches of about so many bytes."""
+        """Row groups as tables, fetched in ranges of about `bytes_max`."""
         at = 0
         while at < len(indices):
             reach = footer.reach(indices[at], bytes_max)
             run = [index for index in indices[at:] if index <= reach]
             start, stop = footer.group(run[0]).start, footer.group(run[-1]).stop
-            raw = self._steps.run(self._objects.get_range(key, start, stop))
+            raw = self._runner.run(self._objects.get_range(key, start, stop))
             yield from read_tables(footer, run, raw, columns)
             at += len(run)
 
@@ -148,7 +145,7 @@ SEGMENT_STORES: ProcessCache[str, SegmentStore] = ProcessCache(SegmentStore, SEG
 
 
 def shared_segment_store(url: str) -> SegmentStore:
-    """The store of this process: its threads and connections are kept from task to task."""
+    """The store of this process: tasks share its threads and connections."""
     return SEGMENT_STORES.get(url)
 
 
@@ -167,30 +164,30 @@ async def _read_footer(objects: ObjectStore, key: str, size: int) -> Footer:
 
 
 def batch_tables(
-    tables: Iterator[Any], after: int, upto: int, epoch: int, columns: Sequence[str], bytes_max: int
+    tables: Iterator[Any], after: int, through: int, epoch: int, columns: Sequence[str], bytes_max: int
 ) -> Iterator[Any]:
-    """The rows of a range as batches of some size, with the columns that all rows have."""
-    kept: list[Any] = []
+    """The rows of a range as bounded batches, each with `columns` and the epoch."""
+    pending: list[Any] = []
     rows = size = 0
     for table in tables:
-        table = _slice_entries(table, after, upto)
+        table = _slice_entries(table, after, through)
         if not table.num_rows:
             continue
-        if kept and (rows + table.num_rows > BATCH_ROWS or size + table.nbytes > bytes_max):
-            yield _build_batch(kept, epoch, columns)
-            kept, rows, size = [], 0, 0
-        kept.append(table)
+        if pending and (rows + table.num_rows > BATCH_ROWS or size + table.nbytes > bytes_max):
+            yield _build_batch(pending, epoch, columns)
+            pending, rows, size = [], 0, 0
+        pending.append(table)
         rows += table.num_rows
         size += table.nbytes
-    if kept:
-        yield _build_batch(kept, epoch, columns)
+    if pending:
+        yield _build_batch(pending, epoch, columns)
 
 
-def _slice_entries(table: Any, after: int, upto: int) -> Any:
+def _slice_entries(table: Any, after: int, through: int) -> Any:
     """Entries are consecutive within a row group, so a range of them is a slice."""
     count: int = table.num_rows
     first: int = table.column("entry")[0].as_py()
-    begin, end = max(0, after + 1 - first), min(count, upto + 1 - first)
+    begin, end = max(0, after + 1 - first), min(count, through + 1 - first)
     return table.slice(begin, max(0, end - begin)) if begin or end < count else table
 
 

@@ -1,13 +1,9 @@
-"""Partitions of a read: positions resolved and ranges cut on the driver, rows read on an executor.
+"""Partitions of a read: planned on the driver, read on an executor.
 
-Cuts ranges of entries into partitions: each segment by itself, what is in none from the server.
-
-A partition is a run of pieces of one stream, in the order of their entries. A piece says exactly which
-entries it stands for, so that they can be had from the server, too, if the object is not there any more.
-
-Reads one partition, on an executor. Stateless: the same partition gives the same rows again.
-
-Where a read begins and ends: words, offsets and times as positions of each stream.
+`PositionResolver` turns words, offsets and times into positions of each stream. `PartitionPlanner` cuts the
+range between two positions into slices, one per segment and from the server in between, and packs slices into
+partitions. A slice names its entries exactly, so `PartitionReader` can read them from the server if the
+object does not exist any more. Reading is stateless: the same partition always gives the same rows.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ from pyspark.sql.datasource import InputPartition
 
 from tailrace.client.errors import ClientError
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.protocol import offsets
 from tailrace.spark.catalogue import (
     STREAM_START,
@@ -46,56 +43,61 @@ if TYPE_CHECKING:
 
     from tailrace.spark.batch_reader import RowFilter
 
+logger = logging.getLogger("tailrace.spark")
 
-PARTITION_BYTES = 16 << 20  # of payload, up to which small segments share a task
+
+PARTITION_BYTES = 16 << 20  # small segments share a task up to this size of payload
 
 
 class StreamRange(NamedTuple):
-    """Entries `after + 1` to `upto` of a stream."""
+    """Entries `after + 1` to `through` of a stream."""
 
     state: StreamState
     after: int
-    upto: int
+    through: int
 
 
 class RangeSlice(NamedTuple):
-    """Entries `after + 1` to `upto`: of an object, or of the server if there is none."""
+    """Entries `after + 1` to `through` of a segment object, or of the server if `object` is empty."""
 
     after: int
-    upto: int
-    epoch: int  # that of the object's entries; on the server, the one to ask with
+    through: int
+    epoch: int  # of the object's entries; for the server, of the offsets in requests
     store: str = ""
     object: str = ""
     object_bytes: int = 0
     payload_bytes: int = 0
 
     @property
-    def sealed(self) -> bool:
+    def is_sealed(self) -> bool:
         return bool(self.object)
 
     @property
     def entries(self) -> int:
-        return self.upto - self.after
+        return self.through - self.after
 
 
 class StreamPartition(InputPartition):
-    """What one task reads."""
+    """The slices of one stream that one task reads, in order."""
 
     def __init__(
-        self, about: StreamMetadata, pieces: Sequence[RangeSlice], epoch: int, registry: bytes | None
+        self, metadata: StreamMetadata, pieces: Sequence[RangeSlice], epoch: int, registry: bytes | None
     ) -> None:
-        self.about = about
+        self.metadata = metadata
         self.pieces = tuple(pieces)
         self.epoch = epoch
         self.registry = registry
 
     def __repr__(self) -> str:
-        first, last = self.pieces[0].after + 1, self.pieces[-1].upto
-        return f"StreamPartition({self.about.stream!r}, entries {first} to {last})"
+        first, last = self.pieces[0].after + 1, self.pieces[-1].through
+        return f"StreamPartition({self.metadata.stream!r}, entries {first} to {last})"
 
 
 class PartitionPlanner:
-    """Makes partitions of ranges. `sealed_min` is how long a range has to be for a look at its segments."""
+    """Cuts ranges into partitions.
+
+    A range of fewer than `sealed_min` entries is read from the server only.
+    """
 
     def __init__(
         self,
@@ -116,46 +118,48 @@ class PartitionPlanner:
         self, ranges: Sequence[StreamRange], *, with_versions: bool = False
     ) -> list[StreamPartition]:
         planned: list[StreamPartition] = []
-        wanted = [one for one in ranges if one.upto > one.after]
-        total = sum(one.upto - one.after for one in wanted)
-        for one in wanted:
-            # Every stream gets its part of what is asked for, by its length.
-            share = -(-self._partitions_min * (one.upto - one.after) // total) if total else 0
-            planned += self._of_stream(one, share, with_versions)
+        nonempty = [one for one in ranges if one.through > one.after]
+        total = sum(one.through - one.after for one in nonempty)
+        for one in nonempty:
+            # `partitions_min` is shared between streams by the length of their ranges.
+            share = -(-self._partitions_min * (one.through - one.after) // total) if total else 0
+            planned += self._plan_stream(one, share, with_versions)
         return planned
 
-    def _of_stream(self, one: StreamRange, partitions_min: int, with_versions: bool) -> list[StreamPartition]:
+    def _plan_stream(
+        self, one: StreamRange, partitions_min: int, with_versions: bool
+    ) -> list[StreamPartition]:
         state, epoch = one.state, one.state.tail.epoch
         sealed: list[SealedSegment] = []
         store = None
-        # Entries with one key are found by the server, which has an index of them.
-        if not self._keyed and one.upto - one.after >= max(1, self._sealed_min):
-            store = self._catalogue.store_of(state.name)
-            sealed = [] if store is None else self._catalogue.segments(state.name, one.after, one.upto)
+        # The server finds the entries of one key by its index.
+        if not self._keyed and one.through - one.after >= max(1, self._sealed_min):
+            store = self._catalogue.store_url(state.name)
+            sealed = [] if store is None else self._catalogue.segments(state.name, one.after, one.through)
         versions = self._catalogue.versions(state) if sealed or with_versions else SchemaVersions()
         pieces = slice_range(one, store or "", sealed)
         groups = [pieces] if self._whole_streams else _pack_slices(pieces)
         if len(groups) < partitions_min and not self._keyed:
             groups = [[piece] for piece in _split_slices(pieces, partitions_min)]
-        about = StreamMetadata(state.name, state.content_type, versions.firsts)
+        metadata = StreamMetadata(state.name, state.content_type, versions.firsts)
         return [
             StreamPartition(
-                about, group, epoch, versions.registry if _needs_promotion(group, versions) else None
+                metadata, group, epoch, versions.registry if _needs_promotion(group, versions) else None
             )
             for group in groups
         ]
 
 
 def _needs_promotion(group: Sequence[RangeSlice], versions: SchemaVersions) -> bool:
-    return any(piece.sealed and versions.promotes_behind(piece.after) for piece in group)
+    return any(piece.is_sealed and versions.needs_promotion_after(piece.after) for piece in group)
 
 
 def slice_range(one: StreamRange, store: str, sealed: Sequence[SealedSegment]) -> list[RangeSlice]:
-    """The range without a gap and without an overlap: segments where there are, the server in between."""
+    """The range without gaps or overlaps: segments where they exist, the server in between."""
     pieces: list[RangeSlice] = []
     at, epoch = one.after, one.state.tail.epoch
     for prefix, info in sealed:
-        first, last = max(at, info.first - 1), min(one.upto, info.last)
+        first, last = max(at, info.first - 1), min(one.through, info.last)
         if last <= first:
             continue
         if first > at:
@@ -165,18 +169,18 @@ def slice_range(one: StreamRange, store: str, sealed: Sequence[SealedSegment]) -
             RangeSlice(first, last, info.epoch, store, prefix + info.key, info.bytes, payload_bytes)
         )
         at = last
-    if at < one.upto:
-        pieces.append(RangeSlice(at, one.upto, epoch))
+    if at < one.through:
+        pieces.append(RangeSlice(at, one.through, epoch))
     return pieces
 
 
 def _pack_slices(pieces: Sequence[RangeSlice]) -> list[list[RangeSlice]]:
-    """One partition for each segment, but neighbours that are small share one."""
+    """One partition per segment; small neighbours share one."""
     groups: list[list[RangeSlice]] = []
     size = 0
     for piece in pieces:
-        together = groups and piece.sealed and groups[-1][-1].sealed
-        if together and size + piece.payload_bytes <= PARTITION_BYTES:
+        both_sealed = groups and piece.is_sealed and groups[-1][-1].is_sealed
+        if both_sealed and size + piece.payload_bytes <= PARTITION_BYTES:
             groups[-1].append(piece)
             size += piece.payload_bytes
         else:
@@ -186,33 +190,35 @@ def _pack_slices(pieces: Sequence[RangeSlice]) -> list[list[RangeSlice]]:
 
 
 def _split_slices(pieces: Sequence[RangeSlice], parts_min: int) -> list[RangeSlice]:
-    """At least so many pieces, where that is possible: segments are cut between row groups only."""
+    """At least `parts_min` slices if possible: segments are cut between row groups only."""
     total = sum(piece.entries for piece in pieces)
     found: list[RangeSlice] = []
     for piece in pieces:
         parts = -(-parts_min * piece.entries // total)
         if parts <= 1:
             found.append(piece)
-        elif piece.sealed:
+        elif piece.is_sealed:
             found += _cut_slice(piece, _row_group_cuts(piece, parts))
         else:
             step = -(-piece.entries // parts)
-            found += _cut_slice(piece, list(range(piece.after + step, piece.upto, step)))
+            found += _cut_slice(piece, list(range(piece.after + step, piece.through, step)))
     return found
 
 
 def _cut_slice(piece: RangeSlice, cuts: Sequence[int]) -> list[RangeSlice]:
-    edges = [piece.after, *cuts, piece.upto]
+    edges = [piece.after, *cuts, piece.through]
     return [
         piece._replace(
-            after=after, upto=upto, payload_bytes=piece.payload_bytes * (upto - after) // piece.entries
+            after=after,
+            through=through,
+            payload_bytes=piece.payload_bytes * (through - after) // piece.entries,
         )
-        for after, upto in pairwise(edges)
+        for after, through in pairwise(edges)
     ]
 
 
 def _row_group_cuts(piece: RangeSlice, parts: int) -> list[int]:
-    """The last entries of row groups at which a segment falls into about so many parts."""
+    """The last entries of the row groups after which to cut a segment into about `parts` parts."""
 
     async def fetch() -> list[int]:
         objects = open_object_store(piece.store)
@@ -222,34 +228,32 @@ def _row_group_cuts(piece: RangeSlice, parts: int) -> list[int]:
             await objects.close()
 
     try:
-        ends = [end for end in asyncio.run(fetch()) if piece.after < end < piece.upto]
+        ends = [end for end in asyncio.run(fetch()) if piece.after < end < piece.through]
     except (ObjectStoreError, CorruptSegmentError):
-        return []  # whoever reads it will find out, and has the server to ask
+        return []  # not cut; the task that reads the slice falls back to the server
     step = max(1, -(-(len(ends) + 1) // parts))
     return ends[step - 1 :: step]
 
-
-logger = logging.getLogger("tailrace.spark")
 
 QUERY_ID_PROPERTY = "sql.streaming.queryId"
 
 
 class DataLossError(RuntimeError):
-    """Entries that were to be read are not there any more."""
+    """Entries of the read no longer exist."""
 
-    def __init__(self, stream: str, what: str) -> None:
-        super().__init__(f"stream {stream}: {what}; set failOnDataLoss to false to go on with what there is")
+    def __init__(self, stream: str, cause: str) -> None:
+        super().__init__(f"stream {stream}: {cause}; set failOnDataLoss to false to skip lost entries")
 
 
 def task_client(options: ReadOptions) -> ServerClient:
-    """The server of this process, told apart in its logs by the query that asks."""
+    """The shared client of this process. Its user agent names the streaming query."""
     context = TaskContext.get()
     query = None if context is None else context.getLocalProperty(QUERY_ID_PROPERTY)
     return shared_client(options.connection, f"query/{query}" if query else "")
 
 
 class PartitionReader:
-    """Everything that one task needs. `row_filter` drops rows that Spark would drop anyway."""
+    """Reads one partition. `row_filter` drops rows that Spark would drop anyway."""
 
     def __init__(
         self,
@@ -260,37 +264,44 @@ class PartitionReader:
     ) -> None:
         self._options = options
         self._partition = partition
-        self._projection = Projection(schema, partition.about)
+        self._projection = Projection(schema, partition.metadata)
         self._filter = row_filter
         self._server = task_client(options)
         self._promoter = _build_promoter(partition.registry)
 
     def batches(self) -> Iterator[Any]:
         for piece in self._partition.pieces:
-            for rows in self._sealed(piece) if piece.sealed else self._served(piece.after, piece.upto):
-                kept = rows if self._filter is None else self._filter.keep(rows)
-                if kept.num_rows:
-                    yield self._projection.batch(kept)
+            for rows in (
+                self._read_segment(piece)
+                if piece.is_sealed
+                else self._read_server(piece.after, piece.through)
+            ):
+                matching = rows if self._filter is None else self._filter.filter_rows(rows)
+                if matching.num_rows:
+                    yield self._projection.batch(matching)
 
     # -- objects ---------------------------------------------------------------------------------------
 
-    def _sealed(self, piece: RangeSlice) -> Iterator[Any]:
-        """A piece of a segment; what the store cannot give, the server can."""
+    def _read_segment(self, piece: RangeSlice) -> Iterator[Any]:
+        """The rows of a slice of a segment; from the server if the object cannot be read."""
         at = piece.after
         try:
             for rows in self._from_object(piece):
                 yield rows
                 at = rows.column("entry")[-1].as_py()
         except (ObjectStoreError, OSError) as error:
-            logger.warning("%s is read through the server: %s", piece.object, error)
-            yield from self._served(at, piece.upto)
+            logger.warning(
+                "object store unavailable, reading from server",
+                extra=log_fields(object=piece.object, error=str(error)),
+            )
+            yield from self._read_server(at, piece.through)
 
     def _from_object(self, piece: RangeSlice) -> Iterator[Any]:
         objects = shared_segment_store(piece.store)
         footer = objects.footer(piece.object, piece.object_bytes)
-        indices = list(range(footer.find(piece.after + 1), footer.find(piece.upto) + 1))
+        indices = list(range(footer.find(piece.after + 1), footer.find(piece.through) + 1))
         if self._filter is not None:
-            indices = self._filter.groups(footer, indices)
+            indices = self._filter.select_row_groups(footer, indices)
         columns = ["entry", "append_time", "append_ns"]
         if self._projection.needs_key or self._filter is not None:
             columns.append("key")
@@ -298,11 +309,11 @@ class PartitionReader:
             columns.append("payload")
         bytes_max = self._options.connection.fetch_bytes
         tables = objects.tables(piece.object, footer, indices, columns, bytes_max)
-        for rows in batch_tables(tables, piece.after, piece.upto, piece.epoch, columns, bytes_max):
-            yield self._promoted(rows)
+        for rows in batch_tables(tables, piece.after, piece.through, piece.epoch, columns, bytes_max):
+            yield self._promote(rows)
 
-    def _promoted(self, rows: Any) -> Any:
-        """Rows as readers get them: a record of an older schema version becomes one of the current."""
+    def _promote(self, rows: Any) -> Any:
+        """Rows with records of older schema versions promoted to the current version."""
         if self._promoter is None or not self._projection.needs_payload:
             return rows
         entries: list[int] = rows.column("entry").to_pylist()
@@ -318,45 +329,50 @@ class PartitionReader:
 
     # -- server ----------------------------------------------------------------------------------------
 
-    def _served(self, after: int, upto: int) -> Iterator[Any]:
+    def _read_server(self, after: int, through: int) -> Iterator[Any]:
         """Rows from the server, page by page."""
-        options, stream, epoch = self._options, self._partition.about.stream, self._partition.epoch
-        while after < upto:
+        options, stream, epoch = self._options, self._partition.metadata.stream, self._partition.epoch
+        while after < through:
             try:
                 page = self._server.rows(
                     stream,
                     offset=offsets.encode_offset(epoch, after),
                     key=options.key,
-                    entries_max=min(BATCH_ROWS, upto - after),
+                    entries_max=min(BATCH_ROWS, through - after),
                     bytes_max=options.connection.fetch_bytes,
                 )
             except ClientError as error:
-                after = self._over_loss(error, after, upto)
+                after = self._skip_lost_entries(error, after, through)
                 continue
             rows = pa.ipc.open_stream(page.body).read_next_batch()
             reached = offsets.parse_offset(page.next_offset)[1]
             if reached <= after:
-                raise DataLossError(stream, f"it ends at entry {after}, and {upto} was expected")
-            if reached > upto:  # by key a page reaches as far as there is nothing to show
-                rows = rows.filter(pc.less_equal(rows.column("entry"), upto))
+                raise DataLossError(stream, f"ends at entry {after}, expected {through}")
+            if reached > through:  # a page by key skips entries of other keys
+                rows = rows.filter(pc.less_equal(rows.column("entry"), through))
             after = reached
             if rows.num_rows:
                 yield rows
 
-    def _over_loss(self, error: ClientError, after: int, upto: int) -> int:
-        """Where to go on when entries are gone."""
-        stream = self._partition.about.stream
+    def _skip_lost_entries(self, error: ClientError, after: int, through: int) -> int:
+        """The entry after which to continue when entries have been trimmed."""
+        stream = self._partition.metadata.stream
         if not is_gone(error):
             raise error
         if self._options.fail_on_data_loss:
-            raise DataLossError(stream, f"entries from {after + 1} on are gone ({error.message})") from error
+            raise DataLossError(
+                stream, f"entries from {after + 1} were trimmed before they were read ({error.message})"
+            ) from error
         earliest = error.extra.get("earliest_offset")
-        following = upto
+        following = through
         if isinstance(earliest, str):
-            following = min(upto, max(after, offsets.parse_offset(earliest)[1]))
+            following = min(through, max(after, offsets.parse_offset(earliest)[1]))
         if following == after:
             raise error
-        logger.warning("stream %s: entries %d to %d are gone", stream, after + 1, following)
+        logger.warning(
+            "entries were trimmed before they were read",
+            extra=log_fields(stream=stream, first=after + 1, last=following),
+        )
         return following
 
 
@@ -369,45 +385,45 @@ def _build_promoter(registry: bytes | None) -> Any:
 
 
 class PositionResolver:
-    """Resolves positions, and looks whether they still mean something."""
+    """Resolves the bounds of a read to positions, and checks that the entries after a start still exist."""
 
     def __init__(self, catalogue: StreamCatalogue, options: ReadOptions) -> None:
         self._catalogue = catalogue
         self._options = options
 
-    def starting(self, state: StreamState, default: str) -> Position:
-        """Where a new read of the stream begins."""
+    def resolve_start(self, state: StreamState, default: str) -> Position:
+        """The position at which a new read of the stream starts."""
         options = self._options
         if options.starting_ns is not None:
-            return self.at_time(state, options.starting_ns)
-        return self._positioned(state, options.starting or default, default)
+            return self.resolve_time(state, options.starting_ns)
+        return self._select(state, options.starting or default, default)
 
-    def ending(self, state: StreamState) -> Position:
-        """Where a batch read of the stream ends."""
+    def resolve_end(self, state: StreamState) -> Position:
+        """The position at which a batch read of the stream ends."""
         options = self._options
         if options.ending_ns is not None:
-            # As with a start, the first entry at that time is the first one behind it.
-            return self.at_time(state, options.ending_ns)
-        return self._positioned(state, options.ending or "latest", "latest")
+            # Exclusive: the read ends before the first entry of that time.
+            return self.resolve_time(state, options.ending_ns)
+        return self._select(state, options.ending or "latest", "latest")
 
-    def _positioned(self, state: StreamState, positions: Positions, default: str) -> Position:
+    def _select(self, state: StreamState, positions: Positions, default: str) -> Position:
         if isinstance(positions, dict):
-            given = positions.get(state.name, default)
-            if given not in ("earliest", "latest"):
-                return self._explicit(state, given)
-            positions = given
+            position = positions.get(state.name, default)
+            if position not in ("earliest", "latest"):
+                return self._parse(state, position)
+            positions = position
         return state.earliest if positions == "earliest" else state.tail
 
-    def _explicit(self, state: StreamState, text: str) -> Position:
+    def _parse(self, state: StreamState, text: str) -> Position:
         if text in ("-1", "now"):
             return state.earliest if text == "-1" else state.tail
         try:
             return position_from_offset(text)
         except TailraceError as error:
-            raise OptionError(f"{text!r} is no offset of stream {state.name}: {error}") from None
+            raise OptionError(f"invalid offset {text!r} for stream {state.name}: {error}") from None
 
-    def at_time(self, state: StreamState, instant_ns: int) -> Position:
-        """Before the first entry that was appended at that time or later; the tail if there is none."""
+    def resolve_time(self, state: StreamState, instant_ns: int) -> Position:
+        """The position before the first entry appended at that time or later; the tail if there is none."""
         page = self._catalogue.server.rows(state.name, since_ns=instant_ns, entries_max=1)
         rows = pa.ipc.open_stream(page.body).read_next_batch()
         if not rows.num_rows:
@@ -415,25 +431,28 @@ class PositionResolver:
         entry: int = rows.column("entry")[0].as_py()
         return Position(rows.column("epoch")[0].as_py(), entry - 1)
 
-    def checked(self, state: StreamState, start: Position) -> Position:
-        """The position if the stream still has everything behind it; else the earliest, or an error."""
-        if self._holds(state, start):
+    def check_retained(self, state: StreamState, start: Position) -> Position:
+        """The position if the stream still has all entries after it; else the earliest one, or an error."""
+        if self._is_retained(state, start):
             return start
         if self._options.fail_on_data_loss:
             raise DataLossError(
                 state.name,
-                f"entries behind offset {start.offset} are gone; what there is begins behind "
-                f"{state.earliest.offset}",
+                f"entries after offset {start.offset} were trimmed before they were read; the earliest "
+                f"offset is {state.earliest.offset}",
             )
-        logger.warning("stream %s: entries behind offset %s are gone", state.name, start.offset)
+        logger.warning(
+            "entries were trimmed before they were read",
+            extra=log_fields(stream=state.name, offset=start.offset, earliest=state.earliest.offset),
+        )
         return state.earliest
 
-    def _holds(self, state: StreamState, start: Position) -> bool:
+    def _is_retained(self, state: StreamState, start: Position) -> bool:
         if start == STREAM_START:
             return state.earliest.entry == 0
         if start.epoch == state.tail.epoch:
             return state.earliest.entry <= start.entry <= state.tail.entry
-        # Of an older epoch some entries may never have made it into this one: the server knows.
+        # Entries of an older epoch may not be part of the current one: only the server can tell.
         try:
             self._catalogue.server.rows(state.name, offset=start.offset, entries_max=1)
         except ClientError as error:
@@ -444,7 +463,7 @@ class PositionResolver:
 
 
 def encode_positions(positions: dict[str, Position]) -> dict[str, str]:
-    """Positions as Spark keeps them: flat, and sorted so that equal ones are equal texts."""
+    """Positions as Spark stores them: a flat map, sorted so that equal positions give equal JSON."""
     return {name: positions[name].offset for name in sorted(positions)}
 
 

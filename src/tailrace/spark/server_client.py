@@ -1,4 +1,7 @@
-"""Talks to the server: what the source and the sink ask, with retries. One per process and connection."""
+"""The server's API as used by the source and the sink: blocking requests with retries.
+
+A process has one shared client per connection.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ MISSING_STREAM_STATUSES = (404, 410)
 
 
 class RowPage(msgspec.Struct, frozen=True):
-    """A page of rows as it came: an Arrow stream, and where the next page begins."""
+    """A page of rows: an Arrow IPC stream, and the offset of the next page."""
 
     body: bytes
     next_offset: str
@@ -35,7 +38,7 @@ class RowPage(msgspec.Struct, frozen=True):
 
 
 class StreamLocation(msgspec.Struct, frozen=True):
-    """What the server says of a stream's place in the object store."""
+    """The location of a stream in the object store."""
 
     stream_id: str
     earliest: int = 0
@@ -58,15 +61,15 @@ _plan_decoder = msgspec.json.Decoder(_Plan)
 class ServerClient:
     """Requests to one server. Safe to share between the threads of a process; never pickled."""
 
-    def __init__(self, connection: Connection, about: str = "") -> None:
+    def __init__(self, connection: Connection, purpose: str = "") -> None:
         self._retries = Retries(
             attempts_max=connection.retries + 1, elapsed_s_max=connection.timeout_s * (connection.retries + 1)
         )
-        # Certificates take time to load, and plain HTTP has no use for them.
+        # Loading certificates takes time, and plain HTTP does not need them.
         verify: ssl.SSLContext | bool = connection.endpoint.startswith("https://")
         if connection.ca_file is not None:
             verify = ssl.create_default_context(cafile=connection.ca_file)
-        agent = f"tailrace-spark/{tailrace.__version__}" + (f" {about}" if about else "")
+        agent = f"tailrace-spark/{tailrace.__version__}" + (f" {purpose}" if purpose else "")
         self._http = httpx2.Client(
             limits=transport.pool_limits(), verify=verify, headers={"User-Agent": agent}
         )
@@ -88,49 +91,51 @@ class ServerClient:
     # -- streams ---------------------------------------------------------------------------------------
 
     def head(self, name: str) -> StreamInfo | None:
-        """What is known of a stream; None if there is none of that name."""
-        answer = self.send(wire.head(name))
-        if answer.status in MISSING_STREAM_STATUSES:
+        """The stream's metadata; None if it does not exist."""
+        response = self.send(wire.head(name))
+        if response.status in MISSING_STREAM_STATUSES:
             return None
-        wire.check_status(answer, 200)
-        return wire.parse_info(name, answer)
+        wire.check_status(response, 200)
+        return wire.parse_info(name, response)
 
     def create(self, name: str, content_type: str) -> None:
         request = wire.create(name, content_type=content_type, lifetime={}, closed=False, body=b"")
-        answer = self.send(request)
-        if answer.status != 409:  # somebody else made it a moment ago, in their own way
-            wire.check_status(answer, 200, 201)
+        response = self.send(request)
+        if response.status != 409:  # created concurrently, with another configuration
+            wire.check_status(response, 200, 201)
 
-    def listed(self, prefix: str, *, system: bool = False) -> Iterator[StreamDescriptor]:
-        """All streams whose names begin so, page by page."""
+    def list_streams(self, prefix: str, *, system: bool = False) -> Iterator[StreamDescriptor]:
+        """All streams whose names start with the prefix, page by page."""
         after = ""
         while True:
-            answer = self.send(wire.list_streams(prefix=prefix, after=after, limit=LIST_PAGE, system=system))
-            wire.check_status(answer, 200)
-            rows, more = wire.parse_list(answer)
+            response = self.send(
+                wire.list_streams(prefix=prefix, after=after, limit=LIST_PAGE, system=system)
+            )
+            wire.check_status(response, 200)
+            rows, more = wire.parse_list(response)
             yield from rows
             if not more or not rows:
                 return
             after = rows[-1].name
 
-    def registry(self, name: str) -> bytes | None:
-        """The stream's schemas and lenses as the server has them; None if it never had any."""
-        answer = self.send(wire.HttpRequest(method="GET", path=f"{wire.stream_path(name)}/_schema"))
-        if answer.status in MISSING_STREAM_STATUSES:
+    def get_registry(self, name: str) -> bytes | None:
+        """The stream's schema registry as JSON; None if it has none."""
+        response = self.send(wire.HttpRequest(method="GET", path=f"{wire.stream_path(name)}/_schema"))
+        if response.status in MISSING_STREAM_STATUSES:
             return None
-        wire.check_status(answer, 200)
-        return answer.body
+        wire.check_status(response, 200)
+        return response.body
 
-    def place(self, name: str) -> tuple[str, StreamLocation] | None:
-        """The object store's URL and the stream's folder in it; None if the server does not tell us.
+    def locate(self, name: str) -> tuple[str, StreamLocation] | None:
+        """The object store's URL and the stream's location in it; None if the server does not disclose it.
 
-        It tells whoever may manage it. Everybody else reads the same entries from the server itself.
+        Only tokens with the scope to manage the server get it. Others read the same entries from the server.
         """
         path = f"/v1/pipeline/plan?{urlencode({'stream': name, 'limit': 1})}"
-        answer = self.send(wire.HttpRequest(method="GET", path=path))
-        if answer.status != 200:
+        response = self.send(wire.HttpRequest(method="GET", path=path))
+        if response.status != 200:
             return None
-        plan = _plan_decoder.decode(answer.body)
+        plan = _plan_decoder.decode(response.body)
         found = next((one for one in plan.streams if one.stream == name), None)
         return None if found is None else (plan.store, StreamLocation(found.stream_id, found.earliest))
 
@@ -147,7 +152,7 @@ class ServerClient:
         bytes_max: int | None = None,
         wait_ms: int | None = None,
     ) -> RowPage:
-        """One page of rows. With `wait_ms` an empty one comes only after so long."""
+        """One page of rows. `wait_ms` makes it a long-poll: an empty page returns after that time."""
         path = wire.stream_path(name) + (f"/pk/{quote(key, safe='')}" if key is not None else "")
         parameters: dict[str, Any] = {"format": "arrow"}
         if offset is not None:
@@ -161,33 +166,33 @@ class ServerClient:
         if wait_ms is not None:
             parameters |= {"live": "long-poll", "timeout_ms": wait_ms}
         request = wire.HttpRequest(method="GET", path=f"{path}?{urlencode(parameters)}")
-        answer = self.send(request)
-        wire.check_status(answer, 200, 204)
+        response = self.send(request)
+        wire.check_status(response, 200, 204)
         return RowPage(
-            answer.body,
-            wire.required_header(answer, "stream-next-offset"),
-            wire.required_header(answer, "stream-end-offset"),
-            answer.headers.get("stream-up-to-date", "") == "true",
+            response.body,
+            wire.required_header(response, "stream-next-offset"),
+            wire.required_header(response, "stream-end-offset"),
+            response.headers.get("stream-up-to-date", "") == "true",
         )
 
     def append(
         self, name: str, body: bytes, content_type: str, key: str | None, producing: wire.ProducerFields
     ) -> bool:
-        """One numbered append; whether it was new. It may be repeated without effect."""
+        """One idempotent append. Returns False if the server has it already."""
         request = wire.append(name, body, content_type=content_type, key=key, producing=producing)
-        answer = self.send(request)
-        wire.check_status(answer, 200, 204)
-        return answer.status == 200
+        response = self.send(request)
+        wire.check_status(response, 200, 204)
+        return response.status == 200
 
     def get(self, path: str) -> Any:
-        """What a route answers in JSON."""
-        answer = self.send(wire.HttpRequest(method="GET", path=path))
-        wire.check_status(answer, 200)
-        return msgspec.json.decode(answer.body)
+        """The decoded JSON response of a GET request."""
+        response = self.send(wire.HttpRequest(method="GET", path=path))
+        wire.check_status(response, 200)
+        return msgspec.json.decode(response.body)
 
 
 def _token_source(connection: Connection) -> Any:
-    """A token, or how to get it: a file is read anew for each request, because tokens are replaced."""
+    """A token, or a function that reads it: a token file is read for each request, because tokens rotate."""
     if connection.token_file is not None:
         path = Path(connection.token_file)
         return lambda: path.read_text(encoding="utf-8").strip()
@@ -199,11 +204,11 @@ CLIENTS: ProcessCache[tuple[Connection, str], ServerClient] = ProcessCache(
 )
 
 
-def shared_client(connection: Connection, about: str = "") -> ServerClient:
-    """The server of this process: connections are kept from task to task."""
-    return CLIENTS.get((connection, about))
+def shared_client(connection: Connection, purpose: str = "") -> ServerClient:
+    """The client of this process: tasks share its connections."""
+    return CLIENTS.get((connection, purpose))
 
 
 def is_gone(error: ClientError) -> bool:
-    """Whether entries that were asked for are not there any more."""
+    """Whether the requested entries no longer exist."""
     return error.status in MISSING_STREAM_STATUSES

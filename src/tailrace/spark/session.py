@@ -1,9 +1,4 @@
-"""The Spark session of this process: settings, start, log output of its JVM, and exit.
-
-The one Spark session of a pipeline, and every setting it has.
-
-The JVM behind a Spark session: what it prints goes through our log, and it can be ended without noise.
-"""
+"""The Spark session of a pipeline process: its settings, its start, the log output of its JVM, and exit."""
 
 from __future__ import annotations
 
@@ -21,22 +16,24 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+logger = logging.getLogger("tailrace.spark")
 
-TASK_RETRIES: Final = 4  # of a task; plain local mode never tries again
+
+TASK_RETRIES: Final = 4  # attempts of a task; plain local mode does not retry
 HEAP_BYTES: Final = 1 << 30
 DATA_BATCH_ROWS: Final = 4096
 
-# Name, value. Those that depend on the machine or on flags are added below.
+# `build_settings` adds those that depend on the machine or on flags.
 SETTINGS: Final[Mapping[str, str]] = {
     # Merges vary in size.
     "spark.sql.adaptive.enabled": "true",
     # Bounded batches; jobs over descriptors set 1, so that a task holds one segment at a time.
     "spark.sql.execution.arrow.maxRecordsPerBatch": str(DATA_BATCH_ROWS),
     "spark.sql.python.filterPushdown.enabled": "true",
-    # Results depend neither on the host nor on silent overflow.
+    # Results must not depend on the time zone of the host, and overflow must be an error.
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.ansi.enabled": "true",
-    # The default of 128 groups sends `collect_list` to sorting.
+    # With the default of 128 groups, `collect_list` falls back to sorting.
     "spark.sql.objectHashAggregate.sortBased.fallbackThreshold": "100000",
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
@@ -48,25 +45,25 @@ SETTINGS: Final[Mapping[str, str]] = {
     # Spark owns the cores.
     "spark.executorEnv.POLARS_MAX_THREADS": "1",
     "spark.executorEnv.OMP_NUM_THREADS": "1",
-    # Workers keep what they freed for the next segment: pages that come new from the system are most of what
-    # memory costs. Each task gives back at its end; Arrow's allocator also does after these milliseconds.
+    # Workers reuse freed memory for the next segment: fresh pages from the system are most of the cost of
+    # allocation. Each task releases memory at its end; Arrow's allocator does after these milliseconds.
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "spark.executorEnv.MALLOC_TOP_PAD_": str(16 << 20),
     "spark.executorEnv.MIMALLOC_PURGE_DELAY": "5000",
     "spark.python.worker.reuse": "true",
     "spark.sql.pyspark.worker.logging.enabled": "true",
-    # The work is bound by CPU: a second attempt beside the first only doubles it.
+    # Tasks are CPU-bound: a speculative second attempt only doubles the work.
     "spark.speculation": "false",
 }
-# Whoever changes these gets other results.
+# Results depend on these.
 FIXED_SETTINGS: Final = frozenset({"spark.sql.session.timeZone", "spark.sql.ansi.enabled"})
 
 _LOCAL_MASTER: Final = re.compile(r"local(?:\[(\*|\d+)\])?")
 
 
 def normalize_master(text: str) -> str:
-    """`local[N]` with retries; anything else as it is."""
+    """`local[N]` with task retries; any other master unchanged."""
     match = _LOCAL_MASTER.fullmatch(text)
     return text if match is None else f"local[{match[1] or '1'},{TASK_RETRIES}]"
 
@@ -76,7 +73,7 @@ def is_local(master: str) -> bool:
 
 
 def core_count(master: str) -> int:
-    """How many tasks run at once, as far as the name of the master tells."""
+    """The number of concurrent tasks according to the master URL; this machine's cores for a cluster."""
     match = re.match(r"local\[(\*|\d+)", master)
     if match is None:
         return os.cpu_count() or 1
@@ -91,13 +88,13 @@ def build_settings(
     ui: bool = False,
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Every setting of a session. `extra` may override all but those that results depend on."""
+    """All settings of a session. `extra` overrides any setting but `FIXED_SETTINGS`."""
     settings = dict(SETTINGS)
     settings["spark.sql.shuffle.partitions"] = str(2 * core_count(master))
     settings["spark.driver.memory"] = f"{heap_bytes >> 20}m"
     settings["spark.sql.warehouse.dir"] = str(directory / "warehouse")
     if is_local(master):
-        # The host's name is never looked up: a laptop without a network runs the pipeline, too.
+        # No lookup of the host name: the pipeline runs without a network.
         settings["spark.driver.bindAddress"] = settings["spark.driver.host"] = "127.0.0.1"
         settings["spark.local.dir"] = str(directory / "local")
     if ui:
@@ -110,12 +107,12 @@ def build_settings(
 
 
 def parse_extra_settings(text: str) -> dict[str, str]:
-    """`k=v` pairs, separated by spaces or commas."""
+    """Parse `name=value` pairs, separated by spaces or commas."""
     found: dict[str, str] = {}
     for pair in re.split(r"[,\s]+", text.strip()):
         name, equals, value = pair.partition("=")
         if pair and not equals:
-            raise ValueError(f"{pair!r} is no setting: name=value is")
+            raise ValueError(f"Spark setting must be name=value, got {pair!r}")
         if name:
             found[name] = value
     return found
@@ -129,13 +126,13 @@ def open_session(
     ui: bool = False,
     extra: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Starts Spark, which takes seconds and a gigabyte: once in the life of a process."""
+    """Start Spark. Takes seconds and a gigabyte of memory: once per process."""
     from pyspark.sql import SparkSession
 
     settings = build_settings(master, directory, heap_bytes=heap_bytes, ui=ui, extra=extra)
     if is_local(master):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    # Driver and workers run the same Python, with the same packages.
+    # Driver and workers must run the same Python with the same packages.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     builder = SparkSession.builder.appName("tailrace-pipeline")
@@ -145,8 +142,6 @@ def open_session(
     return builder.getOrCreate()
 
 
-logger = logging.getLogger("tailrace.spark")
-
 EXIT_S_MAX: Final = 5.0  # for the JVM to delete its temporary files
 _LINE_BYTES_MAX: Final = 8192
 # 26/11/17 22:13:32 WARN NativeCodeLoader: Unable to load native-hadoop library ...
@@ -155,10 +150,10 @@ _ERROR_LEVELS: Final = frozenset({"ERROR", "FATAL"})
 
 
 def log_child_output() -> None:
-    """From here on, what child processes write to standard error becomes lines of our log.
+    """Log what child processes write to standard error from now on.
 
-    The JVM and the Python workers inherit descriptor 2, which is a pipe from now on. Ours are written to a
-    copy of what it was.
+    Descriptor 2, which the JVM and the Python workers inherit, becomes a pipe that a thread reads. This
+    process logs to a duplicate of the old descriptor.
     """
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
@@ -170,7 +165,7 @@ def log_child_output() -> None:
 
 
 def _log_lines(pipe: BinaryIO) -> None:
-    failing = False  # the lines of a stack trace are as severe as the line before them
+    failing = False  # lines of a stack trace have the severity of the line before them
     while raw := pipe.readline(_LINE_BYTES_MAX):
         line = raw.decode(errors="replace").rstrip()
         if not line:
@@ -180,24 +175,24 @@ def _log_lines(pipe: BinaryIO) -> None:
             level, source, text = match.groups()
             failing = level in _ERROR_LEVELS
             fields = {"spark_level": level, "spark_logger": source, "line": text}
-        # Spark tries a failed task again: what counts as an error, the pipeline says itself.
+        # Never an error: Spark retries failed tasks, and the pipeline logs its own errors.
         logger.log(logging.WARNING if failing else logging.INFO, "Spark output", extra={"fields": fields})
 
 
 def exit_quietly() -> NoReturn:
-    """End this process and its JVM at once, whatever they are doing, without a word.
+    """Exit this process and its JVM at once, without output.
 
-    Threads that wait for the JVM would fail and print tracebacks. No job needs a clean end.
+    Threads that wait for the JVM would fail and print tracebacks. No job needs a clean shutdown.
     """
     logging.disable()
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - until the process has ended
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - open until the process exits
     with suppress(Exception):
         _stop_jvm()
     os._exit(0)
 
 
 def _stop_jvm() -> None:
-    """The JVM leaves when its standard input ends, and deletes its temporary files first."""
+    """Close the standard input of the JVM: it deletes its temporary files and exits."""
     context: Any = getattr(sys.modules.get("pyspark"), "SparkContext", None)
     process = getattr(getattr(context, "_gateway", None), "proc", None)
     if process is not None:

@@ -1,18 +1,12 @@
 """Exactly-once writes, `df.write` and `df.writeStream` with `format("tailrace")`: staging, delivery, commit.
 
-Where rows of a batch wait until it commits, and the one document that says which of them count.
+The producer id is the query and the partition, the producer epoch is the batch number, and appends are
+numbered within both, so the server drops duplicates. That is exactly-once if a repeated batch is cut into the
+same appends. With `delivery=direct` tasks send their rows, and this depends on the query being deterministic.
 
-A task writes its rows to files, in the order in which they will be sent. The commit creates `COMMIT.json`,
-which lists them, and only then sends. A batch that is run again finds the document and sends what **it**
-lists, whatever the rows of the new run are: so each batch has one content, however often it is run.
-
-Sends appends, each with its number, so that sending it again changes nothing.
-
-Writing: `df.write` and `df.writeStream` with `format("tailrace")`, each row exactly once.
-
-Producers are named after the query and the partition, their epoch is the number of the batch, and appends
-are numbered within both. The server drops what it has seen. That is enough if a repeated batch is cut into
-the same appends: `staged` sees to that for every query, `direct` relies on the query.
+With `delivery=staged` it holds for every query: a task writes its rows to files, in the order in which they
+will be sent. The commit on the driver creates `COMMIT.json`, which lists the files, and only then sends their
+rows. A repeated batch finds that document and sends the rows that it lists, not those of the new run.
 """
 
 from __future__ import annotations
@@ -37,6 +31,7 @@ from pyspark.sql.types import StructType
 from tailrace.client.errors import ClientError
 from tailrace.client.model import is_json
 from tailrace.client.wire import ProducerFields
+from tailrace.common.logging_setup import log_fields
 from tailrace.spark.options import OptionError, WriteOptions
 from tailrace.spark.server_client import ServerClient, shared_client
 from tailrace.spark.sink_rows import (
@@ -57,15 +52,17 @@ from tailrace.storage.object_store.interface import (
 )
 from tailrace.storage.segments.parquet import BINARY, INT32, STRING, integer_array, pa, pq
 
-FILE_BYTES_MAX = 32 << 20  # of rows in one file of a partition
-INLINE_BYTES_MAX = 256 << 10  # of rows that a task hands over without a file
-COMMIT_BYTES_MAX = 4 << 20  # of rows that the document itself holds
-BATCHES_KEPT = 2
+logger = logging.getLogger("tailrace.spark")
+
+FILE_BYTES_MAX = 32 << 20  # of rows in one staged file
+INLINE_BYTES_MAX = 256 << 10  # of rows in the commit message of a task, instead of a file
+COMMIT_BYTES_MAX = 4 << 20  # of rows in COMMIT.json, instead of files
+BATCHES_RETAINED = 2
 _PART_SCHEMA = pa.schema([("append", INT32), ("stream", STRING), ("key", STRING), ("value", BINARY)])
 
 
 class StagedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Some rows of one partition: in a file, or right here."""
+    """Rows of one partition: in a file or inline."""
 
     partition: int
     rows: int
@@ -75,7 +72,7 @@ class StagedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchCommit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch consists of."""
+    """The content of a batch, stored as COMMIT.json."""
 
     version: int = 1
     query: str
@@ -84,17 +81,17 @@ class BatchCommit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_parts(appends: Iterable[SinkAppend]) -> Iterator[tuple[int, bytes]]:
-    """Appends as Parquet, a few MiB at a time, with the number of their rows."""
-    kept: list[SinkAppend] = []
+    """Appends as Parquet files of at most about FILE_BYTES_MAX, each with its number of rows."""
+    pending: list[SinkAppend] = []
     size = 0
     for append in appends:
-        kept.append(append)
+        pending.append(append)
         size += int(value_ends(append.values)[-1])
         if size >= FILE_BYTES_MAX:
-            yield _encode_part(kept)
-            kept, size = [], 0
-    if kept:
-        yield _encode_part(kept)
+            yield _encode_part(pending)
+            pending, size = [], 0
+    if pending:
+        yield _encode_part(pending)
 
 
 def _encode_part(appends: list[SinkAppend]) -> tuple[int, bytes]:
@@ -109,14 +106,14 @@ def _encode_part(appends: list[SinkAppend]) -> tuple[int, bytes]:
     ]
     sink = pa.BufferOutputStream()
     table = pa.table(columns, schema=_PART_SCHEMA)
-    # Written once, read once, then gone: that is no occasion for a denser format.
+    # Written once, read once, then deleted: fast compression is enough.
     pq.write_table(table, sink, compression="lz4", use_dictionary=["stream", "key"], write_statistics=False)
     data: bytes = sink.getvalue().to_pybytes()
     return len(numbers), data
 
 
 def decode_part(data: bytes) -> Iterator[SinkAppend]:
-    """The appends of a part, as they were cut."""
+    """The appends of an encoded part."""
     table = pq.read_table(pa.BufferReader(data), use_threads=False).combine_chunks()
     numbers = table.column("append").to_numpy()
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
@@ -134,75 +131,77 @@ def build_part(partition: int, rows: int, data: bytes) -> StagedPart:
 
 
 class StagingArea:
-    """One staging location, as blocking calls. Made where it is needed; never pickled."""
+    """Blocking access to one staging location. Never pickled: opened in the process that uses it."""
 
     def __init__(self, url: str) -> None:
-        self._steps = BlockingRunner()
+        self._runner = BlockingRunner()
         self._objects: ObjectStore = open_object_store(url)
         self._lock = Lock()
 
     def close(self) -> None:
-        self._steps.run(self._objects.close())
-        self._steps.close()
+        self._runner.run(self._objects.close())
+        self._runner.close()
 
     def put(self, query: str, batch: int, part: StagedPart) -> StagedPart:
-        """Writes the rows of a part to a file of its own."""
+        """Write the rows of an inline part to a new file."""
         assert part.inline is not None
         name = f"{part.partition:06}-{secrets.token_hex(8)}.parquet"
-        self._steps.run(self._objects.create(_batch_folder(query, batch) + name, part.inline))
+        self._runner.run(self._objects.create(_batch_folder(query, batch) + name, part.inline))
         return msgspec.structs.replace(part, file=name, inline=None)
 
-    def rows(self, commit: BatchCommit, part: StagedPart) -> bytes:
+    def read_part(self, commit: BatchCommit, part: StagedPart) -> bytes:
         if part.inline is not None:
             return part.inline
         key = _batch_folder(commit.query, commit.batch) + str(part.file)
-        with self._lock:  # several partitions are sent at once
-            data, _ = self._steps.run(self._objects.get(key))
+        with self._lock:  # partitions are sent concurrently
+            data, _ = self._runner.run(self._objects.get(key))
         if hashlib.sha256(data).hexdigest() != part.sha256:
-            raise SinkError(f"{key} is not what was staged; nothing of it was sent")
+            raise SinkError(f"staged file {key} has the wrong SHA-256; none of its rows were sent")
         return data
 
-    def settle(self, commit: BatchCommit) -> tuple[BatchCommit, bool]:
-        """The content of the batch: what is given, unless it has one already; and whether it is new.
+    def commit(self, commit: BatchCommit) -> tuple[BatchCommit, bool]:
+        """Store the content of the batch unless a run before did.
 
-        A driver that was thought dead may commit when others are batches ahead and what the batch consisted
-        of has been swept. Its rows are there already, perhaps from other partitions, so that no number of an
-        append would give it away: it is refused. Later batches are looked for after the document is created:
-        whoever swept the one before had created a later one by then.
+        Returns the stored content and if it is new.
+
+        A driver that was presumed dead may commit when another run is batches ahead and has swept this
+        batch's COMMIT.json. The rows of the batch are in the stream already, perhaps from other partitions,
+        so that the server would not recognize them as duplicates: the commit is refused. The check for later
+        batches runs after COMMIT.json is created, because a run creates a later one before it sweeps.
         """
-        settled = commit
+        stored = commit
         if sum(len(part.inline or b"") for part in commit.parts) > COMMIT_BYTES_MAX:
             parts = [
                 part if part.inline is None else self.put(commit.query, commit.batch, part)
                 for part in commit.parts
             ]
-            settled = msgspec.structs.replace(commit, parts=parts)
+            stored = msgspec.structs.replace(commit, parts=parts)
         key = _commit_key(commit.query, commit.batch)
         try:
-            self._steps.run(self._objects.create(key, msgspec.json.encode(settled)))
+            self._runner.run(self._objects.create(key, msgspec.json.encode(stored)))
         except ObjectExistsError:
-            data, _ = self._steps.run(self._objects.get(key))
+            data, _ = self._runner.run(self._objects.get(key))
             return msgspec.json.decode(data, type=BatchCommit), False
-        if self._steps.run(self._objects.list_after(f"{commit.query}/", key, 1)):
-            self.forget(commit.query, commit.batch)
+        if self._runner.run(self._objects.list_after(f"{commit.query}/", key, 1)):
+            self.delete_commit(commit.query, commit.batch)
             raise SinkError(
                 f"batch {commit.batch} was committed by another run of the same query, which is ahead; "
-                "nothing of it was sent. Stop one of them"
+                "none of its rows were sent. Stop one of the two runs"
             )
-        return settled, True
+        return stored, True
 
-    def forget(self, query: str, batch: int) -> None:
-        """Takes a commit back of which nothing was accepted."""
-        self._steps.run(self._objects.delete([_commit_key(query, batch)]))
+    def delete_commit(self, query: str, batch: int) -> None:
+        """Revoke a commit of which no row was accepted."""
+        self._runner.run(self._objects.delete([_commit_key(query, batch)]))
 
     def discard(self, query: str, batch: int, names: Sequence[str]) -> None:
-        self._steps.run(self._objects.delete([_batch_folder(query, batch) + name for name in names]))
+        self._runner.run(self._objects.delete([_batch_folder(query, batch) + name for name in names]))
 
     def sweep(self, query: str, batch: int) -> None:
-        """Removes all batches before the last one: nobody will run them again."""
-        listed = self._steps.run(self._objects.list_after(f"{query}/"))
-        kept = _batch_folder(query, max(0, batch - BATCHES_KEPT + 1))
-        self._steps.run(self._objects.delete([info.key for info in listed if info.key < kept]))
+        """Delete all batches but the last BATCHES_RETAINED: Spark does not repeat them."""
+        listed = self._runner.run(self._objects.list_after(f"{query}/"))
+        first_retained = _batch_folder(query, max(0, batch - BATCHES_RETAINED + 1))
+        self._runner.run(self._objects.delete([info.key for info in listed if info.key < first_retained]))
 
 
 def _batch_folder(query: str, batch: int) -> str:
@@ -214,73 +213,73 @@ def _commit_key(query: str, batch: int) -> str:
 
 
 class TargetStreams:
-    """The streams that are written to, made if they are not there. Remembers their types."""
+    """Content types of the target streams, cached. Creates missing streams if `createStream` is set."""
 
     def __init__(self, server: ServerClient, options: WriteOptions) -> None:
         self._server = server
         self._options = options
         self._types: dict[str, str] = {}
 
-    def type_of(self, stream: str) -> str:
+    def content_type(self, stream: str) -> str:
         found = self._types.get(stream)
         if found is None:
-            found = self._types[stream] = self._find(stream)
+            found = self._types[stream] = self._load(stream)
         return found
 
     def is_json(self, stream: str) -> bool:
-        return is_json(self.type_of(stream))
+        return is_json(self.content_type(stream))
 
-    def _find(self, stream: str) -> str:
+    def _load(self, stream: str) -> str:
         info = self._server.head(stream)
         if info is None and self._options.create:
             self._server.create(stream, self._options.content_type)
             info = self._server.head(stream)
         if info is None:
-            raise SinkError(f"there is no stream {stream}, and createStream is false")
+            raise SinkError(f"stream not found: {stream}, and createStream is false")
         if info.closed:
-            raise SinkError(f"stream {stream} is closed: nothing more can be written to it")
+            raise SinkError(f"stream {stream} is closed")
         return info.content_type
 
 
 class AppendSender:
-    """The appends of one partition in one batch. Numbers count from 0 for each target."""
+    """Sends the appends of one partition of a batch. Sequence numbers start at 0 for each target."""
 
     def __init__(self, server: ServerClient, targets: TargetStreams, producer_id: str, epoch: int) -> None:
         self._server = server
         self._targets = targets
         self._producer_id = producer_id
         self._epoch = epoch
-        self._following: Counter[str] = Counter()
+        self._next_seq: Counter[str] = Counter()
         self.rows = 0
-        self.accepted = 0  # appends that were new, or had been sent before
+        self.accepted = 0  # appends that the server accepted, duplicates included
 
     def send_all(self, appends: Iterable[SinkAppend]) -> None:
         for append in appends:
             self.send(append)
 
     def send(self, append: SinkAppend) -> None:
-        content_type = self._targets.type_of(append.stream)
+        content_type = self._targets.content_type(append.stream)
         if is_json(content_type):
             self._send(append, json_array(append.values), content_type)
         else:
-            # A body is one entry, so each row needs a request of its own.
+            # The body of a request is one entry, so each row is a request.
             for value in append.values.to_pylist():
                 self._send(append, value, content_type)
         self.rows += len(append.values)
 
     def _send(self, append: SinkAppend, body: bytes, content_type: str) -> None:
-        seq = self._following[append.stream]
+        seq = self._next_seq[append.stream]
         producing = ProducerFields(self._producer_id, self._epoch, seq)
         try:
             self._server.append(append.stream, body, content_type, append.key, producing)
         except ClientError as error:
             raise _explain_error(error, append.stream, self._producer_id) from error
-        self._following[append.stream] = seq + 1
+        self._next_seq[append.stream] = seq + 1
         self.accepted += 1
 
 
 class AppendRefusedError(SinkError):
-    """The server refused an append, and nothing of it was stored."""
+    """The server refused an append and stored none of it."""
 
 
 def _explain_error(error: ClientError, stream: str, producer_id: str) -> SinkError:
@@ -288,26 +287,24 @@ def _explain_error(error: ClientError, stream: str, producer_id: str) -> SinkErr
         case "stale_epoch":
             return SinkError(
                 f"stream {stream}: another run of the same query ({producer_id}) is alive and ahead; "
-                "stop one of them"
+                "stop one of the two runs"
             )
         case "stream_closed":
-            return SinkError(f"stream {stream} is closed: nothing more can be written to it")
+            return SinkError(f"stream {stream} is closed")
         case _ if 400 <= error.status < 500 and error.status not in (408, 409, 429):
             return AppendRefusedError(f"stream {stream}: {error}")
         case _:
             return SinkError(f"stream {stream}: {error}")
 
 
-logger = logging.getLogger("tailrace.spark")
-
 QUERY_ID_PROPERTY = "sql.streaming.queryId"
 BATCH_ID_PROPERTY = "streaming.sql.batchId"
 SENDERS_MAX = 8
-UNSTAGED_BYTES_MAX = 32 << 20  # of a partition that is written without a place to stage it
+UNSTAGED_BYTES_MAX = 32 << 20  # of a partition in a write without a staging location
 
 
 class PartitionCommitMessage(WriterCommitMessage):
-    """What a task tells the commit: whose rows, and where they wait."""
+    """Sent from a task to the commit on the driver: the staged parts of its partition."""
 
     def __init__(self, query: str, partition: int, parts: Sequence[StagedPart], rows: int) -> None:
         self.query = query
@@ -317,7 +314,7 @@ class PartitionCommitMessage(WriterCommitMessage):
 
 
 class PartitionWriter:
-    """One task's part of a batch."""
+    """Writes one partition of a batch, in a task."""
 
     def __init__(self, options: WriteOptions, query: str, batch: int, partition: int) -> None:
         self._options = options
@@ -336,10 +333,10 @@ class PartitionWriter:
             )
             delivery.send_all(appends)
             return PartitionCommitMessage(self._query, self._partition, [], delivery.rows)
-        parts = self._staged(build_part(self._partition, *encoded) for encoded in encode_parts(appends))
+        parts = self._stage(build_part(self._partition, *encoded) for encoded in encode_parts(appends))
         return PartitionCommitMessage(self._query, self._partition, parts, sum(part.rows for part in parts))
 
-    def _staged(self, parts: Iterator[StagedPart]) -> list[StagedPart]:
+    def _stage(self, parts: Iterator[StagedPart]) -> list[StagedPart]:
         found: list[StagedPart] = []
         staging = None if self._options.staging is None else StagingArea(self._options.staging)
         try:
@@ -350,8 +347,9 @@ class PartitionWriter:
                 found.append(part)
                 if staging is None and sum(len(one.inline or b"") for one in found) > UNSTAGED_BYTES_MAX:
                     raise SinkError(
-                        "a partition is too large to be held until the write commits: set stagingLocation "
-                        "to a directory or bucket that all executors see, or delivery to direct"
+                        f"partition exceeds {UNSTAGED_BYTES_MAX} bytes without a staging location: set "
+                        "stagingLocation to a directory or bucket that all executors share, or delivery "
+                        "to direct"
                     )
         finally:
             if staging is not None:
@@ -364,7 +362,7 @@ def producer_name(query: str, partition: int) -> str:
 
 
 class BatchCommitter:
-    """Makes a batch final, on the driver."""
+    """Commits or aborts a batch, on the driver."""
 
     def __init__(self, options: WriteOptions) -> None:
         self._options = options
@@ -386,16 +384,16 @@ class BatchCommitter:
             staging.close()
 
     def _commit_staged(self, staging: StagingArea, commit: BatchCommit) -> None:
-        settled, new = staging.settle(commit)
+        stored, new = staging.commit(commit)
         try:
-            self._send(settled, lambda part: staging.rows(settled, part))
+            self._send(stored, lambda part: staging.read_part(stored, part))
         except _NothingAcceptedError as error:
             if new:
-                # The rows were refused and nobody has seen any: a corrected query may try with others.
-                staging.forget(commit.query, commit.batch)
+                # No row was stored: a corrected query may commit this batch with other rows.
+                staging.delete_commit(commit.query, commit.batch)
             raise error.cause from error.cause.__cause__
         if not new:
-            listed = {part.file for part in settled.parts}
+            listed = {part.file for part in stored.parts}
             staging.discard(
                 commit.query,
                 commit.batch,
@@ -404,10 +402,10 @@ class BatchCommitter:
         try:
             staging.sweep(commit.query, commit.batch)
         except ObjectStoreError as error:
-            logger.warning("staging of an old batch stays: %s", error)
+            logger.warning("staged files of old batches not deleted", extra=log_fields(error=str(error)))
 
     def _send(self, commit: BatchCommit, rows: Callable[[StagedPart], bytes]) -> None:
-        """Partitions side by side, the appends of each in order."""
+        """Send partitions concurrently, the appends of each in order."""
         server = shared_client(self._options.connection, f"query/{commit.query}")
         targets = TargetStreams(server, self._options)
         deliveries: list[AppendSender] = []
@@ -434,7 +432,7 @@ class BatchCommitter:
         raise failures[0]
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
-        """Some task failed for good. What the others staged is not needed."""
+        """Delete the staged files of a batch that failed."""
         written = [message for message in messages if isinstance(message, PartitionCommitMessage)]
         names = [part.file for message in written for part in message.parts if part.file is not None]
         if not names or self._options.staging is None:
@@ -443,7 +441,7 @@ class BatchCommitter:
         try:
             staging.discard(written[0].query, batch, names)
         except ObjectStoreError as error:
-            logger.warning("staging of an aborted batch stays: %s", error)
+            logger.warning("staged files of aborted batch not deleted", extra=log_fields(error=str(error)))
         finally:
             staging.close()
 
@@ -456,12 +454,15 @@ class _NothingAcceptedError(Exception):
 
 def _check_write(schema: StructType, options: WriteOptions, overwrite: bool) -> None:
     if overwrite:
-        raise OptionError("streams only grow: write with mode append, and with outputMode append")
+        raise OptionError("streams are append-only: use mode append and outputMode append")
     check_columns(schema, options)
 
 
 class StreamSink(DataSourceStreamArrowWriter):
-    """Micro-batches. Spark makes a new one for each commit: nothing that `write` sets is there."""
+    """Writes micro-batches.
+
+    Spark creates a new object for each commit: attributes set by `write` are lost.
+    """
 
     def __init__(self, options: WriteOptions, schema: StructType, overwrite: bool) -> None:
         _check_write(schema, options, overwrite)
@@ -475,7 +476,7 @@ class StreamSink(DataSourceStreamArrowWriter):
             context.getLocalProperty(BATCH_ID_PROPERTY),
         )
         if query is None or batch is None:
-            raise SinkError("Spark does not say which query and batch this is; is it version 4.3?")
+            raise SinkError("Spark does not provide the query id and batch id; Spark 4.3 is required")
         name = self._options.producer_id or query
         return PartitionWriter(self._options, name, int(batch), context.partitionId()).write(iterator)
 
@@ -487,7 +488,7 @@ class StreamSink(DataSourceStreamArrowWriter):
 
 
 class BatchSink(DataSourceArrowWriter):
-    """One write. With `producerId` a repetition of it has no effect."""
+    """A batch write. With `producerId`, repeating it has no effect."""
 
     def __init__(self, options: WriteOptions, schema: StructType, overwrite: bool) -> None:
         _check_write(schema, options, overwrite)

@@ -1,8 +1,6 @@
-"""Rows to be written: validated, encoded, and cut into appends deterministically.
+"""Rows to be written: validated, encoded as target, keys and values, and cut into appends.
 
-Rows to be written, in the one form that the sink works with: target, keys, values as bytes.
-
-Cuts rows into appends, a column at a time. The same rows in the same order give the same appends.
+Cutting is deterministic: the same rows in the same order give the same appends.
 """
 
 from __future__ import annotations
@@ -34,11 +32,14 @@ _TEXT = (StringType(), BinaryType())
 
 
 class SinkError(RuntimeError):
-    """Rows that could not be written. The message says which and why."""
+    """Rows could not be written."""
 
 
 class SinkRows(NamedTuple):
-    """Rows for one target, in their order: a column of text, if any has a key, and one of bytes."""
+    """Rows for one target, in order.
+
+    `keys` is a string column, None if no row has one; `values` is binary.
+    """
 
     stream: str
     keys: Any
@@ -50,28 +51,28 @@ class SinkRows(NamedTuple):
 
 
 def check_columns(schema: StructType, options: WriteOptions) -> None:
-    """Refuses a table that cannot be written, before anything is."""
+    """Validate the columns of a table before anything is written."""
     kinds: dict[str, DataType] = {field.name: field.dataType for field in schema.fields}
     if "value" not in kinds:
-        raise OptionError(f"a column value is written; there are {', '.join(kinds) or 'none'}")
-    strange = sorted(set(kinds) - {"value", "key", "stream"})
-    if strange:
+        raise OptionError(f"column value is required; the columns are {', '.join(kinds) or 'none'}")
+    unexpected = sorted(set(kinds) - {"value", "key", "stream"})
+    if unexpected:
         raise OptionError(
-            f"only value, key and stream are written, not {', '.join(strange)}; select what you want, "
-            "for example to_json(struct(*)) as value"
+            f"unexpected column {', '.join(unexpected)}; only value, key and stream are written, for example "
+            "select to_json(struct(*)) as value"
         )
     if kinds["value"] not in _TEXT and not isinstance(kinds["value"], StructType):
-        raise OptionError(f"value is string, binary or a struct, not {kinds['value'].simpleString()}")
+        raise OptionError(f"value must be string, binary or a struct, got {kinds['value'].simpleString()}")
     if kinds.get("key", StringType()) not in _TEXT:
-        raise OptionError(f"key is string or binary, not {kinds['key'].simpleString()}")
+        raise OptionError(f"key must be string or binary, got {kinds['key'].simpleString()}")
     if kinds.get("stream", StringType()) != StringType():
-        raise OptionError(f"stream is string, not {kinds['stream'].simpleString()}")
+        raise OptionError(f"stream must be string, got {kinds['stream'].simpleString()}")
     if options.stream is None and "stream" not in kinds:
-        raise OptionError("the option stream, or a column stream, says where rows go")
+        raise OptionError("the option stream or a column stream is required")
 
 
 def to_sink_rows(batches: Iterator[Any], options: WriteOptions) -> Iterator[SinkRows]:
-    """The rows of a partition as they come, those of each target together."""
+    """The rows of a partition, grouped by target within each batch."""
     for batch in batches:
         if not batch.num_rows:
             continue
@@ -91,10 +92,10 @@ def to_sink_rows(batches: Iterator[Any], options: WriteOptions) -> Iterator[Sink
 
 def _split_by_stream(rows: SinkRows, column: Any, options: WriteOptions) -> Iterator[SinkRows]:
     named = None if column is None else column.dictionary_encode(null_encoding="encode")
-    given: list[str | None] = [None] if named is None else named.dictionary.to_pylist()
-    streams = [one or options.stream for one in given]
+    names: list[str | None] = [None] if named is None else named.dictionary.to_pylist()
+    streams = [name or options.stream for name in names]
     if None in streams:
-        raise SinkError("a row has no stream, and the option stream names none")
+        raise SinkError("a row has no stream, and the option stream is not set")
     if named is None or len(set(streams)) == 1:
         yield rows._replace(stream=str(streams[0]))
         return
@@ -104,9 +105,9 @@ def _split_by_stream(rows: SinkRows, column: Any, options: WriteOptions) -> Iter
 
 
 def group_by_code(names: Sequence[str | None], codes: Any) -> Iterator[tuple[str | None, Any]]:
-    """Where the rows of each name are, names in the order of their first rows.
+    """The row indices of each name, names in the order of `names`.
 
-    The code of a row is the place of its name.
+    The code of a row is the index of its name.
     """
     distinct = {name: place for place, name in enumerate(dict.fromkeys(names))}
     places = np.array([distinct[name] for name in names], np.int64)
@@ -127,7 +128,7 @@ def _encode_values(column: Any) -> Any:
 
 
 def _encode_keys(column: Any) -> Any:
-    """Keys travel in a header, as text. An empty one is none; None if there are no others."""
+    """Keys as text, since they are sent in a header. An empty key is null; None if all are null."""
     try:
         keys = column.cast(STRING) if column.type != STRING else column
     except pa.ArrowInvalid:
@@ -135,7 +136,7 @@ def _encode_keys(column: Any) -> Any:
             try:
                 (key or b"").decode()
             except UnicodeDecodeError:
-                raise SinkError(f"the key {key!r} is not UTF-8") from None
+                raise SinkError(f"key {key!r} is not UTF-8") from None
         raise
     empty = pc.equal(pc.binary_length(keys), integer_scalar(INT32, 0))
     keys = pc.if_else(empty, pa.nulls(1, STRING)[0], keys)
@@ -143,7 +144,7 @@ def _encode_keys(column: Any) -> Any:
 
 
 def to_json(value: dict[str, Any], kind: Any) -> bytes:
-    """A struct of this Arrow type as Spark's `to_json` writes it: fields without a value are left out."""
+    """A struct of this Arrow type as JSON like Spark's `to_json`: null fields are left out."""
     return msgspec.json.encode(_to_json_value(value, kind))
 
 
@@ -178,13 +179,13 @@ def _format_timestamp(value: datetime) -> str:
     return value.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-_VALUE_END = 1 << 40  # the end of every value
+_VALUE_END = 1 << 40  # beyond the end of every value
 _json_decoder = msgspec.json.Decoder(msgspec.Raw)
 _json_array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class SinkAppend(NamedTuple):
-    """Rows that are sent together: one target, one key. `values` is a column of bytes."""
+    """Rows of one target and one key, sent in one append. `values` is a binary column."""
 
     stream: str
     key: str | None
@@ -194,9 +195,9 @@ class SinkAppend(NamedTuple):
 def split_into_appends(
     rows: Iterator[SinkRows], options: WriteOptions, is_json: Callable[[str], bool]
 ) -> Iterator[SinkAppend]:
-    """A chunk has rows of one target up to the limits; inside it, rows with the same key go together.
+    """Cut rows into chunks of one target up to the limits; within a chunk, each key is an append.
 
-    Chunks of a target follow one another as their rows did, wherever the columns they came in were cut.
+    Chunks of a target are in row order and do not depend on how the rows were batched.
     """
     chunks: dict[str, _AppendBuffer] = {}
     for some in rows:
@@ -209,43 +210,43 @@ def split_into_appends(
 
 
 class _AppendBuffer:
-    """Rows of one target that wait until the next one does not fit."""
+    """Buffers rows of one target until the next row does not fit."""
 
     def __init__(self, stream: str, options: WriteOptions, json: bool) -> None:
         self._stream = stream
         self._rows_max = options.rows_max
         self._bytes_max = options.bytes_max
         self._json = json
-        self._kept: list[SinkRows] = []
+        self._pending: list[SinkRows] = []
         self._rows = 0
-        self._bytes = 0  # with a comma behind each row
+        self._bytes = 0  # with a comma after each row
 
     def add(self, some: SinkRows) -> Iterator[SinkAppend]:
-        """Takes rows, and gives the appends that are full."""
+        """Add rows. Yields the appends of full chunks."""
         ends = value_ends(some.values)
-        weights = ends + np.arange(1, len(ends) + 1)  # of all rows up to each one, with their commas
+        weights = ends + np.arange(1, len(ends) + 1)  # cumulative bytes with commas
         at = 0
         while at < len(ends):
             weight = int(weights[at - 1]) if at else 0
             # The last row of a chunk needs no comma.
             limit = self._bytes_max + 1 - self._bytes + weight
-            upto = min(int(np.searchsorted(weights, limit, "right")), at + self._rows_max - self._rows)
+            stop = min(int(np.searchsorted(weights, limit, "right")), at + self._rows_max - self._rows)
             if not self._rows:
-                upto = max(upto, at + 1)  # a row that is larger than the limit goes alone
-            if upto > at:
-                self._kept.append(some.slice(at, upto))
-                self._rows += upto - at
-                self._bytes += int(weights[upto - 1]) - weight
-                at = upto
+                stop = max(stop, at + 1)  # a row larger than the limit is sent alone
+            if stop > at:
+                self._pending.append(some.slice(at, stop))
+                self._rows += stop - at
+                self._bytes += int(weights[stop - 1]) - weight
+                at = stop
             if at < len(ends):
                 yield from self.close()
 
     def close(self) -> Iterator[SinkAppend]:
-        if not self._kept:
+        if not self._pending:
             return
-        values = _concat_arrays([some.values for some in self._kept])
-        keys = _concat_keys(self._kept)
-        self._kept, self._rows, self._bytes = [], 0, 0
+        values = _concat_arrays([some.values for some in self._pending])
+        keys = _concat_keys(self._pending)
+        self._pending, self._rows, self._bytes = [], 0, 0
         if self._json:
             check_json(self._stream, values)
         if keys is None:
@@ -257,13 +258,13 @@ class _AppendBuffer:
 
 
 def value_ends(values: Any) -> Any:
-    """How many bytes there are in all values up to each one."""
+    """The cumulative size of the values in bytes."""
     positions = np.frombuffer(values.buffers()[1], np.int32, len(values) + 1, 4 * values.offset)
     return positions[1:].astype(np.int64) - positions[0]
 
 
 def json_array(values: Any) -> bytes:
-    """JSON texts as one array, without a look at each of them."""
+    """JSON texts joined to one array, as column operations."""
     separated = pc.binary_replace_slice(values, _VALUE_END, _VALUE_END, b",")
     _, positions, data = separated.buffers()
     at = np.frombuffer(positions, np.int32, len(separated) + 1, 4 * separated.offset)
@@ -271,10 +272,10 @@ def json_array(values: Any) -> bytes:
 
 
 def check_json(stream: str, values: Any) -> None:
-    """Refuses what is not exactly one JSON text: joined with others it would become another row, or none.
+    """Require that every value is exactly one JSON text: else the joined array would have other elements.
 
-    All are looked at together: if the elements of their array are as long as they are, they are its elements,
-    since then nothing is left that could stand between two of them but the commas.
+    The joined array is decoded once. If its elements have the lengths of the values, they are the values,
+    since only the commas are left between them.
     """
     try:
         found = _json_array_decoder.decode(json_array(values))
@@ -290,17 +291,15 @@ def _check_json_value(stream: str, value: bytes) -> None:
         _json_decoder.decode(value)
     except msgspec.DecodeError as error:
         shown = value[:60].decode(errors="replace")
-        raise SinkError(
-            f"a value for JSON stream {stream} is not one JSON text: {shown!r} ({error})"
-        ) from None
+        raise SinkError(f"value for JSON stream {stream} is not one JSON text: {shown!r} ({error})") from None
 
 
-def _concat_keys(kept: list[SinkRows]) -> Any:
+def _concat_keys(pending: list[SinkRows]) -> Any:
     """The keys of all rows; None if no row has one."""
-    if all(some.keys is None for some in kept):
+    if all(some.keys is None for some in pending):
         return None
     return _concat_arrays(
-        [pa.nulls(len(some.values), STRING) if some.keys is None else some.keys for some in kept]
+        [pa.nulls(len(some.values), STRING) if some.keys is None else some.keys for some in pending]
     )
 
 

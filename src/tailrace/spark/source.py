@@ -1,7 +1,7 @@
 """The data source that Spark knows as `tailrace`.
 
-Spark imports this module in many short-lived processes, most of which only want to know the class: the rest
-is imported where it is used.
+Spark imports this module in many short-lived processes, most of which only need the class: other modules are
+imported inside the methods that use them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from tailrace.spark.options import OptionError, ReadOptions, parse_read_options
+from tailrace.spark.options import OptionError, ReadOptions, parse_read_options, parse_write_options
 
 
 class TailraceSource(DataSource):
@@ -28,9 +28,9 @@ class TailraceSource(DataSource):
     def schema(self) -> StructType:
         from tailrace.spark.columns import source_schema
 
-        # Whether the read is a batch or a stream is not known here, and makes no difference.
+        # The schema is the same for batch reads and streaming reads; which one this is, is not known here.
         options = parse_read_options(self._without_bounds(), streaming=False)
-        return source_schema(options, resolve_value_format(options))
+        return source_schema(options, _resolve_value_format(options))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from tailrace.spark.batch_reader import BatchReader, FilteringReader
@@ -44,13 +44,11 @@ class TailraceSource(DataSource):
         return StreamReader(parse_read_options(self.options, streaming=True), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        from tailrace.spark.options import parse_write_options
         from tailrace.spark.sink import BatchSink
 
         return BatchSink(parse_write_options(self.options, streaming=False), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        from tailrace.spark.options import parse_write_options
         from tailrace.spark.sink import StreamSink
 
         return StreamSink(parse_write_options(self.options, streaming=True), schema, overwrite)
@@ -60,14 +58,14 @@ class TailraceSource(DataSource):
         return {name: value for name, value in self.options.items() if name.lower() not in limits}
 
 
-def resolve_value_format(options: ReadOptions) -> str:
-    """What values look like: text if all streams are JSON, else bytes, unless it is asked for."""
+def _resolve_value_format(options: ReadOptions) -> str:
+    """The `valueFormat` option; by default string if all streams are JSON, else binary."""
     if options.value_format is not None:
         return options.value_format
     from tailrace.spark.catalogue import StreamCatalogue
 
-    states = StreamCatalogue(options).states()
+    states = StreamCatalogue(options).list_states()
     missing = [name for name in options.streams if name not in states]
     if missing:
-        raise OptionError(f"there is no stream {', '.join(missing)} at {options.connection.endpoint}")
+        raise OptionError(f"stream not found: {', '.join(missing)} at {options.connection.endpoint}")
     return "string" if all(state.json for state in states.values()) else "binary"

@@ -1,16 +1,11 @@
 """SQL over streams: streams and catalogue as temporary views, results written to a local file.
 
-What there is, as views: `tailrace.streams`, `tailrace.segments`, `tailrace.companions`.
+Every stream is a view under its name, registered when a statement names it. The catalogue views are
+`tailrace.streams`, `tailrace.segments` and `tailrace.companions`. Views are recreated for each statement and
+end at a fixed entry: a statement reads one snapshot of a stream, and the next statement a newer one.
 
-The rows of a query as a file on this machine, wherever Spark runs.
-
-What Spark itself writes ends up where its executors are. So they send their rows as batches of Arrow, and the
-driver writes these as they come.
-
-SQL over streams: a session in which every stream is a view under its name, registered when first named.
-
-Views are made anew for each statement, and each has a fixed end: within a statement a stream has one content,
-and the next statement sees what came meanwhile.
+Spark writes files where its executors run. To get a file on this machine, executors send their rows as Arrow
+batches and the driver writes them.
 """
 
 from __future__ import annotations
@@ -74,7 +69,7 @@ def catalogue_frame(spark: SparkSession, connection: dict[str, str], name: str) 
 
 
 def _stream_rows(server: ServerClient) -> Iterator[tuple[Any, ...]]:
-    for row in server.listed("", system=True):
+    for row in server.list_streams("", system=True):
         yield (
             row.name,
             row.content_type,
@@ -89,15 +84,15 @@ def _stream_rows(server: ServerClient) -> Iterator[tuple[Any, ...]]:
 
 
 def _object_rows(server: ServerClient, name: str) -> Iterator[tuple[Any, ...]]:
-    """What the manifests list. A stream of which nothing is sealed is not looked at."""
-    for row in server.listed("", system=True):
+    """The segments or index files in the manifests. Streams without uploaded segments are skipped."""
+    for row in server.list_streams("", system=True):
         if int(row.uploaded_through or 0) < 0:
             continue
-        place = server.place(row.name)
-        if place is None:
+        location = server.locate(row.name)
+        if location is None:
             continue
-        store, planned = place
-        segments, companions = asyncio.run(_load_manifest(store, planned.stream_id))
+        store, planned = location
+        segments, index_files = asyncio.run(_load_manifest(store, planned.stream_id))
         if name == "segments":
             for info in segments:
                 yield (
@@ -105,7 +100,7 @@ def _object_rows(server: ServerClient, name: str) -> Iterator[tuple[Any, ...]]:
                     info.key, info.sha256,
                 )  # fmt: skip
         else:
-            for one in companions:
+            for one in index_files:
                 yield (
                     row.name, one.family, one.first, one.last, one.rows, one.bytes, one.level, one.plan_hash,
                     one.object,
@@ -124,7 +119,7 @@ async def _load_manifest(store: str, stream_id: str) -> tuple[list[SegmentInfo],
         listed = ListedIndexFiles(head.companion_pages, head.companions)
         return (
             [info async for info in manifests.segments(head)],
-            [companion async for companion in pages.walk(listed)],
+            [index_file async for index_file in pages.walk(listed)],
         )
     finally:
         await objects.close()
@@ -135,7 +130,7 @@ _BATCH_COLUMN = "batch"
 
 
 def write_local_parquet(found: DataFrame, directory: Path) -> None:
-    """One Parquet file in a new directory. Of each partition one batch is in memory at a time."""
+    """Write the rows to one Parquet file in a new directory, batch by batch."""
     directory.mkdir(parents=True)
     frame: Any = found  # the library is half typed
     schema = frame.limit(0).toArrow().schema
@@ -148,7 +143,7 @@ def write_local_parquet(found: DataFrame, directory: Path) -> None:
 
 
 def serialize_batches(batches: Iterator[Any]) -> Iterator[Any]:
-    """On executors: each batch as the bytes of a stream of its own."""
+    """On executors: each batch as the bytes of an Arrow IPC stream."""
     for batch in batches:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as stream:
@@ -159,7 +154,7 @@ def serialize_batches(batches: Iterator[Any]) -> Iterator[Any]:
 
 VIEWS_MAX = 64  # in one statement
 _SPARK_TYPES = {"string": "string", "integer": "bigint", "number": "double", "boolean": "boolean"}
-# What is quoted or a comment is left alone; a catalogue view gets the quotes that its dot needs.
+# Quoted text and comments are left unchanged; the name of a catalogue view is quoted, because it has a dot.
 _SQL_TOKENS = re.compile(
     r"('(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"|`[^`]*`|--[^\n]*|/\*.*?\*/)"
     rf"|\btailrace\.({'|'.join(CATALOGUE_VIEWS)})\b",
@@ -168,7 +163,7 @@ _SQL_TOKENS = re.compile(
 
 
 class AsOf(NamedTuple):
-    """Where streams end: at an entry, or at a time."""
+    """The end of all streams in a session: an entry or a time."""
 
     entry: int | None = None
     time: str | None = None
@@ -182,24 +177,26 @@ def parse_as_of(text: str | None) -> AsOf:
     try:
         return AsOf(entry=offsets.parse_offset(text)[1])
     except TailraceError:
-        message = f"{text!r} is neither an offset nor an instant such as 2026-01-01T00:00:00Z"
+        message = (
+            f"as-of must be an offset or an RFC 3339 timestamp such as 2026-01-01T00:00:00Z, got {text!r}"
+        )
         raise OptionError(message) from None
 
 
 class SqlSession:
-    """One session of SQL."""
+    """A session in which every stream is a view."""
 
     def __init__(self, spark: SparkSession, connection: dict[str, str], end: AsOf | None = None) -> None:
         self._spark = spark
         self._connection = connection
         self._end = end or AsOf()
         self._views: set[str] = set()
-        # A name that is not known yet is no error here.
+        # Unknown names are expected: `query` registers them.
         logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)
 
     def query(self, text: str) -> DataFrame:
-        """The result of one statement, not yet computed."""
-        self._forget()
+        """The result of one statement, evaluated lazily."""
+        self._drop_views()
         text = _SQL_TOKENS.sub(lambda found: found[1] or f"`tailrace.{found[2].lower()}`", text)
         for _ in range(VIEWS_MAX):
             try:
@@ -208,29 +205,29 @@ class SqlSession:
                 name = missing_view_name(error)
                 if name is None or name in self._views or not self._register(name):
                     raise
-        raise OptionError(f"a statement may name {VIEWS_MAX} streams")
+        raise OptionError(f"statement names more than {VIEWS_MAX} streams")
 
-    def _forget(self) -> None:
+    def _drop_views(self) -> None:
         for name in self._views:
             self._spark.catalog.dropTempView(name)
         self._views.clear()
 
     def _register(self, name: str) -> bool:
-        """Makes the view that a statement needs; False if there is no such stream."""
+        """Register the view for a name; False if there is no such stream."""
         if name.startswith("tailrace.") and name.removeprefix("tailrace.") in CATALOGUE_VIEWS:
             frame = catalogue_frame(self._spark, self._connection, name.removeprefix("tailrace."))
         else:
-            frame = self._stream(name)
+            frame = self._stream_frame(name)
         if frame is None:
             return False
         frame.createOrReplaceTempView(f"`{name}`")
         self._views.add(name)
         return True
 
-    def _stream(self, name: str) -> DataFrame | None:
-        given = {**self._connection, "stream": name}
+    def _stream_frame(self, name: str) -> DataFrame | None:
         try:
-            catalogue = StreamCatalogue(parse_read_options(given, streaming=False))
+            options = parse_read_options({**self._connection, "stream": name}, streaming=False)
+            catalogue = StreamCatalogue(options)
         except OptionError:
             return None
         state = catalogue.state(name)
@@ -250,7 +247,7 @@ class SqlSession:
 
 
 def missing_view_name(error: AnalysisException) -> str | None:
-    """The name that Spark did not find, without the quotes; None if that was not the matter."""
+    """The unquoted name of the table that Spark did not find; None for another error."""
     if error.getCondition() != "TABLE_OR_VIEW_NOT_FOUND":
         return None
     parameters: Any = error.getMessageParameters() or {}
@@ -260,7 +257,7 @@ def missing_view_name(error: AnalysisException) -> str | None:
 
 
 def _schema_columns(registry: bytes | None) -> dict[str, Column]:
-    """The top-level properties of the current schema as columns, where their type is a plain one."""
+    """The top-level properties of the current schema with a scalar type, as columns."""
     if registry is None:
         return {}
     document = msgspec.json.decode(registry, type=_SchemaRegistry)

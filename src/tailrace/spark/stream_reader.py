@@ -1,14 +1,9 @@
 """Streaming reads, `spark.readStream.format("tailrace")`: offsets, batch limits and the lag of a query.
 
-How much of what is new goes into one micro-batch, without cutting an append in two.
-
-Streaming reads: `spark.readStream.format("tailrace")`.
-
-Spark keeps what this hands out: a flat map from stream to offset. A restarted query that had planned its very
-first batch, but not finished it, is asked again where to begin, and by then `latest` is another place. So the
-end of the first batch also carries where it began, under names that no stream can have.
-
-How far a streaming query is behind the streams it reads.
+The offsets of a query, which Spark checkpoints, are a flat map from stream to offset. If a query restarts
+after it planned its first batch but before it finished it, Spark requests the initial offsets again, and
+`latest` has moved by then. So the end offsets of the first batch also contain its start offsets, under
+`/began/<stream>`, which is not a valid stream name.
 """
 
 from __future__ import annotations
@@ -49,11 +44,11 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 
-SAMPLE_ENTRIES = 256  # whose average says what entries weigh that are in no segment
+SAMPLE_ENTRIES = 256  # read to estimate the size of entries that are in no segment
 
 
 class StreamBacklog(NamedTuple):
-    """What a stream has behind a position."""
+    """The entries of a stream after a position."""
 
     state: StreamState
     start: Position
@@ -65,13 +60,13 @@ class StreamBacklog(NamedTuple):
 
 
 def share_rows(lags: list[StreamBacklog], rows_max: int) -> dict[str, int]:
-    """So many entries in all, shared in proportion to the lags; never nothing while there is something."""
+    """Distribute `rows_max` entries over the streams in proportion to their backlogs."""
     total = sum(lag.entries for lag in lags)
     if total <= rows_max:
         return {lag.state.name: lag.entries for lag in lags}
     shares = {lag.state.name: rows_max * lag.entries // total for lag in lags}
     left = rows_max - sum(shares.values())
-    # What rounding leaves goes to those who lost most by it.
+    # The remainder goes to the streams with the largest rounding loss.
     for lag in sorted(lags, key=lambda one: (-(rows_max * one.entries % total), one.state.name)):
         if left <= 0:
             break
@@ -81,44 +76,44 @@ def share_rows(lags: list[StreamBacklog], rows_max: int) -> dict[str, int]:
 
 
 class BatchLimiter:
-    """Ends of micro-batches."""
+    """Computes the end positions of a micro-batch without splitting an append."""
 
     def __init__(self, catalogue: StreamCatalogue) -> None:
         self._catalogue = catalogue
 
     def by_rows(self, lags: list[StreamBacklog], rows_max: int) -> dict[str, Position]:
         shares = share_rows(lags, rows_max)
-        return {lag.state.name: self.end_of(lag, shares[lag.state.name]) for lag in lags}
+        return {lag.state.name: self.end_position(lag, shares[lag.state.name]) for lag in lags}
 
     def by_bytes(self, lags: list[StreamBacklog], bytes_max: int) -> dict[str, Position]:
-        """A soft bound: sizes are those of segments, or guessed from a few entries."""
+        """A soft limit: sizes are averages of segments, or estimated from a sample of entries."""
         weights = {lag.state.name: self._entry_bytes(lag) for lag in lags if lag.entries}
         total = sum(lag.entries * weights[lag.state.name] for lag in lags if lag.entries)
         if total <= bytes_max:
             return {lag.state.name: lag.target for lag in lags}
-        # In proportion, as with rows; each stream that has something moves on by one entry at least.
+        # In proportion, as with rows; every stream with a backlog advances by at least one entry.
         return {
-            lag.state.name: self.end_of(lag, max(1, int(lag.entries * bytes_max / total)))
+            lag.state.name: self.end_position(lag, max(1, int(lag.entries * bytes_max / total)))
             if lag.entries
             else lag.target
             for lag in lags
         }
 
-    def end_of(self, lag: StreamBacklog, entries: int) -> Position:
-        """The last place at which a batch of so many entries can end: between two appends if possible."""
+    def end_position(self, lag: StreamBacklog, entries: int) -> Position:
+        """The last position, between two appends if possible, for a batch of at most so many entries."""
         if entries >= lag.entries:
             return lag.target
         if entries <= 0:
             return lag.start
         last = lag.start.entry + entries
-        # The entries on both sides of the cut tell: entries of one append have one time.
+        # All entries of an append have the same time: compare the entries on both sides of the cut.
         before, after = self._entry(lag, last), self._entry(lag, last + 1)
         if before.time_ns != after.time_ns:
             return Position(before.epoch, last)
         first = self._first_at(lag, after.time_ns)
         if first.entry - 1 > lag.start.entry:
             return Position(self._entry(lag, first.entry - 1).epoch, first.entry - 1)
-        return Position(before.epoch, last)  # one append is larger than the limit
+        return Position(before.epoch, last)  # a single append exceeds the limit
 
     def _entry(self, lag: StreamBacklog, entry: int) -> _EntryPosition:
         offset = offsets.encode_offset(lag.state.tail.epoch, entry - 1)
@@ -127,7 +122,7 @@ class BatchLimiter:
         )
 
     def _first_at(self, lag: StreamBacklog, time_ns: int) -> _EntryPosition:
-        """The first entry that was appended at that time."""
+        """The first entry appended at that time."""
         return _read_first_entry(
             self._catalogue.server.rows(lag.state.name, since_ns=time_ns, entries_max=1).body
         )
@@ -157,7 +152,7 @@ def _read_first_entry(body: bytes) -> _EntryPosition:
     return _EntryPosition(entry, epoch, micros * 1000 + below)
 
 
-START_PREFIX = "/began/"  # stands before a name; no name begins with a slash
+START_PREFIX = "/began/"  # before a stream name; no stream name starts with a slash
 IDLE_MS_FIRST = 50
 IDLE_MS_MAX = 4000
 IDLE_MANY_MS_MAX = 1000
@@ -166,7 +161,7 @@ StreamOffsets = dict[str, str]
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Plans micro-batches on the driver. Travels to executors for `read`, without what planning needs."""
+    """Plans micro-batches on the driver. Pickled to executors for `read`, without the planner."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         check_schema(schema)
@@ -193,7 +188,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return ReadMaxBytes(self._options.bytes_per_trigger)
         return ReadAllAvailable()
 
-    def latestOffset(self, start: StreamOffsets, limit: ReadLimit) -> StreamOffsets:  # noqa: N802 - Spark's name
+    def latestOffset(self, start: StreamOffsets, limit: ReadLimit) -> StreamOffsets:  # noqa: N802
         return self._plan.latest(start, limit)
 
     def reportLatestOffset(self) -> StreamOffsets | None:  # noqa: N802 - Spark's name
@@ -211,15 +206,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 class _MicroBatchPlanner:
-    """What the driver knows while a query runs."""
+    """The driver's state while a query runs."""
 
     def __init__(self, options: ReadOptions) -> None:
-        from tailrace.spark.catalogue import StreamCatalogue
-
         self._options = options
-        self._catalogue: StreamCatalogue = StreamCatalogue(options)
-        self._starts = PositionResolver(self._catalogue, options)
-        self._limiter: BatchLimiter = BatchLimiter(self._catalogue)
+        self._catalogue = StreamCatalogue(options)
+        self._positions = PositionResolver(self._catalogue, options)
+        self._limiter = BatchLimiter(self._catalogue)
         self._planner = PartitionPlanner(
             self._catalogue,
             sealed_min=options.sealed_entries_min,
@@ -233,42 +226,43 @@ class _MicroBatchPlanner:
         self._idle_ms = 0
         self._checked: dict[tuple[str, Position, int, int], Position] = {}
 
-    # -- where things stand ----------------------------------------------------------------------------
+    # -- stream states ---------------------------------------------------------------------------------
 
     def initial(self) -> StreamOffsets:
-        states = self._look()
+        states = self._refresh_states()
         missing = [name for name in self._options.streams if name not in states]
         if missing:
             where = self._options.connection.endpoint
-            raise OptionError(f"there is no stream {', '.join(missing)} at {where}")
+            raise OptionError(f"stream not found: {', '.join(missing)} at {where}")
         self._initial = encode_positions(
-            {name: self._starts.starting(one, "latest") for name, one in states.items()}
+            {name: self._positions.resolve_start(one, "latest") for name, one in states.items()}
         )
         return self._initial
 
     def freeze(self) -> None:
-        self._frozen = self._catalogue.states()
+        self._frozen = self._catalogue.list_states()
 
     def tails(self) -> StreamOffsets:
-        """Where the streams really end, for the progress report: as seen at the last look."""
-        states = self._states or self._look()
+        """The tails at the last refresh, for the progress report."""
+        states = self._states or self._refresh_states()
         return encode_positions({name: state.tail for name, state in states.items()})
 
-    def _look(self) -> dict[str, StreamState]:
-        self._states = self._catalogue.states()
+    def _refresh_states(self) -> dict[str, StreamState]:
+        self._states = self._catalogue.list_states()
         return self._states
 
     # -- the next batch --------------------------------------------------------------------------------
 
     def latest(self, start: StreamOffsets, limit: ReadLimit) -> StreamOffsets:
-
-        begun = decode_positions({name: text for name, text in start.items() if not name.startswith("/")})
-        states = self._frozen if self._frozen is not None else self._look()
+        read_through = decode_positions(
+            {name: text for name, text in start.items() if not name.startswith("/")}
+        )
+        states = self._frozen if self._frozen is not None else self._refresh_states()
         lags = [
-            StreamBacklog(state, self._begin(state, begun.get(name)), state.tail)
+            StreamBacklog(state, self._batch_start(state, read_through.get(name)), state.tail)
             for name, state in states.items()
         ]
-        self._note_missing(begun, states)
+        self._check_missing(read_through, states)
         if not any(lag.entries for lag in lags):
             if self._frozen is None:
                 self._wait(start)
@@ -285,47 +279,46 @@ class _MicroBatchPlanner:
             found |= {START_PREFIX + name: offset for name, offset in start.items()}
         return found
 
-    def _note_missing(self, begun: dict[str, Position], states: dict[str, StreamState]) -> None:
-        """A stream that was named and is gone: nobody can say what of it was not read."""
-        gone = [name for name in self._options.streams if name in begun and name not in states]
-        if gone and self._options.fail_on_data_loss and self._frozen is None:
-            raise DataLossError(gone[0], "it was deleted")
+    def _check_missing(self, read_through: dict[str, Position], states: dict[str, StreamState]) -> None:
+        """A deleted stream is a data loss: it may have had entries that were not read."""
+        deleted = [name for name in self._options.streams if name in read_through and name not in states]
+        if deleted and self._options.fail_on_data_loss and self._frozen is None:
+            raise DataLossError(deleted[0], "stream was deleted")
 
     def _wait(self, start: StreamOffsets) -> None:
-        """Nothing is new: ask more and more rarely, but hear of the first new entry at once."""
+        """Back off while there are no new entries; a single stream is waited for by a long-poll."""
         self._idle_ms = min(IDLE_MS_MAX, max(IDLE_MS_FIRST, 2 * self._idle_ms))
         names = [name for name in start if not name.startswith("/")]
         if len(names) == 1 and not self._options.pattern and names[0] in self._states:
-            # A long-poll comes back when there is something.
             tail = self._states[names[0]].tail
             self._catalogue.server.rows(names[0], offset=tail.offset, entries_max=1, wait_ms=self._idle_ms)
         else:
             time.sleep(min(self._idle_ms, IDLE_MANY_MS_MAX) / 1000)
 
-    def _begin(self, state: StreamState, begun: Position | None) -> Position:
-        """Where a batch of the stream begins: where the last one ended, if that is still there."""
-        if begun is None:
-            return state.earliest  # a stream that has come to a pattern
-        if begun.epoch == state.tail.epoch and state.earliest.entry <= begun.entry <= state.tail.entry:
-            return begun
-        asked = (state.name, begun, state.tail.epoch, state.earliest.entry)
-        if asked not in self._checked:
+    def _batch_start(self, state: StreamState, start: Position | None) -> Position:
+        """The start of a batch: the end of the previous one if its entries are still retained."""
+        if start is None:
+            return state.earliest  # a new stream that matches the pattern
+        if start.epoch == state.tail.epoch and state.earliest.entry <= start.entry <= state.tail.entry:
+            return start
+        key = (state.name, start, state.tail.epoch, state.earliest.entry)
+        if key not in self._checked:
             self._checked.clear()
-            self._checked[asked] = self._starts.checked(state, begun)
-        return self._checked[asked]
+            self._checked[key] = self._positions.check_retained(state, start)
+        return self._checked[key]
 
     # -- partitions ------------------------------------------------------------------------------------
 
     def partitions(
         self, start: StreamOffsets, end: StreamOffsets, *, with_versions: bool
     ) -> list[StreamPartition]:
-        began = {
+        first_starts = {
             name.removeprefix(START_PREFIX): text
             for name, text in end.items()
             if name.startswith(START_PREFIX)
         }
         starts = decode_positions(
-            began or {name: text for name, text in start.items() if not name.startswith("/")}
+            first_starts or {name: text for name, text in start.items() if not name.startswith("/")}
         )
         ends = decode_positions({name: text for name, text in end.items() if not name.startswith("/")})
         ranges: list[StreamRange] = []
@@ -335,25 +328,25 @@ class _MicroBatchPlanner:
             state = self._states.get(name) or self._catalogue.state(name)
             if state is None:
                 if self._options.fail_on_data_loss:
-                    raise DataLossError(name, "it was deleted")
+                    raise DataLossError(name, "stream was deleted")
                 continue
-            after = self._begin(state, starts.get(name)).entry
+            after = self._batch_start(state, starts.get(name)).entry
             ranges.append(StreamRange(state, after, max(after, target.entry)))
         return self._planner.partitions(ranges, with_versions=with_versions)
 
 
 class StreamLag(NamedTuple):
-    """Entries that were not read yet, and how long the oldest of them has been there."""
+    """The number of entries not read yet, and the age of the oldest one."""
 
     entries: int
     seconds: float
 
 
 def lag(progress: Any, **options: str) -> dict[str, StreamLag]:
-    """The lag of each stream, out of a `StreamingQueryProgress`.
+    """The lag of each stream in a `StreamingQueryProgress`.
 
-    Options are those of the connection (`endpoint`, `token`, ...): how long the oldest entry has been waiting
-    is asked of the server, for streams that are behind only.
+    Options are those of the connection (`endpoint`, `token`, ...). The age of the oldest entry is requested
+    from the server, only for streams with a lag.
     """
     behind: dict[str, tuple[str, int]] = {}
     for source in progress.sources:
@@ -372,7 +365,7 @@ def lag(progress: Any, **options: str) -> dict[str, StreamLag]:
 
 
 def _decode_offsets(text: str | None) -> dict[str, str]:
-    """The offsets of one of our sources; nothing for a source of another kind."""
+    """The offsets of a Tailrace source; empty for any other source."""
     try:
         found = msgspec.json.decode(text or "{}", type=dict[str, str])
         for name, offset in found.items():

@@ -1,12 +1,8 @@
-"""Merge of `agg` index files: sorted runs read side by side, states of equal groups added up.
+"""Merge of `agg` index files: a k-way merge of sorted runs, which adds up the states of equal groups.
 
-A sorted file that is read a few rows at a time, however many rows its row groups have.
-
-Sorted runs of `agg` read side by side, a few rows of each at a time.
-
-Rows of one group and measure follow each other, in no order of their own.
-
-Partial states of rollups added up: one state for each measure of each group.
+`merge_aggregate_runs` reads a few rows of each run at a time, independent of the size of row groups, and
+yields tables in sort order; rows of one group and measure are adjacent, in any order. `merge_states` reduces
+them to one state per measure of each group.
 """
 
 from __future__ import annotations
@@ -39,72 +35,73 @@ from tailrace.storage.segments.parquet import pa, pc
 
 
 class SortedRunReader:
-    """An open file, of which some rows are held. `key_of` says where a row of a table belongs."""
+    """Reads a sorted file in small batches. `key_of` returns the sort key of a row of a table."""
 
     def __init__(self, file: Any, read_rows: int, key_of: Callable[[Any, int], Any]) -> None:
         self._batches = file.iter_batches(batch_size=read_rows, use_threads=False)
         self._key_of = key_of
         self._left = file.metadata.num_rows
         self._first: Any = None
-        self.held: Any = None  # rows that were read and not yet taken
-        self.last: Any = None  # the key of the last of these
+        self.buffered: Any = None  # rows read but not consumed
+        self.last: Any = None  # the key of the last buffered row
 
     @property
     def has_more(self) -> bool:
         return self._left > 0
 
     def fill(self) -> None:
-        """Reads on if nothing is held."""
-        if self.held is None and self.has_more:
+        """Read the next batch if the buffer is empty."""
+        if self.buffered is None and self.has_more:
             found = pa.Table.from_batches([next(self._batches)])
             self._left -= found.num_rows
             self.last = self._key_of(found, found.num_rows - 1)
-            self._hold(found)
+            self._set_buffer(found)
 
-    def take(self, upto: Any) -> Any:
-        """The rows with keys that are not larger, all of them without a bound; None if there are none."""
-        # Making a key takes long, and files of entries that follow each other seldom overlap.
-        if upto is None or self.last <= upto:
-            taken, self.held = self.held, None
-            return taken
-        if self._first > upto:
+    def consume_through(self, bound: Any) -> Any:
+        """Remove and return the buffered rows up to the bound, all if it is None; None if there are none."""
+        # Computing keys is slow, and runs of consecutive entries rarely overlap.
+        if bound is None or self.last <= bound:
+            consumed, self.buffered = self.buffered, None
+            return consumed
+        if self._first > bound:
             return None
-        count = bisect_right(range(self.held.num_rows), upto, key=lambda row: self._key_of(self.held, row))
-        taken = self.held.slice(0, count)
-        self._hold(self.held.slice(count))
-        return taken
+        rows = range(self.buffered.num_rows)
+        count = bisect_right(rows, bound, key=lambda row: self._key_of(self.buffered, row))
+        consumed = self.buffered.slice(0, count)
+        self._set_buffer(self.buffered.slice(count))
+        return consumed
 
-    def _hold(self, table: Any) -> None:
-        self.held = table
+    def _set_buffer(self, table: Any) -> None:
+        self.buffered = table
         self._first = self._key_of(table, 0)
 
 
-READ_ROWS: Final = 2048  # of one run at a time: sketches are large
+READ_ROWS: Final = 2048  # per run and batch: sketches are large
 
 AggregateSortKey = tuple[str, int, int, list[tuple[bool, str]], str]
 
 
 def merge_aggregate_runs(files: Sequence[Any], read_rows: int = READ_ROWS) -> Iterator[Any]:
-    """The rows of open runs, in order, as tables."""
+    """The rows of all runs in sort order, as tables."""
     runs = [SortedRunReader(file, read_rows, _sort_key) for file in files]
     while True:
         for run in runs:
             run.fill()
-        holding = [run for run in runs if run.held is not None]
-        if not holding:
+        nonempty = [run for run in runs if run.buffered is not None]
+        if not nonempty:
             return
-        # What a run has not read yet is not smaller than the last row that it has.
-        bound = min((run.last for run in holding if run.has_more), default=None)
-        taken = [table for run in holding if (table := run.take(bound)) is not None]
-        if len(taken) == 1:
-            yield taken[0]
-        elif taken:
-            table = pa.concat_tables(taken).combine_chunks()
+        # The unread rows of a run are not smaller than its last buffered row.
+        bound = min((run.last for run in nonempty if run.has_more), default=None)
+        consumed = [table for run in nonempty if (table := run.consume_through(bound)) is not None]
+        if len(consumed) == 1:
+            yield consumed[0]
+        elif consumed:
+            table = pa.concat_tables(consumed).combine_chunks()
             yield table.take(pa.array(_sort_order(table)))
 
 
 def _sort_key(table: Any, row: int) -> AggregateSortKey:
-    """Where a row belongs. A dimension without a value comes first."""
+    """The sort key of a row. A missing dimension sorts first."""
     texts = table.column(DIMENSIONS)[row].as_py()
     return (
         table.column(ROLLUP)[row].as_py(),
@@ -116,10 +113,10 @@ def _sort_key(table: Any, row: int) -> AggregateSortKey:
 
 
 def _sort_order(table: Any) -> Any:
-    """The places of rows as their keys ascend; equal ones stay as they are."""
+    """Stable argsort of the rows by their sort keys."""
     lists = table.column(DIMENSIONS).combine_chunks()
     sizes = np.diff(to_numpy(lists.offsets))
-    codes = np.full((len(lists), int(sizes.max(initial=0))), -2, dtype=np.int64)  # before all others
+    codes = np.full((len(lists), int(sizes.max(initial=0))), -2, dtype=np.int64)  # absent sorts first
     codes[np.arange(codes.shape[1]) < sizes[:, np.newaxis]] = _text_ranks(lists.flatten())
     keys = [
         _text_ranks(table.column(ROLLUP).combine_chunks()),
@@ -132,7 +129,7 @@ def _sort_order(table: Any) -> Any:
 
 
 def _text_ranks(texts: Any) -> Any:
-    """Numbers that compare as texts do; -1 where there is none."""
+    """Integers that compare like the texts; -1 for null."""
     encoded = texts.dictionary_encode()
     order = argsort_bytes(encoded.dictionary)
     rank = np.empty(len(order) + 1, dtype=np.int64)
@@ -147,37 +144,37 @@ AggregateRow = dict[str, Any]
 
 
 def merge_states(tables: Iterable[Any]) -> Iterator[Any]:
-    """Sorted rows in, one row for each group and measure out."""
-    held: Any = None  # the last group so far: it may go on
+    """Reduce sorted rows to one row per group and measure."""
+    last_group: Any = None  # may continue in the next slice
     for rows in _slice_tables(tables):
-        if held is not None:
-            rows = pa.concat_tables([held, rows]).combine_chunks()
+        if last_group is not None:
+            rows = pa.concat_tables([last_group, rows]).combine_chunks()
         starts = _group_starts(rows)
         yield from _merge_groups(rows.slice(0, starts[-1]), starts[:-1])
-        held = rows.slice(starts[-1])
-    if held is not None:
-        yield from _merge_groups(held, np.zeros(1, np.int64))
+        last_group = rows.slice(starts[-1])
+    if last_group is not None:
+        yield from _merge_groups(last_group, np.zeros(1, np.int64))
 
 
 def _slice_tables(tables: Iterable[Any]) -> Iterator[Any]:
-    """A few rows at a time: those that are added up become objects of Python."""
+    """Small slices, because rows that are added up become Python objects."""
     for table in tables:
         for at in range(0, table.num_rows, MERGE_ROWS):
             yield table.slice(at, MERGE_ROWS).combine_chunks()
 
 
 def _group_starts(rows: Any) -> Any:
-    """Where another group or measure begins."""
-    fresh = np.ones(rows.num_rows, dtype=bool)
-    fresh[1:] = _dimensions_differ(rows.column(DIMENSIONS).combine_chunks())
+    """The rows at which a new group or measure starts."""
+    is_start = np.ones(rows.num_rows, dtype=bool)
+    is_start[1:] = _dimensions_differ(rows.column(DIMENSIONS).combine_chunks())
     for name in (ROLLUP, INTERVAL_MS, WINDOW_START, MEASURE):
         column = rows.column(name).combine_chunks()
-        fresh[1:] |= to_numpy(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
-    return np.flatnonzero(fresh)
+        is_start[1:] |= to_numpy(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
+    return np.flatnonzero(is_start)
 
 
 def _dimensions_differ(lists: Any) -> Any:
-    """For each list but the first, whether it is another one than that before it."""
+    """For each list but the first, whether it differs from the one before."""
     sizes = np.diff(to_numpy(lists.offsets))
     texts = lists.flatten().dictionary_encode().indices.fill_null(-1)
     codes = np.full((len(lists), int(sizes.max(initial=0))), -2, dtype=np.int64)
@@ -186,23 +183,25 @@ def _dimensions_differ(lists: Any) -> Any:
 
 
 def _merge_groups(rows: Any, starts: Any) -> Iterator[Any]:
-    """Most groups are in one run only, and stay as they are."""
+    """Merge groups that have several rows. Most are in one run only and have one."""
     if not rows.num_rows:
         return
     sizes = np.diff(starts, append=rows.num_rows)
     groups = np.arange(len(starts))
-    once = sizes == 1
-    if not once.all():
-        again = rows.take(pa.array(np.flatnonzero(np.repeat(~once, sizes))))
+    single = sizes == 1
+    if not single.all():
+        repeated = rows.take(pa.array(np.flatnonzero(np.repeat(~single, sizes))))
         added = [
             (group, (*key, *state))
             for group, (key, found) in zip(
-                groups[~once].tolist(), groupby(again.to_pylist(), key=_group_key), strict=True
+                groups[~single].tolist(), groupby(repeated.to_pylist(), key=_group_key), strict=True
             )
             for state in _sum_states(found)
         ]
-        rows = pa.concat_tables([rows.take(pa.array(starts[once])), _build_table([row for _, row in added])])
-        places = np.concatenate([groups[once], [group for group, _ in added]])
+        rows = pa.concat_tables(
+            [rows.take(pa.array(starts[single])), _build_table([row for _, row in added])]
+        )
+        places = np.concatenate([groups[single], [group for group, _ in added]])
         rows = rows.combine_chunks().take(pa.array(np.argsort(places, kind="stable")))
     yield rows.combine_chunks()
 
@@ -212,7 +211,7 @@ def _group_key(row: AggregateRow) -> tuple[Any, ...]:
 
 
 def _sum_states(rows: Iterator[AggregateRow]) -> list[tuple[object, ...]]:
-    """One state, or several where a count would not fit in 64 bits."""
+    """The sum of the states; several states if the count exceeds 64 bits."""
     counted = 0
     sums: list[Summary] = []
     for row in sorted(rows, key=_content_key):
@@ -228,7 +227,7 @@ def _sum_states(rows: Iterator[AggregateRow]) -> list[tuple[object, ...]]:
 
 
 def _content_key(row: AggregateRow) -> tuple[Any, ...]:
-    """Rows of one group come in any order; they are added up in one that only depends on what they say."""
+    """Sort key by content: rows of a group arrive in any order, and the result must not depend on it."""
     return (
         row[COUNT],
         row[SUM] or 0.0,

@@ -1,4 +1,4 @@
-"""States of measures as the columns of `agg`, and back."""
+"""Conversion of measure states to the columns of `agg` index files, and back."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ STATE_SCHEMA: Final = pa.schema(
 )
 
 
-# -- one by one ------------------------------------------------------------------------------------------
+# -- single states ---------------------------------------------------------------------------------------
 
 
 def count_row(count: int) -> StateRow:
@@ -66,7 +66,7 @@ def count_row(count: int) -> StateRow:
 
 
 def summary_row(summary: Summary) -> StateRow:
-    """Count, sum, the edges, the histogram and the sketch, in the order of the file."""
+    """The values of a summary in the order of STATE_SCHEMA."""
     histogram = None
     if summary.histogram is not None:
         histogram = sorted(summary.histogram.counts.items())
@@ -86,7 +86,7 @@ def summary_row(summary: Summary) -> StateRow:
 
 
 def summary_from_row(row: Mapping[str, object]) -> Summary:
-    """The state that a row was made of. `whole` is for the caller: it only matters for what is shown."""
+    """The inverse of `summary_row`. `whole` is not stored: it only affects how results are formatted."""
     histogram = row[HISTOGRAM]
     summary = Summary(histogram=histogram is not None, whole=False)
     summary.count = cast("int", row[COUNT])
@@ -114,7 +114,7 @@ def _number(double: object, whole: object) -> Number | None:
     return cast("Number | None", double if whole is None else whole)
 
 
-# -- many at a time --------------------------------------------------------------------------------------
+# -- tables of states ------------------------------------------------------------------------------------
 
 
 def state_table_from_rows(rows: Sequence[StateRow]) -> Any:
@@ -124,9 +124,9 @@ def state_table_from_rows(rows: Sequence[StateRow]) -> Any:
 
 
 def state_table_from_groups(measures: Sequence[Any], groups: int) -> Any:
-    """A row for each measure of each group, group by group, as `count_row` and `summary_row` make them.
+    """One row per group and measure, ordered by group, as of `count_row` and `summary_row`.
 
-    A measure is its counts, as an array, or its summaries.
+    A measure is an array of counts or a SummaryArray.
     """
     summed = [(place, found) for place, found in enumerate(measures) if isinstance(found, SummaryArray)]
     rows = _GroupedColumns(len(measures), groups)
@@ -155,13 +155,13 @@ _MIN_MAX_FIELDS: Final = (SummaryArray._fields.index("smallest"), SummaryArray._
 
 
 class _GroupedColumns:
-    """Columns of rows that lie group by group, from parts that know the place of their measure."""
+    """Builds columns of rows ordered by group, from the values of single measures."""
 
     def __init__(self, size: int, groups: int) -> None:
         self._shape = groups, size
 
     def numbers(self, parts: Sequence[tuple[Any, ...]], kind: Any) -> Any:
-        """Parts are a place, its numbers and, where some are missing, which."""
+        """A part is the index of a measure, its numbers and, optionally, a null mask."""
         if not parts:
             return pa.nulls(self._shape[0] * self._shape[1], kind)
         values = np.zeros(self._shape, np.float64 if kind == DOUBLE else np.int64)

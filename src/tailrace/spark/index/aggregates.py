@@ -1,23 +1,15 @@
-"""`agg` index files: rollups grouped by window and dimensions, with a partial state per measure.
+"""`agg` index files: for every rollup, interval, window and group, the partial state of each measure.
 
-Groups of a rollup, each of which is made of smaller ones where these are there already.
+There are nearly as many groups by all dimensions as records, and most queries group by one dimension or none:
+so each rollup is also stored by each dimension alone, and by none (a `DimensionCut`).
 
-Members are grouped once, by all dimensions and the shortest interval. Longer intervals, and fewer dimensions,
-only put together what that gave: nothing is looked at member by member again.
+Members, the records of a rollup, are collected in compact form and grouped once, by all dimensions and the
+shortest interval. Levels of longer intervals and fewer dimensions are combined from smaller levels instead of
+from members. States are computed by the code that serves aggregate queries, so merging partial states gives
+the same result as one state over all records.
 
-Which rows of a batch a query matches, decided on its columns.
-
-A clause holds for a row if it holds for one of the row's values. So each different value of a column is
-decided once, by the reference evaluator.
-
-`agg`: for every rollup, interval, window and group, the partial state of each measure.
-
-Groups by all dimensions are nearly as many as records, and most questions are about one dimension or none:
-each rollup is also kept by each dimension alone, and by none.
-
-States are made by the same code that answers aggregates, so that merging them is the same as never having
-split them. Rows are collected in a compact form; then all groups of one interval are made at once, as arrays,
-in the order of the file, and written before those of the next.
+The `include` query of a rollup or measure is evaluated on columns: once per distinct value, by the reference
+evaluator. A clause holds for a row if it holds for one of the row's values.
 """
 
 from __future__ import annotations
@@ -66,46 +58,46 @@ from tailrace.spark.index.file_writer import BuiltIndexFile, IndexedRange, Index
 from tailrace.spark.index.segment_batches import PointerTokens, SegmentBatch, distinct_values
 from tailrace.storage.segments.parquet import INT64, STRING, pa
 
-_DENSE_FACTOR: Final = 8  # so many marks for each member are quicker than sorting
+_DENSE_FACTOR: Final = 8  # up to this many possible ids per member, a bitmap is faster than sorting
 
 
 class MemberGroups(NamedTuple):
-    """Members by group; groups are numbered as what they were made of ascends."""
+    """Members by group; groups are numbered in the order of their ids."""
 
-    of: Any
-    number: int  # of groups
-    members: Any  # one of each group
+    group_of_member: Any
+    group_count: int
+    members: Any  # one member of each group
 
 
 def group_members(ids: Any) -> MemberGroups:
-    """Members with one number are one group; there are some."""
+    """Group members by id. There is at least one member."""
     low = int(ids.min())
     width = int(ids.max()) - low + 1
     if width <= _DENSE_FACTOR * len(ids):
         marks = np.zeros(width, bool)
         marks[ids - low] = True
-        of = (np.cumsum(marks) - 1)[ids - low]
+        group_of_member = (np.cumsum(marks) - 1)[ids - low]
     else:
-        of = np.unique(ids, return_inverse=True)[1]
-    members = np.empty(int(of.max()) + 1, np.int64)
-    members[of] = np.arange(len(ids))
-    return MemberGroups(of, len(members), members)
+        group_of_member = np.unique(ids, return_inverse=True)[1]
+    members = np.empty(int(group_of_member.max()) + 1, np.int64)
+    members[group_of_member] = np.arange(len(ids))
+    return MemberGroups(group_of_member, len(members), members)
 
 
 class RollupLevel(NamedTuple):
-    """The groups by one interval and some dimensions."""
+    """The groups by one interval and a set of dimensions."""
 
     span_ms: int
-    members: Any  # one of each group
-    found: list[Any]  # by measure: counts, tallies, or summaries of which nothing else is made
+    members: Any  # one member of each group
+    states: list[Any]  # by measure: counts, partial summaries, or summaries, which cannot be combined
 
     @property
-    def number(self) -> int:
+    def group_count(self) -> int:
         return len(self.members)
 
-    def is_part_of(self, span_ms: int) -> bool:
-        """Whether groups by a longer interval can be made of these."""
-        additive = all(isinstance(found, PartialSummaries | np.ndarray) for found in self.found)
+    def can_combine_to(self, span_ms: int) -> bool:
+        """Whether the groups of a longer interval can be combined from these."""
+        additive = all(isinstance(state, PartialSummaries | np.ndarray) for state in self.states)
         return additive and span_ms % self.span_ms == 0
 
 
@@ -115,29 +107,29 @@ def build_level(
     smaller: Sequence[RollupLevel],
     states: Callable[[MemberGroups], list[Any]],
 ) -> RollupLevel:
-    """The groups of members with one id, which is asked for at some places.
+    """The level of an interval: combined from the last usable smaller level, else computed from members.
 
-    The last of the smaller levels that will do is put together.
+    `ids` returns the group ids of the given members; `states` computes the states of groups of members.
     """
     for level in reversed(smaller):
-        if level.is_part_of(span_ms):
+        if level.can_combine_to(span_ms):
             groups = group_members(ids(level.members))
-            found = [_combine_states(one, groups) for one in level.found]
-            return RollupLevel(span_ms, level.members[groups.members], found)
+            combined = [_combine_states(state, groups) for state in level.states]
+            return RollupLevel(span_ms, level.members[groups.members], combined)
     groups = group_members(ids(slice(None)))
     return RollupLevel(span_ms, groups.members, states(groups))
 
 
-def _combine_states(found: Any, groups: MemberGroups) -> Any:
-    if isinstance(found, PartialSummaries):
-        return found.by(groups.of, groups.number)
-    return sum_counts(found, groups.of, groups.number)
+def _combine_states(state: Any, groups: MemberGroups) -> Any:
+    if isinstance(state, PartialSummaries):
+        return state.by(groups.group_of_member, groups.group_count)
+    return sum_counts(state, groups.group_of_member, groups.group_count)
 
 
 def join_states(levels: Sequence[RollupLevel]) -> list[Any]:
-    """Counts and summaries by measure, as they are stored, one level behind the other."""
+    """Counts and summaries by measure, with those of all levels concatenated."""
     return [
-        _to_summaries(_join_parts(parts)) for parts in zip(*(level.found for level in levels), strict=True)
+        _to_summaries(_join_parts(parts)) for parts in zip(*(level.states for level in levels), strict=True)
     ]
 
 
@@ -154,7 +146,7 @@ def _to_summaries(found: Any) -> Any:
 
 
 def match_batch(query: BoundQuery, batch: SegmentBatch) -> Any:
-    """A numpy array of truth values, one for each row."""
+    """Whether each row of the batch matches, as a numpy array."""
     match query:
         case All(clauses):
             found = np.ones(batch.count, dtype=bool)
@@ -173,10 +165,10 @@ def match_batch(query: BoundQuery, batch: SegmentBatch) -> Any:
         case _:
             column = batch.column(query.field)
             values, which = distinct_values(column)
-            held = np.array([_clause_holds(query, value) for value in values], dtype=bool)
+            matches = np.array([_clause_holds(query, value) for value in values], dtype=bool)
             found = np.zeros(batch.count, dtype=bool)
             if len(which):
-                found[column.rows[held[which]]] = True
+                found[column.rows[matches[which]]] = True
             return found
 
 
@@ -185,7 +177,7 @@ def _clause_holds(clause: BoundQuery, value: Value) -> bool:
 
 
 def bound_query_fields(query: BoundQuery) -> set[str]:
-    """The fields that a query asks about."""
+    """The fields that a query uses."""
     match query:
         case All(clauses) | AnyOf(clauses) | Anywhere(clauses):
             return {name for clause in clauses for name in bound_query_fields(clause)}
@@ -196,8 +188,8 @@ def bound_query_fields(query: BoundQuery) -> set[str]:
 
 
 GROUP_ROWS: Final = 16_384
-GROUPS_AT_ONCE: Final = 4096  # so many groups and more are made by themselves
-GROUP_ROWS_MIN: Final = 512  # a row group is of one rollup and interval, if there are so many rows
+GROUPS_AT_ONCE: Final = 4096  # small levels are converted together until they have this many groups
+GROUP_ROWS_MIN: Final = 512  # with this many rows, a section gets row groups of its own
 
 AGGREGATE_SCHEMA: Final = pa.schema(
     [
@@ -209,28 +201,28 @@ AGGREGATE_SCHEMA: Final = pa.schema(
         *aggregate_states.STATE_SCHEMA,
     ]
 )
-# Counts are small numbers, most of them 1. The buckets of a sketch ascend.
+# Counts are small numbers, mostly 1. The bucket numbers of a sketch ascend.
 DICTIONARY_COLUMNS: Final = [
     *(ROLLUP, f"{DIMENSIONS}.list.element", MEASURE, COUNT, SUM_REST, UNPLACED),
     *(f"{HISTOGRAM}.key_value.key", f"{HISTOGRAM}.key_value.value", f"{SKETCH}.key_value.value"),
 ]
 DELTA_COLUMNS: Final = [INTERVAL_MS, WINDOW_START, f"{SKETCH}.key_value.key"]
 
-STATISTICS_COLUMNS: Final = [ROLLUP, INTERVAL_MS, WINDOW_START]  # what row groups are chosen by
+STATISTICS_COLUMNS: Final = [ROLLUP, INTERVAL_MS, WINDOW_START]  # row groups are selected by these
 
-# A measure's own pointers, as members of a small record made of what lies at them.
+# The parts of a measure as members of a small record, which replaces the pointers of the measure.
 _PART_POINTERS: Final = ("/0", "/1", "/2", "/3", "/4", "/5")
 
 
 class _MeasureValues(NamedTuple):
-    """What waits for a measure: numbers or summaries, and the member each belongs to."""
+    """Collected values of a measure, numbers or summaries, and the member of each."""
 
     members: Any
-    values: Any  # numpy, or `Numbers` of all that waited
+    values: Any  # numpy, or a number array after gathering
 
 
 class _RollupBuilder:
-    """The members of one rollup so far."""
+    """Collects the members of one rollup and builds its tables."""
 
     def __init__(self, name: str, rollup: Rollup, config: SearchConfig) -> None:
         self.name = name
@@ -258,7 +250,7 @@ class _RollupBuilder:
         self._codes: list[list[Any]] = [[] for _ in self._dimensions]
         self._texts: list[dict[str, int]] = [{} for _ in self._dimensions]
         self._counted: dict[str, list[Any]] = {name: [] for name in self._measures}
-        self._waiting: dict[str, list[_MeasureValues]] = {name: [] for name in self._measures}
+        self._values: dict[str, list[_MeasureValues]] = {name: [] for name in self._measures}
         self._members = 0
 
     def fields(self) -> set[str]:
@@ -268,7 +260,7 @@ class _RollupBuilder:
         return found | {measure.field for measure in self._measures.values() if measure.field is not None}
 
     def pointers(self) -> list[PointerTokens]:
-        return [tokens for _, wanted in self._readers.values() for tokens in wanted if tokens]
+        return [tokens for _, pointers in self._readers.values() for tokens in pointers if tokens]
 
     def add(self, batch: SegmentBatch) -> None:
         times = batch.column(self._timestamp)
@@ -291,8 +283,8 @@ class _RollupBuilder:
         member[rows] = np.arange(self._members, self._members + len(rows))
         self._members += len(rows)
         self._times.append(at[rows])
-        for held, code in zip(self._codes, codes, strict=True):
-            held.append(code[rows])
+        for collected, code in zip(self._codes, codes, strict=True):
+            collected.append(code[rows])
         for name, measure in self._measures.items():
             self._measure(name, measure, batch, rows, member)
 
@@ -303,48 +295,49 @@ class _RollupBuilder:
             self._counted[name].append(counted)
         elif measure.kind == "summary":
             column = batch.column(cast("str", measure.field))
-            of = member[column.rows]
-            self._waiting[name].append(_MeasureValues(of[of >= 0], to_numpy(column.values)[of >= 0]))
+            members = member[column.rows]
+            inside = members >= 0
+            self._values[name].append(_MeasureValues(members[inside], to_numpy(column.values)[inside]))
         else:
             reader, pointers = self._readers[name]
             found = [batch.leaves(tokens) if tokens else None for tokens in pointers]
-            of, parts = list[int](), list[SummaryParts]()
+            members, parts = list[int](), list[SummaryParts]()
             for row in rows.tolist():
                 small = {str(place): leaves[row] for place, leaves in enumerate(found) if leaves is not None}
                 read = reader.read(small)
                 if read is not None:
-                    of.append(member[row])
+                    members.append(member[row])
                     parts.append(read)
-            held = np.empty(len(parts), dtype=object)
+            values = np.empty(len(parts), dtype=object)
             for place, read in enumerate(parts):
-                held[place] = read
-            self._waiting[name].append(_MeasureValues(np.array(of, dtype=np.int64), held))
+                values[place] = read
+            self._values[name].append(_MeasureValues(np.array(members, dtype=np.int64), values))
 
     # -- groups ------------------------------------------------------------------------------------------
 
     @property
     def cuts(self) -> list[DimensionCut]:
-        """All dimensions together; and none, and each alone, where that is something else."""
+        """The cut by all dimensions, and those by none and by each alone unless they are the same."""
         places = tuple(range(len(self._dimensions)))
-        kept = {(), *((place,) for place in places)} - {places}
+        partial_cuts = {(), *((place,) for place in places)} - {places}
         return [
             DimensionCut(self.name, self, places),
-            *(DimensionCut(partial_rollup_name(self.name, one), self, one) for one in kept),
+            *(DimensionCut(partial_rollup_name(self.name, one), self, one) for one in partial_cuts),
         ]
 
-    def gathered(self) -> GatheredMembers:
+    def gather(self) -> GatheredMembers:
         """All members, ready to be grouped."""
-        ranked = [_rank_texts(held, texts) for held, texts in zip(self._codes, self._texts, strict=True)]
+        ranked = [_rank_texts(codes, texts) for codes, texts in zip(self._codes, self._texts, strict=True)]
         measured: dict[str, _MeasureValues] = {}
-        for name, waiting in self._waiting.items():
+        for name, collected in self._values.items():
             measure = self._measures[name]
             if measure.kind == "count":
                 continue
-            members, values = (np.concatenate([piece[place] for piece in waiting]) for place in (0, 1))
+            members, values = (np.concatenate([piece[place] for piece in collected]) for place in (0, 1))
             if measure.kind == "summary":
                 values = build_number_array(values, histogram=measure.histogram is not None)
             measured[name] = _MeasureValues(members, values)
-        counted = {name: np.concatenate(held) for name, held in self._counted.items() if held}
+        counted = {name: np.concatenate(flags) for name, flags in self._counted.items() if flags}
         times = np.concatenate(self._times)
         windows = {span_ms: group_members(times // span_ms) for span_ms in self._intervals}
         return GatheredMembers(times, windows, ranked, counted, measured, [])
@@ -356,136 +349,140 @@ class _RollupBuilder:
     def tables(
         self, gathered: GatheredMembers, cuts: Iterable[DimensionCut]
     ) -> Iterator[tuple[Section, Any]]:
-        """The rows of some cuts in order, interval by interval. The cut by all dimensions comes first."""
-        held = list[tuple[DimensionCut, RollupLevel]]()
+        """The rows of the cuts in order, interval by interval. The cut by all dimensions must come first."""
+        pending = list[tuple[DimensionCut, RollupLevel]]()
         for cut in cuts:
             if self._makes:
                 yield from self._tables_with_parts(gathered, cut)
                 continue
             for level in self._levels(gathered, cut):
-                held.append((cut, level))
-                if sum(one.number for _, one in held) >= GROUPS_AT_ONCE:
-                    yield from self._tables(gathered, held)
-                    held.clear()
-        if held:
-            yield from self._tables(gathered, held)
+                pending.append((cut, level))
+                if sum(one.group_count for _, one in pending) >= GROUPS_AT_ONCE:
+                    yield from self._tables(gathered, pending)
+                    pending.clear()
+        if pending:
+            yield from self._tables(gathered, pending)
 
     def _levels(self, gathered: GatheredMembers, cut: DimensionCut) -> Iterator[RollupLevel]:
-        of, number = gathered.alike(cut.places)
+        group_of_member, count = gathered.group_by(cut.places)
         levels = gathered.levels if len(cut.places) == len(self._dimensions) else list(gathered.levels)
-        states_of = partial(self._found, gathered)
+        states = partial(self._states, gathered)
         for span_ms, windows in gathered.windows.items():
-            ids = partial(_window_group_ids, windows.of, of, number)
-            levels.append(build_level(span_ms, ids, levels, states_of))
+            ids = partial(_window_group_ids, windows.group_of_member, group_of_member, count)
+            levels.append(build_level(span_ms, ids, levels, states))
             yield levels[-1]
 
     def _tables(
-        self, gathered: GatheredMembers, held: list[tuple[DimensionCut, RollupLevel]]
+        self, gathered: GatheredMembers, cut_levels: list[tuple[DimensionCut, RollupLevel]]
     ) -> Iterator[tuple[Section, Any]]:
-        """Small levels are made together: most of what they cost is not by their size."""
+        """Convert small levels together: most of their cost does not depend on their size."""
         count = len(self._measures)
-        levels = [level for _, level in held]
+        levels = [level for _, level in cut_levels]
         whole = aggregate_states.state_table_from_groups(
-            join_states(levels), sum(level.number for level in levels)
+            join_states(levels), sum(level.group_count for level in levels)
         )
         at = 0
-        for cut, level in held:
-            rows, which = np.repeat(level.members, count), np.tile(np.arange(count), level.number)
+        for cut, level in cut_levels:
+            rows, which = np.repeat(level.members, count), np.tile(np.arange(count), level.group_count)
             yield self._table(gathered, cut, level.span_ms, (rows, which, whole.slice(at, len(rows))))
             at += len(rows)
 
     def _table(
         self, gathered: GatheredMembers, cut: DimensionCut, span_ms: int, found: tuple[Any, Any, Any]
     ) -> tuple[Section, Any]:
-        """Of each row a member, the measure and the state."""
-        rows, which, states_of = found
+        """`found` has, for each row, a member of its group, the measure and the state."""
+        rows, which, states = found
         columns = [
             pa.repeat(pa.scalar(cut.name, STRING), len(rows)),
             pa.repeat(pa.scalar(span_ms, INT64), len(rows)),
             from_numpy(gathered.times[rows] // span_ms * span_ms, INT64),
             _dimension_lists([gathered.ranked[place] for place in cut.places], rows),
             pa.array(list(self._measures), STRING).take(pa.array(which)),
-            *states_of.columns,
+            *states.columns,
         ]
         return (cut.name, span_ms), pa.Table.from_arrays(columns, schema=AGGREGATE_SCHEMA)
 
     def _tables_with_parts(
         self, gathered: GatheredMembers, cut: DimensionCut
     ) -> Iterator[tuple[Section, Any]]:
-        of, number = gathered.alike(cut.places)
+        group_of_member, count = gathered.group_by(cut.places)
         for span_ms, windows in gathered.windows.items():
-            groups = group_members(_window_group_ids(windows.of, of, number, slice(None)))
+            groups = group_members(
+                _window_group_ids(windows.group_of_member, group_of_member, count, slice(None))
+            )
             yield self._table(gathered, cut, span_ms, self._rows_with_parts(gathered, groups))
 
     def _rows_with_parts(self, gathered: GatheredMembers, groups: MemberGroups) -> tuple[Any, Any, Any]:
-        """Summaries by others: a group has more than one where a count would not fit."""
-        tables, of = list[Any](), list[Any]()
+        """Rows of a rollup with a `summary_parts` measure: a group has several if a count exceeds 64 bits."""
+        tables, group_numbers = list[Any](), list[Any]()
         for name, measure in self._measures.items():
             if measure.kind == "summary_parts":
                 numbers, table = self._parts(gathered.measured[name], groups, self._makes[name])
             else:
                 found = join_states([RollupLevel(0, groups.members, [self._state(gathered, name, groups)])])
                 numbers, table = (
-                    np.arange(groups.number),
-                    aggregate_states.state_table_from_groups(found, groups.number),
+                    np.arange(groups.group_count),
+                    aggregate_states.state_table_from_groups(found, groups.group_count),
                 )
             tables.append(table)
-            of.append(numbers)
-        group = np.concatenate(of)
+            group_numbers.append(numbers)
+        group = np.concatenate(group_numbers)
         order = np.argsort(group, kind="stable")
-        which = np.repeat(np.arange(len(self._measures)), [len(numbers) for numbers in of])
+        which = np.repeat(np.arange(len(self._measures)), [len(numbers) for numbers in group_numbers])
         whole = pa.concat_tables(tables).combine_chunks().take(pa.array(order))
         return groups.members[group[order]], which[order], whole.combine_chunks()
 
-    def _found(self, gathered: GatheredMembers, groups: MemberGroups) -> list[Any]:
+    def _states(self, gathered: GatheredMembers, groups: MemberGroups) -> list[Any]:
         return [self._state(gathered, name, groups) for name in self._measures]
 
     def _state(self, gathered: GatheredMembers, name: str, groups: MemberGroups) -> Any:
-        """A count or a summary for each group, the latter as tallies if it may be one."""
+        """The count or summary of each group; as partial summaries, which can be combined, if possible."""
         if self._measures[name].kind == "count":
-            return np.bincount(groups.of[gathered.counted[name]], minlength=groups.number)
+            return np.bincount(groups.group_of_member[gathered.counted[name]], minlength=groups.group_count)
         members, values = gathered.measured[name]
-        of = groups.of[members]
-        tallies = partial_summaries_by_group(values, of, groups.number)
-        return summarise_by_group(values, of, groups.number) if tallies is None else tallies
+        group_of_value = groups.group_of_member[members]
+        partials = partial_summaries_by_group(values, group_of_value, groups.group_count)
+        return (
+            summarise_by_group(values, group_of_value, groups.group_count) if partials is None else partials
+        )
 
     def _parts(
-        self, waiting: _MeasureValues, groups: MemberGroups, make: Callable[[], Summary]
+        self, measured: _MeasureValues, groups: MemberGroups, make: Callable[[], Summary]
     ) -> tuple[Any, Any]:
         """The group of each state, and the states."""
-        found: list[list[SummaryParts]] = [[] for _ in range(groups.number)]
-        of = cast("list[int]", groups.of[waiting.members].tolist())
-        for group, parts in zip(of, waiting.values.tolist(), strict=True):
+        found: list[list[SummaryParts]] = [[] for _ in range(groups.group_count)]
+        group_of_value = cast("list[int]", groups.group_of_member[measured.members].tolist())
+        for group, parts in zip(group_of_value, measured.values.tolist(), strict=True):
             found[group].append(parts)
         summed = [(group, one) for group, parts in enumerate(found) for one in _sum_parts(parts, make)]
         rows = [aggregate_states.summary_row(summary) for _, summary in summed]
         return np.array([group for group, _ in summed]), aggregate_states.state_table_from_rows(rows)
 
 
-Section = tuple[str, int]  # what a rollup is stored under, and an interval
+Section = tuple[str, int]  # the name that a cut of a rollup is stored under, and the interval
 
 
 class GatheredMembers(NamedTuple):
-    """The members of a rollup, one behind the other."""
+    """All members of a rollup, as arrays."""
 
     times: Any
     windows: dict[int, MemberGroups]  # by interval
-    ranked: list[tuple[Any, list[str | None]]]  # of each dimension
-    counted: dict[str, Any]  # by measure, which members count
+    ranked: list[tuple[Any, list[str | None]]]  # by dimension, the codes of members and the texts by code
+    counted: dict[str, Any]  # by measure, which members are counted
     measured: dict[str, _MeasureValues]
-    levels: list[RollupLevel]  # by all dimensions, of which others are made
+    levels: list[RollupLevel]  # by all dimensions; other levels are combined from these
 
-    def alike(self, places: tuple[int, ...]) -> tuple[Any, int]:
-        """By some dimensions, the number of each member's group, and how many numbers there are."""
+    def group_by(self, places: tuple[int, ...]) -> tuple[Any, int]:
+        """The group number of each member by the given dimensions, and an upper bound of the numbers."""
         if len(places) == 1:
             codes, texts = self.ranked[places[0]]
             return codes, len(texts)
         groups = group_members(group_ids([self.ranked[place][0] for place in places], len(self.times)))
-        return groups.of, groups.number
+        return groups.group_of_member, groups.group_count
 
 
 class DimensionCut(NamedTuple):
-    """A rollup by some of its dimensions, and the name under which that is stored."""
+    """A rollup by a subset of its dimensions, and the name that it is stored under."""
 
     name: str
     rollup: _RollupBuilder
@@ -508,13 +505,13 @@ class AggregateBuilder:
             rollup.add(batch)
 
     def finish(self) -> list[BuiltIndexFile]:
-        gathered = {rollup.name: rollup.gathered() for rollup in self._rollups if not rollup.is_empty}
+        gathered = {rollup.name: rollup.gather() for rollup in self._rollups if not rollup.is_empty}
         cuts = sorted((cut for rollup in self._rollups for cut in rollup.cuts), key=_name_bytes)
         found = (
             section
-            for rollup, of_it in groupby(cuts, lambda cut: cut.rollup)
+            for rollup, rollup_cuts in groupby(cuts, lambda cut: cut.rollup)
             if rollup.name in gathered
-            for section in rollup.tables(gathered[rollup.name], of_it)
+            for section in rollup.tables(gathered[rollup.name], rollup_cuts)
         )
         data, count = write_aggregates(found, build_file_facts(AGG, self._covers))
         return [BuiltIndexFile(AGG, data, self._covers.rows, {"groups": count})]
@@ -523,39 +520,42 @@ class AggregateBuilder:
 def write_aggregates(
     found: Iterable[tuple[Section, Any]], facts: dict[str, str], sink: Any = None
 ) -> tuple[bytes, int]:
-    """Rows in order, however sections are cut into tables, as a file; and how many they were."""
+    """Write sorted rows. Returns the file and the number of rows.
+
+    Row groups depend on the rows only, not on how sections are cut into tables.
+    """
     with IndexFileWriter(
         AGGREGATE_SCHEMA,
         facts,
-        repeated=DICTIONARY_COLUMNS,
-        packed=DELTA_COLUMNS,
+        dictionary=DICTIONARY_COLUMNS,
+        delta=DELTA_COLUMNS,
         page_rows=GROUP_ROWS,
-        bounds=STATISTICS_COLUMNS,
+        statistics=STATISTICS_COLUMNS,
         sink=sink,
     ) as writer:
-        held: list[Any] = []
-        rows, before = 0, None
+        pending: list[Any] = []
+        rows, previous = 0, None
         for section, table in found:
-            if section != before and rows >= GROUP_ROWS_MIN:
-                writer.write(pa.concat_tables(held).combine_chunks())
-                held, rows = [], 0
-            before = section
+            if section != previous and rows >= GROUP_ROWS_MIN:
+                writer.write(pa.concat_tables(pending).combine_chunks())
+                pending, rows = [], 0
+            previous = section
             at = 0
             while at < table.num_rows:
                 piece = table.slice(at, GROUP_ROWS - rows)
-                held.append(piece)
+                pending.append(piece)
                 rows += piece.num_rows
                 at += piece.num_rows
                 if rows == GROUP_ROWS:
-                    writer.write(pa.concat_tables(held).combine_chunks())
-                    held, rows = [], 0
-        if held:
-            writer.write(pa.concat_tables(held).combine_chunks())
+                    writer.write(pa.concat_tables(pending).combine_chunks())
+                    pending, rows = [], 0
+        if pending:
+            writer.write(pa.concat_tables(pending).combine_chunks())
         return writer.finish(), writer.rows
 
 
 def split_sections(tables: Iterable[Any]) -> Iterator[tuple[Section, Any]]:
-    """Tables of one rollup and interval each, with both."""
+    """Split tables by section: one rollup and interval each."""
     for table in tables:
         if not table.num_rows:
             continue
@@ -569,7 +569,7 @@ def split_sections(tables: Iterable[Any]) -> Iterator[tuple[Section, Any]]:
 
 
 def _dimension_lists(ranked: list[tuple[Any, list[str | None]]], rows: Any) -> Any:
-    """Lists of the values that some members have."""
+    """The dimension values of the given members, as lists."""
     texts: list[str | None] = []
     places: list[Any] = []
     for codes, values in ranked:
@@ -581,9 +581,9 @@ def _dimension_lists(ranked: list[tuple[Any, list[str | None]]], rows: Any) -> A
     return build_list_array(AGGREGATE_SCHEMA.field(DIMENSIONS).type, offsets, values)
 
 
-def _window_group_ids(windows: Any, alike: Any, number: int, places: Any) -> Any:
-    """A number for each window and group of some members."""
-    return windows[places] * number + alike[places]
+def _window_group_ids(windows: Any, group_of_member: Any, count: int, members: Any) -> Any:
+    """A unique id of window and group for the given members."""
+    return windows[members] * count + group_of_member[members]
 
 
 def _name_bytes(cut: DimensionCut) -> bytes:
@@ -595,7 +595,7 @@ def _bind_optional_include(text: str | None, config: SearchConfig, path: str) ->
 
 
 def _dimension_codes(batch: SegmentBatch, name: str, texts: dict[str, int]) -> tuple[Any, Any]:
-    """For each row which text it has, -1 if none; and which rows have two different values."""
+    """The code of each row's text, -1 if it has none; and which rows have different values."""
     column = batch.column(name)
     code = np.full(batch.count, -1, dtype=np.int64)
     several = np.zeros(batch.count, dtype=bool)
@@ -603,7 +603,7 @@ def _dimension_codes(batch: SegmentBatch, name: str, texts: dict[str, int]) -> t
         return code, several
     values, which = distinct_values(column)
     known = np.array([texts.setdefault(value_text(value), len(texts)) for value in values])
-    # Backwards, so that the first value of a row stays.
+    # In reverse, so that the first value of a row wins.
     code[column.rows[::-1]] = known[which][::-1]
     if len(column.rows) > len(column.present):
         first = np.full(batch.count, -1, dtype=np.int64)
@@ -612,14 +612,14 @@ def _dimension_codes(batch: SegmentBatch, name: str, texts: dict[str, int]) -> t
     return code, several
 
 
-def _rank_texts(held: list[Any], texts: dict[str, int]) -> tuple[Any, list[str | None]]:
-    """Codes that compare as the texts do, none first, and the texts by code."""
+def _rank_texts(codes: list[Any], texts: dict[str, int]) -> tuple[Any, list[str | None]]:
+    """Codes in the order of the texts, with none first, and the texts by code."""
     ordered = sorted(texts)
     rank = np.empty(len(texts) + 1, dtype=np.int64)
     rank[-1] = 0  # the code -1
     for place, text in enumerate(ordered):
         rank[texts[text]] = place + 1
-    return rank[np.concatenate(held)], [None, *ordered]
+    return rank[np.concatenate(codes)], [None, *ordered]
 
 
 def _summary_factory(measure: Measure) -> Callable[[], Summary]:
@@ -628,7 +628,7 @@ def _summary_factory(measure: Measure) -> Callable[[], Summary]:
 
 
 def _sum_parts(found: list[SummaryParts], make: Callable[[], Summary]) -> list[Summary]:
-    """Summaries made by others, added up. Their counts may be as large as they like."""
+    """The sum of client-made summaries; several if the count would exceed 64 bits."""
     sums = [make()]
     for parts in found:
         if sums[-1].count + parts.size > INT64_MAX:
@@ -650,9 +650,9 @@ def parts_pointers(measure: Measure) -> list[PointerTokens | None]:
 
 
 def _parts_measure(measure: Measure) -> Measure:
-    """The measure for a record that has just its parts."""
-    given = parts_pointers(measure)
-    places = [
-        place if tokens is not None else None for place, tokens in zip(_PART_POINTERS, given, strict=True)
+    """The measure for a small record that has just its parts."""
+    pointers = [
+        pointer if tokens is not None else None
+        for pointer, tokens in zip(_PART_POINTERS, parts_pointers(measure), strict=True)
     ]
-    return Measure("summary_parts", None, None, None, *places)
+    return Measure("summary_parts", None, None, None, *pointers)

@@ -1,4 +1,4 @@
-"""Arrow and numpy as the kernels use them. Neither has annotations: this is where typing stops."""
+"""Arrow and numpy helpers of the index builders. Neither library has annotations: both are `Any` here."""
 
 from __future__ import annotations
 
@@ -6,29 +6,7 @@ from typing import Any, Final
 
 import numpy
 
-from tailrace.storage.segments.parquet import BINARY, INT32, INT64, STRING, pa, pc, pq
-
-__all__ = [
-    "BINARY",
-    "BOOL",
-    "DOUBLE",
-    "INT32",
-    "INT64",
-    "INT64_LIST",
-    "STRING",
-    "argsort_bytes",
-    "build_list_array",
-    "expand_spans",
-    "from_numpy",
-    "list_type",
-    "np",
-    "offsets_from_counts",
-    "pa",
-    "pc",
-    "pq",
-    "stable_argsort",
-    "to_numpy",
-]
+from tailrace.storage.segments.parquet import BINARY, INT32, INT64, pa, pc
 
 np: Any = numpy
 
@@ -36,9 +14,9 @@ BOOL: Final = pa.bool_()
 DOUBLE: Final = pa.float64()
 
 _WORD_BYTES: Final = 8
-_LIBRARY_SORT_MAX: Final = 256  # values that are sorted at once by the library
-_WORDS_MAX: Final = 4  # of a value, that are compared; what is the same in all of them has more in common yet
-# By how many bytes there are of a word, what is kept of it.
+_LIBRARY_SORT_MAX: Final = 256  # fewer values are sorted by Arrow
+_WORDS_MAX: Final = 4  # words of a value that are compared before the rest is left to Arrow
+# By the number of valid bytes in a word, the mask of these bytes.
 _WORD_MASKS: Final = np.array([((1 << 64) - 1) ^ ((1 << 64 - 8 * size) - 1) for size in range(9)], np.uint64)
 
 
@@ -57,53 +35,53 @@ def to_numpy(array: Any) -> Any:
 
 
 def from_numpy(numbers: Any, kind: Any) -> Any:
-    """Numbers of the width of `kind`, as they are."""
+    """An Arrow array over the buffer of a numpy array, whose item size is that of `kind`."""
     return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(np.ascontiguousarray(numbers))])
 
 
 def offsets_from_counts(counts: Any) -> Any:
-    """Where each of some runs begins, and where the last one ends."""
+    """The start of each run, and the end of the last one."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
 
 
 def expand_spans(starts: Any, counts: Any) -> Any:
-    """The numbers from each start on, as many as are wanted there, one span behind the other."""
+    """The concatenated ranges `start .. start + count - 1`."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
 
 
 def stable_argsort(ranks: Any, bound: int) -> Any:
-    """The places of numbers from 0 to below `bound`, ascending; equal ones stay as they are."""
-    # Short numbers are sorted by their digits, which takes a fraction of the time.
+    """Stable argsort of integers in `0 .. bound - 1`."""
+    # numpy sorts 16-bit integers by radix, in a fraction of the time.
     return np.argsort(ranks.astype(np.uint16) if bound <= 1 << 16 else ranks, kind="stable")
 
 
 def argsort_bytes(values: Any) -> Any:
-    """The places of different texts or bytes, ascending as bytes do.
+    """Argsort of distinct texts or byte strings, in byte order.
 
-    They are compared by eight bytes as one number, from where they begin to differ; where these are the same,
-    by the next eight. What is still the same is left to the library, which takes many times as long.
+    Compares eight bytes as one integer, starting after the common prefix, and the next eight bytes where
+    these are equal. Remaining ties are sorted by Arrow, which is many times slower.
     """
     count = len(values)
     if count < _LIBRARY_SORT_MAX:
         return to_numpy(pc.sort_indices(values)).astype(np.int64)
     _, starts, data = values.buffers()
     edges = np.frombuffer(starts, np.int32)[values.offset : values.offset + count + 1].astype(np.int64)
-    held = np.zeros(edges[-1] + _WORD_BYTES, np.uint8)  # a word may begin at the very end
+    padded = np.zeros(edges[-1] + _WORD_BYTES, np.uint8)  # padded: a word may start at the end
     if data is not None:
-        held[: edges[-1]] = np.frombuffer(data, np.uint8)[: edges[-1]]
+        padded[: edges[-1]] = np.frombuffer(data, np.uint8)[: edges[-1]]
     firsts = edges[:-1] + _common_prefix_bytes(values)
-    words = _load_words(held, firsts, edges[1:])
+    words = _load_words(padded, firsts, edges[1:])
     order = np.argsort(words)
-    same = np.append(words[order[1:]] == words[order[:-1]], False)  # as the next one
+    same = np.append(words[order[1:]] == words[order[:-1]], False)  # equal to the next one
     for word in range(1, _WORDS_MAX):
         tied = _tied_places(same)
         if len(tied) < _LIBRARY_SORT_MAX:
             break
         places = order[tied]
-        words = _load_words(held, firsts[places] + word * _WORD_BYTES, edges[1:][places])
+        words = _load_words(padded, firsts[places] + word * _WORD_BYTES, edges[1:][places])
         within = np.lexsort([words, offsets_from_counts(~same)[tied]])
         order[tied], words = places[within], words[within]
         same[tied[:-1]] &= words[1:] == words[:-1]
@@ -115,23 +93,23 @@ def argsort_bytes(values: Any) -> Any:
 
 
 def _tied_places(same: Any) -> Any:
-    """Where something is the same as the next one, or as the one before."""
+    """The indices that are equal to the next or to the previous one."""
     either = same.copy()
     either[1:] |= same[:-1]
     return np.flatnonzero(either)
 
 
 def _common_prefix_bytes(values: Any) -> int:
-    """With how many bytes all values begin: the smallest and the largest one do."""
+    """The length of the common prefix: that of the smallest and the largest value."""
     edges = pc.min_max(values.cast(BINARY)).as_py()
     low, high = edges["min"], edges["max"]
     return next((at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low))
 
 
-def _load_words(held: Any, firsts: Any, ends: Any) -> Any:
-    """Eight bytes of each value from some place on as a number; zeros where it has fewer."""
+def _load_words(padded: Any, firsts: Any, ends: Any) -> Any:
+    """Eight bytes of each value as a big-endian integer, padded with zeros."""
     firsts = np.minimum(firsts, ends)
-    everywhere = np.ndarray(len(held) - _WORD_BYTES + 1, ">u8", held, strides=(1,))
+    everywhere = np.ndarray(len(padded) - _WORD_BYTES + 1, ">u8", padded, strides=(1,))
     return everywhere[firsts].astype(np.uint64) & _WORD_MASKS[np.minimum(ends - firsts, _WORD_BYTES)]
 
 

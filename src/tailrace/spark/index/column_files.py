@@ -1,8 +1,7 @@
-"""`col` and `mblk` index files: field values and metric intervals as columns, one row per entry.
+"""`col` and `mblk` index files, with one row per entry.
 
-`col`: the values of typed fields, a row for each entry.
-
-`mblk`: canonical metric intervals as columns, so that nobody has to decode them again.
+`col` has the values of typed fields. `mblk` has canonical metric intervals as columns, so that readers need
+not decode records.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ GROUP_BYTES_MAX: Final = 8 << 20
 
 
 class ColumnBuilder:
-    """Writes as it goes: it holds one row group."""
+    """Builds `col`. Writes row group by row group: one is in memory at a time."""
 
     def __init__(
         self, covers: IndexedRange, config: SearchConfig, fields: Sequence[str], primary: str | None
@@ -55,9 +54,9 @@ class ColumnBuilder:
         columns = [pa.field(name, kind, nullable=False) for name, kind in self._types.items()]
         self._schema = pa.schema([pa.field(ENTRY, INT64, nullable=False), *columns])
         self._writer: IndexFileWriter | None = None
-        self._held: list[Any] = []
-        self._held_rows = 0
-        self._held_bytes = 0
+        self._pending: list[Any] = []
+        self._pending_rows = 0
+        self._pending_bytes = 0
         self._times: tuple[int, int] | None = None
 
     def add(self, batch: SegmentBatch) -> None:
@@ -66,61 +65,60 @@ class ColumnBuilder:
             column = batch.column(name)
             columns.append(build_list_array(kind, column.offsets, column.values))
         if self._primary is not None:
-            self._widen(batch.column(self._primary).values)
+            self._extend_times(batch.column(self._primary).values)
         table = pa.Table.from_arrays(columns, schema=self._schema)
-        if self._held_rows + table.num_rows > GROUP_ROWS or self._held_bytes > GROUP_BYTES_MAX:
+        if self._pending_rows + table.num_rows > GROUP_ROWS or self._pending_bytes > GROUP_BYTES_MAX:
             self._flush()
-        self._held.append(table)
-        self._held_rows += table.num_rows
-        self._held_bytes += table.nbytes
+        self._pending.append(table)
+        self._pending_rows += table.num_rows
+        self._pending_bytes += table.nbytes
 
-    def _widen(self, values: Any) -> None:
+    def _extend_times(self, values: Any) -> None:
         if len(values):
             edges = pc.min_max(values).as_py()
             low, high = self._times or (edges["min"], edges["max"])
             self._times = (min(low, edges["min"]), max(high, edges["max"]))
 
     def _flush(self) -> None:
-        if self._held:
-            table = pa.concat_tables(self._held).combine_chunks()
+        if self._pending:
+            table = pa.concat_tables(self._pending).combine_chunks()
             if self._writer is None:
-                self._writer = self._opened(table)
+                self._writer = self._open_writer(table)
             self._writer.write(table)
-        self._held.clear()
-        self._held_rows = self._held_bytes = 0
+        self._pending.clear()
+        self._pending_rows = self._pending_bytes = 0
 
-    def _opened(self, table: Any) -> IndexFileWriter:
-        """The first row group tells what repeats itself, as levels do, and what does not, as ids."""
-        paths: dict[str, list[str]] = {"repeated": [], "apart": [], "packed": [ENTRY], "plain": []}
+    def _open_writer(self, table: Any) -> IndexFileWriter:
+        """Choose the encoding of columns by the values in the first row group."""
+        paths: dict[str, list[str]] = {"dictionary": [], "delta_length": [], "delta": [ENTRY], "plain": []}
         for name, kind in self._kinds.items():
             paths[_column_encoding(kind, table.column(name))].append(f"{name}.list.element")
         return IndexFileWriter(
             self._schema,
             build_file_facts(COL, self._covers),
-            repeated=paths["repeated"],
-            packed=paths["packed"],
-            bytes_apart=paths["apart"],
+            dictionary=paths["dictionary"],
+            delta=paths["delta"],
+            delta_length=paths["delta_length"],
         )
 
     def finish(self) -> list[BuiltIndexFile]:
         self._flush()
         if self._writer is None:
-            self._writer = self._opened(self._schema.empty_table())
-        assert self._writer.rows == self._covers.rows, "a row for each entry"
+            self._writer = self._open_writer(self._schema.empty_table())
+        assert self._writer.rows == self._covers.rows, "one row per entry"
         stats = {} if self._times is None else {"ts_min": self._times[0], "ts_max": self._times[1]}
         return [BuiltIndexFile(COL, self._writer.finish(), self._covers.rows, stats)]
 
 
 def _column_encoding(kind: str, column: Any) -> str:
-    """How the values of a column are written."""
     if kind in ("integer", "date"):
-        return "packed"
+        return "delta"
     if kind == "bool":
         return "plain"
     values = column.combine_chunks().flatten()
     if pc.count_distinct(values).as_py() * 2 <= len(values):
-        return "repeated"
-    return "plain" if kind == "float" else "apart"
+        return "dictionary"
+    return "plain" if kind == "float" else "delta_length"
 
 
 METRIC_BLOCK_SCHEMA: Final = pa.schema(
@@ -189,9 +187,9 @@ class MetricBlockBuilder:
         table = pa.concat_tables(self._tables).combine_chunks()
         table = table.sort_by([("metric", "ascending"), ("windowStart", "ascending"), (ENTRY, "ascending")])
         texts = [*MBLK_TEXTS, f"{MBLK_DIMENSION_PAIRS}.list.element"]
-        packed = [ENTRY, *MBLK_TIMES, COUNT]
+        delta = [ENTRY, *MBLK_TIMES, COUNT]
         with IndexFileWriter(
-            METRIC_BLOCK_SCHEMA, build_file_facts(MBLK, self._covers), repeated=texts, packed=packed
+            METRIC_BLOCK_SCHEMA, build_file_facts(MBLK, self._covers), dictionary=texts, delta=delta
         ) as writer:
             for at in range(0, table.num_rows, GROUP_ROWS):
                 writer.write(table.slice(at, GROUP_ROWS).combine_chunks())

@@ -1,12 +1,8 @@
-"""`exact` index files: values of fields with the entries that have them; built, spilled and merged.
+"""`exact` index files: field values with the lists of entries that have them; built, spilled and merged.
 
-The rows of `exact` as tables, and tables as a file.
-
-Sorted runs of `exact` become one, a few row groups of each at a time.
-
-Runs follow each other in the order of entries, so that rows of one value are joined in the order of the runs.
-
-`exact`: which entries have which value. All fields in one file, sorted, entries as lists.
+One file has all fields, sorted by field and value; a row with a null value lists all entries that have the
+field. The builder spills sorted runs to disk when it exceeds its memory. Runs are merged a few row groups at
+a time, in the order of their entries, so that the lists of equal values are concatenated in order.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ EXACT_SCHEMA: Final = pa.schema(
 
 
 def exact_table(name: str, values: Any, offsets: Any, entries: Any) -> Any:
-    """Rows of one field. Lists that are too long go on in further rows."""
+    """The rows of one field. Lists longer than LIST_ENTRIES_MAX continue in further rows."""
     counts = np.diff(offsets)
     if len(counts) and counts.max() > LIST_ENTRIES_MAX:
         pieces = -(-counts // LIST_ENTRIES_MAX)
@@ -69,13 +65,13 @@ def exact_table(name: str, values: Any, offsets: Any, entries: Any) -> Any:
 
 
 def write_exact(tables: Iterable[Any], facts: dict[str, str], sink: Any = None) -> bytes:
-    """Sorted tables as a file. A row group has one field, so that filters and bounds tell of that field."""
+    """Write sorted tables. A row group has one field, so that its filter and statistics are of that field."""
     with IndexFileWriter(
         EXACT_SCHEMA,
         facts,
-        repeated=[FIELD],
-        packed=[f"{ENTRIES}.list.element"],
-        sorted_bytes=[VALUE],
+        dictionary=[FIELD],
+        delta=[f"{ENTRIES}.list.element"],
+        delta_bytes=[VALUE],
         bloom=VALUE,
         bloom_values=GROUP_ROWS,
         sink=sink,
@@ -86,33 +82,33 @@ def write_exact(tables: Iterable[Any], facts: dict[str, str], sink: Any = None) 
 
 
 def _cut_by_field(tables: Iterable[Any]) -> Iterator[Any]:
-    """Tables cut and joined: the same rows give the same row groups, however they arrive."""
-    held: list[Any] = []
+    """Row groups of one field each. They depend on the rows only, not on how these are cut into tables."""
+    pending: list[Any] = []
     rows = 0
     name: str | None = None
     for table in tables:
         if not table.num_rows:
             continue
         field: str = table.column(FIELD)[0].as_py()
-        if field != name and held:
-            yield pa.concat_tables(held)
-            held, rows = [], 0
+        if field != name and pending:
+            yield pa.concat_tables(pending)
+            pending, rows = [], 0
         name = field
         at = 0
         while at < table.num_rows:
             piece = table.slice(at, GROUP_ROWS - rows)
-            held.append(piece)
+            pending.append(piece)
             rows += piece.num_rows
             at += piece.num_rows
             if rows == GROUP_ROWS:
-                yield pa.concat_tables(held)
-                held, rows = [], 0
-    if held:
-        yield pa.concat_tables(held)
+                yield pa.concat_tables(pending)
+                pending, rows = [], 0
+    if pending:
+        yield pa.concat_tables(pending)
 
 
 class _ExactRun:
-    """An open file, read row group by row group. Each of them has rows of one field."""
+    """A run, read row group by row group. Each row group has one field."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -120,87 +116,90 @@ class _ExactRun:
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
         self.fields: list[str] = [group.column(names.index(FIELD)).statistics.min for group in groups]
         self._next = 0
-        self.held: Any = None  # rows that were read and not yet taken
+        self.buffered: Any = None  # rows read but not consumed
 
     def has_more(self, field: str) -> bool:
         return self._next < len(self.fields) and self.fields[self._next] == field
 
     def read(self) -> None:
-        """One row group more."""
+        """Append the next row group to the buffer."""
         found = self._file.read_row_group(self._next, use_threads=False)
         self._next += 1
-        self.held = found if self.held is None else pa.concat_tables([self.held, found])
+        self.buffered = found if self.buffered is None else pa.concat_tables([self.buffered, found])
 
     def last_value(self) -> Any:
-        return self.held.column(VALUE)[-1].as_py()
+        return self.buffered.column(VALUE)[-1].as_py()
 
-    def take(self, below: Any) -> Any:
-        """The rows with smaller values; all of them if there is no bound."""
-        count = self.held.num_rows if below is None else _count_below(self.held.column(VALUE), below)
-        taken = self.held.slice(0, count)
-        self.held = self.held.slice(count) if count < self.held.num_rows else None
-        return taken
+    def consume_below(self, bound: Any) -> Any:
+        """Remove and return the buffered rows with values below the bound; all rows if it is None."""
+        count = self.buffered.num_rows if bound is None else _count_below(self.buffered.column(VALUE), bound)
+        consumed = self.buffered.slice(0, count)
+        self.buffered = self.buffered.slice(count) if count < self.buffered.num_rows else None
+        return consumed
 
 
 def merge_exact_runs(files: Sequence[Any]) -> Iterator[Any]:
-    """The rows of open runs as tables of one field each, in order, values that are equal joined."""
+    """The rows of all runs in order, as tables of one field each, with the lists of equal values joined."""
     runs = [_ExactRun(file) for file in files]
     for field in sorted({field for run in runs for field in run.fields}):
         yield from _join_equal_values(field, _iter_sorted(field, runs))
 
 
 def _iter_sorted(field: str, runs: Sequence[_ExactRun]) -> Iterator[Any]:
-    """All rows of a field by value, and by run where values are equal."""
+    """All rows of a field by value, and by run within a value."""
     while True:
         for run in runs:
-            if run.held is None and run.has_more(field):
+            if run.buffered is None and run.has_more(field):
                 run.read()
         open_ended = [run for run in runs if run.has_more(field)]
-        holding = [run for run in runs if run.held is not None]
-        if not holding:
+        nonempty = [run for run in runs if run.buffered is not None]
+        if not nonempty:
             return
         bound: Any = None
         if open_ended:
-            # What a run has not read yet may go on with its last value, but has nothing smaller.
+            # The unread rows of a run may continue its last value, but are not smaller.
             lasts = [run.last_value() for run in open_ended]
             bound = b"" if None in lasts else min(lasts)
-        taken = pa.concat_tables([run.take(bound) for run in holding]).combine_chunks()
-        if taken.num_rows:
-            values = taken.column(VALUE).combine_chunks()
-            yield taken.take(pc.array_sort_indices(values, null_placement="at_start"))  # equal ones stay
+        rows = pa.concat_tables([run.consume_below(bound) for run in nonempty]).combine_chunks()
+        if rows.num_rows:
+            values = rows.column(VALUE).combine_chunks()
+            yield rows.take(pc.array_sort_indices(values, null_placement="at_start"))  # stable
         else:
-            # One value fills all that was read of it.
+            # One value fills the buffers: read on.
             for run in open_ended:
                 if (run.last_value() or b"") <= bound:
                     run.read()
 
 
 def _count_below(values: Any, bound: bytes) -> int:
-    """How many of some sorted values come before another; null comes before all, but may go on itself."""
+    """The number of sorted values below the bound.
+
+    Null is below all but b"", the bound while nulls may follow.
+    """
     if not bound:
         return 0
     return pc.sum(pc.fill_null(pc.less(values, pa.scalar(bound, pa.binary())), True)).as_py() or 0
 
 
 def _join_equal_values(field: str, tables: Iterable[Any]) -> Iterator[Any]:
-    """Rows of one value as one, as far as lists may be long."""
-    held: Any = None
+    """Join the lists of equal values, up to LIST_ENTRIES_MAX."""
+    last_row: Any = None  # its value may continue in the next table
     for table in tables:
-        joined = _join_lists(field, table if held is None else pa.concat_tables([held, table]))
+        joined = _join_lists(field, table if last_row is None else pa.concat_tables([last_row, table]))
         yield joined.slice(0, joined.num_rows - 1)
-        held = joined.slice(joined.num_rows - 1)  # it may go on
-    if held is not None:
-        yield held
+        last_row = joined.slice(joined.num_rows - 1)
+    if last_row is not None:
+        yield last_row
 
 
 def _join_lists(field: str, table: Any) -> Any:
     table = table.combine_chunks()
     values, entries = table.column(VALUE).combine_chunks(), table.column(ENTRIES).combine_chunks()
     valid = to_numpy(values.is_valid())
-    fresh = np.ones(len(values), dtype=bool)
+    is_start = np.ones(len(values), dtype=bool)
     differ = pc.fill_null(pc.not_equal(values.slice(1), values.slice(0, len(values) - 1)), False)
-    fresh[1:] = to_numpy(differ) | (valid[1:] != valid[:-1])
-    starts = np.flatnonzero(fresh)
+    is_start[1:] = to_numpy(differ) | (valid[1:] != valid[:-1])
+    starts = np.flatnonzero(is_start)
     offsets = to_numpy(entries.offsets).astype(np.int64)
     offsets -= offsets[0]
     bounds = np.append(offsets[:-1][starts], offsets[-1])
@@ -211,7 +210,7 @@ _SIGN_BIT: Final = np.uint64(1 << 63)
 
 
 def encode_stored_values(column: FieldColumn, kind: str) -> Any:
-    """The values of a column as bytes that compare as they do: `stored_value` for all at once."""
+    """The values of a column as bytes with the same order: vectorized `encode_value`."""
     values = column.values
     if kind in ("keyword", "text"):
         stored = values.cast(BINARY)
@@ -231,7 +230,7 @@ def encode_stored_values(column: FieldColumn, kind: str) -> Any:
 
 
 class ExactBuilder:
-    """Collects values with their entries; what is more than its share goes to disk as a sorted run."""
+    """Collects values with their entries; spills a sorted run to disk when it exceeds `bytes_max`."""
 
     def __init__(
         self,
@@ -258,21 +257,21 @@ class ExactBuilder:
             present = batch.entries[column.present]
             self._present[name].append(present)
             self._bytes += present.nbytes
-            if kind != "text":  # of a text it only counts that there is one
+            if kind != "text":  # for texts, only their presence is indexed
                 stored, entries = encode_stored_values(column, kind), batch.entries[column.rows]
                 self._values[name].append((stored, entries))
                 self._bytes += stored.nbytes + entries.nbytes
-        # Sorting takes about as much again as is held.
+        # Sorting takes about as much memory again.
         if self._bytes * 2 > self._bytes_max:
             self._spill()
 
     def finish(self) -> list[BuiltIndexFile]:
-        tables = self._tables() if not self._runs else self._merged()
+        tables = self._tables() if not self._runs else self._merge_spilled()
         data = write_exact(tables, build_file_facts(EXACT, self._covers))
         return [BuiltIndexFile(EXACT, data, self._covers.rows, {"fields": len(self._kinds)})]
 
     def _tables(self) -> Iterator[Any]:
-        """What is held, field by field, sorted; each field is let go once it is made."""
+        """The collected values, sorted, field by field; the memory of each field is released after it."""
         for name in self._kinds:
             present, values = self._present[name], self._values[name]
             if not present:
@@ -296,7 +295,7 @@ class ExactBuilder:
         self._runs.append(path)
         self._bytes = 0
 
-    def _merged(self) -> Iterator[Any]:
+    def _merge_spilled(self) -> Iterator[Any]:
         self._spill()
         yield from merge_exact_runs([pq.ParquetFile(path) for path in self._runs])
         for path in self._runs:
@@ -304,20 +303,20 @@ class ExactBuilder:
 
 
 def _group_by_value(name: str, stored: Any, entries: Any) -> Any:
-    """Entries by value, in the order of values."""
+    """Entries grouped by value, sorted by value."""
     encoded = stored.dictionary_encode()
     dictionary = encoded.dictionary
     order = argsort_bytes(dictionary)
-    if len(order) == len(stored):  # ids never repeat
+    if len(order) == len(stored):  # all values are distinct, as with ids
         return exact_table(name, stored.take(pa.array(order)), np.arange(len(order) + 1), entries[order])
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     ranks = rank[to_numpy(encoded.indices)]
     by_value = stable_argsort(ranks, len(order))
     ranks, entries = ranks[by_value], entries[by_value]
-    # A record that has a value twice is one entry.
-    fresh = np.ones(len(ranks), dtype=bool)
-    fresh[1:] = (np.diff(ranks) != 0) | (np.diff(entries) != 0)
-    ranks, entries = ranks[fresh], entries[fresh]
+    # A record that has a value twice is listed once.
+    is_start = np.ones(len(ranks), dtype=bool)
+    is_start[1:] = (np.diff(ranks) != 0) | (np.diff(entries) != 0)
+    ranks, entries = ranks[is_start], entries[is_start]
     offsets = offsets_from_counts(np.bincount(ranks, minlength=len(order)))
     return exact_table(name, dictionary.take(pa.array(order)), offsets, entries)

@@ -1,8 +1,6 @@
-"""Writer of index files: deterministic Parquet with block checksums and file metadata.
+"""Writer of index files: Parquet with block checksums and file metadata.
 
-Parquet files that come out the same, byte for byte, whenever the same rows go in.
-
-Rows as they come, cut into row groups.
+The same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -35,21 +33,20 @@ from tailrace.storage.segments import reader
 from tailrace.storage.segments.parquet import pa, pq
 
 WRITER: Final = f"tailrace-pipeline/{__version__}"
-# Whoever reads a page reads its neighbours too, and every page is compressed by itself: short ones are larger
-# and take longer to write. They are there for programs that look into page indexes.
+# Our readers always read neighbouring pages too, and each page is compressed alone: short pages are larger
+# and slower to write. Pages exist for other programs that use page indexes.
 PAGE_ROWS_MAX: Final = 4096
-BLOOM_FALSE_POSITIVES: Final = (
-    0.026  # a byte for each value; filters are powers of two, and less is twice that
-)
+# One byte per value. Filter sizes are powers of two: a lower rate would double the size.
+BLOOM_FALSE_POSITIVES: Final = 0.026
 BLOOM_VALUES_MIN: Final = 64
 
 _ZSTD_LEVEL: Final = 1
-# A file is written in hundreds of small pieces: they are put together before Python sees them.
+# Parquet writes hundreds of small pieces: Arrow buffers them before they are passed to Python.
 _WRITE_BUFFER_BYTES: Final = 1 << 18
 
 
 class IndexedRange(NamedTuple):
-    """What a companion speaks for."""
+    """The entries that an index file covers, and the plan that it was built by."""
 
     stream_id: str
     first: int
@@ -59,11 +56,11 @@ class IndexedRange(NamedTuple):
 
 
 class BuiltIndexFile(NamedTuple):
-    """One finished file of a family."""
+    """A complete index file of one family."""
 
     family: str
     data: bytes
-    rows: int  # entries it speaks for
+    rows: int  # number of entries it covers
     stats: dict[str, int]
 
 
@@ -81,9 +78,9 @@ def build_file_facts(family: str, covers: IndexedRange) -> dict[str, str]:
 
 
 class _ChecksummedSink:
-    """Passes a file on as it is written, and has the checksum of every block of it.
+    """Forwards what is written to a target and computes the checksum of every block.
 
-    The tail is held back until all of it is there: it has a checksum of itself.
+    The tail is buffered until it is complete, because it contains its own checksum.
     """
 
     def __init__(self, target: Any) -> None:
@@ -121,7 +118,7 @@ class _ChecksummedSink:
         self._block_bytes = 0
 
     def begin_tail(self) -> dict[str, str]:
-        """No row group follows. Answers what the footer has to say about checksums."""
+        """Called after the last row group. Returns the checksum metadata for the footer."""
         if self._block_bytes:
             self._end_block()
         self._tail = bytearray()
@@ -145,19 +142,19 @@ class _ChecksummedSink:
         return True
 
     def flush(self) -> None:
-        """The target does that."""
+        """Does nothing: the target is flushed by its owner."""
 
     def close(self) -> None:
         self.closed = True
 
 
 class IndexFileWriter:
-    """One Parquet file, in memory if there is no `sink`. Every table that is written is a row group.
+    """Writes one Parquet file, in memory without a `sink`. Each written table is a row group.
 
-    `repeated` columns get a dictionary, `packed` ones (paths of integers) are stored as small differences,
-    `sorted_bytes` as what is new after the value before, `bytes_apart` as lengths and then all bytes.
-    `bloom` ones have a filter, sized by `bloom_values`, the most values a row group has. A page
-    has `page_rows` rows at most. Of `bounds`, or of all columns, smallest and largest values are told.
+    Column encodings, by path: `dictionary`, `delta` (DELTA_BINARY_PACKED), `delta_bytes` (DELTA_BYTE_ARRAY,
+    for sorted values) and `delta_length` (DELTA_LENGTH_BYTE_ARRAY). The `bloom` column has a Bloom filter,
+    sized for `bloom_values`, the maximum of values in a row group. `statistics` names the columns with
+    minimum and maximum; by default all have them.
     """
 
     def __init__(
@@ -165,36 +162,36 @@ class IndexFileWriter:
         schema: Any,
         facts: Mapping[str, str],
         *,
-        repeated: Sequence[str] = (),
-        packed: Sequence[str] = (),
-        sorted_bytes: Sequence[str] = (),
-        bytes_apart: Sequence[str] = (),
+        dictionary: Sequence[str] = (),
+        delta: Sequence[str] = (),
+        delta_bytes: Sequence[str] = (),
+        delta_length: Sequence[str] = (),
         bloom: str | None = None,
         bloom_values: int = 0,
         page_rows: int = PAGE_ROWS_MAX,
-        bounds: Sequence[str] | None = None,
+        statistics: Sequence[str] | None = None,
         sink: Any = None,
     ) -> None:
         self.rows = 0
         self._facts = facts
         self._target = pa.BufferOutputStream() if sink is None else sink
         self._sink = _ChecksummedSink(self._target)
-        self._pieces = pa.BufferedOutputStream(pa.PythonFile(self._sink, "w"), _WRITE_BUFFER_BYTES)
+        self._buffer = pa.BufferedOutputStream(pa.PythonFile(self._sink, "w"), _WRITE_BUFFER_BYTES)
         filters = None
         if bloom is not None:
             filters = {bloom: {"ndv": max(bloom_values, BLOOM_VALUES_MIN), "fpp": BLOOM_FALSE_POSITIVES}}
         self._writer = pq.ParquetWriter(
-            self._pieces,
+            self._buffer,
             schema,
             compression="zstd",
             compression_level=_ZSTD_LEVEL,
-            use_dictionary=list(repeated),
+            use_dictionary=list(dictionary),
             column_encoding={
-                **dict.fromkeys(packed, "DELTA_BINARY_PACKED"),
-                **dict.fromkeys(sorted_bytes, "DELTA_BYTE_ARRAY"),
-                **dict.fromkeys(bytes_apart, "DELTA_LENGTH_BYTE_ARRAY"),
+                **dict.fromkeys(delta, "DELTA_BINARY_PACKED"),
+                **dict.fromkeys(delta_bytes, "DELTA_BYTE_ARRAY"),
+                **dict.fromkeys(delta_length, "DELTA_LENGTH_BYTE_ARRAY"),
             },
-            write_statistics=True if bounds is None else list(bounds),
+            write_statistics=True if statistics is None else list(statistics),
             write_page_index=True,
             write_page_checksum=True,
             max_rows_per_page=page_rows,
@@ -208,11 +205,11 @@ class IndexFileWriter:
             self.rows += table.num_rows
 
     def finish(self) -> bytes:
-        """The whole file; empty if it went to a sink of the caller's."""
-        self._pieces.flush()
+        """The whole file; empty if it was written to a `sink`."""
+        self._buffer.flush()
         self._writer.add_key_value_metadata({**self._facts, **self._sink.begin_tail()})
         self._writer.close()
-        self._pieces.flush()
+        self._buffer.flush()
         self._sink.end_tail()
         if not isinstance(self._target, pa.BufferOutputStream):
             return b""
@@ -225,22 +222,22 @@ class IndexFileWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._writer.close()  # else the library would complain later
+            self._writer.close()  # else Arrow warns when it is collected
 
 
 def cut_row_groups(tables: Iterable[Any], size: int) -> Iterator[Any]:
-    """The same rows give the same row groups, however they arrive."""
-    held: list[Any] = []
+    """Row groups of `size` rows. They depend on the rows only, not on how these are cut into tables."""
+    pending: list[Any] = []
     rows = 0
     for table in tables:
         at = 0
         while at < table.num_rows:
             piece = table.slice(at, size - rows)
-            held.append(piece)
+            pending.append(piece)
             rows += piece.num_rows
             at += piece.num_rows
             if rows == size:
-                yield pa.concat_tables(held).combine_chunks()
-                held, rows = [], 0
-    if held:
-        yield pa.concat_tables(held).combine_chunks()
+                yield pa.concat_tables(pending).combine_chunks()
+                pending, rows = [], 0
+    if pending:
+        yield pa.concat_tables(pending).combine_chunks()

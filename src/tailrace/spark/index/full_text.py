@@ -1,12 +1,9 @@
 """`fts` index files, the full-text index: tokens, postings, splits, and merges of splits.
 
-Texts into tokens, many at once. What a token is, only `query.analyze` decides.
-
-The table of terms in a text split: which entries have a token, how often, and where.
-
-`fts`: a split of the text index. A table of terms and some facts, in one zip.
-
-Several text splits become one: the same postings in one table, a piece of it at a time.
+A split is a zip archive of a terms table (the entries of each term, with frequencies and positions) and
+`split.json` with the facts that scoring needs. Tokenizing is vectorized for ASCII;
+`search.records.tokenize_text` defines what a token is. A merge joins the postings of several splits, a
+bounded number at a time.
 """
 
 from __future__ import annotations
@@ -57,14 +54,14 @@ from tailrace.spark.index.file_writer import (
 from tailrace.spark.index.segment_batches import FieldColumn, SegmentBatch
 from tailrace.storage.segments.parquet import INT32, INT64, STRING, pa, pc, pq
 
-# Each byte of ASCII as it is in a token; 0 where there is none.
+# The token byte of each ASCII byte; 0 if it is no part of a token.
 _ASCII_TOKEN_BYTES: Final = np.array(
     [ord(chr(at).lower()) if chr(at).isalnum() else 0 for at in range(128)], np.uint8
 )
 
 
 def tokenize_column(values: Any) -> tuple[Any, Any]:
-    """The tokens of texts, one behind the other, and how many each text has."""
+    """The tokens of all texts, concatenated, and the number of tokens of each text."""
     is_ascii = pc.string_is_ascii(values)
     if not pc.any(is_ascii, min_count=0).as_py():
         return _tokenize_distinct(values)
@@ -89,26 +86,26 @@ def _interleave_tokens(marks: Any, marked: tuple[Any, Any], others: tuple[Any, A
 
 
 def _tokenize_ascii(values: Any) -> tuple[Any, Any]:
-    """Letters and digits are the same in ASCII whoever is asked, and so is lower case."""
+    """For ASCII, byte tables give the same tokens as `tokenize_text`."""
     _, starts, data = values.buffers()
     edges = np.frombuffer(starts, np.int32)[values.offset : values.offset + len(values) + 1]
-    held = np.frombuffer(data, np.uint8)[edges[0] : edges[-1]] if data is not None else np.zeros(0, np.uint8)
+    raw = np.frombuffer(data, np.uint8)[edges[0] : edges[-1]] if data is not None else np.zeros(0, np.uint8)
     edges = edges - edges[0]
-    letters = _ASCII_TOKEN_BYTES[held]
+    letters = _ASCII_TOKEN_BYTES[raw]
     inside = letters != 0
     begins = inside.copy()
     begins[1:] &= ~inside[:-1]
-    texts = edges[:-1][edges[:-1] < len(held)]
+    texts = edges[:-1][edges[:-1] < len(raw)]
     begins[texts] = inside[texts]
     at = np.flatnonzero(begins)
-    kept = letters[inside]
-    offsets = np.append(np.cumsum(inside)[at] - 1, len(kept)).astype(np.int32)
-    tokens = pa.Array.from_buffers(STRING, len(at), [None, pa.py_buffer(offsets), pa.py_buffer(kept)])
+    token_bytes = letters[inside]
+    offsets = np.append(np.cumsum(inside)[at] - 1, len(token_bytes)).astype(np.int32)
+    tokens = pa.Array.from_buffers(STRING, len(at), [None, pa.py_buffer(offsets), pa.py_buffer(token_bytes)])
     return tokens, np.diff(np.searchsorted(at, edges))
 
 
 def _tokenize_distinct(values: Any) -> tuple[Any, Any]:
-    """The reference function, once for each different text."""
+    """`tokenize_text`, called once per distinct text."""
     encoded = values.dictionary_encode()
     found = [tokenize_text(text) for text in encoded.dictionary.to_pylist()]
     counts = np.fromiter(map(len, found), np.int64, len(found))
@@ -133,7 +130,7 @@ TERMS_SCHEMA: Final = pa.schema(
 
 
 class Postings(NamedTuple):
-    """Entries with how often each has something; where, as many places as that, unless nobody asks."""
+    """Entries with their term frequencies and, if positions are indexed, as many positions each."""
 
     entries: Any
     frequencies: Any
@@ -141,7 +138,7 @@ class Postings(NamedTuple):
 
 
 def build_terms_table(name: str, terms: Any, offsets: Any, postings: Postings) -> Any:
-    """Rows of one field. Lists that are too long go on in further rows."""
+    """The rows of one field. Lists longer than LIST_ENTRIES_MAX continue in further rows."""
     counts = np.diff(offsets)
     documents = counts
     if len(counts) and counts.max() > LIST_ENTRIES_MAX:
@@ -168,29 +165,35 @@ def build_terms_table(name: str, terms: Any, offsets: Any, postings: Postings) -
 
 
 def all_entries_table(name: str, entries: Any, lengths: Any) -> Any:
-    """The row without a term: all entries with a value of the field, and how many tokens each has."""
+    """The row without a term: all entries with a value of the field, and their numbers of tokens."""
     return build_terms_table(
         name, pa.nulls(1, STRING), np.array([0, len(entries)]), Postings(entries, lengths)
     )
 
 
 def write_terms(tables: Iterable[Any], facts: dict[str, str]) -> bytes:
-    """Sorted tables, one for each field, as a file."""
-    packed = [DOCUMENTS, f"{ENTRIES}.list.element", f"{FREQUENCIES}.list.element"]
-    # Most tokens stand in one of a few places.
-    repeated = [FIELD, f"{POSITIONS}.list.element"]
-    with IndexFileWriter(TERMS_SCHEMA, facts, repeated=repeated, packed=packed) as writer:
+    """Write sorted tables, one or more per field."""
+    delta = [DOCUMENTS, f"{ENTRIES}.list.element", f"{FREQUENCIES}.list.element"]
+    dictionary = [FIELD, f"{POSITIONS}.list.element"]  # most positions are one of a few numbers
+    with IndexFileWriter(TERMS_SCHEMA, facts, dictionary=dictionary, delta=delta) as writer:
         for table in tables:
             for at in range(0, table.num_rows, GROUP_ROWS):
                 writer.write(table.slice(at, GROUP_ROWS).combine_chunks())
         return writer.finish()
 
 
-_ZIP_DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first one a zip can have
+_ZIP_DATE: Final = (
+    1980,
+    1,
+    1,
+    0,
+    0,
+    0,
+)  # constant, so that files are deterministic
 
 
 class TextStats(msgspec.Struct):
-    """What scores need to know of one text field of a split."""
+    """Statistics of one text field of a split, for scoring."""
 
     field: str
     documents: int
@@ -199,19 +202,19 @@ class TextStats(msgspec.Struct):
 
 
 class SplitFacts(msgspec.Struct):
-    """`split.json`, but for the facts that every companion has."""
+    """`split.json` without the facts that every index file has."""
 
     text: list[TextStats]
     keyword: list[str]
 
 
 class _FieldTokens:
-    """The tokens of one field in the order of the records, as flat columns."""
+    """The tokens of one field in record order, as flat columns."""
 
     def __init__(self) -> None:
         self.tokens: list[Any] = []  # Arrow dictionaries of texts
-        self.entries: list[Any] = []  # the entry of each value, and how many tokens it has
-        self.counts: list[Any] = []
+        self.entries: list[Any] = []  # the entry of each value
+        self.counts: list[Any] = []  # the number of tokens of each value
 
     def add(self, column: FieldColumn, entries: Any, tokens: Any, counts: Any) -> None:
         self.tokens.append(tokens.dictionary_encode())
@@ -224,14 +227,14 @@ class FullTextBuilder:
         self._covers = covers
         found = {name: config.fields[name] for name in sorted(fields)}
         self._positions = {name: field.positions for name, field in found.items() if field.kind == "text"}
-        # What is exact or a column answers prefixes from there: ids that never repeat would fill the index.
+        # Fields in `exact` or `col` serve prefix queries from there: unique ids would fill this index.
         self._keywords = [
             name for name, field in found.items() if field.kind != "text" and not is_indexed_elsewhere(field)
         ]
-        self._held = {name: _FieldTokens() for name in sorted([*self._positions, *self._keywords])}
+        self._tokens = {name: _FieldTokens() for name in sorted([*self._positions, *self._keywords])}
 
     def add(self, batch: SegmentBatch) -> None:
-        for name, held in self._held.items():
+        for name, tokens in self._tokens.items():
             column = batch.column(name)
             if len(column.rows):
                 found = (
@@ -239,32 +242,32 @@ class FullTextBuilder:
                     if name in self._positions
                     else _keyword_tokens(column.values)
                 )
-                held.add(column, batch.entries, *found)
+                tokens.add(column, batch.entries, *found)
 
     def finish(self) -> list[BuiltIndexFile]:
         facts = build_file_facts(FTS, self._covers)
         stats: list[TextStats] = []
-        terms = write_terms((self._table(name, stats) for name in self._held), facts)
+        terms = write_terms((self._table(name, stats) for name in self._tokens), facts)
         data = zip_split(terms, SplitFacts(stats, self._keywords), facts)
         return [
             BuiltIndexFile(FTS, data, self._covers.rows, {"tokens": sum(field.tokens for field in stats)})
         ]
 
     def _table(self, name: str, stats: list[TextStats]) -> Any:
-        """The terms of a field in order, before them the row of all entries with a value."""
-        held = self._held[name]
+        """The row of all entries with a value, followed by the terms of the field in order."""
+        collected = self._tokens[name]
         positions = self._positions.get(name)
-        if not held.entries:
+        if not collected.entries:
             if positions is not None:
                 stats.append(TextStats(name, 0, 0, positions))
             return TERMS_SCHEMA.empty_table()
-        entries, counts = np.concatenate(held.entries), np.concatenate(held.counts)
-        firsts = np.flatnonzero(np.diff(entries, prepend=entries[0] - 1))  # values of a record lie together
+        entries, counts = np.concatenate(collected.entries), np.concatenate(collected.counts)
+        firsts = np.flatnonzero(np.diff(entries, prepend=entries[0] - 1))  # values of a record are adjacent
         lengths = np.add.reduceat(counts, firsts)
         if positions is not None:
             stats.append(TextStats(name, int((lengths > 0).sum()), int(lengths.sum()), positions))
         every = all_entries_table(name, entries[firsts], lengths)
-        terms, ranks = _rank_terms(held.tokens)
+        terms, ranks = _rank_terms(collected.tokens)
         if not len(terms):
             return every
         where = _token_positions(counts, firsts) if positions else None
@@ -274,14 +277,14 @@ class FullTextBuilder:
 
 
 def _keyword_tokens(values: Any) -> tuple[Any, Any]:
-    """Keywords are one token each, of which as much is kept as of any other."""
+    """A keyword is one token, truncated like any other."""
     if len(values) and pc.max(pc.binary_length(values)).as_py() > KEYWORD_BYTES_MAX:
         values = pa.array([truncate_token(value) for value in values.to_pylist()], STRING)
     return values, np.ones(len(values), np.int64)
 
 
 def _rank_terms(tokens: Sequence[Any]) -> tuple[Any, Any]:
-    """The different terms in order, and for each token which of them it is."""
+    """The distinct terms in order, and the rank of each token among them."""
     unified = pa.chunked_array(tokens).unify_dictionaries()
     dictionary = unified.chunk(0).dictionary
     order = argsort_bytes(dictionary)
@@ -292,7 +295,7 @@ def _rank_terms(tokens: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _token_positions(counts: Any, firsts: Any) -> Any:
-    """The place of each token in its record. One place between two values stays empty: no phrase spans it."""
+    """The position of each token in its record. A gap between two values keeps phrases from spanning them."""
     begins = offsets_from_counts(counts + 1)[:-1]
     of_record = np.zeros_like(begins)
     of_record[firsts] = begins[firsts]
@@ -301,12 +304,12 @@ def _token_positions(counts: Any, firsts: Any) -> Any:
 
 
 def _group_by_term(name: str, terms: Any, ranks: Any, entries: Any, positions: Any) -> Any:
-    """Entries by term; how often each has it is how often it comes."""
+    """Entries grouped by term, with their frequencies."""
     by_term = stable_argsort(ranks, len(terms))
     ranks, entries = ranks[by_term], entries[by_term]
-    fresh = np.ones(len(ranks), dtype=bool)
-    fresh[1:] = (np.diff(ranks) != 0) | (np.diff(entries) != 0)
-    starts = np.flatnonzero(fresh)
+    is_start = np.ones(len(ranks), dtype=bool)
+    is_start[1:] = (np.diff(ranks) != 0) | (np.diff(entries) != 0)
+    starts = np.flatnonzero(is_start)
     frequencies = np.diff(np.append(starts, len(ranks)))
     offsets = offsets_from_counts(np.bincount(ranks[starts], minlength=len(terms)))
     where = None if positions is None else positions[by_term]
@@ -314,12 +317,12 @@ def _group_by_term(name: str, terms: Any, ranks: Any, entries: Any, positions: A
 
 
 def is_indexed_elsewhere(field: Field) -> bool:
-    """Whether another family has the values of a keyword in order."""
+    """Whether another index family has the values of a keyword in order."""
     return field.exact or field.column or field.sortable or field.aggregatable
 
 
 def zip_split(terms: bytes, split: SplitFacts, facts: dict[str, str]) -> bytes:
-    """The members in a fixed order, stored as they are."""
+    """The archive with its members in a fixed order, uncompressed."""
     shown: dict[str, object] = {name.removeprefix(FACT_PREFIX): value for name, value in facts.items()}
     shown |= msgspec.to_builtins(split)
     out = io.BytesIO()
@@ -329,11 +332,11 @@ def zip_split(terms: bytes, split: SplitFacts, facts: dict[str, str]) -> bytes:
     return out.getvalue()
 
 
-MERGE_POSTINGS: Final = 1 << 18  # that are put in order at once
+MERGE_POSTINGS: Final = 1 << 18  # sorted at a time
 
 
 class _TermsFile:
-    """The table of terms of one split. Each of its row groups has rows of one field."""
+    """The terms table of one split. Each of its row groups has one field."""
 
     def __init__(self, terms: bytes) -> None:
         self._file: Any = pq.ParquetFile(pa.BufferReader(terms))
@@ -341,13 +344,13 @@ class _TermsFile:
         groups = map(metadata.row_group, range(metadata.num_row_groups))
         self._fields: list[str] = [group.column(names.index(FIELD)).statistics.min for group in groups]
 
-    def rows_of(self, field: str) -> Any:
+    def read_field(self, field: str) -> Any:
         places = [place for place, name in enumerate(self._fields) if name == field]
         return self._file.read_row_groups(places, use_threads=False).cast(TERMS_SCHEMA)
 
 
 def merge_splits(splits: Sequence[bytes], covers: IndexedRange) -> BuiltIndexFile:
-    """Splits of one plan, in the order of their entries. One field at a time is in memory."""
+    """Merge splits of one plan, given in entry order. One field at a time is in memory."""
     facts: list[SplitFacts] = []
     opened: list[_TermsFile] = []
     for data in splits:
@@ -356,18 +359,18 @@ def merge_splits(splits: Sequence[bytes], covers: IndexedRange) -> BuiltIndexFil
             opened.append(_TermsFile(archive.read(SPLIT_TERMS)))
     split = _merge_facts(facts)
     stored = build_file_facts(FTS, covers)
-    kept = {field.field: field.positions for field in split.text} | dict.fromkeys(split.keyword, False)
+    positions = {field.field: field.positions for field in split.text} | dict.fromkeys(split.keyword, False)
     groups = (
         group
-        for name in sorted(kept)
-        for group in cut_row_groups(_merge_field_terms(name, opened, positions=kept[name]), GROUP_ROWS)
+        for name in sorted(positions)
+        for group in cut_row_groups(_merge_field_terms(name, opened, positions=positions[name]), GROUP_ROWS)
     )
     data = zip_split(write_terms(groups, stored), split, stored)
     return BuiltIndexFile(FTS, data, covers.rows, {"tokens": sum(field.tokens for field in split.text)})
 
 
 def split_row_count(split: bytes) -> int:
-    """How many entries a split speaks for."""
+    """The number of entries that a split covers."""
     with zipfile.ZipFile(io.BytesIO(split)) as archive:
         return int(msgspec.json.decode(archive.read(SPLIT_FACTS))["rows"])
 
@@ -386,8 +389,8 @@ def _merge_facts(facts: Sequence[SplitFacts]) -> SplitFacts:
 
 
 def _merge_field_terms(name: str, splits: Sequence[_TermsFile], *, positions: bool) -> Iterator[Any]:
-    """The postings of one field, terms in order, entries of each term one after the other."""
-    table = pa.concat_tables([split.rows_of(name) for split in splits]).combine_chunks()
+    """The postings of one field, terms in order, with the entries of each term in order."""
+    table = pa.concat_tables([split.read_field(name) for split in splits]).combine_chunks()
     if not table.num_rows:
         return
     absent = table.column(TERM).is_null()
@@ -398,9 +401,9 @@ def _merge_field_terms(name: str, splits: Sequence[_TermsFile], *, positions: bo
 
 
 def _iter_term_rows(table: Any) -> Iterator[Any]:
-    """The places of rows with a term, whole terms at a time, as many as make a piece."""
+    """The indices of rows with a term, all rows of a term together, in pieces of about MERGE_POSTINGS."""
     ranks, count = _term_ranks(table.column(TERM))
-    rows = stable_argsort(ranks + 1, count + 1)  # those without a term come first, and are left out
+    rows = stable_argsort(ranks + 1, count + 1)  # rows without a term come first and are dropped
     rows = rows[int((ranks < 0).sum()) :]
     if not len(rows):
         return
@@ -409,11 +412,11 @@ def _iter_term_rows(table: Any) -> Iterator[Any]:
     piece = offsets_from_counts(sizes)[firsts] // MERGE_POSTINGS
     cuts = firsts[np.flatnonzero(np.diff(piece)) + 1].tolist()
     for first, last in pairwise([0, *cuts, len(rows)]):
-        yield np.sort(rows[first:last])  # splits stay in their order
+        yield np.sort(rows[first:last])  # in the order of the splits
 
 
 def _term_ranks(terms: Any) -> tuple[Any, int]:
-    """Of each row the place of its term among all of them, -1 if it has none; and how many there are."""
+    """The rank of each row's term, -1 if it has none; and the number of distinct terms."""
     encoded = terms.combine_chunks().dictionary_encode()
     order = to_numpy(pc.sort_indices(encoded.dictionary)).astype(np.int64)
     rank = np.full(len(order) + 1, -1, dtype=np.int64)
@@ -442,5 +445,5 @@ def _merge_terms(name: str, table: Any, positions: bool) -> Any:
 
 
 def _flatten_lists(table: Any, name: str) -> Any:
-    """What is in all lists of a column."""
+    """The concatenated values of a list column."""
     return to_numpy(table.column(name).combine_chunks().flatten())

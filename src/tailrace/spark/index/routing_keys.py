@@ -1,10 +1,8 @@
 """`routing_key_index` and `routing_key_lexicon` index files: built from a segment, and merged.
 
-`routing_key_index` and `routing_key_lexicon`: which keys there are, and where.
-
-Sorted runs of keys become one, a few row groups of each at a time: each key once, with all its spans.
-
-Runs follow each other in the order of entries, so that spans of a key are joined in the order of the runs.
+The index has the entry spans of each key, sorted by key hash; the lexicon has the keys in their own order.
+Sorted runs are merged a few row groups at a time, in the order of their entries, so that the spans of a key
+are concatenated in order.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from tailrace.spark.index.file_writer import BuiltIndexFile, IndexedRange, Index
 from tailrace.spark.index.segment_batches import SegmentBatch
 from tailrace.storage.segments.parquet import BINARY, INT64, pa, pc
 
-GROUP_ROWS: Final = 4096  # small: a page of a listing reads one row group
+GROUP_ROWS: Final = 4096  # small: one page of a key listing reads one row group
 
 INDEX_SCHEMA: Final = pa.schema(
     [
@@ -57,25 +55,25 @@ LEXICON_SCHEMA: Final = pa.schema(
         pa.field(LAST_ENTRY, INT64, nullable=False),
     ]
 )
-INDEX_PACKED: Final = (
+INDEX_DELTA: Final = (
     *(KEY_HASH, FIRST_ENTRY, LAST_ENTRY, ENTRY_COUNT),
     *(f"{SPAN_FIRSTS}.list.element", f"{SPAN_LASTS}.list.element"),
 )
-LEXICON_PACKED: Final = (FIRST_ENTRY, LAST_ENTRY)
-# How columns are written, also where runs are merged. Keys lie in the order of their hashes, or in their own.
-INDEX_ENCODING: Final[dict[str, Any]] = {"packed": INDEX_PACKED, "bytes_apart": (KEY,), "bloom": KEY}
-LEXICON_ENCODING: Final[dict[str, Any]] = {"packed": LEXICON_PACKED, "sorted_bytes": (KEY,)}
+LEXICON_DELTA: Final = (FIRST_ENTRY, LAST_ENTRY)
+# Column encodings, also used when runs are merged.
+INDEX_ENCODING: Final[dict[str, Any]] = {"delta": INDEX_DELTA, "delta_length": (KEY,), "bloom": KEY}
+LEXICON_ENCODING: Final[dict[str, Any]] = {"delta": LEXICON_DELTA, "delta_bytes": (KEY,)}
 
 
 class RoutingKeyBuilder:
-    """Collects a span for each key of each row group."""
+    """Collects one span per key and row group."""
 
     def __init__(self, covers: IndexedRange, families: frozenset[str]) -> None:
         self._covers = covers
         self._families = families
-        self._keys: list[Any] = []  # Arrow, each different key of a batch once
+        self._keys: list[Any] = []  # Arrow, the distinct keys of each batch
         self._keys_before = 0
-        self._spans: list[tuple[Any, Any, Any, Any]] = []  # places among all keys, firsts, lasts, counts
+        self._spans: list[tuple[Any, Any, Any, Any]] = []  # indices into all keys, firsts, lasts, counts
 
     def add(self, batch: SegmentBatch) -> None:
         keys = batch.rows.keys
@@ -121,7 +119,7 @@ class RoutingKeyBuilder:
         by_hash = _index_order(hashes, keys)
         rank = np.empty(len(keys), dtype=np.int64)
         rank[by_hash] = np.arange(len(keys))
-        order = stable_argsort(rank[numbers], len(keys))  # spans of a key stay in the order of entries
+        order = stable_argsort(rank[numbers], len(keys))  # spans of a key stay in entry order
         firsts, lasts, counts = firsts[order], lasts[order], counts[order]
         offsets = offsets_from_counts(np.bincount(rank[numbers], minlength=len(keys)))
         columns = [
@@ -137,7 +135,7 @@ class RoutingKeyBuilder:
 
 
 def _index_order(hashes: Any, keys: Any) -> Any:
-    """The places of different keys in the order of the index."""
+    """Argsort of the keys by hash, then by key."""
     order = np.argsort(hashes)
     if (np.diff(hashes[order]) != 0).all():
         return order
@@ -147,7 +145,7 @@ def _index_order(hashes: Any, keys: Any) -> Any:
 
 
 def write_index(table: Any, facts: dict[str, str]) -> bytes:
-    """A run of keys as a file; the rows are in order."""
+    """Write a sorted index."""
     with IndexFileWriter(
         INDEX_SCHEMA, facts, bloom_values=min(table.num_rows, GROUP_ROWS), **INDEX_ENCODING
     ) as writer:
@@ -168,71 +166,71 @@ _SPAN_COLUMNS = (SPAN_FIRSTS, SPAN_LASTS)
 
 
 class _KeyRun:
-    """An open file, read row group by row group."""
+    """A run, read row group by row group. `sort_column` is the first column that it is sorted by."""
 
-    def __init__(self, file: Any, lead: str) -> None:
+    def __init__(self, file: Any, sort_column: str) -> None:
         self._file = file
-        self._lead = lead
+        self._sort_column = sort_column
         self._next = 0
-        self.held: Any = None  # rows that were read and not yet taken
+        self.buffered: Any = None  # rows read but not consumed
 
     @property
     def has_more(self) -> bool:
         return self._next < self._file.metadata.num_row_groups
 
     def read(self) -> None:
-        """One row group more."""
+        """Append the next row group to the buffer."""
         found = self._file.read_row_group(self._next, use_threads=False)
         self._next += 1
-        self.held = found if self.held is None else pa.concat_tables([self.held, found])
+        self.buffered = found if self.buffered is None else pa.concat_tables([self.buffered, found])
 
     def last(self) -> Any:
-        """What is not read yet has nothing smaller, but may go on with this."""
-        return self.held.column(self._lead)[-1].as_py()
+        """The last buffered value. Unread rows may continue it, but are not smaller."""
+        return self.buffered.column(self._sort_column)[-1].as_py()
 
-    def take(self, below: Any) -> Any:
-        """The rows with smaller values; all of them if there is no bound."""
-        count = self.held.num_rows
-        if below is not None:
-            values = self.held.column(self._lead)
-            count = pc.sum(pc.less(values, pa.scalar(below, values.type))).as_py() or 0
-        taken = self.held.slice(0, count)
-        self.held = self.held.slice(count) if count < self.held.num_rows else None
-        return taken
+    def consume_below(self, bound: Any) -> Any:
+        """Remove and return the buffered rows with values below the bound; all rows if it is None."""
+        count = self.buffered.num_rows
+        if bound is not None:
+            values = self.buffered.column(self._sort_column)
+            count = pc.sum(pc.less(values, pa.scalar(bound, values.type))).as_py() or 0
+        consumed = self.buffered.slice(0, count)
+        self.buffered = self.buffered.slice(count) if count < self.buffered.num_rows else None
+        return consumed
 
 
 def merge_key_runs(files: Sequence[Any], schema: Any) -> Iterator[Any]:
-    """The rows of open runs of an index or of a lexicon, in order, as tables."""
+    """The rows of all runs, of an index or of a lexicon, in order as tables with one row per key."""
     by = [name for name in (KEY_HASH, KEY) if name in schema.names]
     runs = [_KeyRun(file, by[0]) for file in files]
     while True:
         for run in runs:
-            if run.held is None and run.has_more:
+            if run.buffered is None and run.has_more:
                 run.read()
-        holding = [run for run in runs if run.held is not None]
-        if not holding:
+        nonempty = [run for run in runs if run.buffered is not None]
+        if not nonempty:
             return
-        open_ended = [run for run in holding if run.has_more]
+        open_ended = [run for run in nonempty if run.has_more]
         bound = min((run.last() for run in open_ended), default=None)
-        taken = pa.concat_tables([run.take(bound) for run in holding]).combine_chunks()
-        if taken.num_rows:
-            order = pc.sort_indices(taken, sort_keys=[(name, "ascending") for name in by])  # equal ones stay
-            yield _join_equal_keys(taken.take(order).combine_chunks(), schema)
+        rows = pa.concat_tables([run.consume_below(bound) for run in nonempty]).combine_chunks()
+        if rows.num_rows:
+            order = pc.sort_indices(rows, sort_keys=[(name, "ascending") for name in by])  # stable
+            yield _join_equal_keys(rows.take(order).combine_chunks(), schema)
         else:
-            # One value fills all that was read of it.
+            # One value fills the buffers: read on.
             for run in open_ended:
                 if run.last() == bound:
                     run.read()
 
 
 def _join_equal_keys(table: Any, schema: Any) -> Any:
-    """Rows of one key as one."""
+    """One row per key, with the spans of all its rows."""
     keys = table.column(KEY).combine_chunks()
-    fresh = np.ones(len(keys), dtype=bool)
-    fresh[1:] = to_numpy(pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1)))
-    if fresh.all():
+    is_start = np.ones(len(keys), dtype=bool)
+    is_start[1:] = to_numpy(pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1)))
+    if is_start.all():
         return table
-    starts = np.flatnonzero(fresh)
+    starts = np.flatnonzero(is_start)
     columns: list[Any] = []
     for name in schema.names:
         column = table.column(name).combine_chunks()

@@ -1,16 +1,11 @@
-"""Segment rows in batches: payloads decoded once, field values as columns.
+"""Segment rows in batches, as all index builders read them: payloads decoded once, field values as columns.
 
-Payloads into leaves: each record is decoded once, and only what somebody asks for is made of it.
+Decoding has a fast path: a msgspec Struct with just the required members. Records that do not fit it (not an
+object, a member of another type on the path, an older schema version) take the reference path, one by one.
 
-The fast way gives the decoder a shape with just the members that are wanted. Records that do not fit the
-shape (no object, a member of another type on the way, an older version) take the reference way, one by one.
-
-Values of fields as columns. What a value is, only `query.values` decides.
-
-Where all leaves of a column have the type that the field's kind is made of, the column is made as a whole;
-else every leaf goes through the reference converter. Both give the same values.
-
-Some row groups of a segment, decoded once, as all builders see them.
+A column is converted as a whole if all its leaves have the Python type of the field's kind; else each leaf is
+converted by the reference function. `search.records` defines what a value is; both paths give the same
+values.
 """
 
 from __future__ import annotations
@@ -29,28 +24,30 @@ from tailrace.spark.index.arrays import BOOL, DOUBLE, np, offsets_from_counts, t
 from tailrace.storage.segments.parquet import INT64, STRING, pa, pc, pq
 
 PointerTokens = tuple[str, ...]
-LeafColumn = list[Any]  # what lies at one pointer, by row; None where nothing does
+LeafColumn = list[Any]  # the value at one pointer by row; None if absent
 
 
 class _PathNode:
-    """A member on the way to leaves."""
+    """A member on the path to leaves."""
 
     def __init__(self) -> None:
-        self.wanted = False
+        self.is_leaf = False
         self.children: dict[str, _PathNode] = {}
         self.empty: Any = None  # a struct without any of its members
-        self.deep: list[PointerTokens] = []  # below here an array may be entered: found by the reference way
+        self.deep: list[
+            PointerTokens
+        ] = []  # pointers that may enter an array: resolved by the reference function
 
     def add(self, tokens: PointerTokens, at: int = 0) -> None:
         if at == len(tokens):
-            self.wanted = True
+            self.is_leaf = True
         elif at and tokens[at].isdigit():
             self.deep.append(tokens[at:])
         else:
             self.children.setdefault(tokens[at], _PathNode()).add(tokens, at + 1)
 
     def arrange(self, example: object) -> None:
-        """Members in the order in which records have them: there the decoder looks for the next one first."""
+        """Order members as in the example record: the decoder is fastest if records have this order."""
         if not isinstance(example, dict):
             return
         record = cast("dict[str, object]", example)
@@ -61,12 +58,12 @@ class _PathNode:
 
     @property
     def opaque(self) -> bool:
-        """Taken as it is, whatever it is: it is a leaf itself, or there is an array on the way."""
-        return self.wanted or bool(self.deep)
+        """Decoded as `Any`: a leaf itself, or an array may be on the path."""
+        return self.is_leaf or bool(self.deep)
 
 
 class PayloadDecoder:
-    """Leaves of payloads at some pointers. `reference` has every record take the reference way."""
+    """Decodes the leaves of payloads at the given pointers. `reference` forces the reference path."""
 
     def __init__(self, view: RecordView, pointers: Iterable[PointerTokens], *, reference: bool) -> None:
         self._view = view
@@ -77,12 +74,12 @@ class PayloadDecoder:
         for tokens in self._pointers:
             root.add(tokens)
         self._root = root
-        self._decode: Callable[[memoryview], object] | None = None  # made for the first record
+        self._decode: Callable[[memoryview], object] | None = None  # created for the first record
 
     def leaves(
         self, entries: Sequence[int], payloads: Sequence[memoryview]
     ) -> tuple[dict[PointerTokens, LeafColumn], dict[int, object]]:
-        """By pointer, what lies there in each row; and the records, by row, that were decoded whole."""
+        """The leaves of each pointer by row; and, by row, the records that took the reference path."""
         members, whole = self._members(entries, payloads)
         found: dict[PointerTokens, LeafColumn] = {}
         _collect_leaves(self._root, members, (), found)
@@ -121,7 +118,7 @@ class PayloadDecoder:
 
 
 def _build_struct(node: _PathNode) -> Any:
-    """A struct with the wanted members. One that is missing counts as null does: neither has values."""
+    """A struct with the required members. A missing member is None like null: neither has values."""
     fields: list[tuple[str, Any, Any]] = []
     names: dict[str, str] = {}
     for index, (name, child) in enumerate(node.children.items()):
@@ -144,7 +141,7 @@ def _collect_leaves(
             empty = child.empty
             _collect_leaves(child, [empty if leaf is None else leaf for leaf in leaves], here, found)
             continue
-        if child.wanted:
+        if child.is_leaf:
             found[here] = leaves
         for rest in _nested_pointers(child):
             below = [resolve_pointer(value, rest) for value in leaves]
@@ -152,10 +149,10 @@ def _collect_leaves(
 
 
 def _nested_pointers(node: _PathNode) -> list[PointerTokens]:
-    """Every wanted pointer below a member that is taken as it is."""
+    """All pointers below an opaque member."""
     found = list(node.deep)
     for name, child in node.children.items():
-        if child.wanted:
+        if child.is_leaf:
             found.append((name,))
         found += [(name, *rest) for rest in _nested_pointers(child)]
     return found
@@ -176,14 +173,14 @@ _PYTHON_TYPES: Final[dict[str, frozenset[type]]] = {
     "bool": frozenset({bool}),
 }
 _NONE_TYPE: Final = type(None)
-# What nearly every program writes; no other text is given to the library, which takes more than it should.
+# The format of nearly all programs. Arrow parses only these: it accepts texts that are no dates here.
 _COMMON_DATE_PATTERN: Final = (
     r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{3})?Z$"
 )
 
 
 class FieldColumn(NamedTuple):
-    """The values of one field in some rows: flat, with the row of each and where each row begins."""
+    """The values of one field in a batch: flat, with the row of each value and the offset of each row."""
 
     values: Any  # Arrow, without nulls
     rows: Any  # numpy int64, ascending
@@ -200,7 +197,7 @@ class FieldColumn(NamedTuple):
 
 
 def build_field_column(field: Field, found: LeafColumn) -> FieldColumn:
-    """The column of a field from what lies at its pointer."""
+    """The column of a field from its leaves."""
     try:
         column = _text_column(field, found) if field.kind in _TEXT_KINDS else _number_column(field, found)
     except (pa.ArrowException, UnicodeEncodeError, OverflowError):
@@ -209,7 +206,7 @@ def build_field_column(field: Field, found: LeafColumn) -> FieldColumn:
 
 
 def field_column_from_values(field: Field, rows: Sequence[Sequence[Value]]) -> FieldColumn:
-    """The same from lists of values, as the reference gives them."""
+    """The column of a field from the values of each row."""
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     flat = [value for row in rows for value in row]
     values = pa.array(flat, ARROW_TYPES[field.kind])
@@ -217,16 +214,19 @@ def field_column_from_values(field: Field, rows: Sequence[Sequence[Value]]) -> F
 
 
 def _text_column(field: Field, found: LeafColumn) -> Any:
-    """The column at once, nulls where nothing lies; None if some leaf needs a closer look."""
-    column = pa.array(found, STRING)  # refuses what is no text
+    """The whole column with nulls for absent values; None if a leaf needs the reference function."""
+    column = pa.array(found, STRING)  # raises if a leaf is not a text
     if field.normalizer == "lowercase_v1" and field.kind == "keyword":
-        # Arrow knows other letters than Python does, but the same in ASCII.
+        # Arrow and Python agree on lower case for ASCII only.
         return pc.ascii_lower(column) if pc.all(pc.string_is_ascii(column)).as_py() else None
     return column
 
 
 def _number_column(field: Field, found: LeafColumn) -> Any:
-    """The same for what would take more than it should: the types of all leaves are looked at first."""
+    """As `_text_column`.
+
+    Arrow would also accept other types, so the types of all leaves are checked first.
+    """
     kind, types = field.kind, set(map(type, found)) - {_NONE_TYPE}
     if not types:
         return pa.nulls(len(found), ARROW_TYPES[kind])
@@ -239,14 +239,14 @@ def _number_column(field: Field, found: LeafColumn) -> Any:
     column = pa.array(found, ARROW_TYPES[kind])
     if kind != "float":
         return column
-    return pc.add(column, 0.0) if pc.all(pc.is_finite(column)).as_py() else None  # zero has no sign
+    return pc.add(column, 0.0) if pc.all(pc.is_finite(column)).as_py() else None  # turns -0.0 into 0.0
 
 
 def _date_column(texts: Any) -> Any:
     if not pc.all(pc.match_substring_regex(texts, _COMMON_DATE_PATTERN)).as_py():
         return None
     if pc.any(pc.less_equal(texts, "0001")).as_py() or pc.any(pc.greater_equal(texts, "2262")).as_py():
-        return None  # the year 0 is no year of the library, and far ones are not worth a thought
+        return None  # Arrow has no year 0; years from 2262 are rare
     stamps = pc.cast(pc.utf8_slice_codeunits(texts, 0, -1), pa.timestamp("ms"))
     return stamps.view(INT64)
 
@@ -275,74 +275,72 @@ def _convert_each(field: Field, found: LeafColumn) -> FieldColumn:
 
 
 def distinct_values(column: FieldColumn) -> tuple[list[Value], Any]:
-    """The different values of a column and, for each value of it, which of them it is."""
+    """The distinct values of a column, and the index of each value among them."""
     encoded = column.values.dictionary_encode()
     return encoded.dictionary.to_pylist(), to_numpy(encoded.indices)
 
 
 ENTRY, KEY, PAYLOAD = "entry", "key", "payload"
 
-# What is decoded at once. A column costs a little whatever its length, so that many short ones cost more.
+# Rows decoded at a time. Each column has a fixed cost, so many short batches cost more.
 BATCH_ROWS_MAX: Final = 4096
 BATCH_BYTES_MAX: Final = 4 << 20
 
 
 class StoredRows(NamedTuple):
-    """Rows as they lie in a segment. Every one says which entry it is: none is counted."""
+    """Rows of a segment as they are stored, with the entry number of each."""
 
     entries: Any  # numpy int64
-    keys: Any  # Arrow dictionary of binary, with nulls; None if nobody asked
-    payloads: list[memoryview] | None
-    groups: Any  # numpy: how many rows each row group has
+    keys: Any  # Arrow dictionary of binary, with nulls
+    payloads: list[memoryview] | None  # None if they were not read
+    groups: Any  # numpy: the number of rows of each row group
 
 
 def iter_row_group_runs(file: Any) -> Iterator[list[int]]:
-    """The row groups of an open Parquet file, as many at a time as are decoded at once."""
-    turn: list[int] = []
+    """The row groups of an open Parquet file, in runs that make up one batch."""
+    run: list[int] = []
     rows = size = 0
     for index in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(index)
-        if turn and (
-            rows + group.num_rows > BATCH_ROWS_MAX or size + group.total_byte_size > BATCH_BYTES_MAX
-        ):
-            yield turn
-            turn, rows, size = [], 0, 0
-        turn.append(index)
+        if run and (rows + group.num_rows > BATCH_ROWS_MAX or size + group.total_byte_size > BATCH_BYTES_MAX):
+            yield run
+            run, rows, size = [], 0, 0
+        run.append(index)
         rows += group.num_rows
         size += group.total_byte_size
-    if turn:
-        yield turn
+    if run:
+        yield run
 
 
-def read_rows(file: Any, turn: list[int], *, payloads: bool) -> StoredRows:
-    """Some row groups of an open Parquet file."""
+def read_rows(file: Any, run: list[int], *, payloads: bool) -> StoredRows:
+    """Read the row groups of one batch."""
     columns = [ENTRY, KEY, PAYLOAD] if payloads else [ENTRY, KEY]
-    table = file.read_row_groups(turn, columns=columns, use_threads=False).combine_chunks()
+    table = file.read_row_groups(run, columns=columns, use_threads=False).combine_chunks()
     keys = table.column(KEY).combine_chunks()
     if not pa.types.is_dictionary(keys.type):
         keys = keys.dictionary_encode()
     found = _payload_views(table.column(PAYLOAD).combine_chunks()) if payloads else None
-    groups = np.array([file.metadata.row_group(index).num_rows for index in turn])
+    groups = np.array([file.metadata.row_group(index).num_rows for index in run])
     return StoredRows(to_numpy(table.column(ENTRY)), keys, found, groups)
 
 
 def _payload_views(stored: Any) -> list[memoryview]:
-    """The bytes of each text, as they lie there: nothing is copied."""
+    """The bytes of each text, without a copy."""
     _, starts, data = stored.buffers()
     edges: list[int] = np.frombuffer(starts, np.int32)[
         stored.offset : stored.offset + len(stored) + 1
     ].tolist()
-    held = memoryview(b"" if data is None else data)
-    return [held[first:last] for first, last in pairwise(edges)]
+    raw = memoryview(b"" if data is None else data)
+    return [raw[first:last] for first, last in pairwise(edges)]
 
 
 def open_segment(raw: bytes | memoryview) -> Any:
-    """A segment that is there as a whole, ready to be read row group by row group."""
+    """Open a segment that is in memory, to be read row group by row group."""
     return pq.ParquetFile(pa.BufferReader(pa.py_buffer(raw)), read_dictionary=[KEY], pre_buffer=False)
 
 
 class SegmentBatch:
-    """Some rows with the values of their fields, each column made when it is first asked for."""
+    """Rows with the values of their fields. A column is built when it is first used."""
 
     def __init__(self, rows: StoredRows, decoded: DecodedPayloads | None) -> None:
         self.rows = rows
@@ -365,13 +363,13 @@ class SegmentBatch:
         return column
 
     def leaves(self, tokens: PointerTokens) -> LeafColumn:
-        """What lies at a pointer, by row; None where nothing does."""
+        """The value at a pointer by row; None if absent."""
         assert self._decoded is not None
         return self._decoded.leaves.get(tokens) or [None] * self.count
 
 
 class DecodedPayloads(NamedTuple):
-    """Leaves of some rows and how values are made of them."""
+    """The leaves of a batch, and the reader that converts them."""
 
     reader: SegmentReader
     leaves: dict[PointerTokens, LeafColumn]
@@ -383,7 +381,7 @@ class DecodedPayloads(NamedTuple):
 
 
 class SegmentReader:
-    """Makes batches. `reference` has every value come from the reference function, record by record."""
+    """Creates batches. `reference` computes every value by the reference function, record by record."""
 
     def __init__(
         self, view: RecordView, fields: Iterable[str], pointers: Iterable[PointerTokens], *, reference: bool
@@ -393,9 +391,9 @@ class SegmentReader:
         self._tokens: dict[str, PointerTokens] = {}
         for name in fields:
             pointer = view.config.fields[name].pointer_at(view.version)
-            # Without a binding there are no values; the whole record is an object, and so none either.
+            # A field without a pointer has no values; nor has the root pointer, since a record is an object.
             self._tokens[name] = (parse_pointer(pointer) or ()) if pointer else ()
-        # The reference function looks for values itself.
+        # The reference function extracts the values from the record itself.
         of_fields = () if reference else self._tokens.values()
         self._decoder = PayloadDecoder(view, [*of_fields, *pointers], reference=reference)
 

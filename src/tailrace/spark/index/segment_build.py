@@ -1,11 +1,8 @@
 """Build of all index files of one segment in one pass, and the `mapInArrow` task that runs it on an executor.
 
-One pass over a segment that builds all the families somebody wants of it.
-
-What runs in a Python worker of Spark: descriptors of segments in, rows about built companions out.
-
-`build_companions` is found by name in the installed package, never sent along. Payloads do not cross into
-the JVM: a task fetches its segment from the object store and puts the files there itself.
+`build_index_files` maps segment descriptors to rows about built index files. It is pickled by name: executors
+need the installed package. Payloads never pass through the JVM: a task fetches its segment from the object
+store and stores the index files there itself.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ _EXACT_MEMORY_DIVISOR: Final = 4  # of the budget
 
 
 class IndexFileBuilder(Protocol):
-    """One family, or two that are made of the same."""
+    """Builds the index files of one family, or of two from the same data."""
 
     def add(self, batch: SegmentBatch) -> None: ...
 
@@ -80,7 +77,7 @@ class IndexFileBuilder(Protocol):
 
 
 class BuildRequest(NamedTuple):
-    """What is to be built of one segment."""
+    """Which index files to build of one segment."""
 
     stream_id: str
     first: int
@@ -89,13 +86,13 @@ class BuildRequest(NamedTuple):
     sha256: str
     families: frozenset[str]
     plan: BuildPlan
-    directory: Path  # for runs and indexes in the making
+    directory: Path  # for temporary files
     memory_bytes: int = TASK_MEMORY_BYTES
-    reference: bool = False  # every value by the reference function
+    reference: bool = False  # compute every value by the reference function
 
 
 class UnusablePlanError(Exception):
-    """The plan asks for something that cannot be: an include that is no query any more. Quotes no data."""
+    """The plan is invalid, for example an `include` that does not parse. The message quotes no data."""
 
 
 StepCallback = Callable[[str], None]
@@ -104,11 +101,13 @@ StepCallback = Callable[[str], None]
 def build_segment(
     raw: bytes, request: BuildRequest, step: StepCallback = lambda _name: None
 ) -> list[BuiltIndexFile]:
-    """The files of a segment. CorruptSegmentError if it is not what was recorded, or cannot be read;
-    UnusablePlanError if nothing can be built by the plan.
+    """The index files of a segment.
+
+    Raises CorruptSegmentError if its checksum or row count differs or it cannot be read, and
+    UnusablePlanError if the plan is invalid.
     """
     if hashlib.sha256(raw).hexdigest() != request.sha256:
-        raise CorruptSegmentError("the segment does not have its SHA-256")
+        raise CorruptSegmentError("segment checksum mismatch")
     try:
         builders, reader = create_builders(request)
     except TailraceError as refusal:
@@ -122,13 +121,13 @@ def build_segment(
                 step("mid_build")
             rows += batch.count
         if rows != request.rows:
-            raise CorruptSegmentError(f"the segment has {rows} rows, not {request.rows}")
+            raise CorruptSegmentError(f"segment has {rows} rows, expected {request.rows}")
         return [built for builder in builders for built in builder.finish()]
 
 
 @contextmanager
 def gc_disabled() -> Generator[None]:
-    """Records never refer to themselves: looking for that over and over, with thousands held, costs much."""
+    """Pause the garbage collector: records have no cycles, and scanning thousands of them is slow."""
     paused = gc.isenabled()
     gc.disable()
     try:
@@ -139,80 +138,80 @@ def gc_disabled() -> Generator[None]:
 
 
 def read_batches(raw: bytes, reader: SegmentReader | None) -> Iterator[SegmentBatch]:
-    """A few row groups at a time; without a reader only entries and keys."""
+    """The rows of a segment in batches; without a reader only entries and keys."""
     try:
         file = open_segment(raw)
-        waiting = list(iter_row_group_runs(file))
+        runs = list(iter_row_group_runs(file))
     except (pa.ArrowException, OSError) as error:
-        raise CorruptSegmentError(f"the segment cannot be opened: {error}") from error
-    for turn in waiting:
+        raise CorruptSegmentError(f"segment cannot be opened: {error}") from error
+    for run in runs:
         try:
-            rows = read_rows(file, turn, payloads=reader is not None)
+            rows = read_rows(file, run, payloads=reader is not None)
         except (pa.ArrowException, OSError) as error:
-            raise CorruptSegmentError(f"the segment cannot be decoded: {error}") from error
+            raise CorruptSegmentError(f"segment cannot be decoded: {error}") from error
         yield SegmentBatch(rows, None) if reader is None else reader.batch(rows)
 
 
 def create_builders(request: BuildRequest) -> tuple[list[IndexFileBuilder], SegmentReader | None]:
-    """Whoever builds something, and what reads the segment for them."""
+    """The builders of the requested families, and the reader of the fields that they need."""
     covers = IndexedRange(
         request.stream_id, request.first, request.last, request.rows, request.plan.plan.hash
     )
-    wanted, members = request.families, request.plan.members
+    families, members = request.families, request.plan.members
     builders: list[IndexFileBuilder] = []
-    if wanted & _KEY_FAMILIES:
-        builders.append(RoutingKeyBuilder(covers, wanted))
-    if not wanted - _KEY_FAMILIES:
+    if families & _KEY_FAMILIES:
+        builders.append(RoutingKeyBuilder(covers, families))
+    if not families - _KEY_FAMILIES:
         return builders, None
     view = _search_view(request.plan)
     config, fields, pointers = view.config, set[str](), list[tuple[str, ...]]()
-    if EXACT in wanted:
+    if EXACT in families:
         names = members[EXACT]
         share = request.memory_bytes // _EXACT_MEMORY_DIVISOR
         builders.append(ExactBuilder(covers, config, names, share, request.directory))
         fields.update(names)
-    if COL in wanted:
+    if COL in families:
         names = column_fields(members[COL], view.primary)
         builders.append(ColumnBuilder(covers, config, names, view.primary))
         fields.update(names)
-    if FTS in wanted:
+    if FTS in families:
         builders.append(FullTextBuilder(covers, config, members[FTS]))
         fields.update(members[FTS])
-    if AGG in wanted:
+    if AGG in families:
         agg = AggregateBuilder(covers, config, members[AGG])
         builders.append(agg)
         fields |= agg.fields()
         pointers += agg.pointers()
-    if MBLK in wanted:
+    if MBLK in families:
         builders.append(MetricBlockBuilder(covers))
         pointers += column_files.METRIC_BLOCK_POINTERS
     return builders, SegmentReader(view, sorted(fields), pointers, reference=request.reference)
 
 
 def column_fields(names: Iterable[str], primary: str | None) -> list[str]:
-    """The columns of `col`: its fields, and the time that searches are sorted by."""
+    """The columns of `col`: its fields, and the primary timestamp that searches sort by."""
     return sorted({*names, *([] if primary is None else [primary])})
 
 
 def _search_view(plan: BuildPlan) -> RecordView:
-    """Records without a search configuration have no fields, but may still be metrics."""
+    """The plan's view. Without a search configuration records have no fields, but may be metrics."""
     if plan.view is not None:
         return plan.view
     return RecordView(msgspec.structs.replace(plan.registry, search=SearchConfig(fields={})))
 
 
 def verify_built_file(built: BuiltIndexFile) -> None:
-    """Opens a Parquet file that was just made: its footer and rows are as they should be."""
+    """Reopen a Parquet file that was just built, and check its family and rows."""
     if built.family != FTS:
         verify_index_file(built.family, built.data, built.rows)
 
 
 def verify_index_file(family: str, data: bytes | memoryview, rows: int) -> None:
-    """The same of a file that may not be in memory as a whole."""
+    """Check the family and rows of a Parquet file, which may be memory-mapped."""
     file: Any = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)))
     facts = file.metadata.metadata
-    assert facts[b"tailrace.family"] == family.encode(), "the footer tells another family"
-    assert family not in (COL, MBLK) or file.metadata.num_rows == rows, "a row for each entry"
+    assert facts[b"tailrace.family"] == family.encode(), "footer has another family"
+    assert family not in (COL, MBLK) or file.metadata.num_rows == rows, "one row per entry"
 
 
 PLANS_MAX: Final = 16
@@ -253,11 +252,11 @@ DESCRIPTOR_SCHEMA: Final = pa.schema(
     ]
 )
 
-# How a segment ended.
+# Status of a segment.
 BUILT: Final = "built"
-MISSING: Final = "missing"  # the object is not there
-UNAVAILABLE: Final = "unavailable"  # the store could not be used
-UNDECODABLE: Final = "undecodable"  # it is not what was recorded
+MISSING: Final = "missing"  # the object does not exist
+UNAVAILABLE: Final = "unavailable"  # the object store failed
+UNDECODABLE: Final = "undecodable"  # the segment is corrupt
 FAILED: Final = "failed"
 VERSION_MISMATCH: Final = "other_version"
 
@@ -265,32 +264,32 @@ TaskRow = dict[str, Any]
 
 
 class WorkerStores:
-    """Object stores and plans of this process; a worker serves many tasks."""
+    """Object stores and plans of a Python worker, shared by its tasks."""
 
     def __init__(self) -> None:
-        self._steps = BlockingRunner()
+        self._runner = BlockingRunner()
         self._opened: dict[str, ObjectStore] = {}
         self._plans: OrderedDict[str, BuildPlan] = OrderedDict()
 
-    def at(self, url: str) -> ObjectStore:
+    def open(self, url: str) -> ObjectStore:
         store = self._opened.get(url)
         if store is None:
             store = self._opened[url] = open_object_store(url)
         return store
 
     def get(self, url: str, key: str) -> bytes:
-        return self._steps.run(self.at(url).get(key))[0]
+        return self._runner.run(self.open(url).get(key))[0]
 
     def size(self, url: str, key: str) -> int:
-        return self._steps.run(self.at(url).head(key)).size
+        return self._runner.run(self.open(url).head(key)).size
 
-    def range(self, url: str, key: str, start: int, stop: int) -> bytes:
-        return self._steps.run(self.at(url).get_range(key, start, stop))
+    def get_range(self, url: str, key: str, start: int, stop: int) -> bytes:
+        return self._runner.run(self.open(url).get_range(key, start, stop))
 
     def put(self, url: str, key: str, data: bytes | memoryview) -> None:
-        """Names tell contents: an object that is there already is this one."""
+        """Create the object. Keys contain the hash of the content: an existing object is the same."""
         try:
-            self._steps.run(self.at(url).create(key, data))
+            self._runner.run(self.open(url).create(key, data))
         except ObjectExistsError:
             pass
 
@@ -307,7 +306,7 @@ _worker_stores: WorkerStores | None = None
 
 
 def worker_stores() -> WorkerStores:
-    """Made in the worker itself: a loop does not survive a fork."""
+    """Created on first use in the worker: an event loop does not survive a fork."""
     global _worker_stores
     if _worker_stores is None:
         _worker_stores = WorkerStores()
@@ -315,7 +314,7 @@ def worker_stores() -> WorkerStores:
 
 
 class ObjectFile(io.RawIOBase):
-    """An object as a file of which only those bytes are fetched that somebody reads."""
+    """An object as a file: each read fetches its range."""
 
     def __init__(self, url: str, key: str) -> None:
         self._url, self._key = url, key
@@ -340,13 +339,13 @@ class ObjectFile(io.RawIOBase):
         stop = self._size if size < 0 else min(self._at + size, self._size)
         if stop <= self._at:
             return b""
-        found = worker_stores().range(self._url, self._key, self._at, stop)
+        found = worker_stores().get_range(self._url, self._key, self._at, stop)
         self._at = stop
         return found
 
 
 def build_index_files(batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: each row describes a segment, whatever happens to it comes out as rows."""
+    """For `mapInArrow`: each input row describes a segment; built files and errors are output rows."""
     try:
         for batch in batches:
             for row in batch.to_pylist():
@@ -356,19 +355,19 @@ def build_index_files(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def release_memory() -> None:
-    """Give memory back to the system: a worker serves many tasks, and should not grow with them."""
+    """Return memory to the system: a worker runs many tasks and must not grow with them."""
     pa.default_memory_pool().release_unused()
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError):
-        pass  # another C library, which has its own ways
+        pass  # not glibc
 
 
 def build_described_segment(row: TaskRow) -> list[TaskRow]:
-    """Builds and puts the companions of one segment. An error is a row, so that it stays with its segment."""
+    """Build and store the index files of one segment. An error becomes a row and does not fail the task."""
     started = time.monotonic()
     if row["writer"] != WRITER:
-        message = f"the driver is {row['writer']}, a worker is {WRITER}"
+        message = f"driver runs {row['writer']}, worker runs {WRITER}; install the same version on both"
         return [_status_row(row, VERSION_MISMATCH, message, started)]
     try:
         return _build_and_store(row, started)
@@ -378,15 +377,15 @@ def build_described_segment(row: TaskRow) -> list[TaskRow]:
         return [_error_row(row, MISSING, error, started)]
     except ObjectStoreError as error:
         return [_error_row(row, UNAVAILABLE, error, started)]
-    except Exception as error:  # noqa: BLE001 - one segment must not take the others along
+    except Exception as error:  # noqa: BLE001 - one segment must not fail the others
         return [_error_row(row, FAILED, error, started)]
 
 
 def _build_and_store(row: TaskRow, started: float) -> list[TaskRow]:
-    found = worker_stores()
+    stores = worker_stores()
     url, prefix = row["store"], stream_prefix(row["stream_id"])
-    plan = found.plan(url, row["plan_object"])
-    raw = found.get(url, row["object"])
+    plan = stores.plan(url, row["plan_object"])
+    raw = stores.get(url, row["object"])
     hit_failpoint("after_fetch", "worker")
     directory = Path(tempfile.mkdtemp(prefix="tailrace-build-"))
     try:
@@ -411,7 +410,7 @@ def _build_and_store(row: TaskRow, started: float) -> list[TaskRow]:
         verify_built_file(one)
         sha256 = hashlib.sha256(one.data).hexdigest()
         name = index_file_key(plan.plan.hash, one.family, request.first, request.last, sha256)
-        found.put(url, prefix + name, one.data)
+        stores.put(url, prefix + name, one.data)
         rows.append(_built_row(row, one, prefix + name, sha256, started))
     hit_failpoint("after_put", "worker")
     return rows
@@ -433,7 +432,7 @@ def _built_row(row: TaskRow, built: BuiltIndexFile, key: str, sha256: str, start
 
 
 def _error_row(row: TaskRow, status: str, error: Exception, started: float) -> TaskRow:
-    # A message may quote data; only our own errors are known not to.
+    # Messages of other errors may quote data.
     ours = isinstance(error, CorruptSegmentError | ObjectStoreError | UnusablePlanError)
     return _status_row(row, status, str(error) if ours else type(error).__name__, started)
 

@@ -1,8 +1,8 @@
-"""Segment compaction: adjacent small segments joined into one, verified, and offered to the server.
+"""Segment compaction: adjacent small segments merged into one, verified, and published to the server.
 
-Small segments joined into one: every entry keeps its number, time, key and bytes, proven twice.
-
-The compaction job: adjacent small segments become one, and readers never notice.
+Entries do not change: number, time, key and payload of all of them are hashed while they are read and again
+from the written file, and both sums must be equal. `CompactionJob` runs on the driver, `CompactionKernel` in
+a task.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-RAW_BYTES_MAX: Final = 256 << 20  # unpacked, all columns; whoever plans keeps well below
+RAW_BYTES_MAX: Final = 256 << 20  # uncompressed, all columns; the server plans well below this
 
-# What has to be the same in all segments that are joined, and is the same in the joined one.
+# Footer facts that must be equal in all inputs, and are copied to the output.
 _COMMON_FACTS: Final = ("name", "stream_id", "epoch", "content_type")
 _MODULUS: Final = 1 << 128
 
 
 class EntriesChecksum(NamedTuple):
-    """The sum of the hashes of all entries: the same whatever segments they lie in."""
+    """The sum of the hashes of all entries, independent of how they are cut into segments."""
 
     total: int
     entries: int
@@ -64,7 +64,7 @@ EMPTY_CHECKSUM: Final = EntriesChecksum(0, 0)
 
 def _hash_entry(entry: int, time_ns: int, key: bytes | None, payload: bytes) -> int:
     head = entry.to_bytes(8, "big") + time_ns.to_bytes(8, "big", signed=True)
-    # The length tells no key from an empty one, and where the key ends.
+    # The length separates the key from the payload, and no key (-1) from an empty one.
     length = -1 if key is None else len(key)
     hashed = xxhash.xxh3_128(head + length.to_bytes(4, "big", signed=True) + (key or b""))
     hashed.update(payload)
@@ -80,14 +80,14 @@ def compute_checksum(raw: bytes) -> EntriesChecksum:
 
 
 def compact_segments(raws: Sequence[bytes], path: Path, attempt: str = "") -> SegmentInfo:
-    """Adjacent segments of one epoch and schema version, oldest first, as one file at `path`.
+    """Write adjacent segments of one epoch and schema version, oldest first, to one file at `path`.
 
-    CorruptSegmentError if they are not that, or if the file does not hold exactly what went in.
+    Raises CorruptSegmentError if the inputs are not such segments, or if the file differs from the inputs.
     """
     footers = [file_footer(raw) for raw in raws]
     facts = _check_common_facts(footers)
     if sum(_raw_bytes(footer) for footer in footers) > RAW_BYTES_MAX:
-        raise CorruptSegmentError("together the segments are too large")
+        raise CorruptSegmentError(f"segments are too large to merge: more than {RAW_BYTES_MAX} bytes")
     seen = [EMPTY_CHECKSUM]
     written = write_segment(
         _rows_with_checksum(zip(raws, footers, strict=True), seen),
@@ -97,11 +97,11 @@ def compact_segments(raws: Sequence[bytes], path: Path, attempt: str = "") -> Se
         epoch=footers[0].epoch,
         json=footers[0].json,
         content_type=facts["content_type"] or None,
-        schema_versions=_joined_schema_versions(footers),
+        schema_versions=_merged_schema_versions(footers),
         attempt=attempt,
     )
     if compute_checksum(path.read_bytes()) != seen[0]:
-        raise CorruptSegmentError("the joined segment does not hold the entries of its inputs")
+        raise CorruptSegmentError("merged segment does not have the entries of its inputs")
     return written.info
 
 
@@ -110,34 +110,34 @@ def _check_common_facts(footers: Sequence[Footer]) -> dict[str, str]:
     following = footers[0].first
     for footer in footers:
         if any(footer.facts.get(name, "") != value for name, value in facts.items()):
-            raise CorruptSegmentError("segments of different streams or epochs are never joined")
+            raise CorruptSegmentError("segments of different streams or epochs cannot be merged")
         if footer.first != following or footer.json != footers[0].json:
             raise CorruptSegmentError(f"entry {following} is missing between two segments")
         following = footer.last + 1
     return facts
 
 
-def _joined_schema_versions(footers: Sequence[Footer]) -> str:
-    """Where schema versions begin in the joined segment: with its first entry, and nowhere else.
+def _merged_schema_versions(footers: Sequence[Footer]) -> str:
+    """The `schema_versions` fact of the merged segment: one version from its first entry.
 
-    Segments from before there was a schema say nothing; later ones say that version 0 goes on.
+    Segments sealed before the stream had a schema lack the fact; later ones have version 0.
     """
-    said = [footer.facts.get("schema_versions", "") for footer in footers]
-    if not any(said):
+    facts = [footer.facts.get("schema_versions", "") for footer in footers]
+    if not any(facts):
         return ""
-    found = {_schema_version(one) for one in said}
-    if len(found) != 1:
-        raise CorruptSegmentError("segments of different schema versions are never joined")
-    return msgspec.json.encode([(footers[0].first, *found)]).decode()
+    versions = {_schema_version(fact) for fact in facts}
+    if len(versions) != 1:
+        raise CorruptSegmentError("segments of different schema versions cannot be merged")
+    return msgspec.json.encode([(footers[0].first, *versions)]).decode()
 
 
-def _schema_version(said: str) -> int:
+def _schema_version(fact: str) -> int:
     try:
-        pairs = msgspec.json.decode(said, type=list[tuple[int, int]]) if said else [(0, 0)]
+        pairs = msgspec.json.decode(fact, type=list[tuple[int, int]]) if fact else [(0, 0)]
     except msgspec.MsgspecError as error:
-        raise CorruptSegmentError(f"its schema versions cannot be read: {error}") from None
+        raise CorruptSegmentError(f"invalid schema_versions in segment: {error}") from None
     if len(pairs) != 1:
-        raise CorruptSegmentError("a segment with several schema versions is never joined")
+        raise CorruptSegmentError("a segment with several schema versions cannot be merged")
     return pairs[0][1]
 
 
@@ -177,33 +177,33 @@ class CompactionTask(NamedTuple):
 
 
 class CompactionKernel(NamedTuple):
-    """For `mapInArrow` over one row: joins segments and puts the result, one row about it out."""
+    """For `mapInArrow` over one row: merges segments, stores the result, and returns one row about it."""
 
-    order: CompactionTask
+    task: CompactionTask
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
             yield pa.RecordBatch.from_pylist([self._row()], schema=COMPACTED_SCHEMA)
 
     def _row(self) -> dict[str, object]:
-        """A segment that is not what was recorded is told apart: it is given up, the others are not."""
+        """A corrupt input is quarantined alone; the other inputs can be merged later."""
         try:
-            raws = [_fetch_segment(self.order.store, *one) for one in self.order.inputs]
+            raws = [_fetch_segment(self.task.store, *one) for one in self.task.inputs]
             hit_failpoint("after_fetch", "worker")
-            return self._joined(raws)
+            return self._merge(raws)
         except _BadInputError as error:
             return _quarantine_row(error.key, error)
         except CorruptSegmentError as error:
-            # Each is sound, and they do not belong together: without the first one others may.
-            return _quarantine_row(self.order.inputs[0][0], error)
+            # The inputs are valid but cannot be merged: without the first one, the others may.
+            return _quarantine_row(self.task.inputs[0][0], error)
 
-    def _joined(self, raws: list[bytes]) -> dict[str, object]:
+    def _merge(self, raws: list[bytes]) -> dict[str, object]:
         with tempfile.TemporaryDirectory(prefix="tailrace-compact-") as directory:
             path = Path(directory) / "segment.parquet"
             info = compact_segments(raws, path, secrets.token_hex(8))
             hit_failpoint("after_write", "worker")
-            key = stream_prefix(self.order.stream_id) + info.key
-            worker_stores().put(self.order.store, key, path.read_bytes())
+            key = stream_prefix(self.task.stream_id) + info.key
+            worker_stores().put(self.task.store, key, path.read_bytes())
         hit_failpoint("after_put", "worker")
         stats = {
             "epoch": info.epoch,
@@ -231,10 +231,10 @@ class _BadInputError(Exception):
 def _fetch_segment(store: str, key: str, sha256: str) -> bytes:
     raw = worker_stores().get(store, key)
     if hashlib.sha256(raw).hexdigest() != sha256:
-        raise _BadInputError(key, "the segment does not have its SHA-256")
+        raise _BadInputError(key, "segment checksum mismatch")
     try:
         for _ in read_all_rows(raw, file_footer(raw)):
-            pass  # every page has its checksum
+            pass  # reading verifies the checksum of every page
     except CorruptSegmentError as error:
         raise _BadInputError(key, str(error)) from None
     return raw
@@ -258,18 +258,18 @@ class CompactionJob:
         self._store = store
 
     def run(self, stream: StreamPlan, work: CompactionWork) -> PublishRequest:
-        """Joins the segments; the result is in the store, and not yet listed."""
+        """Merge the segments. The result is stored, and must be published to become visible."""
         inputs = tuple((one.object, one.sha256) for one in work.segments)
-        order = CompactionTask(self._store, stream.stream_id, inputs)
+        task = CompactionTask(self._store, stream.stream_id, inputs)
         frame = self._spark.createDataFrame([(0,)], "n int").coalesce(1)
-        (row,) = frame.mapInArrow(CompactionKernel(order), COMPACTED_DDL).collect()
+        (row,) = frame.mapInArrow(CompactionKernel(task), COMPACTED_DDL).collect()
         return compaction_publish_request(stream, work, row)
 
 
 def compaction_publish_request(stream: StreamPlan, work: CompactionWork, row: Any) -> PublishRequest:
-    """The joined segment in the place of the others; or which of them cannot be joined."""
+    """Replaces the inputs by the merged segment, or quarantines the input that cannot be merged."""
     added: list[PublishedObject] = []
-    given_up: list[UnbuildableInput] = []
+    quarantined: list[UnbuildableInput] = []
     if row["status"] == BUILT:
         stats = msgspec.json.decode(row["stats"], type=dict[str, int])
         sha256, size = row["sha256"], row["bytes"]
@@ -279,7 +279,7 @@ def compaction_publish_request(stream: StreamPlan, work: CompactionWork, row: An
             )
         )
     else:
-        given_up.append(UnbuildableInput(row["object"], row["status"], row["error"]))
+        quarantined.append(UnbuildableInput(row["object"], row["status"], row["error"]))
     return PublishRequest(
         stream_id=stream.stream_id,
         job="compact",
@@ -288,5 +288,5 @@ def compaction_publish_request(stream: StreamPlan, work: CompactionWork, row: An
         inputs=[PublishInput(one.object, one.sha256) for one in work.segments],
         add=added,
         replace=[one.object for one in work.segments] if added else [],
-        quarantine=given_up,
+        quarantine=quarantined,
     )

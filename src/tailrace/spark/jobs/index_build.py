@@ -1,4 +1,8 @@
-"""The companion job: segments that lack companions, spread over the cores of Spark."""
+"""The index build job (`companions`): builds the missing index files of segments, in parallel.
+
+Threads on the driver take segments from a queue and run Spark jobs of one task each, so that results arrive
+as they finish. A segment whose worker dies is found by bisection and retried alone, on the reference path.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
 
+from tailrace.common.logging_setup import log_fields
 from tailrace.spark.index.file_writer import WRITER
 from tailrace.spark.index.segment_build import (
     BUILT,
@@ -30,23 +35,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tailrace.pipeline")
 
 BATCH_ROWS_SETTING: Final = "spark.sql.execution.arrow.maxRecordsPerBatch"
-# As long as much is waiting. Each turn is a job of Spark, which costs as much as a good part of a segment.
+# Segments per task while many are queued: the overhead of a Spark job is a good part of building a segment.
 TASK_SEGMENTS_MAX: Final = 8
 
 
 class VersionMismatchError(Exception):
-    """Workers run another version of the package than the driver: what they build cannot be trusted."""
+    """Workers run another version of the package than the driver."""
 
 
 class SegmentBuild(NamedTuple):
-    """One segment to be built, with the stream and the plan it belongs to."""
+    """One segment to build index files of, with its stream and plan."""
 
     stream: str
     stream_id: str
     plan: PlanRef
     segment: PlannedSegment
-    replace: tuple[str, ...] = ()  # what it takes the place of, together with others
-    together: int = 0  # how many these are: they are published at once
+    replace: tuple[str, ...] = ()  # objects that the group of segments replaces
+    publish_group_size: int = 0  # number of segments that must be published in one request; 0: any
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -55,7 +60,7 @@ class SegmentBuild(NamedTuple):
 
 
 class StoredIndexFile(NamedTuple):
-    """A companion that lies in the store, not yet listed."""
+    """An index file in the object store that is not published yet."""
 
     family: str
     object: str
@@ -67,7 +72,7 @@ class StoredIndexFile(NamedTuple):
 
 
 class SegmentBuildResult(NamedTuple):
-    """How one segment ended. Without an error all of its families are there."""
+    """The result of one segment. With status `built`, all its families are there."""
 
     work: SegmentBuild
     files: tuple[StoredIndexFile, ...]
@@ -76,15 +81,15 @@ class SegmentBuildResult(NamedTuple):
 
 
 def list_segment_builds(plan: StreamPlan, work: IndexBuildWork) -> list[SegmentBuild]:
-    together = len(work.segments) if work.replace else 0
+    group_size = len(work.segments) if work.replace else 0
     return [
-        SegmentBuild(plan.stream, plan.stream_id, plan.plan, segment, work.replace, together)
+        SegmentBuild(plan.stream, plan.stream_id, plan.plan, segment, work.replace, group_size)
         for segment in work.segments
     ]
 
 
 class SegmentQueue:
-    """Hands out segments in their order, a few at a time; the last ones alone, so that all end together."""
+    """Hands out segments in order, a few at a time; the last ones singly, to keep all cores busy."""
 
     def __init__(self, works: Sequence[SegmentBuild], cores: int) -> None:
         self._works = works
@@ -92,22 +97,22 @@ class SegmentQueue:
         self._at = 0
         self._lock = Lock()
 
-    def next(self) -> Sequence[SegmentBuild]:
-        """Empty if there are none left."""
+    def take_batch(self) -> Sequence[SegmentBuild]:
+        """The next segments; empty if there are none left."""
         with self._lock:
             share = -(-(len(self._works) - self._at) // (2 * self._cores))
-            turn = self._works[self._at : self._at + min(TASK_SEGMENTS_MAX, share)]
-            self._at += len(turn)
-            return turn
+            batch = self._works[self._at : self._at + min(TASK_SEGMENTS_MAX, share)]
+            self._at += len(batch)
+            return batch
 
     def stop(self) -> None:
-        """Hand out nothing more."""
+        """Discard the remaining segments."""
         with self._lock:
             self._at = len(self._works)
 
 
 class IndexBuildJob:
-    """Builds batches of segments. One that kills its worker is found by halving, and is built alone."""
+    """Builds batches of segments. One that kills its worker is found by bisection and retried alone."""
 
     def __init__(
         self,
@@ -125,7 +130,7 @@ class IndexBuildJob:
         self._reference = reference
 
     def run(self, works: Sequence[SegmentBuild]) -> Iterator[SegmentBuildResult]:
-        """An outcome for every segment, in the order in which they finish."""
+        """A result for every segment, in the order in which they finish."""
         yield from self._run(works, self._memory_bytes, self._reference, alone=False)
 
     def _run(
@@ -133,10 +138,10 @@ class IndexBuildJob:
     ) -> Iterator[SegmentBuildResult]:
         waiting = {work.segment.object: work for work in works}
         try:
-            for outcome in self._spread(works, memory_bytes, reference):
+            for outcome in self._run_parallel(works, memory_bytes, reference):
                 del waiting[outcome.work.segment.object]
                 if outcome.status == FAILED and not alone:
-                    yield from self._once_more(outcome.work)
+                    yield from self._retry_alone(outcome.work)
                 else:
                     yield outcome
         except VersionMismatchError:
@@ -145,48 +150,51 @@ class IndexBuildJob:
             if not is_session_alive(self._spark):
                 raise
             left = list(waiting.values())
-            logger.warning("%d of %d segments were not built: %s", len(left), len(works), _error_name(error))
+            logger.warning(
+                "segments not built",
+                extra=log_fields(failed=len(left), segments=len(works), error=_error_name(error)),
+            )
             if alone:
-                yield SegmentBuildResult(left[0], (), FAILED, "the worker died")
+                yield SegmentBuildResult(left[0], (), FAILED, "worker process died")
             elif len(left) == 1:
-                yield from self._once_more(left[0])
+                yield from self._retry_alone(left[0])
             else:
                 middle = len(left) // 2
                 for half in (left[:middle], left[middle:]):
                     yield from self._run(half, memory_bytes, reference, alone=False)
 
-    def _once_more(self, work: SegmentBuild) -> Iterator[SegmentBuildResult]:
-        """By the reference path and in half the memory: whatever was wrong, this is the careful way."""
-        logger.warning("segment %s is built once more, alone", work.segment.object)
+    def _retry_alone(self, work: SegmentBuild) -> Iterator[SegmentBuildResult]:
+        """Retry by the reference path and with half the memory, which avoids most causes of failure."""
+        logger.warning("retrying segment alone", extra=log_fields(object=work.segment.object))
         yield from self._run([work], self._memory_bytes // 2, True, alone=True)
 
-    def _spread(
+    def _run_parallel(
         self, works: Sequence[SegmentBuild], memory_bytes: int, reference: bool
     ) -> Iterator[SegmentBuildResult]:
-        """Turns of a few segments each, as many at once as Spark has cores.
+        """Run batches of a few segments each, as many in parallel as Spark has cores.
 
-        One job over all partitions would tell of its results in their order, and run two of them at a time.
-        An error of a turn is raised when the others are done.
+        One Spark job over all partitions would return its results in partition order. The error of a batch is
+        raised after all other batches have finished.
         """
         rows = {work.segment.object: self._descriptor(work, memory_bytes, reference) for work in works}
-        turns = SegmentQueue(works, self._cores)
+        queue = SegmentQueue(works, self._cores)
         finished: SimpleQueue[Sequence[SegmentBuildResult] | Exception | None] = SimpleQueue()
 
-        def work_off() -> None:
+        def run_batches() -> None:
             try:
-                while turn := turns.next():
-                    finished.put(self._built(turn, [rows[work.segment.object] for work in turn]))
-            except Exception as error:  # noqa: BLE001 - it is raised by whoever waits
+                while batch := queue.take_batch():
+                    finished.put(self._build_task(batch, [rows[work.segment.object] for work in batch]))
+            except Exception as error:  # noqa: BLE001 - raised in the main thread
                 finished.put(error)
             finally:
                 finished.put(None)
 
         failed: Exception | None = None
-        threads = min(self._cores + 1, len(works))  # one more turn is planned and waits for a core
+        threads = min(self._cores + 1, len(works))  # one more batch is planned and waits for a core
         with _single_row_batches(self._spark), ThreadPoolExecutor(threads, "companions") as pool:
             try:
                 for _ in range(threads):
-                    pool.submit(work_off)
+                    pool.submit(run_batches)
                 while threads:
                     found = finished.get()
                     if found is None:
@@ -198,17 +206,19 @@ class IndexBuildJob:
                     else:
                         yield from found
             finally:
-                turns.stop()
+                queue.stop()
         if failed is not None:
             raise failed
 
-    def _built(self, turn: Sequence[SegmentBuild], rows: list[dict[str, object]]) -> list[SegmentBuildResult]:
-        """One task, that builds one segment after the other."""
+    def _build_task(
+        self, batch: Sequence[SegmentBuild], rows: list[dict[str, object]]
+    ) -> list[SegmentBuildResult]:
+        """One Spark task that builds the segments one after the other."""
         spark: Any = self._spark
-        # As a table: rows would first be pickled, and unpickled by workers that do nothing else.
+        # As an Arrow table: plain rows would be pickled, and unpickled by extra workers.
         frame = spark.createDataFrame(pa.Table.from_pylist(rows, schema=DESCRIPTOR_SCHEMA))
         return list(
-            _collect_results(frame.coalesce(1).mapInArrow(build_index_files, RESULT_DDL).collect(), turn)
+            _collect_results(frame.coalesce(1).mapInArrow(build_index_files, RESULT_DDL).collect(), batch)
         )
 
     def _descriptor(self, work: SegmentBuild, memory_bytes: int, reference: bool) -> dict[str, object]:
@@ -230,16 +240,16 @@ class IndexBuildJob:
 
 
 def is_session_alive(spark: SparkSession) -> bool:
-    """Whether Spark still is; without it there is nothing to try again with."""
+    """Whether the Spark session still works; without it there is no point in a retry."""
     try:
         spark.range(1).collect()
-    except Exception:  # noqa: BLE001 - whatever it says, it is gone
+    except Exception:  # noqa: BLE001 - any error means that it does not work
         return False
     return True
 
 
 def _collect_results(rows: Iterable[Any], works: Sequence[SegmentBuild]) -> Iterator[SegmentBuildResult]:
-    """Rows of one segment come together, and a segment is whole when all of its families are there."""
+    """Group rows by segment: a result is complete when all families of its segment are there."""
     by_object = {work.segment.object: work for work in works}
     files: dict[str, list[StoredIndexFile]] = {}
     for row in rows:
@@ -263,19 +273,19 @@ def _parse_file(row: Any) -> StoredIndexFile:
 
 
 class _single_row_batches:  # noqa: N801 - reads as a statement
-    """A task gets one descriptor at a time, so that it holds one segment."""
+    """A task gets one descriptor at a time, so that it has one segment in memory."""
 
     def __init__(self, spark: SparkSession) -> None:
         self._conf = spark.conf
-        self._before = cast("str", spark.conf.get(BATCH_ROWS_SETTING))
+        self._previous = cast("str", spark.conf.get(BATCH_ROWS_SETTING))
 
     def __enter__(self) -> None:
         self._conf.set(BATCH_ROWS_SETTING, "1")
 
     def __exit__(self, *_: object) -> None:
-        self._conf.set(BATCH_ROWS_SETTING, self._before)
+        self._conf.set(BATCH_ROWS_SETTING, self._previous)
 
 
 def _error_name(error: Exception) -> str:
-    """The kind of an error: its text may be a page of Java, and quote what nobody should read."""
+    """The type of an error only: its message may be a Java stack trace and quote payloads."""
     return type(error).__name__

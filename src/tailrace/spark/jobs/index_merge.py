@@ -1,8 +1,7 @@
-"""The index merge job: adjacent index files of one family become one.
+"""The index merge job (`merge`): adjacent index files of one family become one.
 
-What a merge does in Python workers: read companions from any store, write the one that replaces them.
-
-The merge job: adjacent companions of one family become one, of which queries see all or nothing.
+`IndexMergeJob` runs on the driver; a merge is one task, which reads the inputs from the object store and
+stores the merged file there. The server replaces the inputs by it in one step when it is published.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ MERGED_SCHEMA: Final = pa.schema(
 
 
 class MergeTask(NamedTuple):
-    """One merge: which companions become one."""
+    """The index files of one merge."""
 
     family: str
     store: str
@@ -69,40 +68,40 @@ class MergeTask(NamedTuple):
 
 
 class MergeSortedRuns(NamedTuple):
-    """For `mapInArrow` over one row: rows are sorted already, and files are read side by side.
+    """For `mapInArrow` over one row: a k-way merge of files whose rows are sorted.
 
-    Of each a few rows are in memory, and of what is written one row group: it grows on disk.
+    A few rows of each input and one row group of the output are in memory; the output is a temporary file.
     """
 
-    order: MergeTask
+    task: MergeTask
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
-            files = [pq.ParquetFile(ObjectFile(self.order.store, key)) for key in self.order.inputs]
-            covers = _merged_range(self.order, sum(map(_recorded_rows, files)))
-            facts = build_file_facts(self.order.family, covers)
+            files = [pq.ParquetFile(ObjectFile(self.task.store, key)) for key in self.task.inputs]
+            covers = _merged_range(self.task, sum(map(_recorded_rows, files)))
+            facts = build_file_facts(self.task.family, covers)
             with tempfile.TemporaryFile(prefix="tailrace-merge-") as sink:
-                stats = _WRITERS[self.order.family](self.order.family, files, facts, sink)
+                stats = _WRITERS[self.task.family](self.task.family, files, facts, sink)
                 sink.flush()
                 data = memoryview(mmap.mmap(sink.fileno(), 0, access=mmap.ACCESS_READ))
-                verify_index_file(self.order.family, data, covers.rows)
-                row = _put_file(self.order, data, covers.rows, stats)
+                verify_index_file(self.task.family, data, covers.rows)
+                row = _put_file(self.task, data, covers.rows, stats)
             del files, data
             release_memory()
             yield row
 
 
 class MergeTextSplits(NamedTuple):
-    """For `mapInArrow` over one row: the postings of all splits, one field after the other."""
+    """For `mapInArrow` over one row: merges full-text splits, one field after the other."""
 
-    order: MergeTask
+    task: MergeTask
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
-            data = [worker_stores().get(self.order.store, key) for key in self.order.inputs]
-            covers = _merged_range(self.order, sum(map(full_text.split_row_count, data)))
+            data = [worker_stores().get(self.task.store, key) for key in self.task.inputs]
+            covers = _merged_range(self.task, sum(map(full_text.split_row_count, data)))
             built = full_text.merge_splits(data, covers)
-            row = _put_file(self.order, built.data, built.rows, built.stats)
+            row = _put_file(self.task, built.data, built.rows, built.stats)
             del data, built
             release_memory()
             yield row
@@ -122,29 +121,29 @@ def _write_merged_exact(_: str, files: Sequence[Any], facts: dict[str, str], sin
 
 
 def _write_merged_keys(family: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -> dict[str, int]:
-    schema, form = _KEY_FILE_SCHEMAS[family]
+    schema, encoding = _KEY_FILE_SCHEMAS[family]
     size = routing_keys.GROUP_ROWS
-    with IndexFileWriter(schema, facts, bloom_values=size, sink=sink, **form) as writer:
+    with IndexFileWriter(schema, facts, bloom_values=size, sink=sink, **encoding) as writer:
         for table in cut_row_groups(routing_keys.merge_key_runs(files, schema), size):
             writer.write(table)
         writer.finish()
     return {"keys": writer.rows}
 
 
-def _merged_range(order: MergeTask, rows: int) -> IndexedRange:
-    return IndexedRange(order.stream_id, order.first, order.last, rows, order.plan_hash)
+def _merged_range(task: MergeTask, rows: int) -> IndexedRange:
+    return IndexedRange(task.stream_id, task.first, task.last, rows, task.plan_hash)
 
 
 def _recorded_rows(file: Any) -> int:
     return int(file.metadata.metadata[FACT_ROWS.encode()])
 
 
-def _put_file(order: MergeTask, data: bytes | memoryview, rows: int, stats: dict[str, int]) -> Any:
+def _put_file(task: MergeTask, data: bytes | memoryview, rows: int, stats: dict[str, int]) -> Any:
     sha256 = hashlib.sha256(data).hexdigest()
-    name = index_file_key(order.plan_hash, order.family, order.first, order.last, sha256)
-    key = stream_prefix(order.stream_id) + name
+    name = index_file_key(task.plan_hash, task.family, task.first, task.last, sha256)
+    key = stream_prefix(task.stream_id) + name
     hit_failpoint("after_write", "worker")
-    worker_stores().put(order.store, key, data)
+    worker_stores().put(task.store, key, data)
     hit_failpoint("after_put", "worker")
     row: dict[str, object] = {
         "object": key,
@@ -156,12 +155,12 @@ def _put_file(order: MergeTask, data: bytes | memoryview, rows: int, stats: dict
     return pa.RecordBatch.from_pylist([row], schema=MERGED_SCHEMA)
 
 
-# Schema, and how its columns are written.
+# Schema and column encodings.
 _KEY_FILE_SCHEMAS: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
     ROUTING_KEY_INDEX: (routing_keys.INDEX_SCHEMA, routing_keys.INDEX_ENCODING),
     ROUTING_KEY_LEXICON: (routing_keys.LEXICON_SCHEMA, routing_keys.LEXICON_ENCODING),
 }
-# What they answer are the statistics of the companion.
+# Each returns the stats of the merged file.
 _WRITERS: Final[dict[str, Callable[[str, Sequence[Any], dict[str, str], Any], dict[str, int]]]] = {
     ROUTING_KEY_INDEX: _write_merged_keys,
     ROUTING_KEY_LEXICON: _write_merged_keys,
@@ -170,7 +169,7 @@ _WRITERS: Final[dict[str, Callable[[str, Sequence[Any], dict[str, str], Any], di
 }
 
 
-# What is sorted already is read side by side by one task, and never enters the JVM.
+# Families of sorted files are merged in one task; rows never pass through the JVM.
 _MERGE_KERNELS: Final = {
     ROUTING_KEY_INDEX: MergeSortedRuns,
     ROUTING_KEY_LEXICON: MergeSortedRuns,
@@ -186,18 +185,18 @@ class IndexMergeJob:
         self._store = store
 
     def run(self, stream: StreamPlan, work: IndexMergeWork) -> PublishRequest:
-        """Builds the merged companion; it is in the store, and not yet listed."""
+        """Build the merged file. It is stored, and must be published to become visible."""
         if work.family not in _MERGE_KERNELS:
-            raise ValueError(f"companions of {work.family} are never merged")
-        order = MergeTask(
+            raise ValueError(f"index files of family {work.family} cannot be merged")
+        task = MergeTask(
             work.family, self._store, stream.stream_id, work.first, work.last, stream.plan.hash, work.inputs
         )
-        (row,) = self._merged(order).collect()
+        (row,) = self._merge(task).collect()
         return merge_publish_request(stream, work, row)
 
-    def _merged(self, order: MergeTask) -> DataFrame:
+    def _merge(self, task: MergeTask) -> DataFrame:
         one: Any = self._spark.createDataFrame([(0,)], "n int").coalesce(1)
-        return one.mapInArrow(_MERGE_KERNELS[order.family](order), MERGED_DDL)
+        return one.mapInArrow(_MERGE_KERNELS[task.family](task), MERGED_DDL)
 
 
 def merge_publish_request(stream: StreamPlan, work: IndexMergeWork, row: Any) -> PublishRequest:

@@ -1,4 +1,4 @@
-"""What the owner of a stream tells the pipeline, and what it is told: the bodies of the pipeline's routes."""
+"""Request and response bodies of the server's pipeline routes: plan and heartbeat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class PlanRef(msgspec.Struct, frozen=True):
-    """The plan that companions are to be built by."""
+    """The plan that index files are built by."""
 
     generation: int
     hash: str
@@ -25,13 +25,13 @@ class PlannedSegment(msgspec.Struct, frozen=True):
     sha256: str
     epoch: int = 0
     bytes: int = 0
-    families: tuple[str, ...] | None = None  # those it lacks; None: all of the plan
+    families: tuple[str, ...] | None = None  # the missing ones; None: all of the plan
 
 
 class IndexBuildWork(msgspec.Struct, frozen=True, tag_field="job", tag="companions"):
     segments: tuple[PlannedSegment, ...]
     priority: int = 0
-    replace: tuple[str, ...] = ()  # objects whose place is taken by all that is built, at once
+    replace: tuple[str, ...] = ()  # objects that the built files of all segments replace in one step
 
 
 class IndexMergeWork(msgspec.Struct, frozen=True, tag_field="job", tag="merge"):
@@ -63,7 +63,7 @@ class StreamPlan(msgspec.Struct, frozen=True):
     work: tuple[Work, ...] = ()
 
 
-class PlanAnswer(msgspec.Struct, frozen=True):
+class PlanResponse(msgspec.Struct, frozen=True):
     layout: int
     store: str
     streams: tuple[StreamPlan, ...]
@@ -87,7 +87,7 @@ class PipelineTotals(msgspec.Struct):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the pipeline is. Numbers that may grow beyond the doubles are text, as in every answer."""
+    """The status of the pipeline. Integers that may exceed a double are strings, as in every response."""
 
     mode: str
     state: Literal["starting", "running", "idle", "stopping"]
@@ -98,10 +98,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str | None
     running: list[RunningJob]
     totals: dict[str, int | str]
-    seconds: dict[str, list[float]]  # by family, how long each of the segments since the last time took
+    seconds: dict[str, list[float]]  # by family, the build times of segments since the last heartbeat
     rss_bytes: str
     last_publish_at: str | None
 
 
-class HeartbeatAnswer(msgspec.Struct, frozen=True):
+class HeartbeatResponse(msgspec.Struct, frozen=True):
     drain: bool = False

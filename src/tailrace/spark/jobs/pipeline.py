@@ -1,16 +1,12 @@
-"""The pipeline process: asks for the plan, runs build, merge and compaction jobs, follows its parent's pipe.
+"""The pipeline process: requests the plan, and runs index build, merge and compaction jobs.
 
-The pipe to a server that has started this pipeline: settings and tokens come in, its end is our end.
+The pipeline has no state of its own that could be lost. The server's plan says what to do, and work is done
+when the server has published it. The plan is a long-poll: an idle pipeline sends one request every few
+seconds and runs no Spark job.
 
-Nothing secret is on the command line. The first line is a JSON object with the settings below; each later one
-may bring another token. When the server is gone the pipe closes, and this process ends at once: no step of
-any job needs a clean exit.
-
-The driving loop: events say look, the plan says what.
-
-Nothing is remembered that could not be lost. What is to be done is asked of the server each time; what was
-done counts when the server has listed it. A long poll on the plan takes the place of following
-`__segments__`: an idle pipeline sends one request every few seconds and runs no Spark job.
+A server that starts the pipeline passes settings and tokens through a pipe, so that no secret is on the
+command line. The first line is a JSON object with the settings below; a later line may renew the token. When
+the server exits, the pipe closes and this process exits at once: no step of any job needs a clean shutdown.
 """
 
 from __future__ import annotations
@@ -26,11 +22,12 @@ from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, Protocol
 
 import msgspec
 
+from tailrace.common.logging_setup import log_fields
 from tailrace.spark.index.segment_build import TASK_MEMORY_BYTES
 from tailrace.spark.jobs.compaction import CompactionJob
 from tailrace.spark.jobs.index_build import IndexBuildJob, SegmentBuild, is_session_alive, list_segment_builds
 from tailrace.spark.jobs.index_merge import IndexMergeJob
-from tailrace.spark.jobs.messages import CompactionWork, IndexMergeWork, PlanAnswer, RunningJob, StreamPlan
+from tailrace.spark.jobs.messages import CompactionWork, IndexMergeWork, PlanResponse, RunningJob, StreamPlan
 from tailrace.spark.jobs.pipeline_client import (
     HeartbeatThread,
     IndexPublisher,
@@ -45,9 +42,11 @@ from tailrace.storage.segments.index_files import PublishRequest
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+logger = logging.getLogger("tailrace.pipeline")
+
 
 class SupervisorSettings(msgspec.Struct, frozen=True):
-    """What the server tells its pipeline. What it leaves out has the default of the command."""
+    """Settings from the server. A missing one has the default of the command line."""
 
     endpoint: str
     token: str | None = None
@@ -71,19 +70,19 @@ class _TokenRenewal(msgspec.Struct):
 
 
 class ParentPipe:
-    """Holds the reading end. `orders` are there when it is made."""
+    """The reading end of the pipe from the server. Blocks until the settings are there."""
 
     def __init__(self, descriptor: int) -> None:
         self._pipe: BinaryIO = os.fdopen(descriptor, "rb")
-        os.set_inheritable(descriptor, False)  # else the JVM would hold the pipe open
-        self.orders = msgspec.json.decode(self._pipe.readline(), type=SupervisorSettings)
-        self._token = self.orders.token
-        threading.Thread(target=self._follow, name="leash", daemon=True).start()
+        os.set_inheritable(descriptor, False)  # else the JVM would inherit it
+        self.settings = msgspec.json.decode(self._pipe.readline(), type=SupervisorSettings)
+        self._token = self.settings.token
+        threading.Thread(target=self._read_tokens, name="parent-pipe", daemon=True).start()
 
     def token(self) -> str | None:
         return self._token
 
-    def _follow(self) -> None:
+    def _read_tokens(self) -> None:
         for line in self._pipe:
             renewed = msgspec.json.decode(line, type=_TokenRenewal)
             if renewed.token is not None:
@@ -91,26 +90,24 @@ class ParentPipe:
         os._exit(0)
 
 
-logger = logging.getLogger("tailrace.pipeline")
-
 JOBS: Final = ("companions", "merge", "compact")
 PAUSE_S_FIRST: Final = 0.5
 PAUSE_S_MAX: Final = 300.0
-PAUSE_S_DONE: Final = 1.0  # until the server has surely noticed what was published
-ATTEMPTS_MAX: Final = 4  # of one piece of work by `--once`
-MERGES_MAX: Final = 16  # between two looks at the plan: segments come first
+PAUSE_S_DONE: Final = 1.0  # after a publication, until the server's plan reflects it
+ATTEMPTS_MAX: Final = 4  # per unit of work with `--once`
+MERGES_MAX: Final = 16  # per plan, because new segments come first
 
 
 MergeOrCompaction = IndexMergeWork | CompactionWork
 
 
 class PipelineOptions(NamedTuple):
-    """How a pipeline runs. Results depend on none of these."""
+    """Options of a pipeline. None of them affects results."""
 
     master: str = "local[*]"
     jobs: tuple[str, ...] = JOBS
     once: bool = False
-    store: str | None = None  # where executors find the objects, if not where the server does
+    store: str | None = None  # URL of the object store for executors, if not the server's
     directory: Path = Path("tailrace-data/pipeline")
     heap_bytes: int = HEAP_BYTES
     task_memory_bytes: int = TASK_MEMORY_BYTES
@@ -120,50 +117,48 @@ class PipelineOptions(NamedTuple):
     check_ms: int = 1000
     ui: bool = False
     reference: bool = False
-    conf: tuple[tuple[str, str], ...] = ()  # more settings of Spark
+    conf: tuple[tuple[str, str], ...] = ()  # extra Spark settings
 
 
 class ProgressListener(Protocol):
-    """Told to whoever watches."""
+    """Receives the progress of a pipeline, for a log or a progress bar."""
 
     def starting(self, master: str) -> None: ...
 
     def batch(self, job: str, count: int) -> None: ...
 
     def advance(self, job: str, status: PipelineStatus) -> None:
-        """One of the batch is through, whatever became of it."""
+        """One unit of the batch has finished or failed."""
         ...
 
     def done(self, status: PipelineStatus) -> None: ...
 
 
 class LoggingProgress:
-    """Nobody watches."""
-
     def starting(self, master: str) -> None:
-        logger.info("starting Spark at %s", master)
+        logger.info("starting Spark", extra=log_fields(master=master))
 
     def batch(self, job: str, count: int) -> None:
-        logger.info("%s: %d", job, count)
+        logger.info("starting batch", extra=log_fields(job=job, count=count))
 
     def advance(self, job: str, status: PipelineStatus) -> None:
-        """Each publication is logged."""
+        """Publications are logged when they are sent."""
 
     def done(self, status: PipelineStatus) -> None:
-        """The heartbeat tells enough."""
+        """The heartbeat has the totals."""
 
 
 class UnfinishedError(Exception):
-    """Some work could not be done, however often it was tried."""
+    """Some work failed in all attempts."""
 
 
 class Pipeline:
-    """One process, one session, one server."""
+    """The driving loop, with one Spark session and one server."""
 
     def __init__(
-        self, owner: PipelineClient, options: PipelineOptions, progress: ProgressListener | None = None
+        self, client: PipelineClient, options: PipelineOptions, progress: ProgressListener | None = None
     ) -> None:
-        self._owner = owner
+        self._client = client
         self._options = options
         self._progress = progress or LoggingProgress()
         self._master = normalize_master(options.master)
@@ -171,58 +166,58 @@ class Pipeline:
         self.status = PipelineStatus(self._master)
         self._stopping = threading.Event()
         self._spark: SparkSession | None = None
-        self._tries = RetryTracker()
+        self._retries = RetryTracker()
 
     def stop(self) -> None:
-        """Finish what is running, publish it, take nothing new."""
+        """Finish and publish the current batch, and start no other."""
         self._stopping.set()
 
     def run(self) -> None:
-        """Until it is stopped; with `once`, until there is nothing left to do."""
-        heartbeats = HeartbeatThread(self._owner, self.status, self.stop)
+        """Run until stopped; with `once`, until the plan is empty."""
+        heartbeats = HeartbeatThread(self._client, self.status, self.stop)
         heartbeats.start()
         try:
             self._loop()
         finally:
-            self.status.to("stopping")
+            self.status.set_phase("stopping")
             heartbeats.stop()
             if self._spark is not None:
                 self._spark.stop()
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
-            answer = self._owner.plan(",".join(self._options.jobs), wait=True)
-            batch = self._batch(answer)
+            plan = self._client.plan(",".join(self._options.jobs), wait=True)
+            batch = self._batch(plan)
             if batch.empty:
-                if self._options.once and self._finished(answer):
+                if self._options.once and self._finished(plan):
                     return
-                self.status.to("idle")
-                self._stopping.wait(self._pause_s(answer))
+                self.status.set_phase("idle")
+                self._stopping.wait(self._pause_s(plan))
                 continue
-            self._work(answer.store, batch)
+            self._work(plan.store, batch)
 
-    def _finished(self, answer: PlanAnswer) -> bool:
-        """Whether a run that does everything once is over."""
-        if not answer.streams:
+    def _finished(self, plan: PlanResponse) -> bool:
+        """Whether a run with `once` is complete."""
+        if not plan.streams:
             return True
-        if self._tries.worst >= ATTEMPTS_MAX:
-            raise UnfinishedError(f"some work could not be done in {ATTEMPTS_MAX} tries")
+        if self._retries.attempts_max >= ATTEMPTS_MAX:
+            raise UnfinishedError(f"some work failed in {ATTEMPTS_MAX} attempts; see the log")
         return False
 
-    def _pause_s(self, answer: PlanAnswer) -> float:
-        """The plan has waited already if there was nothing; else for what was put off."""
-        return self._options.check_ms / 1000 if answer.streams else 0.0
+    def _pause_s(self, plan: PlanResponse) -> float:
+        """No pause after an empty plan, which is a long-poll; else until deferred work may be due."""
+        return self._options.check_ms / 1000 if plan.streams else 0.0
 
-    def _batch(self, answer: PlanAnswer) -> WorkBatch:
-        """As much as one job takes, streams in turn as the server lists them."""
+    def _batch(self, plan: PlanResponse) -> WorkBatch:
+        """The work of one batch, within its limits, in the order of the plan."""
         batch = WorkBatch([], [])
         taken: set[str] = set()
         raw_bytes = 0
-        for stream in answer.streams:
+        for stream in plan.streams:
             for work in stream.work:
                 if isinstance(work, MergeOrCompaction):
                     name = _work_name(stream, work)
-                    if len(batch.merges) < MERGES_MAX and self._tries.may(name, stream.plan.hash):
+                    if len(batch.merges) < MERGES_MAX and self._retries.is_due(name, stream.plan.hash):
                         batch.merges.append((stream, work))
                     continue
                 for group in _publication_groups(list_segment_builds(stream, work)):
@@ -231,8 +226,8 @@ class Pipeline:
                         or raw_bytes >= self._options.batch_bytes
                     ):
                         return batch
-                    may = all(self._tries.may(one.segment.object, one.plan.hash) for one in group)
-                    if may and taken.isdisjoint(one.segment.object for one in group):
+                    due = all(self._retries.is_due(one.segment.object, one.plan.hash) for one in group)
+                    if due and taken.isdisjoint(one.segment.object for one in group):
                         batch.segments.extend(group)
                         taken.update(one.segment.object for one in group)
                         raw_bytes += sum(one.segment.raw_bytes for one in group)
@@ -242,13 +237,13 @@ class Pipeline:
         spark = self._session()
         store = self._options.store or store
         if batch.segments:
-            self._companions(spark, store, batch.segments)
+            self._build_indexes(spark, store, batch.segments)
         if batch.merges and not self._stopping.is_set():
-            self._merge(spark, store, batch.merges)
+            self._run_merges(spark, store, batch.merges)
         self._progress.done(self.status)
 
-    def _companions(self, spark: SparkSession, store: str, works: list[SegmentBuild]) -> None:
-        self.status.to("running", _running_builds("companions", works))
+    def _build_indexes(self, spark: SparkSession, store: str, works: list[SegmentBuild]) -> None:
+        self.status.set_phase("running", _running_builds("companions", works))
         self._progress.batch("companions", len(works))
         job = IndexBuildJob(
             spark,
@@ -257,24 +252,24 @@ class Pipeline:
             memory_bytes=self._options.task_memory_bytes,
             reference=self._options.reference,
         )
-        publisher = IndexPublisher(self._owner, self.status, self._options.group_segments)
+        publisher = IndexPublisher(self._client, self.status, self._options.group_segments)
         for work in works:
-            self._tries.tried(work.segment.object, work.plan.hash)
+            self._retries.record_attempt(work.segment.object, work.plan.hash)
         for outcome in job.run(works):
             publisher.add(outcome)
             self._progress.advance("companions", self.status)
         publisher.flush()
-        put_off = {outcome.work.segment.object for outcome in publisher.put_off}
+        deferred = {outcome.work.segment.object for outcome in publisher.deferred}
         for work in works:
-            if work.segment.object not in put_off:
-                self._tries.done(work.segment.object, work.plan.hash)
+            if work.segment.object not in deferred:
+                self._retries.record_success(work.segment.object, work.plan.hash)
 
-    def _merge(
+    def _run_merges(
         self, spark: SparkSession, store: str, merges: list[tuple[StreamPlan, MergeOrCompaction]]
     ) -> None:
-        """As many at once as there are cores: most of a merge is one task."""
+        """Run merges and compactions, as many in parallel as there are cores: each is one task."""
         self._progress.batch("merge", len(merges))
-        self.status.to("running", [_running_merge(*one) for one in merges])
+        self.status.set_phase("running", [_running_merge(*one) for one in merges])
         merge, compact = IndexMergeJob(spark, store), CompactionJob(spark, store)
 
         def build(stream: StreamPlan, work: MergeOrCompaction) -> PublishRequest | None:
@@ -285,7 +280,7 @@ class Pipeline:
         with ThreadPoolExecutor(min(self._cores, len(merges)), "merge") as pool:
             futures: dict[Future[PublishRequest | None], tuple[StreamPlan, MergeOrCompaction]] = {}
             for stream, work in merges:
-                self._tries.tried(_work_name(stream, work), stream.plan.hash)
+                self._retries.record_attempt(_work_name(stream, work), stream.plan.hash)
                 futures[pool.submit(build, stream, work)] = stream, work
             for future in as_completed(futures):
                 self._publish_merge(spark, *futures[future], future)
@@ -300,20 +295,20 @@ class Pipeline:
     ) -> None:
         name = _work_name(stream, work)
         try:
-            offer = future.result()
+            request = future.result()
         except Exception as error:
-            # Inputs that are gone, or a worker that died: the plan says whether it is still wanted.
+            # Deleted inputs, or a dead worker: the next plan has the work again if it is still needed.
             if not is_session_alive(spark):
                 raise
-            logger.warning("%s was not built: %s", name, type(error).__name__)
+            logger.warning("merge failed", extra=log_fields(work=name, error=type(error).__name__))
             self.status.failed(f"{name}: {type(error).__name__}")
             return
-        if offer is not None:
-            send_publish_request(self._owner, self.status, offer)
-            self._tries.done(name, stream.plan.hash)
+        if request is not None:
+            send_publish_request(self._client, self.status, request)
+            self._retries.record_success(name, stream.plan.hash)
 
     def _session(self) -> SparkSession:
-        """Started when there is something to do: a stream without work never costs a JVM."""
+        """The Spark session, started on first use: a pipeline without work starts no JVM."""
         if self._spark is None:
             options = self._options
             self._progress.starting(self._master)
@@ -339,8 +334,8 @@ class WorkBatch(NamedTuple):
 
 
 def _publication_groups(works: list[SegmentBuild]) -> list[list[SegmentBuild]]:
-    """Segments by themselves; those that take the place of something together stay together."""
-    return [works] if works and works[0].together else [[one] for one in works]
+    """Single segments, or one group if all must be published in one request."""
+    return [works] if works and works[0].publish_group_size else [[one] for one in works]
 
 
 def _running_merge(stream: StreamPlan, work: MergeOrCompaction) -> RunningJob:
@@ -360,36 +355,36 @@ def _work_name(stream: StreamPlan, work: MergeOrCompaction) -> str:
 
 
 class RetryTracker:
-    """How often a piece of work was begun lately. One that comes back is left alone for a while.
+    """Back-off per unit of work.
 
-    It comes back because the server has not looked again yet, or because it could not be done this time.
+    Work reappears in the plan because the server has not updated it yet, or because the last attempt failed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: dict[tuple[str, str], tuple[int, float]] = {}  # count, not before
+        self._known: dict[tuple[str, str], tuple[int, float]] = {}  # attempts, time of the next one
 
     @property
-    def worst(self) -> int:
+    def attempts_max(self) -> int:
         return max((count for count, _ in self._known.values()), default=0)
 
-    def may(self, name: str, plan_hash: str) -> bool:
+    def is_due(self, name: str, plan_hash: str) -> bool:
         found = self._known.get((name, plan_hash))
         return found is None or self._clock() >= found[1]
 
-    def tried(self, name: str, plan_hash: str) -> None:
+    def record_attempt(self, name: str, plan_hash: str) -> None:
         count, _ = self._known.get((name, plan_hash), (0, 0.0))
         pause_s = min(PAUSE_S_FIRST * 4**count, PAUSE_S_MAX)
         self._known[name, plan_hash] = (count + 1, self._clock() + pause_s)
-        self._forget()
+        self._drop_old()
 
-    def done(self, name: str, plan_hash: str) -> None:
-        """It was published just now: whoever lists it still has not looked since."""
+    def record_success(self, name: str, plan_hash: str) -> None:
+        """Published just now: a plan that still has it is outdated."""
         count, not_before = self._known.get((name, plan_hash), (0, 0.0))
         self._known[name, plan_hash] = (count, max(not_before, self._clock() + PAUSE_S_DONE))
 
-    def _forget(self) -> None:
-        """What has not come back for long was done."""
+    def _drop_old(self) -> None:
+        """Drop work that has not reappeared for PAUSE_S_MAX."""
         before = self._clock() - PAUSE_S_MAX
         if len(self._known) > 10_000:
             self._known = {key: found for key, found in self._known.items() if found[1] >= before}

@@ -1,13 +1,7 @@
-"""What the pipeline says to the server: plan requests, publications, heartbeats with its status.
+"""The pipeline's requests to the server: plan, publications, and heartbeats with its status.
 
-The server as the pipeline sees it: what is to be done, and the publication of what was done.
-
-Every call may be repeated. What the network does is tried again with growing pauses; what the server refuses
-is raised as it is.
-
-How the pipeline is, told to the server every few seconds.
-
-Publishes what was built, a few segments at a time, and remembers what became of it.
+All requests are idempotent. Network errors and temporary statuses are retried with exponential back-off;
+other error responses are raised as RequestRefusedError.
 """
 
 from __future__ import annotations
@@ -25,11 +19,18 @@ from typing import Final, Literal, TypeVar
 import httpx2
 import msgspec
 
+from tailrace.common.logging_setup import log_fields
 from tailrace.spark.failpoints import hit_failpoint
 from tailrace.spark.index.file_writer import WRITER
 from tailrace.spark.index.segment_build import BUILT, FAILED, UNDECODABLE
 from tailrace.spark.jobs.index_build import SegmentBuildResult
-from tailrace.spark.jobs.messages import Heartbeat, HeartbeatAnswer, PipelineTotals, PlanAnswer, RunningJob
+from tailrace.spark.jobs.messages import (
+    Heartbeat,
+    HeartbeatResponse,
+    PipelineTotals,
+    PlanResponse,
+    RunningJob,
+)
 from tailrace.storage.segments.index_files import (
     PublishedObject,
     PublishInput,
@@ -57,7 +58,7 @@ _NETWORK_ERRORS: Final = (
 
 
 class RequestRefusedError(Exception):
-    """The server has answered, and will not answer otherwise."""
+    """An error response of the server that a retry would not change."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -67,11 +68,11 @@ class RequestRefusedError(Exception):
 
 
 class ServerUnreachableError(Exception):
-    """No answer, however often it was asked."""
+    """No response within the time limit for retries."""
 
 
 class PipelineClient:
-    """One server. `token` is asked for at each request: it may be renewed while the pipeline runs."""
+    """The pipeline routes of one server. `token` is called for each request: tokens are renewed."""
 
     def __init__(
         self,
@@ -91,8 +92,8 @@ class PipelineClient:
 
     def plan(
         self, jobs: str, *, stream: str | None = None, after: str | None = None, wait: bool = False
-    ) -> PlanAnswer:
-        """What is to be done, at once or when something turns up, a few seconds later at most."""
+    ) -> PlanResponse:
+        """The work to do. With `wait`, a long-poll: an empty plan returns after a few seconds."""
         parameters = {"jobs": jobs}
         if stream is not None:
             parameters["stream"] = stream
@@ -100,20 +101,20 @@ class PipelineClient:
             parameters["after"] = after
         if wait:
             parameters["live"] = "long-poll"
-        return self._ask("GET", "/v1/pipeline/plan", PlanAnswer, parameters)
+        return self._request("GET", "/v1/pipeline/plan", PlanResponse, parameters)
 
     def publish(self, publication: PublishRequest) -> str:
         """`published` or `already_published`."""
-        return self._ask("POST", "/v1/pipeline/publish", _Published, {}, publication).result
+        return self._request("POST", "/v1/pipeline/publish", _Published, {}, publication).result
 
-    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
-        return self._ask("POST", "/v1/pipeline/heartbeat", HeartbeatAnswer, {}, heartbeat)
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatResponse:
+        return self._request("POST", "/v1/pipeline/heartbeat", HeartbeatResponse, {}, heartbeat)
 
     def backlog_segments(self) -> int:
-        """How many segments wait to be built: a plan lists only those that come next."""
-        return self._ask("GET", "/v1/server/_details", _Details, {}).runtime.pipeline.backlog.segments
+        """The number of segments without index files; a plan has only the next ones."""
+        return self._request("GET", "/v1/server/_details", _Details, {}).runtime.pipeline.backlog.segments
 
-    def _ask(
+    def _request(
         self, method: str, path: str, shape: type[T], parameters: dict[str, str], body: object = None
     ) -> T:
         content = None if body is None else msgspec.json.encode(body)
@@ -122,23 +123,25 @@ class PipelineClient:
         while True:
             failure = ""
             try:
-                answer = self._http.request(
+                response = self._http.request(
                     method, path, params=parameters, content=content, headers=self._headers(content)
                 )
             except _NETWORK_ERRORS as error:
                 failure = f"{type(error).__name__}: {error}"
                 if pause_s == PAUSE_S_FIRST:
-                    where = self._http.base_url
-                    logger.warning("no server answers at %s (%s); trying again for a while", where, failure)
+                    logger.warning(
+                        "server unreachable, retrying",
+                        extra=log_fields(url=str(self._http.base_url), error=failure),
+                    )
             else:
-                if answer.status_code == 200:
-                    return msgspec.json.decode(answer.content, type=shape)
-                if answer.status_code not in _RETRY_STATUSES:
-                    raise parse_refusal(answer.status_code, answer.content)
-                failure = f"the server answers {answer.status_code}"
+                if response.status_code == 200:
+                    return msgspec.json.decode(response.content, type=shape)
+                if response.status_code not in _RETRY_STATUSES:
+                    raise parse_refusal(response.status_code, response.content)
+                failure = f"server responded with status {response.status_code}"
             if time.monotonic() + pause_s > until:
                 raise ServerUnreachableError(failure)
-            # Never all at once: several pipelines may be waiting for the same server.
+            # Jitter: several pipelines may be retrying against the same server.
             self._sleep(pause_s * (0.5 + random.random()))  # noqa: S311 - no secret
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
@@ -183,12 +186,12 @@ def parse_refusal(status: int, content: bytes) -> RequestRefusedError:
     try:
         error = msgspec.json.decode(content, type=_ErrorBody).error
     except msgspec.MsgspecError:
-        error = _Error(message=f"the server answers {status}")
+        error = _Error(message=f"server responded with status {status}")
     return RequestRefusedError(status, error.code, error.message)
 
 
 HEARTBEAT_INTERVAL_S: Final = 10.0
-HEARTBEAT_GIVE_UP_S: Final = 5.0  # of one heartbeat; the next one follows soon
+HEARTBEAT_GIVE_UP_S: Final = 5.0
 BUILD_SECONDS_MAX: Final = 1000
 
 PipelinePhase = Literal["starting", "running", "idle", "stopping"]
@@ -199,7 +202,7 @@ def utc_timestamp() -> str:
 
 
 class PipelineStatus:
-    """Counted by the thread that works, read by the one that tells."""
+    """State and totals of the pipeline: written by the working thread, read by the heartbeat thread."""
 
     def __init__(self, master: str, mode: str = "local") -> None:
         self._lock = threading.Lock()
@@ -215,7 +218,7 @@ class PipelineStatus:
         self.spark_version = ""
         self.on_change: Callable[[], None] = lambda: None
 
-    def to(self, state: PipelinePhase, running: list[RunningJob] | None = None) -> None:
+    def set_phase(self, state: PipelinePhase, running: list[RunningJob] | None = None) -> None:
         with self._lock:
             changed = state != self._state
             self._state = state
@@ -223,8 +226,8 @@ class PipelineStatus:
         if changed:
             self.on_change()
 
-    def built(self, outcome: SegmentBuildResult) -> None:
-        """A segment that was published, or given up."""
+    def record_result(self, outcome: SegmentBuildResult) -> None:
+        """A segment was published or quarantined."""
         with self._lock:
             self.totals.segments += 1
             self.totals.rows += outcome.work.segment.rows
@@ -234,12 +237,12 @@ class PipelineStatus:
                 self.totals.quarantined += 1
                 self._last_error = f"{outcome.status}: {outcome.error}"
             for file in outcome.files:
-                kept = self._seconds.setdefault(file.family, [])
-                if len(kept) < BUILD_SECONDS_MAX:
-                    kept.append(file.seconds)
+                seconds = self._seconds.setdefault(file.family, [])
+                if len(seconds) < BUILD_SECONDS_MAX:
+                    seconds.append(file.seconds)
 
     def published(self, job: str, result: str) -> None:
-        logger.info("%s: %s", job, result)
+        logger.info("publication accepted", extra=log_fields(job=job, result=result))
         with self._lock:
             self.totals.published += 1
             self._last_publish_at = utc_timestamp()
@@ -275,10 +278,10 @@ class PipelineStatus:
 
 
 class HeartbeatThread:
-    """Tells the server on a thread of its own; the answer may ask the pipeline to end."""
+    """Sends heartbeats on its own thread; the response may request the pipeline to drain."""
 
-    def __init__(self, owner: PipelineClient, status: PipelineStatus, on_drain: Callable[[], None]) -> None:
-        self._owner = owner
+    def __init__(self, client: PipelineClient, status: PipelineStatus, on_drain: Callable[[], None]) -> None:
+        self._client = client
         self._status = status
         self._on_drain = on_drain
         self._wake = threading.Event()
@@ -290,7 +293,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tells once more how things are."""
+        """Send a last heartbeat and stop."""
         self._ending = True
         self._wake.set()
         self._thread.join(HEARTBEAT_GIVE_UP_S * 2)
@@ -299,11 +302,11 @@ class HeartbeatThread:
         while True:
             ending = self._ending
             try:
-                answer = self._owner.heartbeat(self._status.heartbeat())
+                response = self._client.heartbeat(self._status.heartbeat())
             except (RequestRefusedError, ServerUnreachableError) as error:
-                logger.debug("no heartbeat: %s", error)
+                logger.debug("heartbeat failed", extra=log_fields(error=str(error)))
             else:
-                if answer.drain:
+                if response.drain:
                     self._on_drain()
             if ending:
                 return
@@ -312,7 +315,7 @@ class HeartbeatThread:
 
 
 def process_tree_rss_bytes() -> int:
-    """Of this process, its JVM and its workers, where the system tells."""
+    """Resident memory of this process, its JVM and its workers; 0 without /proc."""
     try:
         children = _child_pids()
     except OSError:
@@ -332,7 +335,7 @@ def _child_pids() -> dict[int, list[int]]:
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # the process has exited
             found.setdefault(parent, []).append(int(entry.name))
     return found
 
@@ -345,36 +348,36 @@ def _process_rss_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-# What the pipeline did was right when it began: the plan, the inputs or the stream are others by now.
+# The plan, the inputs or the stream have changed since the work was started.
 OUTDATED_CODES: Final = frozenset(
     {"plan_superseded", "inputs_changed", "range_conflict", "object_missing", "not_found", "stream_gone"}
 )
 _QUARANTINE_STATUSES: Final = frozenset({UNDECODABLE, FAILED})
-_GroupKey = tuple[str, str, tuple[str, ...]]  # stream, plan, and what is replaced
+_GroupKey = tuple[str, str, tuple[str, ...]]  # stream, plan, and replaced objects
 
 
 class IndexPublisher:
-    """Groups outcomes by stream. All families of a segment are published together, or none."""
+    """Publishes results in groups of one stream. All families of a segment are in one request."""
 
-    def __init__(self, owner: PipelineClient, status: PipelineStatus, group_segments: int) -> None:
-        self._owner = owner
+    def __init__(self, client: PipelineClient, status: PipelineStatus, group_segments: int) -> None:
+        self._client = client
         self._status = status
         self._group_segments = group_segments
         self._waiting: dict[_GroupKey, list[SegmentBuildResult]] = {}
-        self.put_off: list[SegmentBuildResult] = []  # segments that could not be had this time
+        self.deferred: list[SegmentBuildResult] = []  # segments that could not be read or built this time
 
     def add(self, outcome: SegmentBuildResult) -> None:
         work = outcome.work
-        # Of segments that are published together, one that fails leaves everything as it is.
-        good = outcome.status == BUILT or (outcome.status in _QUARANTINE_STATUSES and not work.together)
-        if not good:
-            self.put_off.append(outcome)
+        # If one segment of a publish group fails, the group is not published.
+        quarantine = outcome.status in _QUARANTINE_STATUSES and not work.publish_group_size
+        if outcome.status != BUILT and not quarantine:
+            self.deferred.append(outcome)
             self._status.failed(f"{outcome.status}: {outcome.error}")
             return
         key = (work.stream_id, work.plan.hash, work.replace)
         waiting = self._waiting.setdefault(key, [])
         waiting.append(outcome)
-        if len(waiting) >= (work.together or self._group_segments):
+        if len(waiting) >= (work.publish_group_size or self._group_segments):
             self._publish(self._waiting.pop(key))
 
     def flush(self) -> None:
@@ -384,22 +387,24 @@ class IndexPublisher:
                 self._publish(outcomes)
 
     def _publish(self, outcomes: Sequence[SegmentBuildResult]) -> None:
-        send_publish_request(self._owner, self._status, index_publish_request(outcomes))
+        send_publish_request(self._client, self._status, index_publish_request(outcomes))
         for outcome in outcomes:
-            self._status.built(outcome)
+            self._status.record_result(outcome)
 
 
 def send_publish_request(
-    owner: PipelineClient, status: PipelineStatus, publication: PublishRequest
+    client: PipelineClient, status: PipelineStatus, publication: PublishRequest
 ) -> str | None:
-    """The result; None if what was built is not wanted any more."""
+    """The result; None if the server rejected the publication as outdated."""
     hit_failpoint("before_publish", "driver")
     try:
-        result = owner.publish(publication)
+        result = client.publish(publication)
     except RequestRefusedError as refusal:
         if refusal.code not in OUTDATED_CODES:
             raise
-        logger.info("a publication of %s was dropped: %s", publication.job, refusal.code)
+        logger.info(
+            "publication rejected as outdated", extra=log_fields(job=publication.job, code=refusal.code)
+        )
         status.dropped(publication.job, refusal.code)
         return None
     hit_failpoint("after_publish", "driver")
@@ -408,7 +413,7 @@ def send_publish_request(
 
 
 def index_publish_request(outcomes: Sequence[SegmentBuildResult]) -> PublishRequest:
-    """Segments of one stream and plan. The same outcomes give the same bytes."""
+    """The request for segments of one stream and plan. The same results give the same bytes."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.work.segment.first)
     work = ordered[0].work
     return PublishRequest(

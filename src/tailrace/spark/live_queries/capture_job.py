@@ -1,14 +1,10 @@
-"""`tailrace pipeline capture`: a range of changes with its subscriptions, sampled and masked.
+"""`tailrace pipeline capture`: a range of changes with the current subscriptions, sampled and masked.
 
-Masking: values of chosen fields become names that say nothing, equal values equal names.
+Changes are sampled by document: either all changes of a document are captured or none. Masking replaces the
+values of chosen fields by keyed hashes; equal values give equal hashes. Queries are masked too; a query that
+uses a masked field other than in an equality comparison would change its meaning and is left out.
 
-Queries are masked along. One that does anything with a masked field but compare it for equality would not
-mean the same any more, and is left out.
-
-`tailrace pipeline capture`: a range of changes with the subscriptions of the moment, fit to be kept.
-
-Changes are sampled by document, so that those of one document stay together. A capture is complete when
-`capture.json` is there.
+A capture is complete when `capture.json` exists.
 """
 
 from __future__ import annotations
@@ -42,17 +38,17 @@ from tailrace.watch.external_matching import (
 )
 from tailrace.watch.predicate import canonical_predicate
 
-COPIED_CHARACTERS_MIN: Final = 3  # a shorter text is found everywhere
+COPIED_CHARACTERS_MIN: Final = 3  # copies of shorter texts are not searched: they occur everywhere
 
 FieldPath = tuple[str, ...]
 
 
 class UnmaskableError(Exception):
-    """The query would mean something else."""
+    """Masking would change the meaning of the query."""
 
 
 class Masker:
-    """Knows the fields, and a secret that is thrown away with it."""
+    """Masks the values of the given fields by hashes with a secret key."""
 
     def __init__(self, fields: Sequence[str], secret: bytes) -> None:
         self._paths: list[FieldPath] = [tuple(field.split(".")) for field in fields]
@@ -62,7 +58,10 @@ class Masker:
     # -- values ----------------------------------------------------------------------------------------
 
     def value(self, value: Any) -> Any:
-        """A name for a value; null stays, lists and maps keep their form. Keys of a map are values, too."""
+        """The masked value.
+
+        Null is unchanged; lists and maps are masked by element, keys of maps included.
+        """
         if value is None:
             return None
         if isinstance(value, list):
@@ -71,43 +70,43 @@ class Masker:
             items = cast("dict[str, Any]", value).items()
             return {self.value(name): self.value(item) for name, item in items}
         plain: Any = value
-        # Numbers are equal across their kinds, and truth values are no numbers.
-        said = float(plain) if type(plain) in (int, float) else plain
-        digest = hashlib.blake2b(orjson.dumps([said]), key=self._secret, digest_size=12).hexdigest()
+        # Equal integers and doubles must have equal hashes; booleans are no numbers.
+        normalized = float(plain) if type(plain) in (int, float) else plain
+        digest = hashlib.blake2b(orjson.dumps([normalized]), key=self._secret, digest_size=12).hexdigest()
         return f"masked-{digest}"
 
     def document_id(self, name: str) -> str:
         return cast("str", self.value(name)) if self._id else name
 
     def document(self, data: Any, copied: set[str]) -> Any:
-        """A document without its masked values; those that are texts are gathered."""
+        """The document with its fields masked. Adds the masked texts to `copied`."""
         for path in self._paths:
-            data = self._at(data, path, copied)
+            data = self._mask_path(data, path, copied)
         return data
 
-    def _at(self, data: Any, path: FieldPath, copied: set[str]) -> Any:
+    def _mask_path(self, data: Any, path: FieldPath, copied: set[str]) -> Any:
         if isinstance(data, list):
-            return [self._at(item, path, copied) for item in cast("list[Any]", data)]
+            return [self._mask_path(item, path, copied) for item in cast("list[Any]", data)]
         if not isinstance(data, dict) or path[0] not in data:
             return cast("Any", data)
         found = dict(cast("dict[str, Any]", data))
         name = path[0]
         if len(path) > 1:
-            found[name] = self._at(found[name], path[1:], copied)
+            found[name] = self._mask_path(found[name], path[1:], copied)
         else:
             _collect_texts(found[name], copied)
             found[name] = self.value(found[name])
         return found
 
-    def scrubbed(self, data: Any, copied: set[str]) -> Any:
-        """Without texts that repeat a masked value."""
+    def scrub(self, data: Any, copied: set[str]) -> Any:
+        """Mask all texts that contain a masked value."""
         if isinstance(data, str):
             return self.value(data) if any(secret in data for secret in copied) else data
         if isinstance(data, list):
-            return [self.scrubbed(item, copied) for item in cast("list[Any]", data)]
+            return [self.scrub(item, copied) for item in cast("list[Any]", data)]
         if isinstance(data, dict):
             items = cast("dict[str, Any]", data).items()
-            return {self.scrubbed(name, copied): self.scrubbed(item, copied) for name, item in items}
+            return {self.scrub(name, copied): self.scrub(item, copied) for name, item in items}
         return data
 
     def change(self, entry: ChangeEntry) -> ChangeEntry:
@@ -116,8 +115,8 @@ class Masker:
             copied.add(entry.documentKey)
         images = [orjson.loads(bytes(image)) for image in (entry.before, entry.after)]
         masked = [self.document(image, copied) for image in images]
-        before, after = (msgspec.Raw(orjson.dumps(self.scrubbed(image, copied))) for image in masked)
-        # What a caller named a write may say anything.
+        before, after = (msgspec.Raw(orjson.dumps(self.scrub(image, copied))) for image in masked)
+        # Clients choose the write id: it may contain anything.
         return msgspec.structs.replace(
             entry,
             before=before,
@@ -130,7 +129,7 @@ class Masker:
     # -- queries ---------------------------------------------------------------------------------------
 
     def summary(self, summary: SubscriptionSummary) -> SubscriptionSummary | None:
-        """The subscription with masked values; None if it cannot be had."""
+        """The subscription with masked values; None if it cannot be masked."""
         try:
             parts = [self._part(form) for form in summary.parts]
             rule = None if summary.ruleInputs is None else self._part(summary.ruleInputs)
@@ -150,32 +149,32 @@ class Masker:
         node = cel.decode_expression(form.tree)
         masked = self._node(node)
         if form.text is not None and (self._mentions(node) or form.variables is not None):
-            raise UnmaskableError  # the text, or what the rule was told, would give it away
+            raise UnmaskableError  # the text or the variables of the rule would reveal the value
         return EncodedPart(cel.encode_expression(masked), form.text)
 
     def _node(self, node: Node) -> Node:
         if isinstance(node, Call):
             if len(node.args) == 2 and node.function in ("_==_", "_!=_", "@in"):
-                for place, other in ((0, 1), (1, 0)):
-                    path, literal = field_path(node.args[place]), as_constant(node.args[other])
+                for field, other in ((0, 1), (1, 0)):
+                    path, literal = field_path(node.args[field]), as_constant(node.args[other])
                     if path is not None and literal is not None and path in self._paths:
                         args = list(node.args)
                         args[other] = Const(self.value(literal.value))
                         return Call(node.function, tuple(args))
-            if self._is_about(node):
+            if self._uses_masked(node):
                 raise UnmaskableError
             return Call(node.function, tuple(self._node(argument) for argument in node.args))
         if isinstance(node, Select) and node.test:
             path = field_path(Select(node.operand, node.field))
             if path is not None and path not in self._paths and self._is_below(path):
                 raise UnmaskableError
-            return node  # whether a field is there is not masked
+            return node  # the presence of a field is not masked
         if self._mentions(node):
             raise UnmaskableError
         return node
 
-    def _is_about(self, node: Node) -> bool:
-        """Whether a masked field is a plain argument of a call that is not a comparison for equality."""
+    def _uses_masked(self, node: Node) -> bool:
+        """Whether a masked field is an argument of a call other than a logical operator."""
         if not isinstance(node, Call) or node.function in ("_&&_", "_||_", "!_"):
             return False
         return any(self._mentions(argument) for argument in node.args)
@@ -223,7 +222,7 @@ CAPTURE_PART_DDL: Final = "object string, rows bigint, bytes bigint, sha256 stri
 
 
 class CaptureExistsError(ValueError):
-    """Captures are not written over."""
+    """The target has a capture already; captures are not overwritten."""
 
 
 class CaptureOptions(NamedTuple):
@@ -244,7 +243,7 @@ class CapturePart(msgspec.Struct, frozen=True):
 
 
 class Capture(msgspec.Struct, frozen=True):
-    """The head of a capture."""
+    """`capture.json`: the options and parts of a capture."""
 
     database: str
     collection: str
@@ -266,28 +265,28 @@ class CaptureTask(msgspec.Struct, frozen=True):
     secret: bytes
 
 
-def run_capture(spark: Any, place: WatchClient, options: CaptureOptions) -> Capture:
+def run_capture(spark: Any, client: WatchClient, options: CaptureOptions) -> Capture:
     out = store_url(options.out)
     try:
         shared_object_store(out).get(CAPTURE_FILE)
     except ObjectMissingError:
         pass
     else:
-        raise CaptureExistsError(f"there is a capture at {options.out} already")
-    place.check_matchable(options.database, options.collection)
-    announced = place.announce(options.database)
+        raise CaptureExistsError(f"capture already exists at {options.out}")
+    client.check_matchable(options.database, options.collection)
+    summaries = client.request_summaries(options.database)
     try:
         found = read_subscription_set(
-            place.server, announced.stream, announced.offset, options.database, [options.collection]
+            client.server, summaries.stream, summaries.offset, options.database, [options.collection]
         )
     finally:
-        place.announce(options.database, 0)
-    ranges = place.ranges(options.database, options.collection, options.start, options.end)
-    # Made for this capture and kept nowhere: nobody can try values out later.
+        client.request_summaries(options.database, 0)
+    ranges = client.ranges(options.database, options.collection, options.start, options.end)
+    # Never stored, so that values cannot be guessed and verified later.
     secret = secrets.token_bytes(32)
     subscriptions = mask_subscriptions(found, Masker(options.mask, secret))
     task = CaptureTask(out, {one.stream: one for one in ranges}, options.sample, list(options.mask), secret)
-    parts = _write_parts(spark, place, ranges, task) if ranges else []
+    parts = _write_parts(spark, client, ranges, task) if ranges else []
     shared_object_store(out).create(SUBSCRIPTIONS_FILE, subscriptions.encode())
     capture = Capture(
         options.database,
@@ -301,7 +300,7 @@ def run_capture(spark: Any, place: WatchClient, options: CaptureOptions) -> Capt
         parts,
     )
     if not shared_object_store(out).create(CAPTURE_FILE, msgspec.json.encode(capture)):
-        raise CaptureExistsError(f"somebody else has just written a capture to {options.out}")
+        raise CaptureExistsError(f"another process has just written a capture to {options.out}")
     return capture
 
 
@@ -311,15 +310,15 @@ def mask_subscriptions(found: SubscriptionSet, masker: Masker) -> SubscriptionSe
 
 
 def _write_parts(
-    spark: Any, place: WatchClient, ranges: Sequence[ChangeRange], task: CaptureTask
+    spark: Any, client: WatchClient, ranges: Sequence[ChangeRange], task: CaptureTask
 ) -> list[CapturePart]:
-    rows = place.frame(spark, ranges).mapInArrow(partial(capture_changes, task), CAPTURE_PART_DDL).collect()
+    rows = client.frame(spark, ranges).mapInArrow(partial(capture_changes, task), CAPTURE_PART_DDL).collect()
     parts = [CapturePart(row["object"], row["rows"], row["bytes"], row["sha256"]) for row in rows]
     return sorted(parts, key=lambda part: part.object)
 
 
 def capture_changes(task: CaptureTask, batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: puts masked changes into objects, a few MiB each, and tells their names."""
+    """For `mapInArrow`: writes masked changes to objects of a few MiB, and returns a row for each object."""
     masker = Masker(task.mask, task.secret)
     rows: list[dict[str, Any]] = []
     size = 0
@@ -358,16 +357,16 @@ def _put_capture_part(out: str, rows: list[dict[str, Any]]) -> Any:
     data: bytes = sink.getvalue().to_pybytes()
     name = f"changes/{rows[0]['partition']:05}-{rows[0]['entry']:020}-{rows[-1]['entry']:020}.parquet"
     shared_object_store(out).create(name, data)
-    told = {
+    row = {
         "object": name,
         "rows": len(rows),
         "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
     }
-    return pa.RecordBatch.from_pylist([told], schema=CAPTURE_PART_SCHEMA)
+    return pa.RecordBatch.from_pylist([row], schema=CAPTURE_PART_SCHEMA)
 
 
-# -- reading one back --------------------------------------------------------------------------------------
+# -- reading a capture -------------------------------------------------------------------------------------
 
 
 def load_capture(url: str) -> tuple[Capture, SubscriptionSet]:
@@ -379,7 +378,7 @@ def load_capture(url: str) -> tuple[Capture, SubscriptionSet]:
 
 
 def read_capture_parts(url: str, batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: names of parts in, their changes out."""
+    """For `mapInArrow`: the changes of the named parts."""
     store = shared_object_store(store_url(url))
     for batch in batches:
         for name, sha256 in zip(
@@ -387,7 +386,7 @@ def read_capture_parts(url: str, batches: Iterator[Any]) -> Iterator[Any]:
         ):
             data = store.get(name)
             if hashlib.sha256(data).hexdigest() != sha256:
-                raise ValueError(f"{name} is not what was captured")
+                raise ValueError(f"capture part {name} has the wrong SHA-256")
             yield from pq.read_table(pa.BufferReader(data), use_threads=False).to_batches()
 
 

@@ -1,14 +1,10 @@
 """Predicates of live queries compiled to Spark columns, and `matching`, which filters a DataFrame by them.
 
-Values of expressions as columns: of which kinds they may be, when they are, and what they are then.
-
-Predicates as columns of Spark: decided in the engine, with nobody's Python.
-
-A document is a variant. An error is NULL, and NULL is no match: AND, OR and NOT of SQL then say about errors
-what CEL says. What cannot be said exactly raises `NotLoweredError` and is left to the matcher: equality of
-lists and maps, conversions, an index that is computed, division by a field.
-
-Changes that a query matches, chosen by the engine: no Python sees them.
+The predicate is evaluated by Spark's engine, without Python workers. A document is a variant. A CEL value is
+a TypedValue: for each type that it may have, a column with its presence and a column with the value. An
+error is NULL, and NULL is no match: AND, OR and NOT of SQL treat NULL as CEL treats errors. Expressions
+without an exact translation raise `NotCompilableError`: equality of lists and maps, conversions, a computed
+index, and division by a field.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 
-SIZE_MAX: Final = 400  # alternatives that one expression is made of: each level may double them
+SIZE_MAX: Final = 400  # of an expression: each level may double it
 CONTAINER_KINDS: Final = frozenset({"list", "map"})
 _SPARK_TYPES: Final = {"bool": "boolean", "int": "bigint", "double": "double", "string": "string"}
 _KINDS: Final[dict[type[Any], str]] = {
@@ -51,25 +47,25 @@ _KINDS: Final[dict[type[Any], str]] = {
 
 
 class TypedColumn(NamedTuple):
-    """One kind that a value may be of."""
+    """The value for one type that it may have."""
 
-    when: Column  # it is
-    value: Column  # then
+    is_present: Column  # whether the value has this type
+    value: Column
 
 
 class TypedValue(NamedTuple):
-    """A value by its kinds. Where none of them holds there is an error."""
+    """A value by its possible types. It is an error where none of them is present."""
 
-    forms: dict[str, TypedColumn]
-    size: int = 1  # how large the expression is
+    columns_by_kind: dict[str, TypedColumn]
+    size: int = 1  # of the expression
 
     @property
     def exists(self) -> Column:
-        return any_of([form.when for form in self.forms.values()])
+        return any_of([column.is_present for column in self.columns_by_kind.values()])
 
 
 def any_of(conditions: Sequence[Column]) -> Column:
-    """True if one of them is; an error if one of the others is."""
+    """True if one condition is true; else an error if one is an error."""
     found = conditions[0]
     for condition in conditions[1:]:
         found = found | condition
@@ -77,7 +73,7 @@ def any_of(conditions: Sequence[Column]) -> Column:
 
 
 def first_case(cases: Sequence[tuple[Column, Column]]) -> Column:
-    """The value of the first case that holds, NULL if none does."""
+    """The value of the first case whose condition is true, NULL if none is."""
     from pyspark.sql import functions as f
 
     found = f.when(*cases[0])
@@ -91,12 +87,15 @@ def boolean_value(truth: Column) -> TypedValue:
 
 
 def conditional_value(condition: Column, then: TypedValue, otherwise: TypedValue) -> TypedValue:
-    """One or the other; an error where the condition is one."""
+    """CEL's `?:`; an error if the condition is an error."""
     forms: dict[str, TypedColumn] = {}
-    for kind in then.forms.keys() | otherwise.forms.keys():
-        chosen = ((condition, then.forms.get(kind)), (~condition, otherwise.forms.get(kind)))
-        cases = [(wanted & form.when, form.value) for wanted, form in chosen if form is not None]
-        forms[kind] = TypedColumn(any_of([when for when, _ in cases]), first_case(cases))
+    for kind in then.columns_by_kind.keys() | otherwise.columns_by_kind.keys():
+        chosen = (
+            (condition, then.columns_by_kind.get(kind)),
+            (~condition, otherwise.columns_by_kind.get(kind)),
+        )
+        cases = [(branch & form.is_present, form.value) for branch, form in chosen if form is not None]
+        forms[kind] = TypedColumn(any_of([present for present, _ in cases]), first_case(cases))
     return _limit_size(forms, then.size + otherwise.size)
 
 
@@ -107,7 +106,7 @@ def _limit_size(forms: dict[str, TypedColumn], size: int) -> TypedValue:
 
 
 class ValueOperations:
-    """Operations on cells, under CEL's rules."""
+    """CEL's operations on typed values."""
 
     def __init__(self) -> None:
         from pyspark.sql import functions
@@ -121,53 +120,55 @@ class ValueOperations:
         lit = self._f.lit(value).cast(_SPARK_TYPES[kind]) if kind in _SPARK_TYPES else self._f.lit(None)
         return TypedValue({kind: TypedColumn(self._f.lit(True), lit)})
 
-    def variant(self, held: Column) -> TypedValue:
-        """A value of a document."""
+    def variant(self, column: Column) -> TypedValue:
+        """A variant, from a document, as a typed value."""
         f = self._f
-        kind = f.schema_of_variant(held)
+        kind = f.schema_of_variant(column)
         fractional = kind.startswith("DECIMAL") | (kind == "DOUBLE")
         return TypedValue(
             {
                 "null": TypedColumn(kind == "VOID", f.lit(None)),
-                "bool": TypedColumn(kind == "BOOLEAN", held.try_cast("boolean")),
-                "int": TypedColumn(kind == "BIGINT", held.try_cast("bigint")),
-                "double": TypedColumn(fractional, held.try_cast("double")),
-                "string": TypedColumn(kind == "STRING", held.try_cast("string")),
-                "list": TypedColumn(kind.startswith("ARRAY"), held),
-                "map": TypedColumn(kind.startswith("OBJECT"), held),
+                "bool": TypedColumn(kind == "BOOLEAN", column.try_cast("boolean")),
+                "int": TypedColumn(kind == "BIGINT", column.try_cast("bigint")),
+                "double": TypedColumn(fractional, column.try_cast("double")),
+                "string": TypedColumn(kind == "STRING", column.try_cast("string")),
+                "list": TypedColumn(kind.startswith("ARRAY"), column),
+                "map": TypedColumn(kind.startswith("OBJECT"), column),
             }
         )
 
-    def string(self, held: Column) -> TypedValue:
-        return TypedValue({"string": TypedColumn(held.isNotNull(), held)})
+    def string(self, column: Column) -> TypedValue:
+        return TypedValue({"string": TypedColumn(column.isNotNull(), column)})
 
     def as_truth(self, cell: TypedValue) -> Column:
-        form = cell.forms.get("bool")
-        return self._f.lit(None).cast("boolean") if form is None else self._f.when(form.when, form.value)
+        form = cell.columns_by_kind.get("bool")
+        return (
+            self._f.lit(None).cast("boolean") if form is None else self._f.when(form.is_present, form.value)
+        )
 
     # -- parts of documents ----------------------------------------------------------------------------
 
     def selected(self, cell: TypedValue, name: str) -> TypedValue:
-        form = cell.forms.get("map")
+        form = cell.columns_by_kind.get("map")
         if form is None:
             raise NotCompilableError
         return self.variant(self.inner(form, variant_path(name)))
 
     def item(self, cell: TypedValue, index: int) -> TypedValue:
-        form = cell.forms.get("list")
+        form = cell.columns_by_kind.get("list")
         if form is None:
             raise NotCompilableError
         return self.variant(self.inner(form, f"$[{index}]"))
 
     def inner(self, form: TypedColumn, path: str) -> Column:
-        return self._f.when(form.when, self._f.try_variant_get(form.value, path, "variant"))
+        return self._f.when(form.is_present, self._f.try_variant_get(form.value, path, "variant"))
 
     def has(self, cell: TypedValue, name: str) -> Column:
-        form = cell.forms.get("map")
+        form = cell.columns_by_kind.get("map")
         if form is None:
             raise NotCompilableError
         found = self._f.try_variant_get(form.value, variant_path(name), "variant")
-        return self._f.when(form.when, found.isNotNull())
+        return self._f.when(form.is_present, found.isNotNull())
 
     def _items(self, form: TypedColumn) -> Column:
         f = self._f
@@ -180,33 +181,33 @@ class ValueOperations:
     def each(
         self, cell: TypedValue, over: Callable[[Column, Callable[[Column], TypedValue]], Column]
     ) -> Column:
-        """Over the values of a list, or the keys of a map."""
-        many, keyed = cell.forms.get("list"), cell.forms.get("map")
+        """Apply `over` to the items of a list, or to the keys of a map."""
+        many, keyed = cell.columns_by_kind.get("list"), cell.columns_by_kind.get("map")
         if many is None or keyed is None:
             raise NotCompilableError
-        found = self._f.when(many.when, over(self._items(many), self.variant))
-        return found.when(keyed.when, over(self._keys(keyed), self.string))
+        found = self._f.when(many.is_present, over(self._items(many), self.variant))
+        return found.when(keyed.is_present, over(self._keys(keyed), self.string))
 
     def length(self, cell: TypedValue) -> Column:
-        """How many values a list or a map has."""
-        many, keyed = cell.forms.get("list"), cell.forms.get("map")
+        """The number of items of a list or map."""
+        many, keyed = cell.columns_by_kind.get("list"), cell.columns_by_kind.get("map")
         if many is None or keyed is None:
             raise NotCompilableError
-        found = self._f.when(many.when, self._f.size(self._items(many)))
-        return found.when(keyed.when, self._f.size(self._keys(keyed)))
+        found = self._f.when(many.is_present, self._f.size(self._items(many)))
+        return found.when(keyed.is_present, self._f.size(self._keys(keyed)))
 
     # -- comparing -------------------------------------------------------------------------------------
 
     def equal(self, one: TypedValue, other: TypedValue) -> Column:
         f = self._f
-        if one.forms.keys() & other.forms.keys() & CONTAINER_KINDS:
-            raise NotCompilableError  # element by element, numbers by value
+        if one.columns_by_kind.keys() & other.columns_by_kind.keys() & CONTAINER_KINDS:
+            raise NotCompilableError  # would have to compare by element, and numbers across types
         cases: list[tuple[Column, Column]] = []
-        for kind, left in one.forms.items():
-            for kind_other, right in other.forms.items():
+        for kind, left in one.columns_by_kind.items():
+            for kind_other, right in other.columns_by_kind.items():
                 same = self._same(kind, kind_other, left.value, right.value)
                 if same is not None:
-                    cases.append((left.when & right.when, same))
+                    cases.append((left.is_present & right.is_present, same))
         cases.append((one.exists & other.exists, f.lit(False)))
         return first_case(cases)
 
@@ -225,7 +226,7 @@ class ValueOperations:
     def _numbers(
         self, kind: str, kind_other: str, left: Column, right: Column
     ) -> tuple[Column, Column] | None:
-        """Two numbers in one form; an integer beside a double is rounded to one."""
+        """Two numbers with a common type; an integer is converted to double beside a double."""
         if {kind, kind_other} == {"int", "double"}:
             return left.cast("double"), right.cast("double")
         return (left, right) if kind == kind_other and kind in ("int", "double") else None
@@ -233,54 +234,53 @@ class ValueOperations:
     def ordered(self, one: TypedValue, other: TypedValue, holds: Callable[[Any, Any], Any]) -> Column:
         f = self._f
         cases: list[tuple[Column, Column]] = []
-        for kind, left in one.forms.items():
-            for kind_other, right in other.forms.items():
+        for kind, left in one.columns_by_kind.items():
+            for kind_other, right in other.columns_by_kind.items():
                 pair = self._numbers(kind, kind_other, left.value, right.value)
                 if pair is None and kind == kind_other and kind in ("string", "bool"):
                     pair = left.value, right.value
                 if pair is None:
                     continue
-                said = holds(*pair)
+                result = holds(*pair)
                 if "double" in (kind, kind_other):
-                    said = ~f.isnan(pair[0]) & ~f.isnan(pair[1]) & said
-                cases.append((left.when & right.when, said))
+                    result = ~f.isnan(pair[0]) & ~f.isnan(pair[1]) & result
+                cases.append((left.is_present & right.is_present, result))
         return first_case(cases) if cases else f.lit(None).cast("boolean")
 
-    def contained(self, wanted: TypedValue, within: TypedValue) -> Column:
-        f, many, keyed = self._f, within.forms.get("list"), within.forms.get("map")
+    def contained(self, value: TypedValue, within: TypedValue) -> Column:
+        f, many, keyed = self._f, within.columns_by_kind.get("list"), within.columns_by_kind.get("map")
         if many is None or keyed is None:
             raise NotCompilableError
 
-        def is_wanted(item: Column) -> Column:
-            return self.equal(wanted, self.variant(item))
+        def is_equal(item: Column) -> Column:
+            return self.equal(value, self.variant(item))
 
-        among = f.exists(self._items(many), is_wanted)
-        found = f.when(many.when & wanted.exists, among)
-        for kind, form in wanted.forms.items():
+        found = f.when(many.is_present & value.exists, f.exists(self._items(many), is_equal))
+        for kind, form in value.columns_by_kind.items():
             if kind == "string":
                 named = f.array_contains(self._keys(keyed), form.value)
-                found = found.when(keyed.when & form.when, named)
+                found = found.when(keyed.is_present & form.is_present, named)
             elif kind in ("int", "bool", "double"):
-                found = found.when(keyed.when & form.when, f.lit(False))
+                found = found.when(keyed.is_present & form.is_present, f.lit(False))
         return found
 
     def text(self, one: TypedValue, other: TypedValue, method: str) -> Column:
-        f, left, right = self._f, one.forms.get("string"), other.forms.get("string")
+        f, left, right = self._f, one.columns_by_kind.get("string"), other.columns_by_kind.get("string")
         if left is None or right is None:
             return f.lit(None).cast("boolean")
-        return f.when(left.when & right.when, getattr(left.value, method)(right.value))
+        return f.when(left.is_present & right.is_present, getattr(left.value, method)(right.value))
 
     # -- computing -------------------------------------------------------------------------------------
 
     def size(self, cell: TypedValue) -> TypedValue:
         f = self._f
         cases: list[tuple[Column, Column]] = []
-        if (text := cell.forms.get("string")) is not None:
-            cases.append((text.when, f.char_length(text.value)))
-        if (many := cell.forms.get("list")) is not None:
-            cases.append((many.when, f.size(self._items(many))))
-        if (keyed := cell.forms.get("map")) is not None:
-            cases.append((keyed.when, f.size(self._keys(keyed))))
+        if (text := cell.columns_by_kind.get("string")) is not None:
+            cases.append((text.is_present, f.char_length(text.value)))
+        if (many := cell.columns_by_kind.get("list")) is not None:
+            cases.append((many.is_present, f.size(self._items(many))))
+        if (keyed := cell.columns_by_kind.get("map")) is not None:
+            cases.append((keyed.is_present, f.size(self._keys(keyed))))
         if not cases:
             raise NotCompilableError
         value = first_case(cases).cast("bigint")
@@ -288,12 +288,12 @@ class ValueOperations:
 
     def negated(self, cell: TypedValue) -> TypedValue:
         forms: dict[str, TypedColumn] = {}
-        if (whole := cell.forms.get("int")) is not None:
+        if (whole := cell.columns_by_kind.get("int")) is not None:
             least = self._f.lit(INT_MIN)
             value = self._f.when(whole.value != least, -whole.value)
-            forms["int"] = TypedColumn(whole.when & value.isNotNull(), value)
-        if (fraction := cell.forms.get("double")) is not None:
-            forms["double"] = TypedColumn(fraction.when, -fraction.value)
+            forms["int"] = TypedColumn(whole.is_present & value.isNotNull(), value)
+        if (fraction := cell.columns_by_kind.get("double")) is not None:
+            forms["double"] = TypedColumn(fraction.is_present, -fraction.value)
         if not forms:
             raise NotCompilableError
         return _limit_size(forms, 2 * cell.size)
@@ -301,18 +301,18 @@ class ValueOperations:
     def computed(self, function: str, one: TypedValue, other: TypedValue) -> TypedValue:
         forms: dict[str, TypedColumn] = {}
         for kind in ("int", "double", "string", "list"):
-            left, right = one.forms.get(kind), other.forms.get(kind)
+            left, right = one.columns_by_kind.get(kind), other.columns_by_kind.get(kind)
             if left is None or right is None:
                 continue
             value = self._computed(function, kind, left.value, right.value)
             if value is not None:
-                forms[kind] = TypedColumn(left.when & right.when & value.isNotNull(), value)
+                forms[kind] = TypedColumn(left.is_present & right.is_present & value.isNotNull(), value)
         if not forms:
             raise NotCompilableError
         return _limit_size(forms, 2 * (one.size + other.size))
 
     def _computed(self, function: str, kind: str, left: Column, right: Column) -> Column | None:
-        """NULL where there is no value; None where the kind has no such operation."""
+        """NULL if the operation is an error for the values; None if the type does not have it."""
         f = self._f
         if function == "_+_" and kind == "list":
             raise NotCompilableError
@@ -333,7 +333,7 @@ class ValueOperations:
 
 
 def variant_path(*names: str) -> str:
-    """Names as a path into a variant; the quotes around one cannot be in it."""
+    """A path into a variant. A name with both kinds of quotes cannot be expressed."""
     steps: list[str] = []
     for name in names:
         quote = "'" if '"' in name else '"'
@@ -343,7 +343,7 @@ def variant_path(*names: str) -> str:
     return "$" + "".join(steps)
 
 
-FieldAccessor = Callable[[str], "Column"]  # a field of the document, as a variant; NULL if there is none
+FieldAccessor = Callable[[str], "Column"]  # a field of the document as a variant; NULL if absent
 
 _COMPARISONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "_<_": operator.lt,
@@ -356,14 +356,14 @@ _ARITHMETIC: Final = frozenset(("_+_", "_-_", "_*_", "_/_", "_%_"))
 
 
 class LoweredPredicate(NamedTuple):
-    """Whether a document matches; and whether that takes too many steps to say, and was not decided."""
+    """Whether a document matches; and whether the cost limit was exceeded, so that `holds` is meaningless."""
 
     holds: Column
     undecided: Column
 
 
 def lower_predicate(node: Node, field: FieldAccessor) -> LoweredPredicate:
-    """A predicate over the document whose fields are given."""
+    """Compile a predicate over the document whose fields `field` returns."""
     from pyspark.sql import functions as f
 
     lowering = _PredicateCompiler(field)
@@ -373,7 +373,7 @@ def lower_predicate(node: Node, field: FieldAccessor) -> LoweredPredicate:
 
 
 class _PredicateCompiler:
-    """One predicate."""
+    """Compiles one predicate; `costly` collects the conditions under which it exceeds the cost limit."""
 
     def __init__(self, field: FieldAccessor) -> None:
         from pyspark.sql import functions
@@ -381,10 +381,10 @@ class _PredicateCompiler:
         self._f = functions
         self._cells = ValueOperations()
         self._field = field
-        self._variable: tuple[str, TypedValue] | None = None  # what a quantifier looks at
+        self._variable: tuple[str, TypedValue] | None = None  # of the current quantifier
         self.costly: list[Column] = []
 
-    # -- what is true, false, or an error --------------------------------------------------------------
+    # -- truth values ----------------------------------------------------------------------------------
 
     def truth(self, node: Node) -> Column:
         f = self._f
@@ -459,7 +459,7 @@ class _PredicateCompiler:
             return self._indexed(args[0], args[1])
         if function in _ARITHMETIC:
             if function == "_/_" and not isinstance(args[1], Const):
-                raise NotCompilableError  # the sign of a zero is not kept in a variant
+                raise NotCompilableError  # a variant does not store the sign of zero
             return cells.computed(function, self.cell(args[0]), self.cell(args[1]))
         if function == "-_":
             return cells.negated(self.cell(args[0]))
@@ -484,21 +484,21 @@ class _PredicateCompiler:
             return self._cells.item(self.cell(operand), key)
         raise NotCompilableError
 
-    # -- several values --------------------------------------------------------------------------------
+    # -- lists and maps --------------------------------------------------------------------------------
 
     def _contained(self, value: Node, container: Node) -> Column:
-        cells, wanted = self._cells, self.cell(value)
+        cells, needle = self._cells, self.cell(value)
         if isinstance(container, ListLiteral):
-            # An error is an error even if there is nothing to compare with.
-            known = self._f.when(wanted.exists, self._f.lit(False))
-            return any_of([known, *(cells.equal(wanted, self.cell(item)) for item in container.items)])
+            # An error is an error even if the list is empty.
+            known = self._f.when(needle.exists, self._f.lit(False))
+            return any_of([known, *(cells.equal(needle, self.cell(item)) for item in container.items)])
         within = self.cell(container)
-        self._bound(cells.length(within), STEPS_MAX)
-        return cells.contained(wanted, within)
+        self._limit_length(cells.length(within), STEPS_MAX)
+        return cells.contained(needle, within)
 
     def _quantified(self, node: Quantified) -> Column:
         f, cells, within = self._f, self._cells, self.cell(node.range)
-        self._bound(cells.length(within), STEPS_MAX // _node_count(node.condition))
+        self._limit_length(cells.length(within), STEPS_MAX // _node_count(node.condition))
 
         def over(items: Column, as_cell: Callable[[Column], TypedValue]) -> Column:
             def condition(item: Column) -> Column:
@@ -521,10 +521,10 @@ class _PredicateCompiler:
 
         return cells.each(within, over)
 
-    def _bound(self, length: Column, most: int) -> None:
+    def _limit_length(self, length: Column, length_max: int) -> None:
         if self._variable is not None:
-            raise NotCompilableError  # whether it is too long is only known inside
-        self.costly.append(length > most)
+            raise NotCompilableError  # the length depends on the item of the outer quantifier
+        self.costly.append(length > length_max)
 
 
 def _node_count(node: Node) -> int:
@@ -548,41 +548,41 @@ def document_image(entry: Column, updated_ms: Column, which: ImageName) -> Field
 
     def field(name: str) -> Column:
         if name in stamps:
-            there = f.try_variant_get(entry, variant_path(which), "variant")
-            held = f.try_variant_get(entry, variant_path(*stamps[name]), "variant")
-            return f.when(_is_there(there), held)
+            image = f.try_variant_get(entry, variant_path(which), "variant")
+            value = f.try_variant_get(entry, variant_path(*stamps[name]), "variant")
+            return f.when(_exists(image), value)
         if name == "updatedAt":
-            there = f.try_variant_get(entry, variant_path(which), "variant")
-            return f.when(_is_there(there), f.parse_json(updated_ms.cast("string")))
+            image = f.try_variant_get(entry, variant_path(which), "variant")
+            return f.when(_exists(image), f.parse_json(updated_ms.cast("string")))
         if name.startswith("src_"):
-            raise NotCompilableError  # it may be a field of the source, or one of this name
+            raise NotCompilableError  # ambiguous: metadata of the source, or a field of this name
         if name in RESERVED_FIELDS or name.startswith("_"):
             return f.lit(None).cast("variant")
         return f.try_variant_get(entry, variant_path(which, name), "variant")
 
-    def _is_there(image: Column) -> Column:
+    def _exists(image: Column) -> Column:
         return ~f.is_variant_null(image)
 
     return field
 
 
 def matching(frame: DataFrame, query: dict[str, Any], which: ImageName = "after") -> DataFrame:
-    """The changes in a frame whose document, before or after them, a query of subscriptions matches.
+    """The changes in a frame whose document, before or after the change, matches a live query.
 
-    Decided by the engine alone. NotLoweredError says that it cannot be; a change on which the query takes
-    too many steps ends the job, since that is not the same as not matching.
+    Evaluated by Spark's engine. Raises NotCompilableError if the query has no exact translation. A change on
+    which the query exceeds the cost limit fails the job, because that is not the same as no match.
     """
     from pyspark.sql import functions as f
 
-    asked = read_query(query, live=True)
+    parsed = read_query(query, live=True)
     entry = f.parse_json(f.col("value").cast("string"))
     updated_ms = f.call_function("div", f.col("timestamp_ns"), f.lit(1_000_000))
     image = document_image(entry, updated_ms, which)
-    found = lower_predicate(conjoin([part.node for part in asked.parts]), image)
-    failed = f.raise_error(f.lit("the query takes too many steps on a change")).cast("boolean")
+    found = lower_predicate(conjoin([part.node for part in parsed.parts]), image)
+    failed = f.raise_error(f.lit("query exceeds the cost limit on a change")).cast("boolean")
     holds = f.when(found.undecided, failed).otherwise(found.holds)
     is_change = f.try_variant_get(entry, variant_path("kind"), "string") == "change"
-    named = f.lit(True) if asked.documents is None else _is_one_of(image("id"), asked.documents)
+    named = f.lit(True) if parsed.documents is None else _is_one_of(image("id"), parsed.documents)
     return frame.filter(is_change & named & holds)
 
 

@@ -1,11 +1,8 @@
-"""`tailrace pipeline match`: live queries matched over a range of changes, deliveries written.
+"""`tailrace pipeline match`: matches live queries over a range of changes and writes deliveries.
 
-What runs in a Python worker over the entries of change streams. Found by name, never sent along.
-
-`tailrace pipeline match`: who would have been told what, over a bounded range of the log.
-
-The choice of subscriptions and ranges is made once. With a checkpoint it is kept there, so that a job that
-was killed and is run again does the same; the sink sees to it that nothing is appended twice.
+The match plan fixes subscriptions and ranges. With a checkpoint it is stored there, so that a restarted job
+does the same work; the sink drops appends that were sent before. `match_changes` runs in Python workers,
+which need the installed package: it is pickled by name.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from tailrace.spark.live_queries.subscription_sets import (
 )
 from tailrace.spark.live_queries.watch_client import ChangeRange, RangeBound, WatchClient
 from tailrace.spark.object_stores import shared_object_store
-from tailrace.spark.options import store_url
+from tailrace.spark.options import CONNECTION_OPTIONS, store_url
 from tailrace.storage.object_store.interface import ObjectMissingError
 from tailrace.storage.segments.parquet import BINARY, STRING, pa
 from tailrace.watch import external_matching
@@ -36,24 +33,22 @@ from tailrace.watch.document import Change, decode_change
 from tailrace.watch.external_matching import DeliveredChange, DeliveredMatch, DeliveryBatch
 
 DELIVERY_BYTES: Final = 1 << 20  # of items in one delivery
-DELIVERY_SEQS: Final = 1000  # examined by one delivery, at numbers that are multiples of it
+DELIVERY_SEQS: Final = 1000  # deliveries also end at entries whose number is a multiple of this
 DELIVERY_SCHEMA: Final = pa.schema([("stream", STRING), ("value", BINARY)])
 DELIVERY_DDL: Final = "stream string, value binary"
 
 
 class MatchTask(msgspec.Struct, frozen=True):
-    """What a task is told: plain values."""
-
     store: str
     index: str
     target: str
     owner: str
     ranges: dict[str, ChangeRange]  # by stream
-    as_of: int = 0  # entry of the summaries up to which the subscriptions were read
+    as_of: int = 0  # the last entry of the summaries that was read
 
 
 class ChangeStreamEntry(NamedTuple):
-    """An entry of a change stream; without a change it is one that readers pass over."""
+    """An entry of a change stream. `change` is None for entries that readers skip."""
 
     range: ChangeRange
     seq: int
@@ -71,30 +66,31 @@ def decode_entries(batch: Any, ranges: dict[str, ChangeRange]) -> Iterator[Chang
 
 
 def match_changes(task: MatchTask, batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: entries in, deliveries out. Every entry is in the range of exactly one delivery."""
+    """For `mapInArrow`: the deliveries for entries. Every entry is in the range of exactly one delivery."""
     matchers = shared_compiled_set(task.store, task.index).matchers
     writer: _DeliveryWriter | None = None
     for batch in batches:
         hit_failpoint("mid_build", "worker")
-        made: list[bytes] = []
+        deliveries: list[bytes] = []
         for entry in decode_entries(batch, task.ranges):
             if writer is None or writer.range is not entry.range:
                 writer = _DeliveryWriter(task, entry.range)
-            told = (
+            matches = (
                 []
                 if entry.change is None
                 else match_change(matchers.get(entry.range.collection), entry.change)
             )
-            made += writer.add(entry, told)
+            deliveries += writer.add(entry, matches)
         yield pa.RecordBatch.from_arrays(
-            [pa.array([task.target] * len(made), STRING), pa.array(made, BINARY)], schema=DELIVERY_SCHEMA
+            [pa.array([task.target] * len(deliveries), STRING), pa.array(deliveries, BINARY)],
+            schema=DELIVERY_SCHEMA,
         )
 
 
 class _DeliveryWriter:
-    """The deliveries of one partition, one behind the other.
+    """Builds the deliveries of one partition.
 
-    Where they are cut depends on the entries alone, so that a job that is run again sends the same ones.
+    Their limits depend on the entries only, so that a repeated job sends the same deliveries.
     """
 
     def __init__(self, task: MatchTask, one: ChangeRange) -> None:
@@ -105,16 +101,16 @@ class _DeliveryWriter:
         self._items: list[DeliveredChange] = []
         self._bytes = 0
 
-    def add(self, entry: ChangeStreamEntry, told: list[DeliveredMatch]) -> list[bytes]:
+    def add(self, entry: ChangeStreamEntry, matches: list[DeliveredMatch]) -> list[bytes]:
         self._reached = entry.seq
-        if entry.change is not None and told:
-            item = build_delivery_item(entry.change, entry.change.lsn or entry.offset, told)
+        if entry.change is not None and matches:
+            item = build_delivery_item(entry.change, entry.change.lsn or entry.offset, matches)
             self._items.append(item)
-            self._bytes += len(bytes(entry.change.entry.after)) + sum(len(one.key) + 40 for one in told)
+            self._bytes += len(bytes(entry.change.entry.after)) + sum(len(one.key) + 40 for one in matches)
         full = self._bytes >= DELIVERY_BYTES or entry.seq % DELIVERY_SEQS == 0 or entry.seq == self.range.upto
-        return self._flushed() if full else []
+        return self._flush() if full else []
 
-    def _flushed(self) -> list[bytes]:
+    def _flush(self) -> list[bytes]:
         one = self.range
         batch = DeliveryBatch(
             database=one.database,
@@ -132,14 +128,14 @@ class _DeliveryWriter:
         return [external_matching.encode_delivery(batch)]
 
 
-def build_delivery_item(change: Change, lsn: str, told: list[DeliveredMatch]) -> DeliveredChange:
-    """A delete carries the document's name and version, and never its content."""
+def build_delivery_item(change: Change, lsn: str, matches: list[DeliveredMatch]) -> DeliveredChange:
+    """A delete has the id and version of the document, but never its content."""
     entry = change.entry
     doc: dict[str, Any] = {"id": entry.documentKey, "version": entry.version}
-    if any(one.op in ("insert", "update") for one in told):
+    if any(one.op in ("insert", "update") for one in matches):
         doc["data"] = orjson.loads(bytes(entry.after))
         doc["createdAt"], doc["updatedAt"] = entry.createdAt, change.updated_ms
-    return DeliveredChange(change.seq, lsn, entry.op, told, doc)
+    return DeliveredChange(change.seq, lsn, entry.op, matches, doc)
 
 
 MATCH_PLAN_FILE: Final = "match.json"
@@ -155,14 +151,14 @@ class MatchOptions(NamedTuple):
 
 
 class MatchPlan(msgspec.Struct, frozen=True):
-    """What a run is about, whoever runs it."""
+    """The input of a match job, stored as match.json."""
 
     index: str
     subscriptions: int
     gateway: str
     target: str
     ranges: list[ChangeRange]
-    as_of: int = 0  # entry of the summaries up to which the subscriptions were read
+    as_of: int = 0  # the last entry of the summaries that was read
 
     @property
     def producer(self) -> str:
@@ -185,79 +181,75 @@ class MatchReport(msgspec.Struct, frozen=True):
     ranges: list[ChangeRange]
 
 
-def run_match(spark: Any, place: WatchClient, options: MatchOptions) -> MatchReport:
-    """Matches the range and writes deliveries."""
-    announced = place.announce(options.database)
+def run_match(spark: Any, client: WatchClient, options: MatchOptions) -> MatchReport:
+    """Match the range and write deliveries."""
+    summaries = client.request_summaries(options.database)
     try:
-        store = options.store or place.store()
-        choice = _load_or_create_plan(place, options, store, announced)
+        store = options.store or client.store()
+        plan = _load_or_create_plan(client, options, store, summaries)
         hit_failpoint("after_checkpoint", "driver")
-        if choice.ranges:
-            _write_deliveries(spark, place, options, store, choice, announced.token)
+        if plan.ranges:
+            _write_deliveries(spark, client, options, store, plan, summaries.token)
         hit_failpoint("after_publish", "driver")
     finally:
-        place.announce(options.database, 0)
+        client.request_summaries(options.database, 0)
     return MatchReport(
         options.database,
-        choice.gateway,
-        choice.target,
-        choice.owner,
-        choice.index,
-        choice.subscriptions,
-        sorted({one.collection for one in choice.ranges}),
-        sum(one.upto - one.after for one in choice.ranges),
-        choice.ranges,
+        plan.gateway,
+        plan.target,
+        plan.owner,
+        plan.index,
+        plan.subscriptions,
+        sorted({one.collection for one in plan.ranges}),
+        sum(one.upto - one.after for one in plan.ranges),
+        plan.ranges,
     )
 
 
-def _load_or_create_plan(place: WatchClient, options: MatchOptions, store: str, announced: Any) -> MatchPlan:
-    kept = None if options.checkpoint is None else shared_object_store(store_url(options.checkpoint))
-    if kept is not None:
+def _load_or_create_plan(client: WatchClient, options: MatchOptions, store: str, summaries: Any) -> MatchPlan:
+    checkpoint = None if options.checkpoint is None else shared_object_store(store_url(options.checkpoint))
+    if checkpoint is not None:
         try:
-            return msgspec.json.decode(kept.get(MATCH_PLAN_FILE), type=MatchPlan)
+            return msgspec.json.decode(checkpoint.get(MATCH_PLAN_FILE), type=MatchPlan)
         except ObjectMissingError:
             pass
-    names = place.matchable(options.database, options.collections)
+    names = client.matchable_collections(options.database, options.collections)
     ranges = [
-        one for name in names for one in place.ranges(options.database, name, options.start, options.end)
+        one for name in names for one in client.ranges(options.database, name, options.start, options.end)
     ]
     subscriptions = read_subscription_set(
-        place.server, announced.stream, announced.offset, options.database, names
+        client.server, summaries.stream, summaries.offset, options.database, names
     )
     index = store_subscription_set(store, subscriptions)
-    as_of = offsets.parse_offset(announced.offset)[1]
+    as_of = offsets.parse_offset(summaries.offset)[1]
     count = len(subscriptions.subs)
-    choice = MatchPlan(index, count, announced.gateway, announced.deliveries, ranges, as_of)
-    if kept is not None and not kept.create(MATCH_PLAN_FILE, msgspec.json.encode(choice)):
-        return msgspec.json.decode(kept.get(MATCH_PLAN_FILE), type=MatchPlan)  # somebody was faster
-    return choice
+    plan = MatchPlan(index, count, summaries.gateway, summaries.deliveries, ranges, as_of)
+    if checkpoint is not None and not checkpoint.create(MATCH_PLAN_FILE, msgspec.json.encode(plan)):
+        # Another process has stored its plan first.
+        return msgspec.json.decode(checkpoint.get(MATCH_PLAN_FILE), type=MatchPlan)
+    return plan
 
 
 def _write_deliveries(
-    spark: Any, place: WatchClient, options: MatchOptions, store: str, choice: MatchPlan, token: str | None
+    spark: Any, client: WatchClient, options: MatchOptions, store: str, plan: MatchPlan, token: str | None
 ) -> None:
-    ranges = {one.stream: one for one in choice.ranges}
-    task = MatchTask(store, choice.index, choice.target, choice.owner, ranges, choice.as_of)
-    found = place.frame(spark, choice.ranges).mapInArrow(partial(match_changes, task), DELIVERY_DDL)
-    given = {name: value for name, value in place.given.items() if name in CONNECTION_OPTION_NAMES}
+    ranges = {one.stream: one for one in plan.ranges}
+    task = MatchTask(store, plan.index, plan.target, plan.owner, ranges, plan.as_of)
+    found = client.frame(spark, plan.ranges).mapInArrow(partial(match_changes, task), DELIVERY_DDL)
+    sink_options = {name: value for name, value in client.options.items() if name in CONNECTION_OPTIONS}
     if token is not None:
-        given["token"] = token
-        given.pop("tokenFile", None)
-    writing = (
+        sink_options["token"] = token
+        sink_options.pop("tokenFile", None)
+    writer = (
         found.write.format("tailrace")
         .mode("append")
-        .options(**given)
+        .options(**sink_options)
         .option("createStream", "false")
-        .option("producerId", choice.producer)
+        .option("producerId", plan.producer)
     )
     if options.checkpoint is None:
-        # The same rows on every attempt, in the same tasks: nothing has to be put aside.
-        writing = writing.option("delivery", "direct")
+        # Every attempt gives the same rows in the same tasks, so staging is not needed.
+        writer = writer.option("delivery", "direct")
     else:
-        writing = writing.option("stagingLocation", f"{options.checkpoint.rstrip('/')}/staging")
-    writing.save()
-
-
-CONNECTION_OPTION_NAMES: Final = frozenset(
-    ("endpoint", "token", "tokenFile", "tls.caFile", "requestTimeout", "fetchBytes", "retries")
-)
+        writer = writer.option("stagingLocation", f"{options.checkpoint.rstrip('/')}/staging")
+    writer.save()

@@ -1,11 +1,9 @@
 """`tailrace pipeline rescan`: a collection's view compared with its change log, corrected, published.
 
-Published views, read and written as the server does: the state of a collection at known positions.
-
-`tailrace pipeline rescan`: is what the server shows of a collection what its log says?
-
-The state of every document is made again from the log, by native SQL, and compared with the rows that the
-server has. Documents that are written while that goes on are left for the next time.
+The state of every document is computed from the change log by Spark SQL, and compared with the rows of the
+server's view. Documents written during the comparison are skipped (`moving`). With `apply` the server
+corrects the differences; with `publish_view` the computed state is stored as a published view, in the
+server's format.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ VIEW_PART_DDL: Final = "object string, rows bigint"
 
 
 class ViewPublicationError(RuntimeError):
-    """The view could not be published; what was published before stays."""
+    """The view could not be published; the previous published view is unchanged."""
 
 
 def find_view_head(store: str, folder: str) -> tuple[PublishedViewHead, str] | None:
@@ -44,33 +42,34 @@ def find_view_head(store: str, folder: str) -> tuple[PublishedViewHead, str] | N
 
 def publish_view(
     latest: Any,
-    place: WatchClient,
+    client: WatchClient,
     store: str,
     folder: str,
-    about: tuple[str, str, int],
+    identity: tuple[str, str, int],
     positions: Sequence[int],
     purged: Sequence[PurgedTombstones],
     ranges: Sequence[ChangeRange],
 ) -> str:
-    """Parts first, then the seal of all changes that they hold, then the head that names them."""
-    before = find_view_head(store, folder)
-    number = 1 if before is None else before[0].number + 1
-    # A name that nobody else chooses: the server may publish at the same time.
+    """Write the parts, seal the changes that they cover, then write the head that names the parts.
+
+    `identity` is the database, the collection and the generation of the view.
+    """
+    previous = find_view_head(store, folder)
+    number = 1 if previous is None else previous[0].number + 1
+    # A random name, because the server may publish at the same time.
     run = f"{number:020}-{secrets.token_hex(4)}"
     at_ms = time.time_ns() // 1_000_000
     rows = latest.select(*document_view.VIEW_COLUMNS).repartition("partition")
     put = rows.mapInArrow(partial(put_view_rows, store, f"{folder}_{run}"), VIEW_PART_DDL).collect()
     parts = sorted(row["object"].removeprefix(folder) for row in put)
     for one in ranges:
-        if not place.seal(one.stream):
+        if not client.seal(one.stream):
             shared_object_store(store).delete([folder + name for name in parts])
-            raise ViewPublicationError(
-                "the changes of the view are not all on the object store yet; try again"
-            )
+            raise ViewPublicationError("changes of the view are not all in the object store yet; try again")
     head = PublishedViewHead(
-        database=about[0],
-        collection=about[1],
-        generation=about[2],
+        database=identity[0],
+        collection=identity[1],
+        generation=identity[2],
         number=number,
         at_ms=at_ms,
         positions=list(positions),
@@ -80,17 +79,17 @@ def publish_view(
     )
     key = document_view.head_key(folder)
     if not shared_object_store(store).replace(
-        key, document_view.encode_head(head), None if before is None else before[1]
+        key, document_view.encode_head(head), None if previous is None else previous[1]
     ):
         shared_object_store(store).delete([folder + name for name in parts])
-        raise ViewPublicationError("somebody else has just published a view of the collection")
-    if before is not None:
-        shared_object_store(store).delete([folder + name for name in before[0].parts])
+        raise ViewPublicationError("another process has just published a view of the collection; try again")
+    if previous is not None:
+        shared_object_store(store).delete([folder + name for name in previous[0].parts])
     return key
 
 
 def put_view_rows(store: str, prefix: str, batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: rows into parts of a bounded size, named by the task that made them."""
+    """For `mapInArrow`: writes rows to parts of bounded size, named after the task attempt."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -116,10 +115,10 @@ def _put_view_part(store: str, name: str, rows: list[DocumentRow]) -> Any:
 
 
 EXAMPLES_MAX: Final = 100
-CORRECTION_PREFIX: Final = "rescan-"  # what corrections are named with
+CORRECTION_PREFIX: Final = "rescan-"  # of the write ids of corrections
 CORRECTIONS_MAX: Final = 200
 CORRECTIONS_BYTES: Final = 2 << 20
-UNKNOWN_DIGEST: Final = ""  # instead of the digest of a document that an entry leaves out
+UNKNOWN_DIGEST: Final = ""  # if an entry has no before image
 
 STATE_SCHEMA: Final = pa.schema(
     [
@@ -146,11 +145,11 @@ VIEW_SCHEMA: Final = pa.schema(
 
 
 class MissingBaseViewError(RuntimeError):
-    """The log does not reach back far enough, and no published view makes up for it."""
+    """The log was trimmed, and no published view covers the trimmed changes."""
 
 
 class ExternalSourceError(ValueError):
-    """What only the connector of an outside source can do."""
+    """Not possible for a collection with an external source."""
 
 
 class RescanOptions(NamedTuple):
@@ -163,7 +162,7 @@ class RescanOptions(NamedTuple):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A document that the log and the view have otherwise. None: that side does not know it."""
+    """A document that differs between log and view. None: that side does not have it."""
 
     id: str
     kind: str  # missing, extra, differs
@@ -180,8 +179,8 @@ class RescanReport(msgspec.Struct, frozen=True):
     generation: int
     positions: list[int]
     documents: int
-    moving: int  # written meanwhile
-    broken: int  # changes that do not follow the one before
+    moving: int  # documents written during the comparison
+    broken: int  # changes that are inconsistent with the previous change of their document
     missing: int
     extra: int
     differs: int
@@ -210,28 +209,28 @@ class _ViewPage(msgspec.Struct):
 
 
 class FetchedView(NamedTuple):
-    """The view as it was read, page by page, between two moments."""
+    """The server's view, read page by page between two positions of the log."""
 
     rows: Any
-    begun: list[int]
-    ended: list[int]
+    start_positions: list[int]
+    end_positions: list[int]
     generation: int
     folder: str
     purged: list[PurgedTombstones]
 
 
 def document_digest(raw: bytes) -> str:
-    """Equal for equal documents, however they were written down."""
+    """A digest of the document, independent of its JSON encoding."""
     return xxhash.xxh3_128_hexdigest(orjson.dumps(orjson.loads(raw), option=orjson.OPT_SORT_KEYS))
 
 
-def read_view(place: WatchClient, database: str, collection: str) -> FetchedView:
+def read_view(client: WatchClient, database: str, collection: str) -> FetchedView:
     rows: list[dict[str, Any]] = []
-    after, begun = "", list[int]()
+    after, start_positions = "", list[int]()
     while True:
-        raw = place.view_page(database, collection, after)
+        raw = client.view_page(database, collection, after)
         page = msgspec.json.decode(raw, type=_ViewPage)
-        begun = begun or page.positions
+        start_positions = start_positions or page.positions
         rows += [
             {
                 "id": row.id,
@@ -243,7 +242,9 @@ def read_view(place: WatchClient, database: str, collection: str) -> FetchedView
             for row in page.rows
         ]
         if page.next is None:
-            return FetchedView(rows, begun, page.positions, page.generation, page.folder, page.purged)
+            return FetchedView(
+                rows, start_positions, page.positions, page.generation, page.folder, page.purged
+            )
         after = page.next
 
 
@@ -253,7 +254,7 @@ class StateTask(msgspec.Struct, frozen=True):
 
 
 def compute_states(task: StateTask, batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: what each change makes of its document."""
+    """For `mapInArrow`: the state of the document after each change."""
     for batch in batches:
         rows: list[dict[str, Any]] = []
         for found in decode_entries(batch, task.ranges):
@@ -287,36 +288,38 @@ def _before_digest(change: Change) -> str | None:
     return UNKNOWN_DIGEST if change.is_half else document_digest(bytes(entry.before))
 
 
-def run_rescan(spark: Any, place: WatchClient, options: RescanOptions) -> RescanReport:
+def run_rescan(spark: Any, client: WatchClient, options: RescanOptions) -> RescanReport:
     from pyspark.sql import functions as f
 
-    native = place.collection(options.database, options.collection).source == "native"
+    native = client.collection(options.database, options.collection).source == "native"
     if not native and (options.from_source or options.apply):
-        raise ExternalSourceError("a collection with a source outside is put right by its connector")
-    shown = read_view(place, options.database, options.collection)
-    end = RangeBound(seqs=tuple(shown.ended))
-    ranges = place.ranges(options.database, options.collection, RangeBound("earliest"), end)
-    store = options.store or place.store()
+        raise ExternalSourceError(
+            "a collection with an external source is corrected by its connector, not by rescan"
+        )
+    view = read_view(client, options.database, options.collection)
+    end = RangeBound(seqs=tuple(view.end_positions))
+    ranges = client.ranges(options.database, options.collection, RangeBound("earliest"), end)
+    store = options.store or client.store()
     base = _find_base_view(
-        store, shown, place.earliest(options.database, options.collection, len(shown.ended))
+        store, view, client.earliest(options.database, options.collection, len(view.end_positions))
     )
-    states = _states_frame(spark, place, ranges, with_data=options.publish_view or options.apply).persist()
+    states = _states_frame(spark, client, ranges, with_data=options.publish_view or options.apply).persist()
     try:
         broken = _count_broken_changes(states)
-        whole = states if base is None else states.unionByName(_base_frame(spark, store, shown.folder, base))
+        whole = states if base is None else states.unionByName(_base_frame(spark, store, view.folder, base))
         latest = _latest_states(whole)
-        compared = _compare_states(spark, latest, shown).persist()
+        compared = _compare_states(spark, latest, view).persist()
         counts = {row["kind"]: row["count"] for row in compared.groupBy("kind").count().collect()}
         wrong = compared.where(f.col("kind").isin("missing", "extra", "differs"))
         examples = [_parse_difference(row) for row in wrong.orderBy("id").limit(EXAMPLES_MAX).collect()]
         applied = refused = 0
         if options.apply:
-            applied, refused = Corrector(place, options, shown).run(wrong.orderBy("id").toLocalIterator())
+            applied, refused = Corrector(client, options, view).run(wrong.orderBy("id").toLocalIterator())
         published = None
         if options.publish_view:
-            about = (options.database, options.collection, int(shown.folder.split("/")[-2]))
+            identity = (options.database, options.collection, int(view.folder.split("/")[-2]))
             published = publish_view(
-                latest, place, store, shown.folder, about, shown.ended, shown.purged, ranges
+                latest, client, store, view.folder, identity, view.end_positions, view.purged, ranges
             )
         compared.unpersist()
     finally:
@@ -324,8 +327,8 @@ def run_rescan(spark: Any, place: WatchClient, options: RescanOptions) -> Rescan
     return RescanReport(
         options.database,
         options.collection,
-        shown.generation,
-        shown.ended,
+        view.generation,
+        view.end_positions,
         sum(counts.values()),
         counts.get("moving", 0),
         broken,
@@ -339,25 +342,25 @@ def run_rescan(spark: Any, place: WatchClient, options: RescanOptions) -> Rescan
     )
 
 
-def _states_frame(spark: Any, place: WatchClient, ranges: Sequence[ChangeRange], *, with_data: bool) -> Any:
+def _states_frame(spark: Any, client: WatchClient, ranges: Sequence[ChangeRange], *, with_data: bool) -> Any:
     if not ranges:
         return spark.createDataFrame([], STATE_DDL)
     task = StateTask({one.stream: one for one in ranges}, with_data)
-    return place.frame(spark, ranges).mapInArrow(partial(compute_states, task), STATE_DDL)
+    return client.frame(spark, ranges).mapInArrow(partial(compute_states, task), STATE_DDL)
 
 
-def _find_base_view(store: str, shown: FetchedView, earliest: list[int]) -> PublishedViewHead | None:
-    """The published view to begin from, where the log has been trimmed."""
+def _find_base_view(store: str, view: FetchedView, earliest: list[int]) -> PublishedViewHead | None:
+    """The published view to start from if the log was trimmed."""
     if not any(earliest):
         return None
-    found = find_view_head(store, shown.folder)
+    found = find_view_head(store, view.folder)
     if found is None or any(map(int.__lt__, found[0].positions, earliest)):
-        raise MissingBaseViewError("the log was trimmed, and no published view holds what is gone")
+        raise MissingBaseViewError("log was trimmed, and no published view covers the trimmed changes")
     return found[0]
 
 
 def read_base_rows(store: str, batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: names of parts of a published view in, their rows out."""
+    """For `mapInArrow`: the rows of the named parts of a published view."""
     for batch in batches:
         for name in batch.column("object").to_pylist():
             rows = document_view.decode_part(shared_object_store(store).get(name))
@@ -389,9 +392,9 @@ def _latest_states(states: Any) -> Any:
 
 
 def _count_broken_changes(states: Any) -> int:
-    """Changes whose image of before is not what the change before has left, or whose version has not grown.
+    """The number of changes whose before image or version does not follow from the previous change.
 
-    Corrections are meant to break with what was there.
+    Corrections are excluded: they replace the previous state.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as f
@@ -412,24 +415,24 @@ def _count_broken_changes(states: Any) -> int:
     ).count()
 
 
-def _compare_states(spark: Any, latest: Any, shown: FetchedView) -> Any:
+def _compare_states(spark: Any, latest: Any, view: FetchedView) -> Any:
     from pyspark.sql import functions as f
 
-    view = spark.createDataFrame(pa.Table.from_pylist(shown.rows, schema=VIEW_SCHEMA)).select(
+    view_rows = spark.createDataFrame(pa.Table.from_pylist(view.rows, schema=VIEW_SCHEMA)).select(
         "id", *(f.col(name).alias(f"view_{name}") for name in VIEW_SCHEMA.names[1:])
     )
-    begun = f.array(*(f.lit(seq).cast("bigint") for seq in shown.begun))
-    purged = f.array(*(f.lit(one.seq).cast("bigint") for one in shown.purged))
-    both = latest.drop("before", "mended").join(view, "id", "full_outer")
-    moving = f.greatest("seq", "view_seq") > f.element_at(begun, f.col("partition") + 1)
+    start_positions = f.array(*(f.lit(seq).cast("bigint") for seq in view.start_positions))
+    purged = f.array(*(f.lit(one.seq).cast("bigint") for one in view.purged))
+    both = latest.drop("before", "mended").join(view_rows, "id", "full_outer")
+    moving = f.greatest("seq", "view_seq") > f.element_at(start_positions, f.col("partition") + 1)
     equal = (
         (f.col("seq") == f.col("view_seq"))
         & (f.col("version") == f.col("view_version"))
         & (f.col("deleted") == f.col("view_deleted"))
         & (f.col("digest") == f.col("view_digest"))
     )
-    # Tombstones are given up after a while.
-    forgotten = (
+    # The server purges tombstones after a while.
+    purged_tombstone = (
         f.col("view_seq").isNull()
         & f.col("deleted")
         & (f.col("seq") <= f.element_at(purged, f.col("partition") + 1))
@@ -437,7 +440,7 @@ def _compare_states(spark: Any, latest: Any, shown: FetchedView) -> Any:
     kind = (
         f.when(f.col("seq").isNull(), "extra")
         .when(moving, "moving")
-        .when(forgotten, "same")
+        .when(purged_tombstone, "same")
         .when(f.col("view_seq").isNull(), "missing")
         .when(equal, "same")
         .otherwise("differs")
@@ -459,17 +462,17 @@ def _parse_difference(row: Any) -> Difference:
 
 
 class Corrector:
-    """Has the server write down how documents are. What was written meanwhile it leaves alone."""
+    """Sends corrections to the server, which skips documents that were written meanwhile."""
 
-    def __init__(self, place: WatchClient, options: RescanOptions, shown: FetchedView) -> None:
-        self._place = place
+    def __init__(self, client: WatchClient, options: RescanOptions, view: FetchedView) -> None:
+        self._client = client
         self._options = options
-        about = [options.database, options.collection, shown.generation, shown.ended]
-        self._name = f"{CORRECTION_PREFIX}{hashlib.sha256(msgspec.json.encode(about)).hexdigest()[:24]}"
+        run = [options.database, options.collection, view.generation, view.end_positions]
+        self._name = f"{CORRECTION_PREFIX}{hashlib.sha256(msgspec.json.encode(run)).hexdigest()[:24]}"
         self._sent = 0
 
     def run(self, wrong: Iterator[Any]) -> tuple[int, int]:
-        """How many were put right, and how many were not."""
+        """The numbers of applied and refused corrections."""
         applied = refused = size = 0
         page: list[dict[str, Any]] = []
         for row in wrong:
@@ -489,13 +492,13 @@ class Corrector:
             "corrections": page,
         }
         self._sent += 1
-        answer = self._place.post(f"/v1/databases/{self._options.database}/corrections", body)
-        applied = sum(1 for result in answer["results"] if result["status"] in (200, 201, 204))
-        return applied, len(answer["results"]) - applied
+        response = self._client.post(f"/v1/databases/{self._options.database}/corrections", body)
+        applied = sum(1 for result in response["results"] if result["status"] in (200, 201, 204))
+        return applied, len(response["results"]) - applied
 
 
 def _build_correction(row: Any, data: bytes) -> dict[str, Any]:
-    """What the log has never heard of goes."""
+    """A document that the log does not have is deleted."""
     unknown = row["seq"] is None
     return {
         "id": row["id"],

@@ -1,14 +1,8 @@
 """`tailrace pipeline shadow`: two versions of the matcher run on the same changes and compared.
 
-Versions of this package side by side: each as an archive in the store, unpacked where its matcher runs.
-
-Two matchers at work on the same changes: each in a Python of its own, fed by one task.
-
-The outcome of a shadow validation: as JSON for machines, and as a page with a picture for people.
-
-`tailrace pipeline shadow`: do two versions of the matcher say the same, and as fast?
-
-Nothing is written to delivery streams.
+Each version of the package is an archive in the object store. A task unpacks both, runs the matcher of each
+in a Python process (see `subscription_matcher`), and compares their matches and times. The verdict is written
+as JSON and as a Markdown page with a histogram. Nothing is written to delivery streams.
 """
 
 from __future__ import annotations
@@ -43,27 +37,27 @@ ARCHIVES_FOLDER: Final = "watch/matchers/"
 PACKAGE: Final = "tailrace"
 ARCHIVE_BYTES_MAX: Final = 64 << 20
 DOWNLOAD_S_MAX: Final = 300
-_ZIP_DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first date that a zip file knows
+_ZIP_DATE: Final = (1980, 1, 1, 0, 0, 0)  # constant, so that archives are deterministic
 
 
 class PackageVersionError(ValueError):
-    """A version that cannot be had."""
+    """A version of the package cannot be loaded."""
 
 
-def load_archive(given: str) -> bytes:
-    """A version as an archive: a wheel, a directory that holds the package, or a version number."""
-    path = Path(given)
+def load_archive(version: str) -> bytes:
+    """The archive of a version: a wheel, a directory with the package, `installed`, or a version number."""
+    path = Path(version)
     if path.suffix in (".whl", ".zip"):
         if not path.is_file():
-            raise PackageVersionError(f"there is no file {given}")
-        return _verify_archive(path.read_bytes(), given)
+            raise PackageVersionError(f"file not found: {version}")
+        return _verify_archive(path.read_bytes(), version)
     if (path / PACKAGE / "__init__.py").is_file():
         return _zip_package(path / PACKAGE)
-    if given in ("installed", tailrace.__version__):
+    if version in ("installed", tailrace.__version__):
         return _zip_package(Path(tailrace.__file__).parent)
-    if "/" in given or path.exists():
-        raise PackageVersionError(f"{given} is neither a wheel nor a directory with the package {PACKAGE}")
-    return _download_wheel(given)
+    if "/" in version or path.exists():
+        raise PackageVersionError(f"{version} is neither a wheel nor a directory with the package {PACKAGE}")
+    return _download_wheel(version)
 
 
 def put_archive(store: str, data: bytes) -> str:
@@ -73,28 +67,28 @@ def put_archive(store: str, data: bytes) -> str:
 
 
 def unpack_archive(store: str, name: str, directory: Path) -> None:
-    """Puts the package of an archive into a directory, which then comes first for a Python."""
+    """Extract the package of a stored archive into a directory, which is used as PYTHONPATH."""
     data = shared_object_store(store).get(f"{ARCHIVES_FOLDER}{name}.zip")
     if hashlib.sha256(data).hexdigest() != name:
-        raise PackageVersionError(f"the archive {name} is not what was put there")
+        raise PackageVersionError(f"archive {name} has the wrong SHA-256")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         archive.extractall(directory, [one for one in archive.namelist() if one.startswith(f"{PACKAGE}/")])
 
 
-def _verify_archive(data: bytes, given: str) -> bytes:
+def _verify_archive(data: bytes, version: str) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if f"{PACKAGE}/__init__.py" not in archive.namelist():
-                raise PackageVersionError(f"{given} does not hold the package {PACKAGE}")
+                raise PackageVersionError(f"{version} does not contain the package {PACKAGE}")
             if sum(one.file_size for one in archive.infolist()) > ARCHIVE_BYTES_MAX:
-                raise PackageVersionError(f"{given} is larger than {ARCHIVE_BYTES_MAX} bytes")
+                raise PackageVersionError(f"{version} is larger than {ARCHIVE_BYTES_MAX} bytes")
     except zipfile.BadZipFile:
-        raise PackageVersionError(f"{given} is no wheel") from None
+        raise PackageVersionError(f"{version} is not a wheel") from None
     return data
 
 
 def _zip_package(package: Path) -> bytes:
-    """The same bytes for the same files."""
+    """A deterministic archive of the files."""
     sink = io.BytesIO()
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for path in sorted(package.rglob("*")):
@@ -107,7 +101,7 @@ def _zip_package(package: Path) -> bytes:
 
 
 def _download_wheel(version: str) -> bytes:
-    """From where pip gets packages on this machine."""
+    """Download with pip, from the index that is configured on this machine."""
     with tempfile.TemporaryDirectory(prefix="tailrace-version-") as directory:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q"]
         try:
@@ -119,18 +113,18 @@ def _download_wheel(version: str) -> bytes:
             )
         except subprocess.SubprocessError:
             raise PackageVersionError(
-                f"version {version} cannot be downloaded; name a wheel instead"
+                f"version {version} cannot be downloaded; pass a wheel instead"
             ) from None
         wheels = list(Path(directory).glob("*.whl"))
         if not wheels:
-            raise PackageVersionError(f"version {version} is no wheel")
+            raise PackageVersionError(f"version {version} is not available as a wheel")
         return _verify_archive(wheels[0].read_bytes(), version)
 
 
-MATCH_ROWS_MAX: Final = 200  # sent at once, so that neither side waits for a full pipe
-BUCKET_GROWTH: Final = 1.05  # from one bucket of times to the next
+MATCH_ROWS_MAX: Final = 200  # per frame, so that neither side blocks on a full pipe
+BUCKET_GROWTH: Final = 1.05  # ratio of adjacent latency buckets
 SIDES: Final = ("baseline", "candidate")
-# In the order in which they are looked for: the second one is that of older versions.
+# The first module that a version has is run; the second one is that of older versions.
 MATCHER_MODULES: Final = (
     "tailrace.spark.live_queries.subscription_matcher",
     "tailrace.pipeline.watch.matcher_process",
@@ -156,11 +150,11 @@ COMPARISON_DDL: Final = (
 )
 
 ComparisonRow = dict[str, Any]
-MatchesByKey = dict[str, str]  # by subscription: what it is told
+MatchesByKey = dict[str, str]  # by subscription: operation and reason
 
 
 class MatcherProcessError(RuntimeError):
-    """A matcher that cannot be run, or has ended."""
+    """A matcher process cannot be started, or has exited."""
 
 
 class ShadowTask(msgspec.Struct, frozen=True):
@@ -170,46 +164,48 @@ class ShadowTask(msgspec.Struct, frozen=True):
 
 
 class MatcherProcess:
-    """One version's matcher process."""
+    """The matcher process of one version."""
 
     def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
         self._process = process
         self._name = name
-        self._given = cast("BinaryIO", process.stdin)
-        self._answers = cast("BinaryIO", process.stdout)
+        self._requests = cast("BinaryIO", process.stdin)
+        self._responses = cast("BinaryIO", process.stdout)
 
-    def begin(self, subscriptions: bytes, directory: Path) -> None:
-        about = msgspec.json.decode(self._ask(subscriptions))
+    def start(self, subscriptions: bytes, directory: Path) -> None:
+        about = msgspec.json.decode(self._request(subscriptions))
         if not Path(about["path"]).is_relative_to(directory):
-            raise MatcherProcessError(f"the {self._name} runs another package than its own: {about['path']}")
+            raise MatcherProcessError(
+                f"matcher of the {self._name} runs the package at {about['path']}, expected it in {directory}"
+            )
 
     def match(self, rows: list[tuple[int, int, int, bytes]]) -> list[tuple[int, MatchesByKey]]:
-        answer: list[Any] = msgspec.msgpack.decode(self._ask(msgspec.msgpack.encode(rows)))
-        return [(ns, {key: f"{op} {reason}" for key, op, reason in told}) for ns, told in answer]
+        response: list[Any] = msgspec.msgpack.decode(self._request(msgspec.msgpack.encode(rows)))
+        return [(ns, {key: f"{op} {reason}" for key, op, reason in matches}) for ns, matches in response]
 
-    def _ask(self, frame: bytes) -> bytes:
+    def _request(self, frame: bytes) -> bytes:
         try:
-            write_frame(self._given, frame)
-            answer = read_frame(self._answers)
+            write_frame(self._requests, frame)
+            response = read_frame(self._responses)
         except BrokenPipeError:
-            answer = None
-        if answer is None:
+            response = None
+        if response is None:
             code = self._process.wait(EXIT_S_MAX)
-            raise MatcherProcessError(f"the matcher of the {self._name} has ended with {code}")
-        return answer
+            raise MatcherProcessError(f"matcher of the {self._name} exited with code {code}")
+        return response
 
 
 def matcher_module(directory: Path) -> str:
-    """The module to run of an unpacked version."""
+    """The matcher module of an unpacked version."""
     for module in MATCHER_MODULES:
         if (directory / module.replace(".", "/")).with_suffix(".py").is_file():
             return module
-    raise MatcherProcessError(f"the version has none of the matcher modules {', '.join(MATCHER_MODULES)}")
+    raise MatcherProcessError(f"version has no matcher: expected one of {', '.join(MATCHER_MODULES)}")
 
 
 @contextmanager
 def run_matchers(task: ShadowTask) -> Generator[list[MatcherProcess]]:
-    """Both matchers, for as long as they are needed."""
+    """Run the matchers of both versions. They are killed at the end."""
     with ExitStack() as stack:
         sides: list[MatcherProcess] = []
         for name, archive in zip(SIDES, task.archives, strict=True):
@@ -227,13 +223,13 @@ def run_matchers(task: ShadowTask) -> Generator[list[MatcherProcess]]:
             )
             stack.callback(process.kill)
             side = MatcherProcess(process, name)
-            side.begin(task.subscriptions, directory)
+            side.start(task.subscriptions, directory)
             sides.append(side)
         yield sides
 
 
 def compare_changes(task: ShadowTask, batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: changes in; out come counts, times, and whatever the two do not agree on."""
+    """For `mapInArrow`: counts, times and differences of the two matchers over the changes."""
     tally = _ComparisonTally()
     with run_matchers(task) as sides:
         for batch in batches:
@@ -254,12 +250,11 @@ def compare_changes(task: ShadowTask, batches: Iterator[Any]) -> Iterator[Any]:
 def _compare_batch(
     sides: list[MatcherProcess], rows: list[tuple[int, int, int, bytes]], tally: _ComparisonTally
 ) -> list[ComparisonRow]:
-    # Whoever comes second finds warm caches: they take turns.
-    turn = tally.changes // MATCH_ROWS_MAX % 2
-    second = sides[1 - turn]
-    first_found = sides[turn].match(rows)
-    second_found = second.match(rows)
-    baseline, candidate = (first_found, second_found) if turn == 0 else (second_found, first_found)
+    # The second side profits from warm CPU caches, so they alternate.
+    first_side = tally.changes // MATCH_ROWS_MAX % 2
+    first_found = sides[first_side].match(rows)
+    second_found = sides[1 - first_side].match(rows)
+    baseline, candidate = (first_found, second_found) if first_side == 0 else (second_found, first_found)
     differing: list[ComparisonRow] = []
     for row, (one_ns, one), (other_ns, other) in zip(rows, baseline, candidate, strict=True):
         tally.add(0, one_ns, len(one))
@@ -283,7 +278,7 @@ def _compare_batch(
 
 
 class _ComparisonTally:
-    """What a task has counted."""
+    """The counts and latency histograms of a task."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -297,11 +292,11 @@ class _ComparisonTally:
 
     def rows(self) -> list[ComparisonRow]:
         found: list[ComparisonRow] = [{"kind": "changes", "count": self.changes}]
-        for place, side in enumerate(SIDES):
-            found.append({"kind": "matches", "side": side, "count": self._matches[place]})
+        for index, side in enumerate(SIDES):
+            found.append({"kind": "matches", "side": side, "count": self._matches[index]})
             found += [
                 {"kind": "latency", "side": side, "bucket": bucket, "count": count}
-                for bucket, count in sorted(self._times[place].items())
+                for bucket, count in sorted(self._times[index].items())
             ]
         return found
 
@@ -311,7 +306,7 @@ def latency_bucket(ns: int) -> int:
 
 
 def bucket_midpoint_us(bucket: int) -> float:
-    """The middle of a bucket, in microseconds."""
+    """The geometric middle of a bucket, in microseconds."""
     return BUCKET_GROWTH ** (bucket + 0.5) / 1000
 
 
@@ -320,7 +315,7 @@ EXAMPLES_SHOWN: Final = 20
 _WIDTH, _HEIGHT, _MARGIN = 640, 260, 40
 _COLOURS: Final = {"baseline": "#8a8f98", "candidate": "#2f6feb"}
 
-LatencyHistogram = dict[int, int]  # changes by bucket of time
+LatencyHistogram = dict[int, int]  # number of changes by latency bucket
 
 
 class SidePair(msgspec.Struct, frozen=True):
@@ -329,7 +324,7 @@ class SidePair(msgspec.Struct, frozen=True):
 
 
 class ShadowVerdict(msgspec.Struct, frozen=True):
-    """Times are microseconds for one change. `times` is for the picture only."""
+    """The result. `p50` and `p99` are microseconds per change; `times` is for the histogram only."""
 
     baseline: str
     candidate: str
@@ -347,7 +342,7 @@ class ShadowVerdict(msgspec.Struct, frozen=True):
 
     @property
     def divergence(self) -> float:
-        """Tuples that only one side has, of all that there are."""
+        """The share of matches that only one side has."""
         differing = self.missing + self.extra + 2 * self.opDiffers
         union = (self.matches.baseline + self.matches.candidate + differing) / 2
         return differing / union if union else 0.0
@@ -384,11 +379,11 @@ def render_page(verdict: ShadowVerdict) -> str:
         "|---|---|---|",
         f"| matches | {matches.baseline:.0f} | {matches.candidate:.0f} |",
         f"| found by this side only | {verdict.missing} | {verdict.extra} |",
-        f"| found by both, told otherwise | {verdict.opDiffers} | {verdict.opDiffers} |",
-        f"| p50 for a change | {p50.baseline} µs | {p50.candidate} µs |",
-        f"| p99 for a change | {p99.baseline} µs | {p99.candidate} µs |",
+        f"| found by both with another operation | {verdict.opDiffers} | {verdict.opDiffers} |",
+        f"| p50 per change | {p50.baseline} µs | {p50.candidate} µs |",
+        f"| p99 per change | {p99.baseline} µs | {p99.candidate} µs |",
         "",
-        f"![How long changes took]({PICTURE_FILE})",
+        f"![Latency histogram]({PICTURE_FILE})",
     ]
     if verdict.examples:
         shown = verdict.examples[:EXAMPLES_SHOWN]
@@ -408,7 +403,7 @@ def render_page(verdict: ShadowVerdict) -> str:
 
 
 def render_histogram(times: dict[str, LatencyHistogram]) -> str:
-    """A histogram of both sides, the time from left to right in steps of five percent."""
+    """An SVG histogram of both sides, with a logarithmic time axis."""
     buckets = [bucket for found in times.values() for bucket in found]
     low, high = (min(buckets), max(buckets)) if buckets else (0, 1)
     most = max((count for found in times.values() for count in found.values()), default=1)
@@ -420,16 +415,16 @@ def render_histogram(times: dict[str, LatencyHistogram]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
     ]
-    for place, (side, colour) in enumerate(_COLOURS.items()):
+    for index, (side, colour) in enumerate(_COLOURS.items()):
         for bucket, count in sorted(times.get(side, {}).items()):
             height = inner_height * count / most
-            x = _MARGIN + (bucket - low) * step + place * step / 2
+            x = _MARGIN + (bucket - low) * step + index * step / 2
             parts.append(
                 f'<rect x="{x:.1f}" y="{bottom - height:.1f}" width="{step / 2:.1f}" height="{height:.1f}" '
                 f'fill="{colour}"/>'
             )
         parts.append(
-            f'<text x="{_MARGIN + 110 * place}" y="{_MARGIN - 16}" fill="{colour}">{escape(side)}</text>'
+            f'<text x="{_MARGIN + 110 * index}" y="{_MARGIN - 16}" fill="{colour}">{escape(side)}</text>'
         )
     parts.append(f'<path d="M{_MARGIN} {bottom}H{_WIDTH - _MARGIN}" stroke="#444"/>')
     for share in (0.0, 0.5, 1.0):
@@ -447,7 +442,7 @@ EXAMPLES_MAX: Final = 100
 
 
 class ShadowOptions(NamedTuple):
-    """What is compared: a capture, or a range of a collection."""
+    """Options of a comparison, over a capture or a range of a collection."""
 
     baseline: str
     candidate: str
@@ -461,25 +456,25 @@ class ShadowOptions(NamedTuple):
     max_latency_ratio: float = 1.2
 
 
-def run_shadow(spark: Any, place: WatchClient | None, options: ShadowOptions) -> ShadowVerdict:
-    archives = [load_archive(given) for given in (options.baseline, options.candidate)]
+def run_shadow(spark: Any, client: WatchClient | None, options: ShadowOptions) -> ShadowVerdict:
+    archives = [load_archive(version) for version in (options.baseline, options.candidate)]
     if options.capture is not None:
         capture, subscriptions = load_capture(options.capture)
         store = options.store or store_url(options.capture)
         frame = captured_frame(spark, options.capture, capture) if capture.parts else None
     else:
-        assert place is not None, "a range of changes is read from a server"
-        store = options.store or place.store()
-        place.check_matchable(options.database, options.collection)
-        announced = place.announce(options.database)
+        assert client is not None, "a range of changes is read from a server"
+        store = options.store or client.store()
+        client.check_matchable(options.database, options.collection)
+        summaries = client.request_summaries(options.database)
         try:
             subscriptions = read_subscription_set(
-                place.server, announced.stream, announced.offset, options.database, [options.collection]
+                client.server, summaries.stream, summaries.offset, options.database, [options.collection]
             )
         finally:
-            place.announce(options.database, 0)
-        ranges = place.ranges(options.database, options.collection, options.start, options.end)
-        frame = _range_frame(spark, place, ranges)
+            client.request_summaries(options.database, 0)
+        ranges = client.ranges(options.database, options.collection, options.start, options.end)
+        frame = _range_frame(spark, client, ranges)
     names = [put_archive(store, data) for data in archives]
     task = ShadowTask(store, (names[0], names[1]), subscriptions.encode())
     if frame is None:
@@ -488,14 +483,14 @@ def run_shadow(spark: Any, place: WatchClient | None, options: ShadowOptions) ->
     return _judge(compared, options, len(subscriptions.subs))
 
 
-def _range_frame(spark: Any, place: WatchClient, ranges: list[ChangeRange]) -> Any:
-    return place.frame(spark, ranges) if ranges else None
+def _range_frame(spark: Any, client: WatchClient, ranges: list[ChangeRange]) -> Any:
+    return client.frame(spark, ranges) if ranges else None
 
 
 def _judge(compared: Any, options: ShadowOptions, subscriptions: int) -> ShadowVerdict:
     from pyspark.sql import functions as f
 
-    # Everything is asked for twice, and matching is the dear part.
+    # Evaluated twice, and matching is the expensive part.
     compared = compared.persist()
     try:
         missing = f.when(f.col("baseline").isNotNull() & f.col("candidate").isNull(), "missing")
@@ -546,7 +541,7 @@ def _judge(compared: Any, options: ShadowOptions, subscriptions: int) -> ShadowV
 
 
 def quantile(times: LatencyHistogram, share: float) -> float:
-    """Microseconds below which this share of the changes was matched, to about 5 %."""
+    """The quantile in microseconds, exact to about 5 %."""
     left = share * sum(times.values())
     for bucket, count in sorted(times.items()):
         left -= count

@@ -1,7 +1,7 @@
-"""`tailrace pipeline stats`: how changes and subscriptions of collections are made.
+"""`tailrace pipeline stats`: statistics of the changes and subscriptions of collections.
 
-Fields with their cardinalities, how many changes a predicate lets through, how evenly partitions are filled,
-and a Bloom filter of what is looked for. No value of a document is in it.
+They have the cardinality of fields, the selectivity of predicates, the skew of partitions, and a Bloom filter
+of the values that subscriptions compare with. They contain no values of documents.
 """
 
 from __future__ import annotations
@@ -69,34 +69,36 @@ class StatsTask(msgspec.Struct, frozen=True):
     ranges: dict[str, ChangeRange]
 
 
-def run_stats(spark: Any, place: WatchClient, options: StatsOptions) -> list[dict[str, Any]]:
-    """One document for each collection; each is published under its hash."""
-    store = options.store or place.store()
+def run_stats(spark: Any, client: WatchClient, options: StatsOptions) -> list[dict[str, Any]]:
+    """The statistics of each collection. Each is stored under its hash."""
+    store = options.store or client.store()
     database = options.database
-    names = place.collections(database, options.collection or "**")
-    announced = place.announce(database)
+    names = client.collections(database, options.collection or "**")
+    summaries = client.request_summaries(database)
     try:
-        found = read_subscription_set(place.server, announced.stream, announced.offset, database, names)
+        found = read_subscription_set(client.server, summaries.stream, summaries.offset, database, names)
     finally:
-        place.announce(database, 0)
-    made: list[dict[str, Any]] = []
+        client.request_summaries(database, 0)
+    results: list[dict[str, Any]] = []
     for name in names:
-        own = SubscriptionSet({key: one for key, one in found.subs.items() if one.collection == name})
-        ranges = place.ranges(database, name, options.start, options.end)
-        stats, probed = _collect_statistics(spark, place, store, own, ranges)
+        subscriptions = SubscriptionSet(
+            {key: one for key, one in found.subs.items() if one.collection == name}
+        )
+        ranges = client.ranges(database, name, options.start, options.end)
+        stats, probed = _collect_statistics(spark, client, store, subscriptions, ranges)
         about = {"v": 1, "database": database, "collection": name, "ranges": msgspec.to_builtins(ranges)}
         body = {**about, **stats}
         body["object"] = f"{STATS_FOLDER}{hashlib.sha256(orjson.dumps(body)).hexdigest()}.json"
         shared_object_store(store).create(body["object"], orjson.dumps(body))
-        place.note_statistics(database, name, probed)
-        made.append(body)
-    return made
+        client.report_statistics(database, name, probed)
+        results.append(body)
+    return results
 
 
 def _collect_statistics(
-    spark: Any, place: WatchClient, store: str, subscriptions: SubscriptionSet, ranges: Sequence[ChangeRange]
+    spark: Any, client: WatchClient, store: str, subscriptions: SubscriptionSet, ranges: Sequence[ChangeRange]
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """What is published, and what the filter said to values that nobody looks for."""
+    """The statistics, and the false positives of the Bloom filter for the server's metrics."""
     keys = bloom_keys(subscriptions)
     data = msgspec.msgpack.encode([BITS_PER_KEY, HASHES, build_bloom(keys).segments])
     filter_name = f"{STATS_FOLDER}{hashlib.sha256(data).hexdigest()}.bloom"
@@ -105,7 +107,7 @@ def _collect_statistics(
     counts: dict[str, dict[str, int]] = {}
     fields: list[dict[str, Any]] = []
     if ranges:
-        entries = place.frame(spark, ranges).persist()
+        entries = client.frame(spark, ranges).persist()
         try:
             counts = _sum_counts(entries.mapInArrow(partial(count_changes, task), COUNTS_DDL))
             fields = _field_statistics(entries.mapInArrow(partial(field_values, task.ranges), VALUES_DDL))
@@ -133,7 +135,7 @@ def _collect_statistics(
 
 
 def bloom_keys(subscriptions: SubscriptionSet) -> set[bytes]:
-    """What equality conjuncts of the subscriptions look for."""
+    """The values in equality conditions of the subscriptions."""
     found: set[bytes] = set()
     for summary in subscriptions.subs.values():
         for conditions in interest_from_summary(summary).whole.branches:
@@ -143,11 +145,11 @@ def bloom_keys(subscriptions: SubscriptionSet) -> set[bytes]:
 
 
 def build_bloom(keys: set[bytes]) -> BloomFilter:
-    """The same filter for the same keys."""
-    made = BloomFilter(0.0)
+    """A deterministic filter of the keys."""
+    bloom = BloomFilter(0.0)
     for key in sorted(keys):
-        made.add(key)
-    return made
+        bloom.add(key)
+    return bloom
 
 
 def _searched_values(condition: Condition) -> list[Any]:
@@ -160,7 +162,7 @@ def _searched_values(condition: Condition) -> list[Any]:
 
 
 def count_changes(task: StatsTask, batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: changes by partition, hits by predicate, candidates, and what the filter says."""
+    """For `mapInArrow`: changes by partition, hits by predicate, candidates, and Bloom filter probes."""
     compiled = shared_compiled_set(task.store, task.index)
     subscriptions = compiled.subscriptions
     keys = bloom_keys(subscriptions)
@@ -178,8 +180,8 @@ def count_changes(task: StatsTask, batches: Iterator[Any]) -> Iterator[Any]:
             if entry.change is None:
                 continue
             add("changes", str(entry.range.partition), entry.range.partition)
-            told = match_change(compiled.matchers.get(entry.range.collection), entry.change)
-            for predicate in {subscriptions.subs[one.key].predicateHash for one in told}:
+            matches = match_change(compiled.matchers.get(entry.range.collection), entry.change)
+            for predicate in {subscriptions.subs[one.key].predicateHash for one in matches}:
                 add("hits", predicate)
             image = entry.change.after or entry.change.before or {}
             for path, get in gets:
@@ -198,7 +200,7 @@ def count_changes(task: StatsTask, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def field_values(ranges: dict[str, ChangeRange], batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: each field of each change, its value as a hash."""
+    """For `mapInArrow`: each field of each change with the hash of its value."""
     for batch in batches:
         rows: list[dict[str, Any]] = []
         for entry in decode_entries(batch, ranges):
@@ -211,13 +213,13 @@ def field_values(ranges: dict[str, ChangeRange], batches: Iterator[Any]) -> Iter
 
 
 def _iter_fields(image: dict[str, Any], prefix: str, depth: int) -> Iterator[dict[str, Any]]:
-    for name, held in image.items():
-        field, value = f"{prefix}{name}", cast("object", held)
+    for name, item in image.items():
+        field, value = f"{prefix}{name}", cast("object", item)
         if isinstance(value, dict) and depth > 1:
             yield from _iter_fields(cast("dict[str, Any]", value), f"{field}.", depth - 1)
             continue
-        kind = _KINDS.get(cast("type[Any]", type(held)), "map")
-        digest = xxhash.xxh3_64_intdigest(orjson.dumps(held, option=orjson.OPT_SORT_KEYS))
+        kind = _KINDS.get(cast("type[Any]", type(item)), "map")
+        digest = xxhash.xxh3_64_intdigest(orjson.dumps(item, option=orjson.OPT_SORT_KEYS))
         yield {"field": field, "kind": kind, "hash": digest - 2**63}
 
 
@@ -265,7 +267,7 @@ def _predicate_shares(hits: dict[str, int], changes: int) -> list[dict[str, Any]
 
 
 def _partition_skew(changes: dict[str, int]) -> dict[str, Any]:
-    """How much fuller the fullest partition is than the mean of those that have any changes."""
+    """Changes by partition, and the ratio of the largest partition to the mean of nonempty ones."""
     counts = {int(name): count for name, count in changes.items()}
     mean = sum(counts.values()) / len(counts) if counts else 0.0
     return {

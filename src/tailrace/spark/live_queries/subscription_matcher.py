@@ -1,13 +1,12 @@
-"""Subscriptions compiled into matchers, in this process or as a process of its own.
+"""Subscriptions compiled into matchers, in this process or in a separate process.
 
-Subscriptions as matchers. Nothing here needs Spark, a server or a store.
+Needs no Spark and no server.
 
-The matcher as a process of its own: subscriptions and changes in, matches and times out.
+Run as a module it is the matcher process of shadow validation: subscriptions and changes on standard input,
+matches and times on standard output. The protocol is the same in every version, so that the driver of one
+version can run the matcher of another. A frame is a big-endian length of four bytes and the body.
 
-What goes through the two pipes is the same in every version, so that a driver of one version can run the
-matcher of another. Frames are a length of four bytes and as many bytes.
-
-    first in    a set of subscriptions, as JSON
+    first in    a subscription set, as JSON
     first out   `{"version", "semantics", "path"}`, as JSON
     then in     MessagePack: a list of [partition, number, time in ns, entry]
     then out    MessagePack: for each of them [ns, [[key, op, reason], ...]]
@@ -27,11 +26,11 @@ from tailrace.watch.external_matching import DeliveredMatch, SubscriptionSummary
 from tailrace.watch.matcher import Matcher
 from tailrace.watch.predicate import SEMANTICS
 
-SCAN_MAX: Final = 1 << 30  # the gateway has refused what is too much for it
+SCAN_MAX: Final = 1 << 30  # no limit here: the gateway has accepted these subscriptions
 
 
 class MatcherMismatchError(RuntimeError):
-    """The subscriptions mean something else here than on the server: the versions differ."""
+    """Predicates have other hashes here than on the server: the versions differ."""
 
 
 class SubscriptionSet(msgspec.Struct, frozen=True):
@@ -41,11 +40,11 @@ class SubscriptionSet(msgspec.Struct, frozen=True):
     v: int = 1
 
     def encode(self) -> bytes:
-        """The same for the same subscriptions, wherever they have got to meanwhile."""
-        settled = {
+        """Deterministic for equal subscriptions: positions and expiry times are left out."""
+        normalized = {
             key: msgspec.structs.replace(self.subs[key], position=[], expires=0) for key in sorted(self.subs)
         }
-        return msgspec.json.encode(SubscriptionSet(settled))
+        return msgspec.json.encode(SubscriptionSet(normalized))
 
 
 def decode_subscription_set(data: bytes) -> SubscriptionSet:
@@ -53,7 +52,7 @@ def decode_subscription_set(data: bytes) -> SubscriptionSet:
 
 
 class CompiledSubscriptions:
-    """A set as matchers, one for each collection."""
+    """The matchers of a set, one per collection."""
 
     def __init__(self, subscriptions: SubscriptionSet, *, strict: bool = True) -> None:
         self.subscriptions = subscriptions
@@ -62,8 +61,8 @@ class CompiledSubscriptions:
             interest = interest_from_summary(summary)
             if strict and interest.whole.hash.hex() != summary.predicateHash:
                 raise MatcherMismatchError(
-                    "a subscription means something else here than on the server; "
-                    "driver, executors and server need the same version of this package"
+                    "predicate hash of a subscription differs from the server's; "
+                    "install the same version of tailrace on driver, executors and server"
                 )
             matcher = self.matchers.get(summary.collection)
             if matcher is None:
@@ -71,23 +70,23 @@ class CompiledSubscriptions:
             matcher.add(interest, key)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release; required by ProcessCache."""
 
 
 def match_change(matcher: Matcher[str] | None, change: Change) -> list[DeliveredMatch]:
-    """What a change is to whom, in the order of their keys."""
+    """The matches of a change, sorted by subscription key."""
     if matcher is None:
         return []
     found = matcher.found(change)
-    told = [
+    matches = [
         DeliveredMatch(key, op, reason) for subscribers, op, reason in found.matches for key in subscribers
     ]
-    told += [DeliveredMatch(key, "resync", "cost-exceeded") for key in found.too_costly]
-    return sorted(told, key=lambda one: one.key)
+    matches += [DeliveredMatch(key, "resync", "cost-exceeded") for key in found.too_costly]
+    return sorted(matches, key=lambda one: one.key)
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """None where the other side has ended."""
+    """The body of the next frame; None at the end of the stream."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -102,26 +101,26 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 
 
 def main() -> None:
-    given, answers = sys.stdin.buffer, sys.stdout.buffer
-    first = read_frame(given)
+    requests, responses = sys.stdin.buffer, sys.stdout.buffer
+    first = read_frame(requests)
     if first is None:
         return
-    # Another version may have had other hashes: what they decide is what counts here.
+    # Not strict: the hashes of another version may differ, and only the matches are compared.
     matchers = CompiledSubscriptions(decode_subscription_set(first), strict=False).matchers
     about = {"version": tailrace.__version__, "semantics": SEMANTICS, "path": str(tailrace.__file__)}
-    write_frame(answers, msgspec.json.encode(about))
-    while (frame := read_frame(given)) is not None:
+    write_frame(responses, msgspec.json.encode(about))
+    while (frame := read_frame(requests)) is not None:
         rows: list[tuple[int, int, int, bytes]] = msgspec.msgpack.decode(frame)
-        write_frame(answers, msgspec.msgpack.encode([_match_timed(matchers, *row) for row in rows]))
+        write_frame(responses, msgspec.msgpack.encode([_match_timed(matchers, *row) for row in rows]))
 
 
 def _match_timed(
     matchers: dict[str, Matcher[str]], partition: int, seq: int, time_ns: int, value: bytes
 ) -> tuple[int, list[Any]]:
-    began = time.perf_counter_ns()
+    start_ns = time.perf_counter_ns()
     change = decode_change(value, partition, seq, time_ns)
-    told = [] if change is None else match_change(matchers.get(change.entry.collection), change)
-    return time.perf_counter_ns() - began, [(one.key, one.op, one.reason) for one in told]
+    matches = [] if change is None else match_change(matchers.get(change.entry.collection), change)
+    return time.perf_counter_ns() - start_ns, [(one.key, one.op, one.reason) for one in matches]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The subscriptions that a job works with: read once, fixed under a hash, compiled where they are used."""
+"""The subscription set of a job: read once, stored under its hash, and compiled in each worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE_BYTES: Final = 4 << 20
 
 
 def store_subscription_set(store: str, subscriptions: SubscriptionSet) -> str:
-    """Puts the set under its hash, which is all that tasks are told."""
+    """Store the set under its hash, which is all that tasks need. Returns the hash."""
     data = subscriptions.encode()
     name = hashlib.sha256(data).hexdigest()
     shared_object_store(store).create(SUBSCRIPTION_SETS_FOLDER + name, data)
@@ -45,7 +45,7 @@ _compiled_sets: ProcessCache[tuple[str, str], CompiledSubscriptions] = ProcessCa
 
 
 def shared_compiled_set(store: str, name: str) -> CompiledSubscriptions:
-    """The set of this process: compiled once, kept from task to task."""
+    """The compiled set of this process: its tasks share it."""
     return _compiled_sets.get((store, name))
 
 
@@ -62,7 +62,7 @@ class _Message(msgspec.Struct):
 
 
 def fold_summaries(messages: Iterable[bytes]) -> dict[str, SubscriptionSummary]:
-    """What is there after all messages."""
+    """The subscriptions after all messages are applied."""
     found: dict[str, SubscriptionSummary] = {}
     for raw in messages:
         message = msgspec.json.decode(raw, type=_Message)
@@ -77,26 +77,26 @@ def fold_summaries(messages: Iterable[bytes]) -> dict[str, SubscriptionSummary]:
 
 
 def read_subscription_set(
-    server: ServerClient, stream: str, upto: str, database: str, collections: Iterable[str]
+    server: ServerClient, stream: str, offset: str, database: str, collections: Iterable[str]
 ) -> SubscriptionSet:
-    """The subscriptions of some collections as of a position of the gateway's stream."""
-    wanted = set(collections)
-    found = fold_summaries(_read_payloads(server, stream, offsets.parse_offset(upto)[1]))
+    """The subscriptions of the collections as of an offset of the gateway's stream."""
+    selected = set(collections)
+    found = fold_summaries(_read_payloads(server, stream, offsets.parse_offset(offset)[1]))
     return SubscriptionSet(
-        {key: one for key, one in found.items() if one.database == database and one.collection in wanted}
+        {key: one for key, one in found.items() if one.database == database and one.collection in selected}
     )
 
 
-def _read_payloads(server: ServerClient, stream: str, upto: int) -> Iterator[bytes]:
+def _read_payloads(server: ServerClient, stream: str, through: int) -> Iterator[bytes]:
     offset: str | None = None
     reached = 0
-    while reached < upto:
+    while reached < through:
         page = server.rows(stream, offset=offset, bytes_max=PAGE_BYTES)
         rows: Any = pa.ipc.open_stream(page.body).read_next_batch()
         entries: list[int] = rows.column("entry").to_pylist()
         payloads: list[Any] = rows.column("payload").to_pylist()
         for entry, payload in zip(entries, payloads, strict=True):
-            if entry <= upto:
+            if entry <= through:
                 yield payload.encode() if isinstance(payload, str) else payload
         offset, before = page.next_offset, reached
         reached = offsets.parse_offset(page.next_offset)[1]

@@ -1,4 +1,4 @@
-"""Where the changes are: the collections of a server, their partitions, and ranges of them."""
+"""The server's watch API as used by jobs: collections, their partitions, and ranges of their changes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CHANGE_COLUMNS: Final = "stream string, offset string, entry bigint, timestamp_n
 
 
 class RangeBoundError(ValueError):
-    """One end of a range that cannot be understood."""
+    """An invalid bound of a range."""
 
 
 class MissingBeforeImageError(ValueError):
-    """Changes that do not say what was there before: only the server that has the view can match them."""
+    """Changes without their before image: only the server, which has the view, can match them."""
 
 
-class SummariesAnswer(msgspec.Struct, frozen=True):
-    """What the server says to a job that needs its subscriptions."""
+class SummariesResponse(msgspec.Struct, frozen=True):
+    """Where the gateway writes its subscriptions, and where a job writes deliveries."""
 
     gateway: str
     stream: str
@@ -67,7 +67,7 @@ class ChangeRange(msgspec.Struct, frozen=True):
 
 
 class RangeBound(NamedTuple):
-    """One end of a range: a word, an instant, or the number of the last entry before it, by partition."""
+    """One bound of a range: a word, a time, or by partition the number of the last entry before it."""
 
     word: str = ""
     instant_ns: int | None = None
@@ -86,30 +86,30 @@ class RangeBound(NamedTuple):
         elif (instant_ns := parse_rfc3339_ns(text)) is not None:
             return cls(instant_ns=instant_ns)
         raise RangeBoundError(
-            f"{text!r} is no end of a range: write earliest, latest, an instant as in RFC 3339, "
-            "or positions as in [118,0,97]"
+            f"range bound must be earliest, latest, an RFC 3339 timestamp or positions such as [118,0,97], "
+            f"got {text!r}"
         )
 
 
 class WatchClient:
-    """One server, as a driver sees it. `given` are options of `format("tailrace")`."""
+    """One server, as used on the driver. `options` are those of `format("tailrace")`."""
 
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self.given = dict(given)
-        self._connection = parse_connection(OptionReader(given))
-        # Said once more: executors may have another environment than this process.
-        self.given["endpoint"] = self._connection.endpoint
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self.options = dict(options)
+        self._connection = parse_connection(OptionReader(options))
+        # Explicit, because the environment of executors may differ from that of this process.
+        self.options["endpoint"] = self._connection.endpoint
         self.server: ServerClient = shared_client(self._connection)
 
-    # -- asking ----------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------
 
-    def announce(self, database: str, seconds: int = LEASE_S) -> SummariesAnswer:
-        """Has the gateway write down its subscriptions for so long; with 0, no longer."""
+    def request_summaries(self, database: str, seconds: int = LEASE_S) -> SummariesResponse:
+        """Request the gateway to write its subscriptions to a stream for so long; 0 ends it."""
         body = self.post(f"/v1/databases/{database}/summaries", {"seconds": seconds})
-        return msgspec.convert(body, SummariesAnswer)
+        return msgspec.convert(body, SummariesResponse)
 
-    def note_statistics(self, database: str, collection: str, bloom: dict[str, int]) -> None:
-        """Has the server report how good the collection's Bloom filter is."""
+    def report_statistics(self, database: str, collection: str, bloom: dict[str, int]) -> None:
+        """Send the quality of the collection's Bloom filter to the server, for its metrics."""
         self.post(f"/v1/databases/{database}/statistics", {"collection": collection, "bloom": bloom})
 
     def post(self, path: str, body: object) -> Any:
@@ -119,9 +119,9 @@ class WatchClient:
             headers=(("Content-Type", b"application/json"),),
             body=msgspec.json.encode(body),
         )
-        answer = self.server.send(request)
-        wire.check_status(answer, 200)
-        return msgspec.json.decode(answer.body)
+        response = self.server.send(request)
+        wire.check_status(response, 200)
+        return msgspec.json.decode(response.body)
 
     def store(self) -> str:
         return self.server.get("/v1/pipeline/plan?limit=1")["store"]
@@ -131,65 +131,67 @@ class WatchClient:
         return msgspec.convert(found, CollectionInfo)
 
     def collections(self, database: str, glob: str) -> list[str]:
-        """The collections of a database that have changes, as far as a glob covers them."""
+        """The collections of a database that have changes and match the glob."""
         prefix, pattern = f"{CHANGES_PREFIX}{database}/", NamePattern(glob)
-        listed = self.server.listed(prefix, system=True)
+        listed = self.server.list_streams(prefix, system=True)
         names = {row.name.removeprefix(prefix).rpartition("/")[0] for row in listed}
         return sorted(name for name in names if pattern.matches(name))
 
-    def matchable(self, database: str, glob: str) -> list[str]:
-        """As `collections`, those whose changes say both what was before and what came after."""
+    def matchable_collections(self, database: str, glob: str) -> list[str]:
+        """As `collections`, only those whose changes have before images."""
         names = self.collections(database, glob)
         return [name for name in names if self.collection(database, name).storeBefore]
 
     def check_matchable(self, database: str, name: str) -> None:
         if not self.collection(database, name).storeBefore:
             raise MissingBeforeImageError(
-                f"changes of {name} do not say what was there before (storeBefore is false),"
-                " so that nobody but the server can tell who left a result"
+                f"changes of {name} have no before images (storeBefore is false), so only the server can "
+                "match them"
             )
 
     def view_page(self, database: str, collection: str, after: str) -> bytes:
         parameters = urlencode({"collection": collection, "after": after})
-        answer = self.server.send(
+        response = self.server.send(
             wire.HttpRequest(method="GET", path=f"/v1/databases/{quote(database)}/view?{parameters}")
         )
-        wire.check_status(answer, 200)
-        return answer.body
+        wire.check_status(response, 200)
+        return response.body
 
     def seal(self, stream: str) -> bool:
-        """Whether everything of the stream is on the object store now."""
+        """Seal the stream. Returns whether all its entries are in the object store."""
         path = f"/v1/server/_seal?{urlencode({'stream': stream})}"
-        answer = self.server.send(wire.HttpRequest(method="POST", path=path))
-        wire.check_status(answer, 200, 202)
-        return answer.status == 200
+        response = self.server.send(wire.HttpRequest(method="POST", path=path))
+        wire.check_status(response, 200, 202)
+        return response.status == 200
 
     # -- ranges ----------------------------------------------------------------------------------------
 
     def ranges(self, database: str, name: str, start: RangeBound, end: RangeBound) -> list[ChangeRange]:
-        """The range of each partition, without those that have nothing in it."""
+        """The ranges of all partitions; empty ones are left out."""
         info = self.collection(database, name)
         for bound in (start, end):
             if bound.seqs is not None and len(bound.seqs) != info.partitions:
-                raise RangeBoundError(f"{name} has {info.partitions} partitions, not {len(bound.seqs)}")
+                raise RangeBoundError(
+                    f"{name} has {info.partitions} partitions, got {len(bound.seqs)} positions"
+                )
         options = ReadOptions(connection=self._connection)
         catalogue = StreamCatalogue(options, self.server)
-        starts = PositionResolver(catalogue, options)
+        positions = PositionResolver(catalogue, options)
         found: list[ChangeRange] = []
         for partition in range(info.partitions):
             state = catalogue.state(change_stream_name(database, name, partition))
             if state is None:
                 continue
-            after = max(state.earliest.entry, _resolve_bound(starts, state, start, partition))
-            upto = min(state.tail.entry, _resolve_bound(starts, state, end, partition))
-            if after < upto:
+            after = max(state.earliest.entry, _resolve_bound(positions, state, start, partition))
+            through = min(state.tail.entry, _resolve_bound(positions, state, end, partition))
+            if after < through:
                 found.append(
-                    ChangeRange(database, name, partition, info.generation, state.tail.epoch, after, upto)
+                    ChangeRange(database, name, partition, info.generation, state.tail.epoch, after, through)
                 )
         return found
 
     def earliest(self, database: str, name: str, partitions: int) -> list[int]:
-        """What the log does not have any more, by partition."""
+        """The last trimmed entry of each partition; 0 if none."""
         catalogue = StreamCatalogue(ReadOptions(connection=self._connection), self.server)
         states = [
             catalogue.state(change_stream_name(database, name, partition)) for partition in range(partitions)
@@ -197,13 +199,13 @@ class WatchClient:
         return [0 if state is None else state.earliest.entry for state in states]
 
     def frame(self, spark: Any, ranges: Sequence[ChangeRange]) -> Any:
-        """The entries of ranges, each partition in one task and in order."""
+        """The entries of the ranges; each partition is read by one task, in order."""
         begin = {one.stream: Position(one.epoch, one.after).offset for one in ranges}
         end = {one.stream: Position(one.epoch, one.upto).offset for one in ranges}
         return (
             spark.read.format("tailrace")
             .schema(CHANGE_COLUMNS)
-            .options(**self.given)
+            .options(**self.options)
             .option("stream", ",".join(begin))
             .option("startingOffsets", msgspec.json.encode(begin).decode())
             .option("endingOffsets", msgspec.json.encode(end).decode())
@@ -212,9 +214,9 @@ class WatchClient:
         )
 
 
-def _resolve_bound(starts: PositionResolver, state: StreamState, bound: RangeBound, partition: int) -> int:
+def _resolve_bound(positions: PositionResolver, state: StreamState, bound: RangeBound, partition: int) -> int:
     if bound.seqs is not None:
         return bound.seqs[partition]
     if bound.instant_ns is not None:
-        return starts.at_time(state, bound.instant_ns).entry
+        return positions.resolve_time(state, bound.instant_ns).entry
     return state.earliest.entry if bound.word == "earliest" else state.tail.entry
