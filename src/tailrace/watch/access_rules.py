@@ -47,23 +47,23 @@ class AccessRule:
         self.source = source
         self._node, self._program = compile_cel(source, rule=True, name=name)
 
-    def part_for(self, auth: RuleAuth, method: str) -> PredicatePart:
+    def predicate_part(self, auth: RuleAuth, method: str) -> PredicatePart:
         """The rule as a predicate on documents: what it says about the asker is worked out once."""
         request = {"auth": auth, "method": method}
         return PredicatePart(_fold_request(self._node, request), self._program, {"request": request})
 
     def allows(self, auth: RuleAuth, method: str, flat: Document) -> bool:
         try:
-            return Predicate([self.part_for(auth, method)]).matches(flat)
+            return Predicate([self.predicate_part(auth, method)]).matches(flat)
         except CostExceededError:
             return False
 
-    def meaning(self, auth: RuleAuth) -> bytes:
+    def fingerprint(self, auth: RuleAuth) -> bytes:
         """What the rule comes to for a reader. A token that was only renewed comes to the same."""
         claims = cast("dict[str, Any]", auth.get("claims", {}))
         left_out = {name for name in _TOKEN_CLAIMS if name not in self.source}
         seen = {**auth, "claims": {name: claims[name] for name in claims.keys() - left_out}}
-        part = self.part_for(seen, "read")
+        part = self.predicate_part(seen, "read")
         # What could not be worked out beforehand may look at anything.
         rest = seen if _mentions(part.node, REQUEST) else {}
         raw = orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
@@ -138,12 +138,12 @@ class AccessRules:
                 self._rules.popitem(last=False)
         return found
 
-    def read_part(self, identity: Identity, collection: Collection | None) -> PredicatePart | None:
+    def read_predicate_part(self, identity: Identity, collection: Collection | None) -> PredicatePart | None:
         """The read rule as one more condition on documents; None if there is no rule."""
         source = None if collection is None else collection.config.read_rule
         if source is None:
             return None
-        return self.rule(source, "readRule").part_for(rule_auth(identity), "read")
+        return self.rule(source, "readRule").predicate_part(rule_auth(identity), "read")
 
     def read_digest(self, identity: Identity, collection: Collection | None) -> bytes:
         """Changes when what the identity may read could."""
@@ -151,17 +151,17 @@ class AccessRules:
         if collection is None or source is None:
             return b""
         version = collection.config.rule_version.to_bytes(8, "big")
-        return version + self.rule(source, "readRule").meaning(rule_auth(identity))
+        return version + self.rule(source, "readRule").fingerprint(rule_auth(identity))
 
-    def read_meaning(self, identity: Identity, collection: Collection | None) -> bytes:
+    def read_fingerprint(self, identity: Identity, collection: Collection | None) -> bytes:
         """Changes when what the identity may read does; empty if there is no rule."""
         source = None if collection is None else collection.config.read_rule
         if source is None:
             return b""
-        return self.rule(source, "readRule").meaning(rule_auth(identity))
+        return self.rule(source, "readRule").fingerprint(rule_auth(identity))
 
     def readable(self, identity: Identity, collection: Collection, flat: Document) -> bool:
-        part = self.read_part(identity, collection)
+        part = self.read_predicate_part(identity, collection)
         if part is None:
             return True
         try:
@@ -169,13 +169,15 @@ class AccessRules:
         except CostExceededError:
             return False
 
-    def writing(
+    def write_check(
         self, identity: Identity
     ) -> Callable[[Collection, str, Document | None, Document | None], None]:
         """A check of each write: the rule has to hold on what there was and on what there will be."""
 
         def check(collection: Collection, method: str, old: Document | None, new: Document | None) -> None:
-            source = collection.decided.write_rule  # which may not be durable yet, as this write is not
+            source = (
+                collection.effective_config.write_rule
+            )  # which may not be durable yet, as this write is not
             if source is None:
                 return
             rule, auth = self.rule(source, "writeRule"), rule_auth(identity)

@@ -65,7 +65,7 @@ class AuditLog:
         details: Json = {"connection": subscription.session.id}
         if event == "subscription.created":
             shapes = sorted(expression_shape(part.node) for part in subscription.query.parts)
-            details["predicate"] = subscription.interest.whole.hash.hex()
+            details["predicate"] = subscription.interest.predicate.hash.hex()
             details["shape"] = " && ".join(shapes)[:SHAPE_CHARS_MAX]
         principal = "" if identity is None else identity.sub
         self._add(event, principal, watched.database, watched.name, subscription.id, details)

@@ -70,12 +70,12 @@ class CollectionRegistry:
         path: Path,
         partitions_for: Callable[[str], int],
         remembered: BeforeImageLimits,
-        tallies: CounterRegistry,
+        counters: CounterRegistry,
     ) -> None:
         self.log = log
-        self.tallies = tallies  # what is counted, by collection
+        self.counters = counters  # what is counted, by collection
         self.partitions_for = partitions_for  # of a collection that does not say
-        self._remembered = remembered
+        self._before_image_limits = remembered
         self.path = path
         self.view = DocumentView(path)
         self.databases: dict[str, dict[str, Collection]] = {names.DATABASE_DEFAULT: {}}
@@ -87,22 +87,22 @@ class CollectionRegistry:
         # Shown some of them before that, as they come together.
         self.on_page: Callable[[Collection, list[Change]], None] | None = None
         # Told that nobody knows what was there before some changes.
-        self.on_doubt: Callable[[Collection], None] | None = None
+        self.on_before_image_lost: Callable[[Collection], None] | None = None
         # Puts a published view in place of a log that does not reach back far enough; False if there is none.
         self.restore: Callable[[Collection], Awaitable[bool]] | None = None
         # Whether a source writes to the collection.
         self.follows: Callable[[Collection], bool] = lambda _: False
         # What is left of the changes is shown, and nobody may go on from before.
-        self.lost: Callable[[Collection], Awaitable[None]] | None = None
+        self.on_view_lost: Callable[[Collection], Awaitable[None]] | None = None
         self._unapplied: dict[Collection, tuple[list[DocumentRow], list[WriteRow]]] = {}
         self._catching_up: dict[tuple[Collection, int], asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Reads what there is, and what the view lacks of it."""
         for stream in self._streams(names.COLLECTIONS_PREFIX):
-            await self._load(stream)
+            await self._load_database(stream)
         for collection in self.collections():
-            await self._begin(collection)
+            await self._open_view(collection)
         publisher = self.log.publisher
         publisher.on_own_streams.append(self._on_published)
         publisher.on_change.append(self._on_change)
@@ -148,24 +148,24 @@ class CollectionRegistry:
             at = -1 if collection is not None else path.rfind("/", 0, at)
         return names.split_document_path(path)
 
-    def planned(self, database: str, name: str, partitions: int) -> Collection:
+    def plan(self, database: str, name: str, partitions: int) -> Collection:
         """A collection that is about to be made; `add` makes it known."""
         generation = self.gone.get((database, name), 0) + 1
         collection = Collection(
             database, name, CollectionConfig(partitions=partitions, generation=generation)
         )
-        self._number(collection)
+        self._bind_to_view(collection)
         collection.durable = False
         return collection
 
     def add(self, collection: Collection) -> None:
         self.databases[collection.database][collection.name] = collection
 
-    def drop_unmade(self) -> None:
+    def drop_uncommitted(self) -> None:
         """After a commit that failed: collections that did not come into being."""
         for found in self.databases.values():
             for name in [name for name, collection in found.items() if not collection.durable]:
-                self.tallies.forget(found.pop(name))
+                self.counters.forget(found.pop(name))
 
     def forget(self, collection: Collection) -> None:
         """It was deleted, and that is durable."""
@@ -173,14 +173,14 @@ class CollectionRegistry:
         self.gone[key] = collection.config.generation
         self.leaving.discard(key)
         self.databases[collection.database].pop(collection.name, None)
-        self.tallies.forget(collection)
+        self.counters.forget(collection)
         self._unapplied.pop(collection, None)
         for (owner, _), task in self._catching_up.items():
             if owner is collection:
                 task.cancel()
         try:
             with self.view.writing():
-                self.view.forget(collection.number)
+                self.view.delete_collection(collection.number)
         except apsw.Error:
             # The next collection of this name has another generation: nothing of this one is ever shown.
             logger.exception("the view of %s cannot be emptied", collection.name)
@@ -215,11 +215,11 @@ class CollectionRegistry:
     def _on_published(self, stream: Stream) -> None:
         if not stream.name.startswith(names.CHANGES_PREFIX) or stream.removed:
             return
-        found = self._by_stream.get(stream.name) or self._place(stream.name)
+        found = self._by_stream.get(stream.name) or self._collection_of_stream(stream.name)
         if found is not None:
             self._drain(stream, *found)
 
-    def _place(self, name: str) -> tuple[Collection, int] | None:
+    def _collection_of_stream(self, name: str) -> tuple[Collection, int] | None:
         database, _, rest = name.removeprefix(names.CHANGES_PREFIX).partition("/")
         path, _, partition = rest.rpartition("/")
         collection = self.databases.get(database, {}).get(path)
@@ -242,7 +242,7 @@ class CollectionRegistry:
                 logger.warning("changes of %s left memory before they were applied", stream.name)
                 self._catch_up_later(collection, partition)
                 break
-            self._take(collection, partition, page, rows, writes)
+            self._consume_page(collection, partition, page, rows, writes)
         self._apply(collection, rows, writes, {partition: applied[partition]})
 
     def _catch_up_later(self, collection: Collection, partition: int) -> None:
@@ -262,17 +262,17 @@ class CollectionRegistry:
                         break
             finally:
                 self._catching_up.pop(key, None)
-                self._judge(collection)
+                self._check_view_current(collection)
 
         self._catching_up[key] = asyncio.get_running_loop().create_task(run())
-        self._judge(collection)
+        self._check_view_current(collection)
 
-    def _judge(self, collection: Collection) -> None:
+    def _check_view_current(self, collection: Collection) -> None:
         """Whether the view has all that was looked at."""
         behind = any(owner is collection for owner, _ in self._catching_up)
         collection.lagging = behind or collection in self._unapplied
 
-    def _take(
+    def _consume_page(
         self,
         collection: Collection,
         partition: int,
@@ -289,30 +289,32 @@ class CollectionRegistry:
                 for seq, raw, time_ns in entries[begin : begin + MATCH_BATCH_CHANGES]
             ]
             changes = [change for _, change in some if change is not None]
-            if any(change.is_half for change in changes):
+            if any(change.lacks_before_image for change in changes):
                 self._complete(collection, changes, rows)
             if self.on_page is not None:
                 self.on_page(collection, changes)
             for seq, change in some:
                 if change is not None:
-                    self._show(collection, change, rows, writes)
+                    self._publish_change(collection, change, rows, writes)
                 collection.applied[partition] = seq
 
     def _complete(self, collection: Collection, changes: list[Change], rows: list[DocumentRow]) -> None:
         older = self._unapplied.get(collection)
         unwritten = rows if older is None else older[0] + rows
         try:
-            whole = complete_before_images(self.view, collection, changes, unwritten, self._remembered)
+            whole = complete_before_images(
+                self.view, collection, changes, unwritten, self._before_image_limits
+            )
         except apsw.Error:
             logger.exception("the view of %s cannot be read", collection.name)
             whole = False
-        if not whole and self.on_doubt is not None:
-            self.on_doubt(collection)
+        if not whole and self.on_before_image_lost is not None:
+            self.on_before_image_lost(collection)
 
-    def _show(
+    def _publish_change(
         self, collection: Collection, change: Change, rows: list[DocumentRow], writes: list[WriteRow]
     ) -> None:
-        self.tallies.of(collection).changes[change.entry.op, change.partition] += 1
+        self.counters.for_collection(collection).changes[change.entry.op, change.partition] += 1
         rows.append(view_row_from_change(change))
         if change.entry.writeId is not None:
             writes.append(write_row_from_change(change))
@@ -336,7 +338,7 @@ class CollectionRegistry:
         except apsw.Error:
             logger.exception("the view of %s cannot be written", collection.name)
             self._unapplied[collection] = (rows, writes)
-        self._judge(collection)
+        self._check_view_current(collection)
 
     # -- starting --------------------------------------------------------------------------------------
 
@@ -346,17 +348,17 @@ class CollectionRegistry:
             yield from page
             after = page[-1].name
 
-    async def _begin(self, collection: Collection) -> None:
+    async def _open_view(self, collection: Collection) -> None:
         """Brings the view of a collection up to its changes."""
         if self._is_ahead(collection):
             logger.warning("the view of %s is ahead of its changes and is made again", collection.name)
             self.empty(collection)
         if any(map(int.__lt__, collection.applied, self.earliest(collection))):
-            await self._begin_from_published(collection)
+            await self._restore_published(collection)
         for partition in range(collection.config.partitions):
             await self._catch_up(collection, partition)
 
-    async def _begin_from_published(self, collection: Collection) -> None:
+    async def _restore_published(self, collection: Collection) -> None:
         """The log alone does not say any more what there is: a published view has to."""
         if self.restore is not None and await self.restore(collection):
             logger.info("the view of %s was begun from a published one", collection.name)
@@ -364,13 +366,13 @@ class CollectionRegistry:
         logger.error("changes of %s are gone and no published view has them", collection.name)
         earliest = self.earliest(collection)
         collection.applied = [max(pair) for pair in zip(collection.applied, earliest, strict=True)]
-        if self.lost is not None:
-            await self.lost(collection)
+        if self.on_view_lost is not None:
+            await self.on_view_lost(collection)
 
     def empty(self, collection: Collection) -> None:
         with self.view.writing():
-            self.view.forget(collection.number)
-        self._number(collection)
+            self.view.delete_collection(collection.number)
+        self._bind_to_view(collection)
 
     def _is_ahead(self, collection: Collection) -> bool:
         """Somebody put other files into the directory: the log decides."""
@@ -380,15 +382,15 @@ class CollectionRegistry:
                 return True
         return False
 
-    def _number(self, collection: Collection) -> None:
+    def _bind_to_view(self, collection: Collection) -> None:
         """Finds the collection's place in the view, and how far that has got."""
         number = self.view.number_of(collection.database, collection.name, self.generation(collection))
         collection.number = number
         collection.applied = self.view.positions(number, collection.config.partitions)
-        purged = self.view.now.purged(number, collection.config.partitions)
+        purged = self.view.current.purged(number, collection.config.partitions)
         collection.purged = [one.version for one in purged]
         if not collection.config.store_before:
-            collection.befores = BeforeImageCache(self._remembered, collection.applied)
+            collection.before_images = BeforeImageCache(self._before_image_limits, collection.applied)
 
     def generation(self, collection: Collection) -> int:
         """Rises when continuity cannot be proved, as after a bootstrap that may have lost the tail."""
@@ -398,7 +400,7 @@ class CollectionRegistry:
         """Of a collection that does not exist yet, or not any more."""
         return self.gone.get((database, name), 0) + 1 + self.log.streams.first_epoch
 
-    async def _load(self, stream: Stream) -> None:
+    async def _load_database(self, stream: Stream) -> None:
         """A database and what is said of its collections, the last word on each."""
         database = stream.name.removeprefix(names.COLLECTIONS_PREFIX)
         configs: dict[str, CollectionConfig] = {}
@@ -410,7 +412,7 @@ class CollectionRegistry:
                 message = orjson.loads(raw)
                 if message["type"] != "collection":
                     continue
-                name, config = message["key"], CollectionConfig.of(message["value"])
+                name, config = message["key"], CollectionConfig.from_value(message["value"])
                 if message["headers"]["operation"] == "delete":
                     configs.pop(name, None)
                     self.gone[database, name] = config.generation
@@ -419,7 +421,7 @@ class CollectionRegistry:
         found = self.databases.setdefault(database, {})
         for name, config in configs.items():
             found[name] = collection = Collection(database, name, config)
-            self._number(collection)
+            self._bind_to_view(collection)
 
     async def _catch_up(self, collection: Collection, partition: int) -> None:
         stream = self.log.find(collection.stream(partition))
@@ -430,7 +432,7 @@ class CollectionRegistry:
             page = await self.log.reader.read_labelled(stream, applied[partition], PAGE_BYTES, PAGE_ENTRIES)
             rows: list[DocumentRow] = []
             writes: list[WriteRow] = []
-            self._take(collection, partition, page, rows, writes)
+            self._consume_page(collection, partition, page, rows, writes)
             self._apply(collection, rows, writes, {partition: applied[partition]})
 
 
@@ -463,71 +465,74 @@ def write_row_from_change(change: Change) -> WriteRow:
 DoneCallback = Callable[[TailraceError | None], None]
 
 
-def remove_collection(book: CollectionRegistry, collection: Collection, answer: DoneCallback) -> None:
+def remove_collection(registry: CollectionRegistry, collection: Collection, answer: DoneCallback) -> None:
     """Deletes a collection with all its changes: one record, so that nothing of it is left behind.
 
     Its name may be used again. What comes then has a higher generation, so that no position of before is
     taken for one of it.
     """
     key = (collection.database, collection.name)
-    if key in book.leaving or not collection.durable or collection.pending is not None:
+    if key in registry.leaving or not collection.durable or collection.pending is not None:
         raise TailraceError("unavailable", "the collection is just being changed")
-    streams = [stream for stream in map(book.log.find, collection.streams()) if stream is not None]
+    streams = [stream for stream in map(registry.log.find, collection.streams()) if stream is not None]
     if any(stream.forks for stream in streams):
         raise TailraceError("conflict", "streams were forked from the changes of the collection")
 
     def settled(_: Transaction, error: TailraceError | None) -> None:
         if error is None:
-            book.forget(collection)
+            registry.forget(collection)
         else:
-            book.leaving.discard(key)
+            registry.leaving.discard(key)
         answer(error)
 
-    now_ns = book.log.clock.now_ns()
+    now_ns = registry.log.clock.now_ns()
     entry = encode_config_entry(collection.name, collection.config, "delete", now_ns)
     parts = [(names.collections_stream_name(collection.database), [entry])]
-    append_to_streams(book.log, parts, now_ns, settled, None, removed=streams)
-    book.leaving.add(key)
+    append_to_streams(registry.log, parts, now_ns, settled, None, removed=streams)
+    registry.leaving.add(key)
 
 
 def raise_generation(
-    book: CollectionRegistry, collection: Collection, reason: str, answer: DoneCallback
+    registry: CollectionRegistry, collection: Collection, reason: str, answer: DoneCallback
 ) -> None:
     """Says that nobody may go on from before: first of the collection, then in each of its partitions.
 
     The documents stay as they are known. Whoever watches has to be told by the caller, when it is durable.
     """
-    base = collection.decided
-    planned = base.replaced(generation=base.generation + 1)
+    base = collection.effective_config
+    planned = base.with_changes(generation=base.generation + 1)
 
     def settled(_: Transaction, error: TailraceError | None) -> None:
         if collection.pending is planned:
             collection.pending = None
         if error is None:
             collection.config = planned
-            collection.base, collection.published_ms = None, 0  # its views are those of another generation
-            book.view.keep_as(collection.number, book.generation(collection))
-            control = encode_control_entry("generation", book.generation(collection), reason=reason)
-            streams = [name for name in collection.streams() if book.log.find(name) is not None]
+            collection.published_positions, collection.published_ms = (
+                None,
+                0,
+            )  # its views are those of another generation
+            registry.view.set_generation(collection.number, registry.generation(collection))
+            control = encode_control_entry("generation", registry.generation(collection), reason=reason)
+            streams = [name for name in collection.streams() if registry.log.find(name) is not None]
             if streams:
                 append_to_streams(
-                    book.log,
+                    registry.log,
                     [(name, [control]) for name in streams],
-                    book.log.clock.now_ns(),
+                    registry.log.clock.now_ns(),
                     ignore_reply,
                     None,
                 )
         answer(error)
 
-    now_ns = book.log.clock.now_ns()
+    now_ns = registry.log.clock.now_ns()
     entry = encode_config_entry(collection.name, planned, "update", now_ns)
     append_to_streams(
-        book.log, [(names.collections_stream_name(collection.database), [entry])], now_ns, settled, None
+        registry.log, [(names.collections_stream_name(collection.database), [entry])], now_ns, settled, None
     )
     collection.pending = planned
 
 
-async def reset_after_view_loss(book: CollectionRegistry, collection: Collection) -> None:
+async def reset_after_view_loss(registry: CollectionRegistry, collection: Collection) -> None:
     """Some of what there was cannot be known any more: whoever has seen it has to look again."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -537,5 +542,5 @@ async def reset_after_view_loss(book: CollectionRegistry, collection: Collection
         else:
             done.set_exception(error)
 
-    raise_generation(book, collection, "view-lost", answer)
+    raise_generation(registry, collection, "view-lost", answer)
     await done

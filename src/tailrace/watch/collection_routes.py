@@ -62,9 +62,9 @@ _WINDOWS: Final = {"retention": "retention", "tombstoneTtl": "tombstone_ttl"}
 
 
 class CollectionRoutes:
-    def __init__(self, context: Context, book: CollectionRegistry, access: AccessRules) -> None:
+    def __init__(self, context: Context, registry: CollectionRegistry, access: AccessRules) -> None:
         self._context = context
-        self._book = book
+        self._registry = registry
         self._access = access
         self._log = context.log
         # Told when the rules of a collection have changed, and when one was deleted.
@@ -77,7 +77,7 @@ class CollectionRoutes:
         authorise(identity, Action.MANAGE_DATABASE, db=database)
         names.check_database(database)
         head, body = responses.JSON_TYPE + responses.NO_STORE, orjson.dumps({"database": database})
-        if database in self._book.databases:
+        if database in self._registry.databases:
             exchange.respond(200, head, body)
             return
 
@@ -85,7 +85,7 @@ class CollectionRoutes:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
-            self._book.databases.setdefault(database, {})
+            self._registry.databases.setdefault(database, {})
             exchange.respond(201, head, body)
 
         now_ns = self._context.clock.now_ns()
@@ -95,7 +95,7 @@ class CollectionRoutes:
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str) -> None:
         if method in (b"GET", b"HEAD"):
             authorise(identity, Action.READ_DATABASE, db=database)
-            self._answer(exchange, 200, self._existing(database, name))
+            self._respond(exchange, 200, self._existing(database, name))
         elif method == b"PUT":
             authorise(identity, Action.MANAGE_DATABASE, db=database)
             self._set(exchange, database, names.check_collection(name))
@@ -106,13 +106,13 @@ class CollectionRoutes:
             raise responses.method_not_allowed(COLLECTION_METHODS)
 
     def _existing(self, database: str, name: str) -> Collection:
-        collection = self._book.find(database, names.check_collection(name))
+        collection = self._registry.find(database, names.check_collection(name))
         if collection is None or not collection.durable:
             raise TailraceError("not_found", f"there is no collection {name!r}")
         return collection
 
     def _remove(self, exchange: Exchange, collection: Collection) -> None:
-        if self._book.follows(collection):
+        if self._registry.follows(collection):
             raise TailraceError("conflict", "the collection follows a source, which has to be removed first")
 
         def answer(error: TailraceError | None) -> None:
@@ -123,7 +123,7 @@ class CollectionRoutes:
                 self.on_removed(collection)
             exchange.respond(204, responses.NO_STORE)
 
-        collection_registry.remove_collection(self._book, collection, answer)
+        collection_registry.remove_collection(self._registry, collection, answer)
 
     # -- setting ---------------------------------------------------------------------------------------
 
@@ -132,31 +132,31 @@ class CollectionRoutes:
         if unknown := sorted(set(given) - _SETTABLE_MEMBERS):
             raise TailraceError("invalid_request", f"unknown member {unknown[0]!r}")
         partitions = _partitions(given)
-        changed = self._changed(given)
-        collection = self._book.writable(database, name)
+        changed = self._read_changes(given)
+        collection = self._registry.writable(database, name)
         if collection is None:
-            wanted = partitions or self._book.partitions_for(name)
-            collection = self._book.planned(database, name, wanted)
-            config = collection.config.replaced(**changed)
+            wanted = partitions or self._registry.partitions_for(name)
+            collection = self._registry.plan(database, name, wanted)
+            config = collection.config.with_changes(**changed)
             ruled = config.read_rule is not None or config.write_rule is not None
-            collection.config = config.replaced(rule_version=int(ruled))  # holds for what comes behind it
+            collection.config = config.with_changes(rule_version=int(ruled))  # holds for what comes behind it
             self._write(exchange, collection, collection.config, is_new=True)
-            self._book.add(collection)
+            self._registry.add(collection)
             return
         if partitions is not None and partitions != collection.config.partitions:
             raise TailraceError("collection_exists", "the number of partitions of a collection cannot change")
         if given.get("source", collection.config.source) != collection.config.source:
             raise TailraceError("collection_exists", "the source of a collection cannot change")
-        before = collection.decided
-        after = before.replaced(**changed)
+        before = collection.effective_config
+        after = before.with_changes(**changed)
         if after == before:
-            self._answer_settled(exchange, collection)
+            self._respond_settled(exchange, collection)
             return
         if (before.read_rule, before.write_rule) != (after.read_rule, after.write_rule):
-            after = after.replaced(rule_version=before.rule_version + 1)
+            after = after.with_changes(rule_version=before.rule_version + 1)
         self._write(exchange, collection, after, is_new=False)
 
-    def _changed(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _read_changes(self, given: dict[str, Any]) -> dict[str, Any]:
         """What the request sets, checked, by the names of the configuration."""
         if given.get("source", NATIVE) != NATIVE:
             raise TailraceError("invalid_request", "a collection with a source is made by that source")
@@ -194,7 +194,7 @@ class CollectionRoutes:
                 collection.pending = None
             if error is not None:
                 if is_new:
-                    self._book.drop_unmade()
+                    self._registry.drop_uncommitted()
                 responses.respond_error(exchange, error)
                 return
             known = 0 if is_new else collection.config.rule_version
@@ -202,7 +202,7 @@ class CollectionRoutes:
             collection.durable = True
             if known != planned.rule_version and self.on_rules is not None:
                 self.on_rules(collection)
-            self._answer(exchange, 201 if is_new else 200, collection)
+            self._respond(exchange, 201 if is_new else 200, collection)
 
         now_ns = self._context.clock.now_ns()
         entry = encode_config_entry(collection.name, planned, "insert" if is_new else "update", now_ns)
@@ -212,26 +212,26 @@ class CollectionRoutes:
 
     # -- showing ---------------------------------------------------------------------------------------
 
-    def _answer_settled(self, exchange: Exchange, collection: Collection) -> None:
+    def _respond_settled(self, exchange: Exchange, collection: Collection) -> None:
         """Nothing is to be changed; what that rests on may have to become durable first."""
         newest = self._log.committer.newest
         if newest is None or (collection.pending is None and collection.durable):
-            self._answer(exchange, 200, collection)
+            self._respond(exchange, 200, collection)
             return
 
         def settled(error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
             else:
-                self._answer(exchange, 200, collection)
+                self._respond(exchange, 200, collection)
 
         newest.waiting.append(settled)
 
-    def _answer(self, exchange: Exchange, status: int, collection: Collection) -> None:
-        body = self.shown(collection)
+    def _respond(self, exchange: Exchange, status: int, collection: Collection) -> None:
+        body = self.to_json(collection)
         exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
-    def shown(self, collection: Collection) -> dict[str, Any]:
+    def to_json(self, collection: Collection) -> dict[str, Any]:
         config, limits = collection.config, self._context.limits
         return {
             "collection": collection.name,
@@ -240,11 +240,11 @@ class CollectionRoutes:
             "view": "full",
             "retention": format_duration(config.retention_s(limits)),
             "tombstoneTtl": format_duration(config.tombstone_s(limits)),
-            "generation": self._book.generation(collection),
+            "generation": self._registry.generation(collection),
             "state": collection.state,
             "positions": collection.applied,
-            "lag": self._book.lags(collection),
-            "documents": self._book.view.count(collection.number),
+            "lag": self._registry.lags(collection),
+            "documents": self._registry.view.count(collection.number),
         }
 
 
@@ -293,15 +293,15 @@ LISTING_METHODS: Final = "GET, HEAD, OPTIONS"
 
 
 class DatabaseListingRoutes:
-    def __init__(self, context: Context, book: CollectionRegistry) -> None:
+    def __init__(self, context: Context, registry: CollectionRegistry) -> None:
         self._limits = context.limits
-        self._book = book
+        self._registry = registry
 
     def databases(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
         """Those that the caller could name; of the others it is not even said that they exist."""
         _check_method(method)
         authorise(identity, Action.LIST_DATABASES)
-        found = visible_databases(identity, self._book.databases)
+        found = visible_databases(identity, self._registry.databases)
         page, head = self._page(exchange, "/v1/databases", found)
         rows = [{"database": name, "collections": len(self._made(name))} for name in page]
         exchange.respond(200, head, orjson.dumps(rows))
@@ -309,15 +309,15 @@ class DatabaseListingRoutes:
     def collections(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         _check_method(method)
         authorise(identity, Action.READ_DATABASE, db=database)
-        self._book.database(database)
+        self._registry.database(database)
         found = self._made(database)
         page, head = self._page(exchange, f"/v1/databases/{database}/collections", sorted(found))
-        rows = [self._shown(found[name]) for name in page]
+        rows = [self._to_json(found[name]) for name in page]
         exchange.respond(200, head, orjson.dumps(rows))
 
     def _made(self, database: str) -> dict[str, Collection]:
         """Its collections, without those whose making is not durable yet."""
-        return {name: one for name, one in self._book.databases[database].items() if one.durable}
+        return {name: one for name, one in self._registry.databases[database].items() if one.durable}
 
     def _page(self, exchange: Exchange, path: str, names: list[str]) -> tuple[list[str], bytes]:
         query = parse_query(exchange.query)
@@ -329,14 +329,14 @@ class DatabaseListingRoutes:
             head += next_page_header(path, limit, page[-1])
         return page, head
 
-    def _shown(self, collection: Collection) -> dict[str, Any]:
+    def _to_json(self, collection: Collection) -> dict[str, Any]:
         return {
             "collection": collection.name,
             "source": collection.config.source,
-            "state": collection.shown_state,
+            "state": collection.reported_state,
             "partitions": collection.config.partitions,
-            "generation": self._book.generation(collection),
-            "documents": self._book.view.count(collection.number),
+            "generation": self._registry.generation(collection),
+            "documents": self._registry.view.count(collection.number),
         }
 
 
@@ -349,35 +349,35 @@ STATUS_METHODS = "GET, HEAD, OPTIONS"
 
 
 class StatusRoute:
-    def __init__(self, book: CollectionRegistry, gateway: Gateway) -> None:
-        self._book = book
+    def __init__(self, registry: CollectionRegistry, gateway: Gateway) -> None:
+        self._registry = registry
         self._gateway = gateway
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method not in (b"GET", b"HEAD"):
             raise responses.method_not_allowed(STATUS_METHODS)
         authorise(identity, Action.READ_DATABASE, db=database)
-        found = self._book.database(database)
+        found = self._registry.database(database)
         gateway = self._gateway
         body = {
             "database": database,
             "connections": sum(1 for one in gateway.sessions if one.database == database),
             "watermark": round(gateway.level, 4),
-            "collections": [self._shown(found[name]) for name in sorted(found) if found[name].durable],
+            "collections": [self._to_json(found[name]) for name in sorted(found) if found[name].durable],
         }
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
-    def _shown(self, collection: Collection) -> dict[str, Any]:
+    def _to_json(self, collection: Collection) -> dict[str, Any]:
         gateway, objectives = self._gateway, self._gateway.objectives
         targets = objectives.targets(collection)
-        burn = objectives.burn(collection.database, collection.name, collection)
-        watched = gateway.watched_if_any(collection)
+        burn = objectives.burn_rates(collection.database, collection.name, collection)
+        watched = gateway.find_watched(collection)
         return {
             "collection": collection.name,
-            "state": collection.shown_state,
-            "generation": self._book.generation(collection),
-            "documents": self._book.view.count(collection.number),
-            "lag": sum(self._book.lags(collection)),
+            "state": collection.reported_state,
+            "generation": self._registry.generation(collection),
+            "documents": self._registry.view.count(collection.number),
+            "lag": sum(self._registry.lags(collection)),
             "subscriptions": 0 if watched is None else len(watched.subscriptions),
             "predicates": 0 if watched is None else len(watched.matcher),
             "targets": {

@@ -233,12 +233,12 @@ class Change:
         return found if isinstance(found, str) else None
 
     @property
-    def is_half(self) -> bool:
+    def lacks_before_image(self) -> bool:
         """Whether the entry leaves out what the document was before: the view knew it at that time."""
         entry = self.entry
         return entry.images.before == "view" and entry.before == RAW_NULL
 
-    def complete(self, before: bytes) -> None:
+    def set_before_image(self, before: bytes) -> None:
         """Says what the document was."""
         self.entry = msgspec.structs.replace(self.entry, before=msgspec.Raw(before))
 
@@ -250,7 +250,7 @@ class Change:
             if entry.op == "insert" or prev is None:
                 self._before = None
                 return None
-            if self.is_half:
+            if self.lacks_before_image:
                 raise BeforeUnknownError(
                     f"{entry.collection} keeps no documents as they were before a change (storeBefore)"
                 )

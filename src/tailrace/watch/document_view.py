@@ -191,7 +191,7 @@ class ViewSnapshot:
         """All there is, tombstones included, in the order of the ids."""
         return [_document_row(found) for found in self._execute(_ALL, (collection, after, limit))]
 
-    def documents_named(self, collection: int, ids: Iterable[str]) -> list[DocumentRow]:
+    def documents_by_id(self, collection: int, ids: Iterable[str]) -> list[DocumentRow]:
         found = [self._execute(_FIND, (collection, document_id)).fetchone() for document_id in ids]
         rows = [_document_row(row) for row in found if row is not None]
         return [row for row in rows if not row.deleted]
@@ -203,7 +203,7 @@ class ViewSnapshot:
         found = self._execute(_CHANGED, (collection, partition, seq, limit))
         return [cast("tuple[str, int, int]", row) for row in found]
 
-    def last_before(self, collection: int, partition: int, before_ms: int, tail: int) -> int:
+    def last_seq_before(self, collection: int, partition: int, before_ms: int, tail: int) -> int:
         """A number such that every document whose last change is behind it changed at `before_ms` or later.
 
         Times do not go back within a partition, so that it can be searched for.
@@ -245,7 +245,7 @@ class DocumentView:
         self._free: list[tuple[apsw.Connection, Execute]] = []
         self._connection, self._execute = self._opened()
         self._execute_many = cast("ExecuteMany", self._connection.executemany)  # pyright: ignore[reportUnknownMemberType]
-        self.now = ViewSnapshot(self._execute)
+        self.current = ViewSnapshot(self._execute)
 
     def close(self) -> None:
         for connection, _ in self._free:
@@ -291,25 +291,25 @@ class DocumentView:
             return cast("int", found[0])
         with self.writing():
             if found is not None:
-                self.forget(cast("int", found[0]))
+                self.delete_collection(cast("int", found[0]))
             self._execute(
                 "INSERT INTO collections(database, name, generation) VALUES(?, ?, ?)",
                 (database, name, generation),
             )
         return self._connection.last_insert_rowid()
 
-    def forget(self, number: int) -> None:
+    def delete_collection(self, number: int) -> None:
         """Inside `writing`: nothing of the collection stays."""
         for statement in _FORGET:
             self._execute(statement, (number,))
 
-    def keep_as(self, number: int, generation: int) -> None:
+    def set_generation(self, number: int, generation: int) -> None:
         """The same documents in another generation."""
         self._execute("UPDATE collections SET generation=? WHERE number=?", (generation, number))
 
     def positions(self, number: int, partitions: int) -> list[int]:
         """How far each partition was read."""
-        return self.now.positions(number, partitions)
+        return self.current.positions(number, partitions)
 
     def count(self, number: int) -> int:
         """Living documents."""
@@ -330,7 +330,7 @@ class DocumentView:
                 found[row.id] = row
         return found
 
-    def remembered(self, number: int, write_id: str, since_ms: int) -> list[WriteRow]:
+    def find_writes(self, number: int, write_id: str, since_ms: int) -> list[WriteRow]:
         """What a write with this key did, if it is not too long ago."""
         rows = self._execute(
             "SELECT write_id, at_ms, place, id, version, op, digest FROM writes"
@@ -372,12 +372,12 @@ class DocumentView:
             found = execute(_OVER, (number, before_ms, limit)).fetchall()
             for document_id, partition, version, seq in found:
                 execute("DELETE FROM documents WHERE collection=? AND id=?", (number, document_id))
-                self.note_purged(
+                self.record_purged(
                     number, cast("int", partition), PurgedTombstones(cast("int", version), cast("int", seq))
                 )
         return len(found)
 
-    def note_purged(self, number: int, partition: int, purged: PurgedTombstones) -> None:
+    def record_purged(self, number: int, partition: int, purged: PurgedTombstones) -> None:
         """Inside `writing`."""
         self._execute(
             "INSERT INTO purged VALUES(?, ?, ?, ?) ON CONFLICT(collection, partition) DO UPDATE SET"
@@ -385,11 +385,11 @@ class DocumentView:
             (number, partition, *purged),
         )
 
-    def forget_writes(self, before_ms: int) -> None:
+    def delete_old_writes(self, before_ms: int) -> None:
         self._execute("DELETE FROM writes WHERE at_ms<?", (before_ms,))
 
     @contextmanager
-    def moment(self) -> Generator[ViewSnapshot]:
+    def snapshot(self) -> Generator[ViewSnapshot]:
         """The view as it is now, whatever is written meanwhile. Not for long: old pages are kept for it."""
         connection, execute = self._free.pop() if self._free else _open(self._path)
         try:

@@ -52,8 +52,8 @@ class DocumentWrite(NamedTuple):
     if_version: int | None = None
     if_present: bool = False
     if_absent: bool = False
-    judge: WriteDecider | None = None
-    buries: bool = False  # a delete of what never was leaves a tombstone with `data`
+    decider: WriteDecider | None = None
+    creates_tombstone: bool = False  # a delete of what never was leaves a tombstone with `data`
 
 
 class WriteResult(msgspec.Struct):
@@ -65,7 +65,7 @@ class WriteResult(msgspec.Struct):
     updated_ms: int | None = None
     error: TailraceError | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"path": self.path, "status": self.status}
         if self.version is not None:
             found["version"] = self.version
@@ -179,9 +179,9 @@ class _SubmittedWrites(msgspec.Struct, eq=False):
 class DocumentWriter:
     """The sequencer of all native collections. Owned by the loop thread."""
 
-    def __init__(self, book: CollectionRegistry, *, document_bytes: int) -> None:
-        self._book = book
-        self._log = book.log
+    def __init__(self, registry: CollectionRegistry, *, document_bytes: int) -> None:
+        self._registry = registry
+        self._log = registry.log
         self._bytes_max = document_bytes
         self._planned: dict[tuple[Collection, str], DocumentState] = {}
         self._under_way: dict[tuple[Collection, str], _SubmittedWrites] = {}
@@ -211,22 +211,24 @@ class DocumentWriter:
     ) -> None:
         """Decides and submits; `answer` comes when what it says is durable."""
         self._forget_failed()
-        self._book.database(database)
-        if write_id is not None and self._repeated(database, writes, write_id, answer):
+        self._registry.database(database)
+        if write_id is not None and self._answer_repeat(database, writes, write_id, answer):
             return
         self._count += 1
         if self._count % FORGET_EVERY == 0:
-            self._book.view.forget_writes(self._log.clock.now_ns() // 1_000_000 - WRITE_ID_RETENTION_MS)
+            self._registry.view.delete_old_writes(
+                self._log.clock.now_ns() // 1_000_000 - WRITE_ID_RETENTION_MS
+            )
         now_ns = self._log.clock.now_ns()
         plan = _WritePlan(now_ns, f"{now_ns:x}-{self._count:x}", write_id)
-        results = [self._decided(database, write, plan, allowed) for write in writes]
+        results = [self._decide_write(database, write, plan, allowed) for write in writes]
         failed = any(result.error is not None for result in results)
         if not plan.entries or (atomic and failed):
-            self._answer_later(results, answer)
+            self._answer_when_durable(results, answer)
             return
         self._submit(database, plan, _SubmittedWrites(writes, results, answer))
 
-    def correct(
+    def apply_corrections(
         self, collection: Collection, corrections: Sequence[Correction], name: str, answer: WriteCallback
     ) -> None:
         """Writes down how documents are, where the view has them otherwise; a repeat has no effect."""
@@ -235,21 +237,21 @@ class DocumentWriter:
             DocumentWrite("delete" if one.deleted else "put", DocumentPath(collection.name, one.id))
             for one in corrections
         ]
-        if self._repeated(collection.database, writes, name, answer):
+        if self._answer_repeat(collection.database, writes, name, answer):
             return
         self._count += 1
         now_ns = self._log.clock.now_ns()
         plan = _WritePlan(now_ns, f"{now_ns:x}-{self._count:x}", name)
-        results = [self._corrected(collection, one, plan) for one in corrections]
+        results = [self._apply_correction(collection, one, plan) for one in corrections]
         if plan.entries:
             self._submit(collection.database, plan, _SubmittedWrites(writes, results, answer))
         else:
-            self._answer_later(results, answer)
+            self._answer_when_durable(results, answer)
 
-    def _corrected(self, collection: Collection, one: Correction, plan: _WritePlan) -> WriteResult:
+    def _apply_correction(self, collection: Collection, one: Correction, plan: _WritePlan) -> WriteResult:
         path, key = f"{collection.name}/{one.id}", (collection, one.id)
-        self._book.check_applied(collection)
-        row = self._book.view.find(collection.number, one.id)
+        self._registry.check_applied(collection)
+        row = self._registry.view.find(collection.number, one.id)
         if key in self._planned or key in plan.states or (None if row is None else row.seq) != one.seen:
             refusal = _mismatch("the document was written meanwhile", None if row is None else row.version)
             return WriteResult(path, refusal.status, error=refusal)
@@ -278,7 +280,7 @@ class DocumentWriter:
 
     # -- deciding --------------------------------------------------------------------------------------
 
-    def _decided(
+    def _decide_write(
         self,
         database: str,
         write: DocumentWrite,
@@ -287,11 +289,11 @@ class DocumentWriter:
     ) -> WriteResult:
         path = f"{write.path.collection}/{write.path.id}"
         try:
-            return self._decide(database, write, plan, allowed, path)
+            return self._plan_write(database, write, plan, allowed, path)
         except TailraceError as refusal:
             return WriteResult(path, refusal.status, error=refusal)
 
-    def _decide(
+    def _plan_write(
         self,
         database: str,
         write: DocumentWrite,
@@ -302,10 +304,10 @@ class DocumentWriter:
         collection = self._collection(database, write.path.collection, plan)
         key = (collection, write.path.id)
         state = plan.states.get(key) or self._state(collection, write.path.id)
-        if write.judge is not None and (settled := write.judge(collection, state)) is not None:
+        if write.decider is not None and (settled := write.decider(collection, state)) is not None:
             return settled
         lives = state is not None and not state.deleted
-        buried = write.data if write.buries and state is None else None
+        buried = write.data if write.creates_tombstone and state is None else None
         old = buried
         if state is not None and lives:
             old = orjson.loads(state.data)
@@ -374,7 +376,7 @@ class DocumentWriter:
         if write.op == "patch":
             op = "update"
         # A tombstone keeps the last content, which nothing else in its entry says.
-        stored = after.deleted or collection.decided.store_before
+        stored = after.deleted or collection.effective_config.store_before
         image = "none" if before is None else "full" if stored else "view"
         return ChangeEntry(
             database=collection.database,
@@ -394,10 +396,10 @@ class DocumentWriter:
         )
 
     def _collection(self, database: str, name: str, plan: _WritePlan) -> Collection:
-        found = self._book.writable(database, name) or plan.made.get((database, name))
+        found = self._registry.writable(database, name) or plan.made.get((database, name))
         if found is None:
-            wanted = self._book.partitions_for(name)
-            found = plan.made[database, name] = self._book.planned(database, name, wanted)
+            wanted = self._registry.partitions_for(name)
+            found = plan.made[database, name] = self._registry.plan(database, name, wanted)
         if found.config.source != NATIVE:
             raise TailraceError(
                 "read_only_collection",
@@ -410,8 +412,8 @@ class DocumentWriter:
         planned = self._planned.get((collection, document_id))
         if planned is not None:
             return planned
-        self._book.check_applied(collection)
-        row = self._book.view.find(collection.number, document_id)
+        self._registry.check_applied(collection)
+        row = self._registry.view.find(collection.number, document_id)
         if row is None:
             return None
         return DocumentState(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
@@ -433,11 +435,11 @@ class DocumentWriter:
         append_to_streams(self._log, parts, plan.now_ns, self._settled, submitted)
         for (_, name), collection in plan.made.items():
             if name in used:
-                self._book.add(collection)
+                self._registry.add(collection)
         self._planned.update(plan.states)
         if plan.write_id is not None:
             first = submitted.writes[0].path.collection
-            submitted.remembered = (self._book.databases[database][first], plan.write_id)
+            submitted.remembered = (self._registry.databases[database][first], plan.write_id)
             self._under_way[submitted.remembered] = submitted
 
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
@@ -448,7 +450,7 @@ class DocumentWriter:
         for tell in (submitted.answer, *submitted.repeats):
             tell(submitted.results, error)
 
-    def _answer_later(self, results: list[WriteResult], answer: WriteCallback) -> None:
+    def _answer_when_durable(self, results: list[WriteResult], answer: WriteCallback) -> None:
         """A refusal may rest on what is not durable yet: it waits for that."""
         newest = self._log.committer.newest
         if newest is None or not self._planned:
@@ -456,11 +458,11 @@ class DocumentWriter:
         else:
             newest.waiting.append(lambda error: answer(results, error))
 
-    def _repeated(
+    def _answer_repeat(
         self, database: str, writes: Sequence[DocumentWrite], write_id: str, answer: WriteCallback
     ) -> bool:
         """Whether a request with this key was made before; its first answer is given again."""
-        collection = self._book.find(database, writes[0].path.collection)
+        collection = self._registry.find(database, writes[0].path.collection)
         if collection is None:
             return False
         first = self._under_way.get((collection, write_id))
@@ -468,20 +470,20 @@ class DocumentWriter:
             if not is_same_request(writes, first.writes):
                 raise idempotency_conflict()
             first.repeats.append(answer)
-            self.note_repeats(database, collection.name, "write", 1)
+            self.count_repeats(database, collection.name, "write", 1)
             return True
-        self._book.check_applied(collection)
+        self._registry.check_applied(collection)
         since_ms = self._log.clock.now_ns() // 1_000_000 - WRITE_ID_RETENTION_MS
-        found = self._book.view.remembered(collection.number, write_id, since_ms)
+        found = self._registry.view.find_writes(collection.number, write_id, since_ms)
         if not found:
             return False
         answer(repeated_results(writes, found), None)
-        self.note_repeats(database, collection.name, "write", 1)
+        self.count_repeats(database, collection.name, "write", 1)
         return True
 
-    def note_repeats(self, database: str, name: str, stage: str, count: int) -> None:
+    def count_repeats(self, database: str, name: str, stage: str, count: int) -> None:
         """So many requests or rows came once more, and changed nothing."""
-        self._book.tallies.of(self._book.find(database, name)).dropped[stage] += count
+        self._registry.counters.for_collection(self._registry.find(database, name)).dropped[stage] += count
 
     def _forget_failed(self) -> None:
         """After a commit that failed nothing of what was planned happened."""
@@ -489,7 +491,7 @@ class DocumentWriter:
             self._failures = self._log.failures
             self._planned.clear()
             self._under_way.clear()
-            self._book.drop_unmade()
+            self._registry.drop_uncommitted()
 
 
 def _check_conditions(write: DocumentWrite, state: DocumentState | None, lives: bool) -> None:

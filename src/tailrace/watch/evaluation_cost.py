@@ -57,7 +57,7 @@ class StepMeter(threading.local):
     left = STEPS_MAX
     spent = 0  # by all evaluations
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         self.left = self.allowance
 
     def charge(self, steps: int) -> None:
@@ -87,15 +87,15 @@ class StepBudget:
     def is_used(self) -> bool:
         return self.left < self._steps
 
-    def renew(self) -> None:
+    def refill(self) -> None:
         self.left = self._steps
 
-    def allow(self) -> int:
+    def begin(self) -> int:
         """Sets what the next evaluations on this thread may spend; tells what was spent so far."""
         METER.allowance = STEPS_MAX if self.left >= STEPS_MAX else max(self.SHARE, self.left)
         return METER.spent
 
-    def account(self, spent_before: int) -> None:
+    def end(self, spent_before: int) -> None:
         METER.allowance = STEPS_MAX
         self.left -= METER.spent - spent_before
 
@@ -158,7 +158,7 @@ class LibraryCostBound:
         converted = value_weight(seen)
         charge(converted)
         bounds = _NodeBounds(seen, converted, value_weight(variables.get(REQUEST)))
-        charge(bounds.of(self._node, 0).steps)
+        charge(bounds.bound_of(self._node, 0).steps)
         return seen
 
 
@@ -186,7 +186,7 @@ class _NodeBounds:
         self._document_weight = document_weight
         self._request_weight = request_weight
 
-    def of(self, node: Node, element: int) -> _NodeBound:
+    def bound_of(self, node: Node, element: int) -> _NodeBound:
         """`element` is the weight of the heaviest element that the quantifier around the node looks at."""
         if isinstance(node, Const):
             return _NodeBound(value_weight(node.value), 1)
@@ -194,16 +194,16 @@ class _NodeBounds:
             known = {DOC: self._document_weight, REQUEST: self._request_weight}
             return _NodeBound(known.get(node.name, element), 1)
         if isinstance(node, Select) and node.test:
-            return _NodeBound(0, 1 + self.of(node.operand, element).steps)
+            return _NodeBound(0, 1 + self.bound_of(node.operand, element).steps)
         path = field_path(node)
         if path is not None:
             return _NodeBound(value_weight(self._at(path)), len(path))
         if isinstance(node, Select):
-            operand = self.of(node.operand, element)
+            operand = self.bound_of(node.operand, element)
             return _NodeBound(operand.weight, operand.steps + 1)
         if isinstance(node, Quantified):
             return self._quantified(node)
-        parts = [self.of(child, element) for child in children(node)]
+        parts = [self.bound_of(child, element) for child in children(node)]
         heavy, steps = sum(part.weight for part in parts), 1 + sum(part.steps for part in parts)
         if isinstance(node, ListLiteral | MapLiteral):
             return _NodeBound(len(parts) + heavy, steps + heavy)
@@ -214,14 +214,14 @@ class _NodeBounds:
         return _NodeBound(_call_weight(node, parts, heavy), steps + heavy)
 
     def _quantified(self, node: Quantified) -> _NodeBound:
-        within = self.of(node.range, 0)
+        within = self.bound_of(node.range, 0)
         path = field_path(node.range)
         found = None if path is None else self._at(path)
         if type(found) is list or type(found) is dict:
             count, element = len(found), max(map(value_weight, found), default=0)
         else:
             count = element = within.weight
-        return _NodeBound(0, within.steps + count * (1 + self.of(node.condition, element).steps))
+        return _NodeBound(0, within.steps + count * (1 + self.bound_of(node.condition, element).steps))
 
     def _at(self, path: tuple[str, ...]) -> Any:
         value: Any = self._document

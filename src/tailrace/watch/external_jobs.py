@@ -82,7 +82,7 @@ class SubscriptionSummaries:
 
     def start(self) -> None:
         if self._context.settings.watch_summaries:
-            self._keep(0)
+            self._start_refresh(0)
 
     def stop(self) -> None:
         if self._task is not None:
@@ -90,11 +90,11 @@ class SubscriptionSummaries:
             self._task = None
 
     @property
-    def _wanted(self) -> bool:
+    def _is_requested(self) -> bool:
         always = self._context.settings.watch_summaries
         return always or self._context.loop.time() < self._until_s
 
-    async def announce(self, seconds: int, asker: Identity) -> Json:
+    async def request_summaries(self, seconds: int, asker: Identity) -> Json:
         """Somebody needs summaries for so long: where they are, and up to where they are complete now.
 
         0 says that nobody does any more.
@@ -104,7 +104,7 @@ class SubscriptionSummaries:
         upto = self._tail()
         if seconds:
             upto = await self._write()
-            self._keep(REFRESH_S)
+            self._start_refresh(REFRESH_S)
         stream = self._log.find(self.stream)
         grants = self._gateway.grants if seconds else None
         # To append deliveries with and nothing else, for as long as the job was announced.
@@ -119,14 +119,14 @@ class SubscriptionSummaries:
             "token": None if grants is None else grants.give(who, seconds, asker),
         }
 
-    def _keep(self, pause_s: float) -> None:
+    def _start_refresh(self, pause_s: float) -> None:
         if self._task is None or self._task.done():
             self._task = self._context.loop.create_task(self._refresh(pause_s))
 
     async def _refresh(self, pause_s: float) -> None:
         """Again and again, until nobody needs them."""
         await asyncio.sleep(pause_s)
-        while self._wanted:
+        while self._is_requested:
             try:
                 await self._write()
             except TailraceError as error:
@@ -173,7 +173,7 @@ class SubscriptionSummaries:
         fresh, self._fresh = self._fresh, []
         for subscription in fresh:
             # Whoever reads on from here knows of it; that it is written down once more changes nothing.
-            subscription.written = subscription.written or self._tail()
+            subscription.summary_entry = subscription.summary_entry or self._tail()
 
     def _tail(self) -> int:
         stream = self._log.find(self.stream)
@@ -199,10 +199,10 @@ class SubscriptionSummaries:
                 if subscription.state == "invalid":
                     continue
                 key = subscription.key
-                current[key] = hash((subscription.interest.whole.hash, subscription.options.priority))
+                current[key] = hash((subscription.interest.predicate.hash, subscription.options.priority))
                 before = known.pop(key, None)
                 if before == current[key]:
-                    subscription.written = subscription.written or self._tail()
+                    subscription.summary_entry = subscription.summary_entry or self._tail()
                 else:
                     self._fresh.append(subscription)
                     operation = "insert" if before is None else "update"
@@ -211,11 +211,11 @@ class SubscriptionSummaries:
             yield self._entry("sub", key, None, "delete")
 
     def _value(self, subscription: Subscription) -> Json:
-        query, whole = subscription.query, subscription.interest.whole
+        query, whole = subscription.query, subscription.interest.predicate
         identity = subscription.session.identity
         assert identity is not None
         watched = subscription.watched
-        rule = self._gateway.access.read_part(identity, watched.collection)
+        rule = self._gateway.access.read_predicate_part(identity, watched.collection)
         summary = SubscriptionSummary(
             database=watched.database,
             collection=watched.name,
@@ -301,12 +301,12 @@ class JobRoutes:
     def __init__(
         self,
         context: Context,
-        book: CollectionRegistry,
+        registry: CollectionRegistry,
         writer: DocumentWriter,
         summaries: SubscriptionSummaries,
     ) -> None:
         self._context = context
-        self._book = book
+        self._registry = registry
         self._writer = writer
         self._summaries = summaries
         self._tasks: set[asyncio.Task[None]] = set()
@@ -322,14 +322,14 @@ class JobRoutes:
         reading = kind == "view"
         if method not in ((b"GET", b"HEAD") if reading else (b"POST",)):
             raise responses.method_not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
-        self._book.database(database)
+        self._registry.database(database)
         if reading:
             _answer(exchange, self._rows(exchange, database))
         elif kind == "summaries":
             asked = _read(exchange, SummariesRequest)
-            self._spawn(exchange, self._summaries.announce(asked.seconds, identity))
+            self._spawn(exchange, self._summaries.request_summaries(asked.seconds, identity))
         elif kind == "statistics":
-            self._note(exchange, database, _read(exchange, StatisticsReport))
+            self._record_statistics(exchange, database, _read(exchange, StatisticsReport))
         else:
             self._correct(exchange, database, _read(exchange, CorrectionsRequest))
 
@@ -355,10 +355,10 @@ class JobRoutes:
         task.add_done_callback(self._tasks.discard)
 
     def _collection(self, database: str, name: str) -> Collection:
-        found = self._book.find(database, names.check_collection(name))
+        found = self._registry.find(database, names.check_collection(name))
         if found is None or not found.durable:
             raise TailraceError("not_found", f"there is no collection {name!r}")
-        self._book.check_applied(found)
+        self._registry.check_applied(found)
         return found
 
     # -- the view --------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ class JobRoutes:
         collection = self._collection(database, query.get("collection", ""))
         rows: list[Json] = []
         size, after, more = 0, query.get("after", ""), True
-        now = self._book.view.now
+        now = self._registry.view.current
         while more and len(rows) < ROWS_MAX and size < ROWS_BYTES:
             found = now.rows_after(collection.number, after, ROWS_PER_READ)
             rows += map(_shown, found)
@@ -378,7 +378,7 @@ class JobRoutes:
             after = found[-1].id if found else after
         purged = now.purged(collection.number, collection.config.partitions)
         return {
-            "generation": self._book.generation(collection),
+            "generation": self._registry.generation(collection),
             "folder": document_view.view_folder(database, collection.name, collection.config.generation),
             "purged": [list(one) for one in purged],
             "positions": collection.applied,
@@ -386,13 +386,13 @@ class JobRoutes:
             "next": after if more else None,
         }
 
-    def _note(self, exchange: Exchange, database: str, found: StatisticsReport) -> None:
+    def _record_statistics(self, exchange: Exchange, database: str, found: StatisticsReport) -> None:
         """Filters are made, and asked, by jobs: how good they are is known from what jobs say."""
         collection, bloom = self._collection(database, found.collection), found.bloom
         if bloom.wrong > bloom.absent:
             raise TailraceError("invalid_request", "bloom: no more answers are wrong than there were")
         collection.bloom_ratio = bloom.wrong / bloom.absent if bloom.absent else 0.0
-        self._book.tallies.of(collection).bloom_rebuilds += 1
+        self._registry.counters.for_collection(collection).bloom_rebuilds += 1
         _answer(exchange, {"collection": collection.name, "bloomRatio": collection.bloom_ratio})
 
     def _correct(self, exchange: Exchange, database: str, asked: CorrectionsRequest) -> None:
@@ -408,9 +408,9 @@ class JobRoutes:
             if error is not None:
                 responses.respond_error(exchange, error)
             else:
-                _answer(exchange, {"results": [result.shown() for result in results]})
+                _answer(exchange, {"results": [result.to_json() for result in results]})
 
-        self._writer.correct(collection, asked.corrections, asked.name, answer)
+        self._writer.apply_corrections(collection, asked.corrections, asked.name, answer)
 
 
 def _shown(row: DocumentRow) -> Json:

@@ -118,7 +118,7 @@ class BloomFilter:
         self._asked += 1
         return self._asked % SAMPLE_INTERVAL == 0
 
-    def checked(self, found: bool, really: bool) -> None:
+    def record_check(self, found: bool, really: bool) -> None:
         """Of those that nobody asks for, how many were found all the same."""
         if not really:
             self._samples += 1
@@ -128,7 +128,7 @@ class BloomFilter:
     def false_ratio(self) -> float:
         return self._wrong / self._samples if self._samples else 0.0
 
-    def is_worn(self, now_s: float) -> bool:
+    def needs_rebuild(self, now_s: float) -> bool:
         """Whether a new filter should take the place of this one."""
         if self._discarded * 2 > len(self):
             return True
@@ -291,7 +291,7 @@ class ExaminedRanges:
         self._extents: dict[int, list[ExaminedRange]] = {}  # by partition, in the order of where they begin
         self._epochs: dict[int, int] = {}  # highest lease epoch, by partition
 
-    def take(self, batch: DeliveryBatch) -> ExaminedRange | None:
+    def add_batch(self, batch: DeliveryBatch) -> ExaminedRange | None:
         """Keeps what a batch says. One of another generation, of somebody who has lost the partition, or one
         that was here before says nothing."""
         partition = batch.partition
@@ -308,14 +308,14 @@ class ExaminedRanges:
         known.insert(place, extent)
         return extent
 
-    def drop(self, extent: ExaminedRange) -> None:
+    def evict(self, extent: ExaminedRange) -> None:
         """There is no room for it any more."""
         known = self._extents.get(extent.partition, [])
         place = bisect_left(known, _range_key(extent), key=_range_key)
         if place < len(known) and known[place] is extent:
             del known[place]
 
-    def ahead(self, key: str, written: int, partition: int, after: int) -> RelevantRange | None:
+    def relevant_after(self, key: str, written: int, partition: int, after: int) -> RelevantRange | None:
         """The way on behind `after`, for a subscription that was written down at `written`: whoever had not
         read that far has not examined anything for it. None if there is nothing but the log."""
         known = self._extents.get(partition, [])

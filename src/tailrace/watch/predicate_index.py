@@ -163,7 +163,7 @@ class ProbeResult(Generic[T]):
         self.maybe: set[T] = set()  # whether these do has to be decided
         self._elements: dict[FieldPath, set[Any]] | None = None
 
-    def held(self, path: FieldPath, value: Any, keys: KeysView[Any]) -> set[Any]:
+    def matching_keys(self, path: FieldPath, value: Any, keys: KeysView[Any]) -> set[Any]:
         """Which of the keys a list or map of the document holds.
 
         Every bucket on the way asks: the elements are gathered once, and the fewer of both are gone through.
@@ -175,14 +175,14 @@ class ProbeResult(Generic[T]):
             known = self._elements[path] = set(container_elements(value))
         return keys & known
 
-    def take(self, item: T, depth: int) -> None:
+    def add(self, item: T, depth: int) -> None:
         """One that so many of its conjuncts led to."""
         if item.lookups == depth:
             self.sure.add(item)
         else:
             self.maybe.add(item)
 
-    def take_all(self, items: list[T], depth: int) -> None:
+    def add_all(self, items: list[T], depth: int) -> None:
         for item in items:
             if item.lookups == depth:
                 self.sure.add(item)
@@ -215,12 +215,12 @@ class _Bucket(Generic[T]):
         if self.below is not None and rest:
             self.below.add(item, rest, sample)
             return
-        self._keep(item)
+        self._insert(item)
         size = len(self.sure) + len(self.maybe)
         if rest and size > BUCKET_MAX and len(self._used) <= DEPTH_MAX:
             self._split(sample)
 
-    def _keep(self, item: T) -> None:
+    def _insert(self, item: T) -> None:
         if item.lookups == len(self._used):
             self.sure = _add_item(self.sure, item)
         else:
@@ -235,7 +235,7 @@ class _Bucket(Generic[T]):
             if rest:
                 below.add(item, rest, sample)
             else:
-                self._keep(item)
+                self._insert(item)
         self.below = below
 
     def discard(self, item: T) -> None:
@@ -392,7 +392,7 @@ class _Level(Generic[T]):
         for path, ranges in self.ranges.items():
             value = gets[path](document)
             if type(value) is float or type(value) is int:
-                found.take_all(ranges.holding(float(value)), depth)
+                found.add_all(ranges.holding(float(value)), depth)
         for path, by_length in self.prefix.items():
             _collect_prefixes(by_length, gets[path](document), depth, document, found)
         if self.contains or self.has:
@@ -401,7 +401,7 @@ class _Level(Generic[T]):
     def _probe_rare(self, document: Any, found: ProbeResult[T]) -> None:
         gets, depth = self.gets, self._depth
         for path, table in self.contains.items():
-            for element in found.held(path, gets[path](document), table.keys()):
+            for element in found.matching_keys(path, gets[path](document), table.keys()):
                 _collect(table[element], depth, document, found)
         for path, known in self.has.items():
             if gets[path](document) is not MISSING:
@@ -426,11 +426,11 @@ class _Level(Generic[T]):
             held: list[T] = []
             if type(one) is float or type(one) is int:
                 held = ranges.holding(float(one))
-                was.take_all(held, depth)
+                was.add_all(held, depth)
             if type(other) is float or type(other) is int:
                 if other != one or type(one) is bool:
                     held = ranges.holding(float(other))
-                now.take_all(held, depth)
+                now.add_all(held, depth)
         for path, by_length in self.prefix.items():
             get = gets[path]
             one, other = get(old), get(new)
@@ -462,7 +462,7 @@ def _collect(known: T | _Bucket[T] | None, depth: int, document: Any, found: Pro
         if isinstance(known, _Bucket):
             known.collect(document, found)
         else:
-            found.take(known, depth)
+            found.add(known, depth)
 
 
 def _collect_both(
@@ -505,8 +505,8 @@ class PredicateIndex(Generic[T]):
         self.sample = DocumentSample()
         self.kinds: Counter[str] = Counter()  # predicates by what finds them
         self._filed: dict[T, tuple[Condition, ...]] = {}
-        self._turn: Iterator[T] = iter(())
-        self.refiled = 0
+        self._rebalance_queue: Iterator[T] = iter(())
+        self.rebalanced = 0
 
     def __len__(self) -> int:
         return len(self._filed)
@@ -534,7 +534,7 @@ class PredicateIndex(Generic[T]):
         """Adds all that may match the document."""
         if document is not None:
             for item in self.scan:
-                found.take(item, 0)
+                found.add(item, 0)
             self._top.probe(document, found)
 
     def probe_both(
@@ -557,7 +557,7 @@ class PredicateIndex(Generic[T]):
             _collect_both(item, 0, old, new, was, now, both)
         self._top.probe_both(old, new, was, now, both)
 
-    def refile(self, limit: int) -> int:
+    def rebalance(self, limit: int) -> int:
         """Looks at some predicates, and moves those that were filed before it was known how documents are.
 
         A predicate is moved from one bucket to another without a probe in between.
@@ -565,21 +565,21 @@ class PredicateIndex(Generic[T]):
         moved = 0
         for _ in range(min(limit, len(self._filed))):
             item = self._next()
-            if item is not None and self._is_misjudged(item):
+            if item is not None and self._is_misplaced(item):
                 self.discard(item)
                 self.add(item)
                 moved += 1
-        self.refiled += moved
+        self.rebalanced += moved
         return moved
 
     def _next(self) -> T | None:
         try:
-            return next(self._turn)
+            return next(self._rebalance_queue)
         except StopIteration:
-            self._turn = iter(tuple(self._filed))
-            return next(self._turn, None)
+            self._rebalance_queue = iter(tuple(self._filed))
+            return next(self._rebalance_queue, None)
 
-    def _is_misjudged(self, item: T) -> bool:
+    def _is_misplaced(self, item: T) -> bool:
         for conditions, filed in zip(item.branches, self._filed.get(item, ()), strict=False):
             if len(conditions) > 1:
                 best = min(_condition_cost(one, self.sample) for one in conditions)

@@ -34,9 +34,9 @@ SEAL_POLL_S: Final = 0.5
 class PublishedViews:
     """Owned by the loop thread; reading, packing and unpacking happen on others."""
 
-    def __init__(self, context: Context, book: CollectionRegistry) -> None:
+    def __init__(self, context: Context, registry: CollectionRegistry) -> None:
         self._context = context
-        self._book = book
+        self._registry = registry
         self._objects: ObjectStore | None = None
         # Asks for the changes of a stream to be sealed before their time.
         self.seal_soon: Callable[[int], None] | None = None
@@ -57,24 +57,24 @@ class PublishedViews:
 
     # -- publishing ------------------------------------------------------------------------------------
 
-    async def look(self, collection: Collection) -> None:
+    async def refresh(self, collection: Collection) -> None:
         """Learns what is published, by whomever."""
-        if collection.base is None:
+        if collection.published_positions is None:
             found = await self._head(collection)
             if found is not None:
-                self._know(collection, found[0])
+                self._remember_head(collection, found[0])
 
     async def publish(self, collection: Collection) -> bool:
         """Writes the view as it is now; True if it is there. Nothing is left of one that is not completed."""
         folder, store = self._folder(collection), self._store()
         found = await self._head(collection)
         if found is not None and self._is_fresh(found[0], collection):
-            self._know(collection, found[0])  # a pipeline was here
+            self._remember_head(collection, found[0])  # a pipeline was here
             return True
         number = 1 if found is None else found[0].number + 1
         head = await self._write_parts(collection, folder, number)
         try:
-            if not await self._sealed(collection, head.positions):
+            if not await self._wait_sealed(collection, head.positions):
                 await self._drop(folder, head.parts)
                 return False
             await store.replace(
@@ -85,7 +85,7 @@ class PublishedViews:
         except ObjectConflictError:
             await self._drop(folder, head.parts)
             return False
-        self._know(collection, head)
+        self._remember_head(collection, head)
         self.published += 1
         if found is not None:
             await self._drop(folder, found[0].parts)
@@ -96,9 +96,9 @@ class PublishedViews:
         young = now_ms - head.at_ms < self._context.limits.watch_view_ms
         return (young and head.at_ms > collection.published_ms) or head.positions == collection.applied
 
-    def _know(self, collection: Collection, head: PublishedViewHead) -> None:
+    def _remember_head(self, collection: Collection, head: PublishedViewHead) -> None:
         if len(head.positions) == collection.config.partitions:
-            collection.base, collection.published_ms = list(head.positions), head.at_ms
+            collection.published_positions, collection.published_ms = list(head.positions), head.at_ms
 
     async def _write_parts(self, collection: Collection, folder: str, number: int) -> PublishedViewHead:
         """One part at a time: packed on a thread, uploaded, let go."""
@@ -106,7 +106,7 @@ class PublishedViews:
         at_ms = self._context.clock.now_ns() // 1_000_000
         packed: asyncio.Queue[bytes | None] = asyncio.Queue(1)
         partitions, view_number = collection.config.partitions, collection.number
-        path = self._book.path
+        path = self._registry.path
 
         def hand_over(part: bytes | None) -> None:
             asyncio.run_coroutine_threadsafe(packed.put(part), loop).result()
@@ -157,14 +157,14 @@ class PublishedViews:
         await store.delete([key])
         await store.create(key, part)
 
-    async def _sealed(self, collection: Collection, positions: list[int]) -> bool:
+    async def _wait_sealed(self, collection: Collection, positions: list[int]) -> bool:
         """Waits until every change that the view holds is on the object store."""
         loop = self._context.loop
         until = loop.time() + SEAL_S_MAX
         while loop.time() < until:
             waiting = False
             for partition, seq in enumerate(positions):
-                stream = self._book.log.find(collection.stream(partition)) if seq else None
+                stream = self._registry.log.find(collection.stream(partition)) if seq else None
                 if stream is not None and stream.sealed < seq:
                     waiting = True
                     if self.seal_soon is not None:
@@ -207,11 +207,11 @@ class PublishedViews:
         """Puts the published view in place of the collection's own, if the log goes on behind it."""
         try:
             found = await self._head(collection)
-            if found is None or not self._fits(collection, found[0]):
+            if found is None or not self._is_usable(collection, found[0]):
                 return False
             head = found[0]
-            self._book.empty(collection)
-            view, number = self._book.view, collection.number
+            self._registry.empty(collection)
+            view, number = self._registry.view, collection.number
             for name in head.parts:
                 raw, _ = await self._store().get(self._folder(collection) + name)
                 rows = await self._context.loop.run_in_executor(None, document_view.decode_part, raw)
@@ -221,20 +221,20 @@ class PublishedViews:
                 view.apply(number, (), (), dict(enumerate(head.positions)))
                 for partition, purged in enumerate(head.purged):
                     if purged.version:
-                        view.note_purged(number, partition, purged)
+                        view.record_purged(number, partition, purged)
         except (ObjectStoreError, InvalidViewError) as error:
             logger.error("the published view of %s cannot be used: %s", collection.name, error)
-            self._book.empty(collection)
+            self._registry.empty(collection)
             return False
         collection.applied = list(head.positions)
         collection.purged = [purged.version for purged in head.purged]
-        self._know(collection, head)
+        self._remember_head(collection, head)
         return True
 
-    def _fits(self, collection: Collection, head: PublishedViewHead) -> bool:
+    def _is_usable(self, collection: Collection, head: PublishedViewHead) -> bool:
         if len(head.positions) != collection.config.partitions:
             return False
-        book = self._book
+        book = self._registry
         streams = [book.log.find(name) for name in collection.streams()]
         tails = [0 if stream is None else max(0, stream.visible) for stream in streams]
         earliest = book.earliest(collection)

@@ -39,7 +39,7 @@ class TimeSlice:
     def is_over(self) -> bool:
         return time.perf_counter() >= self._until
 
-    async def give_way(self) -> None:
+    async def yield_to_loop(self) -> None:
         await asyncio.sleep(0)
         self._until = time.perf_counter() + SLICE_S
 
@@ -53,26 +53,26 @@ class QueryHit(NamedTuple):
 
 
 class QueryExecutor:
-    def __init__(self, book: CollectionRegistry, access: AccessRules) -> None:
-        self._book = book
+    def __init__(self, registry: CollectionRegistry, access: AccessRules) -> None:
+        self._registry = registry
         self._access = access
 
     def prepare(self, identity: Identity, database: str, given: object) -> PreparedQuery:
         """Checked; nothing has been looked at."""
         query = read_query(given, live=False)
-        collection = self._book.find(database, query.collection)
-        rule = self._access.read_part(identity, collection)
+        collection = self._registry.find(database, query.collection)
+        rule = self._access.read_predicate_part(identity, collection)
         parts = query.parts if rule is None else (*query.parts, rule)
-        return PreparedQuery(self._book, collection, query, Predicate(parts, query.documents))
+        return PreparedQuery(self._registry, collection, query, Predicate(parts, query.documents))
 
 
 class PreparedQuery:
     """A query that can be run."""
 
     def __init__(
-        self, book: CollectionRegistry, collection: Collection | None, query: Query, predicate: Predicate
+        self, registry: CollectionRegistry, collection: Collection | None, query: Query, predicate: Predicate
     ) -> None:
-        self._book = book
+        self._registry = registry
         self._collection = collection
         self._query = query
         self._matches = predicate.matches
@@ -83,13 +83,13 @@ class PreparedQuery:
         collection, query = self._collection, self._query
         if collection is None:
             return {"documents": [], "cursor": None, "positions": []}
-        self._book.check_applied(collection)
-        with self._book.view.moment() as moment:
+        self._registry.check_applied(collection)
+        with self._registry.view.snapshot() as moment:
             positions = list(collection.applied)
             if query.order:
-                found, fits = await self._ordered(moment, collection)
+                found, fits = await self._run_ordered(moment, collection)
             else:
-                found, fits = await self._by_id(moment, collection)
+                found, fits = await self._run_by_id(moment, collection)
         page = found[:fits]
         return {
             "documents": [_shown(collection, one.row) for one in page],
@@ -97,7 +97,7 @@ class PreparedQuery:
             "positions": positions,
         }
 
-    async def _by_id(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
+    async def _run_by_id(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
         """What was found, and how much of it fits into the page; one more says that there are more."""
         found: list[QueryHit] = []
         after = "" if self._after is None else self._after[-1]
@@ -112,10 +112,10 @@ class PreparedQuery:
                     if len(found) > self._query.limit or (size > PAGE_BYTES and len(found) > 1):
                         return found, len(found) - 1
                 if self._time_slice.is_over:
-                    await self._time_slice.give_way()
+                    await self._time_slice.yield_to_loop()
         return found, len(found)
 
-    async def _ordered(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
+    async def _run_ordered(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
         """The first of the order behind the cursor; only as many are held as the page has.
 
         Their content is read when the page is known: many large documents do not fit into memory.
@@ -130,7 +130,7 @@ class PreparedQuery:
                 if one is not None and (self._after is None or one.key > self._after):
                     best.append(one._replace(row=row._replace(data=b"")))
                 if self._time_slice.is_over:
-                    await self._time_slice.give_way()
+                    await self._time_slice.yield_to_loop()
             best = heapq.nsmallest(wanted, best, key=lambda one: one.key)
         return best, await self._load(moment, collection, best)
 
@@ -138,13 +138,13 @@ class PreparedQuery:
         """Reads the documents of the page again, as many as fit; tells how many."""
         size = 0
         for place, one in enumerate(best[: self._query.limit]):
-            (row,) = moment.documents_named(collection.number, [one.row.id])
+            (row,) = moment.documents_by_id(collection.number, [one.row.id])
             size += len(row.data)
             if place and size > PAGE_BYTES:
                 return place
             best[place] = one._replace(row=row)
             if self._time_slice.is_over:
-                await self._time_slice.give_way()
+                await self._time_slice.yield_to_loop()
         return min(len(best), self._query.limit)
 
     def _rows(self, moment: ViewSnapshot, collection: Collection, after: str) -> list[DocumentRow]:
@@ -153,7 +153,7 @@ class PreparedQuery:
             return moment.documents_after(collection.number, after, SCAN_ROWS)
         rest = [name for name in sorted(documents) if name > after]
         for name in rest:  # one at a time: each may be large
-            if found := moment.documents_named(collection.number, [name]):
+            if found := moment.documents_by_id(collection.number, [name]):
                 return found
         return []
 

@@ -206,14 +206,14 @@ class TokenKeys:
         raw = self._log.streams.meta.get(TOKEN_KEYS_FACT)
         if raw is not None:
             self._use(decode_key_ring(raw))
-        self.look()
+        self.rotate_if_due()
 
     async def settled(self) -> None:
         """Until what is being written is durable, or is known not to be."""
         if self._writing:
             await self._settled.wait()
 
-    def look(self) -> None:
+    def rotate_if_due(self) -> None:
         """Called now and then: makes the first key, or the next one when it is time."""
         if self._writing or self._log.refusal is not None:
             return

@@ -32,9 +32,9 @@ class DatabaseRoutes:
     """Everything below `/v1/databases/`."""
 
     def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
-        book, access = gateway.book, gateway.access
+        book, access = gateway.registry, gateway.access
         self._context = context
-        self._book = book
+        self._registry = book
         self._writer = writer
         self._access = access
         self._bytes_max = context.limits.watch_document_bytes
@@ -104,17 +104,17 @@ class DatabaseRoutes:
                 _answer_write(exchange, results[0])
 
         self._writer.write(
-            database, [write], self._access.writing(identity), answer, write_id=_write_id(exchange)
+            database, [write], self._access.write_check(identity), answer, write_id=_write_id(exchange)
         )
 
     def _read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
-        path = self._book.split(database, name)
+        path = self._registry.split(database, name)
         absent = TailraceError("not_found", f"there is no document {name!r}")
-        collection = self._book.find(database, path.collection)
+        collection = self._registry.find(database, path.collection)
         if collection is None:
             raise absent
-        self._book.check_applied(collection)
-        row = self._book.view.find(collection.number, path.id)
+        self._registry.check_applied(collection)
+        row = self._registry.view.find(collection.number, path.id)
         if row is None or row.deleted:
             raise absent
         data = orjson.loads(row.data)
@@ -158,7 +158,7 @@ class DatabaseRoutes:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
-            body: dict[str, Any] = {"results": [result.shown() for result in results]}
+            body: dict[str, Any] = {"results": [result.to_json() for result in results]}
             if atomic and any(result.error is not None for result in results):
                 failed = TailraceError("batch_failed", "no write of the batch was made", **body)
                 responses.respond_error(exchange, failed)
@@ -166,7 +166,7 @@ class DatabaseRoutes:
                 exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
         self._writer.write(
-            database, writes, self._access.writing(identity), answer, atomic=atomic, write_id=write_id
+            database, writes, self._access.write_check(identity), answer, atomic=atomic, write_id=write_id
         )
 
     def _batch_write(self, item: Any, place: int) -> DocumentWrite:

@@ -60,7 +60,7 @@ class CompiledSubscriptions:
         self.matchers: dict[str, Matcher[str]] = {}
         for key, summary in subscriptions.subs.items():
             interest = interest_from_summary(summary)
-            if strict and interest.whole.hash.hex() != summary.predicateHash:
+            if strict and interest.predicate.hash.hex() != summary.predicateHash:
                 raise MatcherMismatchError(
                     "a subscription means something else here than on the server; "
                     "driver, executors and server need the same version of this package"
@@ -78,7 +78,7 @@ def match_change(matcher: Matcher[str] | None, change: Change) -> list[Delivered
     """What a change is to whom, in the order of their keys."""
     if matcher is None:
         return []
-    found = matcher.found(change)
+    found = matcher.match(change)
     told = [
         DeliveredMatch(key, op, reason) for subscribers, op, reason in found.matches for key in subscribers
     ]

@@ -66,7 +66,7 @@ class SecretRef(msgspec.Struct, frozen=True):
         except (OSError, ValueError) as error:
             raise SourceError(f"the file of the connection string cannot be read: {error}") from None
 
-    def shown(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, str]:
         return {"env": self.env} if self.env is not None else {"file": self.file or ""}
 
 
@@ -78,7 +78,7 @@ class TableMapping(msgspec.Struct, frozen=True):
     key: tuple[str, ...] = ()  # none: the primary key
     partitions: int | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"collection": self.collection}
         if self.key:
             found["key"] = list(self.key)
@@ -106,7 +106,7 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     def value(self) -> dict[str, Any]:
         """As it was given, with what was left out; `read_config` reads it."""
         where: dict[str, Any] = {
-            "dsn": None if self.dsn is None else self.dsn.shown(),
+            "dsn": None if self.dsn is None else self.dsn.to_json(),
             "publication": self.publication,
             "slot": self.slot,
             "initial": self.initial,
@@ -117,7 +117,7 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
             "name": self.name,
             "kind": self.kind,
             **{name: value for name, value in where.items() if name in _MEMBERS_BY_KIND[self.kind]},
-            "collections": {one.table: one.shown() for one in self.tables},
+            "collections": {one.table: one.to_json() for one in self.tables},
             "batch": {"maxChanges": self.batch_changes, "maxBytes": self.batch_bytes},
             "limits": {"eventsPerSecond": self.events_per_s, "bytesPerSecond": self.bytes_per_s},
             "onGap": self.on_gap,

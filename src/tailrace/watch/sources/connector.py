@@ -72,11 +72,11 @@ class SourceThread:
             try:
                 result = function()
             except BaseException as error:  # noqa: BLE001 - given to whoever waits
-                self._tell(_fail, settled, error)
+                self._settle(_fail, settled, error)
             else:
-                self._tell(_succeed, settled, result)
+                self._settle(_succeed, settled, result)
 
-    def _tell(self, settle: Callable[[asyncio.Future[Any], Any], None], *given: Any) -> None:
+    def _settle(self, settle: Callable[[asyncio.Future[Any], Any], None], *given: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(settle, *given)
 
@@ -105,7 +105,7 @@ class SeenKeys:
             self._execute("INSERT OR IGNORE INTO seen VALUES(?)", (key,))
         self._execute("COMMIT")
 
-    def lacks(self, keys: Sequence[str]) -> list[str]:
+    def missing(self, keys: Sequence[str]) -> list[str]:
         """Those that were not shown."""
         find = "SELECT 1 FROM seen WHERE key=?"
         return [key for key in keys if self._execute(find, (key,)).fetchone() is None]
@@ -124,7 +124,7 @@ ERROR_CHARS: Final = 500
 class SourceContext(NamedTuple):
     """A source, and all that whoever follows it has to do with."""
 
-    book: CollectionRegistry
+    registry: CollectionRegistry
     states: SourceLifecycle
     config: SourceConfig
     status: SourceStatus
@@ -136,12 +136,12 @@ class SourceRunner(ABC):
     """Runs one source until it is cancelled."""
 
     def __init__(self, followed: SourceContext) -> None:
-        self._book, self._states, self._config, self._status, self._limits, self._audit = followed
+        self._registry, self._states, self._config, self._status, self._limits, self._audit = followed
         self._retry_s = RETRY_S_MIN
 
     async def run(self) -> None:
         while True:
-            pause_s = await self._once()
+            pause_s = await self._run_session()
             if pause_s is None:
                 return
             await asyncio.sleep(pause_s)
@@ -150,26 +150,26 @@ class SourceRunner(ABC):
     async def _session(self) -> None:
         """Until something is wrong."""
 
-    async def _left(self) -> None:
+    async def _on_disconnect(self) -> None:
         """The session is over, and another may follow."""
         self._status.connected = False
 
-    def _explained(self, error: Exception) -> str | None:
+    def _explain_error(self, error: Exception) -> str | None:
         """What an error means that is not ours; None if that is not known."""
         return None
 
-    async def _once(self) -> float | None:
+    async def _run_session(self) -> float | None:
         """One session; for how long to wait before the next, None if there is to be none."""
         status = self._status
         try:
-            await self._states.settled()
+            await self._states.wait_settled()
             await self._session()
         except GapError as gap:
             logger.warning("the source %s has a gap: %s", self._config.name, gap.reason)
             status.gaps += 1
             self._audit.event("source.gap", None, {"source": self._config.name, "reason": gap.reason})
             with suppress(TailraceError):
-                await self._states.lose(gap.reason, rescan=self._config.on_gap == "rescan")
+                await self._states.mark_stale(gap.reason, rescan=self._config.on_gap == "rescan")
             status.error = gap.reason
         except SupersededError as error:
             logger.warning("the source %s: %s", self._config.name, error)
@@ -178,21 +178,21 @@ class SourceRunner(ABC):
             status.error = str(error)
             logger.warning("the source %s: %s", self._config.name, error)
         except Exception as error:
-            known = self._explained(error)
+            known = self._explain_error(error)
             status.error = known or _shortened(error)
             logger.warning("the source %s: %s", self._config.name, status.error, exc_info=known is None)
         status.restarts += 1
-        await self._left()
+        await self._on_disconnect()
         pause_s = self._retry_s
         self._retry_s = min(2 * self._retry_s, self._limits.watch_source_retry_ms / 1000)
         return pause_s
 
-    def _worked(self) -> None:
+    def _reset_backoff(self) -> None:
         """It is in order: the next pause is short."""
         self._status.error = None
         self._retry_s = RETRY_S_MIN
 
-    async def _hold(self, reason: str | None) -> None:
+    async def _wait_for_operator(self, reason: str | None) -> None:
         """Something is missing, and an operator decides."""
         self._status.error = reason
         await asyncio.Event().wait()
@@ -200,9 +200,9 @@ class SourceRunner(ABC):
     async def _remove_unseen(self, ingest: SourceIngest, collection: Collection, seen: SeenKeys) -> None:
         """Documents that were not mentioned are gone."""
         after = ""
-        while rows := self._book.view.now.documents_after(collection.number, after, VIEW_ROWS):
+        while rows := self._registry.view.current.documents_after(collection.number, after, VIEW_ROWS):
             after = rows[-1].id
-            if gone := seen.lacks([row.id for row in rows]):
+            if gone := seen.missing([row.id for row in rows]):
                 await ingest.remove(collection, gone)
             await asyncio.sleep(0)
 
@@ -224,11 +224,11 @@ class DatabaseAdapter(Protocol[Table_contra]):
 
     def open(self) -> None: ...
     def close(self) -> None: ...
-    def copy(self, table: Table_contra, /) -> None: ...
+    def begin_copy(self, table: Table_contra, /) -> None: ...
     def rows(self, table: Table_contra, rows_max: int, bytes_max: int, /) -> list[tuple[str, bytes]]: ...
-    def done(self) -> None: ...
+    def end_cursor(self) -> None: ...
 
-    def explained(self, error: Exception, /) -> str | None:
+    def explain_error(self, error: Exception, /) -> str | None:
         """What the driver's own error says, in the database's words; None if it is not the driver's."""
         ...
 
@@ -256,13 +256,13 @@ class DatabaseConnector(SourceRunner, Generic[Table]):
     async def _connected(self) -> None:
         """Until something is wrong. The connection is open."""
 
-    async def _left(self) -> None:
-        await super()._left()
+    async def _on_disconnect(self) -> None:
+        await super()._on_disconnect()
         with suppress(Exception):
             await self._call(self._connection.close)
 
-    def _explained(self, error: Exception) -> str | None:
-        return self._connection.explained(error)
+    def _explain_error(self, error: Exception) -> str | None:
+        return self._connection.explain_error(error)
 
     def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         return self._thread.call(function, *args, **kwargs)
@@ -290,7 +290,7 @@ class DatabaseConnector(SourceRunner, Generic[Table]):
 
     async def _copy(self, ingest: SourceIngest, table: Table, collection: Collection, seen: SeenKeys) -> None:
         adapter, config = self._connection, self._config
-        await self._call(adapter.copy, table)
+        await self._call(adapter.begin_copy, table)
         try:
             while rows := await self._call(adapter.rows, table, config.batch_changes, config.batch_bytes):
                 began = time.monotonic()
@@ -299,4 +299,4 @@ class DatabaseConnector(SourceRunner, Generic[Table]):
                 self._status.loaded = (self._status.loaded or 0) + len(rows)
                 await self._pace(len(rows), sum(len(data) for _, data in rows), began)
         finally:
-            await self._call(adapter.done)
+            await self._call(adapter.end_cursor)

@@ -73,7 +73,7 @@ class _IngestPlan:
         self.marked = marked  # the collection, if it has a log of its own that the position belongs to
         self.token = token  # and up to where that has been read
         self.states: dict[tuple[Collection, str], DocumentState] = {}
-        self.looked_up: dict[tuple[Collection, str], DocumentRow | None] = {}  # what the view has
+        self.prefetched: dict[tuple[Collection, str], DocumentRow | None] = {}  # what the view has
         self.entries: dict[str, list[bytes]] = {}
 
     def next_index(self, lsn: int) -> int:
@@ -85,15 +85,15 @@ class SourceIngest:
 
     def __init__(
         self,
-        book: CollectionRegistry,
+        registry: CollectionRegistry,
         database: str,
         config: SourceConfig,
         collections: Mapping[str, Collection],
         progress: SourceProgress,
         document_bytes: int,
     ) -> None:
-        self._book = book
-        self._log = book.log
+        self._registry = registry
+        self._log = registry.log
         self._fact = progress_fact(database, config.name)
         self._source = (config.kind, config.name)
         self._collections = collections
@@ -109,26 +109,28 @@ class SourceIngest:
 
     async def follow(self, changes: Sequence[SourceChange], safe: int = 0) -> None:
         """Returns when they are durable, and with them that the source may be moved to `safe`."""
-        await self._commit(await self._taken(self._plan(), changes), safe)
+        await self._commit(await self._consume(self._plan(), changes), safe)
 
     async def follow_one(self, collection: str, changes: Sequence[SourceChange], token: str) -> None:
         """The changes of one collection, whose log has been read up to the token."""
-        plan = await self._taken(self._plan(collection), changes)
+        plan = await self._consume(self._plan(collection), changes)
         plan.token = token
         await self._commit(plan)
 
-    async def _taken(self, plan: _IngestPlan, changes: Sequence[SourceChange]) -> _IngestPlan:
+    async def _consume(self, plan: _IngestPlan, changes: Sequence[SourceChange]) -> _IngestPlan:
         """The plan with the changes, or with those behind the last that is a commit of its own."""
         for name, keys in _keys_of(changes).items():
-            self._look_up(plan, self._collections[name], list(keys))
+            self._prefetch(plan, self._collections[name], list(keys))
         for number, change in enumerate(changes):
-            if self._was_taken(plan.position.place, change):
+            if self._is_duplicate(plan.position.place, change):
                 self.repeats += 1
-                self._book.tallies.of(self._collections[change.collection]).dropped["source"] += 1
+                self._registry.counters.for_collection(self._collections[change.collection]).dropped[
+                    "source"
+                ] += 1
                 continue
             if change.op == "clear":
                 await self._commit(plan)
-                await self._clear(change)
+                await self._truncate(change)
                 plan = self._plan()
                 continue
             collection = self._collections[change.collection]
@@ -141,7 +143,7 @@ class SourceIngest:
                 await asyncio.sleep(0)
         return plan
 
-    def _was_taken(self, position: tuple[int, int], change: SourceChange) -> bool:
+    def _is_duplicate(self, position: tuple[int, int], change: SourceChange) -> bool:
         """Whether the source gives it once more: it lies behind what was read, or is the last over again.
 
         A message can be several changes, each of another document, so the place alone does not tell.
@@ -170,13 +172,13 @@ class SourceIngest:
                 del row[name]  # it was never seen: the source was not copied
         return orjson.dumps(row)
 
-    async def _clear(self, change: SourceChange) -> None:
+    async def _truncate(self, change: SourceChange) -> None:
         """Deletes all documents, some at a time; cut off, the rest follows when the message is read again."""
         collection = self._collections[change.collection]
-        view, after = self._book.view.now, ""
+        view, after = self._registry.view.current, ""
         begun = change._replace(ordinal=change.ordinal - 1)
         while True:
-            self._book.check_applied(collection)
+            self._registry.check_applied(collection)
             rows = view.documents_after(collection.number, after, CLEAR_DOCUMENTS)
             plan = self._plan()
             for row in rows:
@@ -197,7 +199,7 @@ class SourceIngest:
         """Rows as they are at the source: those that differ become changes. Tells how many."""
         plan = self._plan(collection.name)
         differing = 0
-        self._look_up(plan, collection, [key for key, _ in rows])
+        self._prefetch(plan, collection, [key for key, _ in rows])
         for number, (key, data) in enumerate(rows):
             state = self._state(plan, collection, key)
             if state is None or state.deleted or state.data != data:
@@ -220,7 +222,7 @@ class SourceIngest:
         at = plan.position
         return SourceChange(at.lsn, at.ordinal, LOAD, plan.time, "put", collection.name, token=plan.token)
 
-    def move_to(self, lsn: int) -> None:
+    def set_position(self, lsn: int) -> None:
         """What is removed next is removed there."""
         if lsn > self.progress.lsn:
             self.progress = self.progress.at(SourcePosition(lsn, 0, -1))
@@ -233,21 +235,21 @@ class SourceIngest:
             return _IngestPlan(now_ns, self.progress.position)
         return _IngestPlan(now_ns, mark.position, collection, mark.token)
 
-    def _look_up(self, plan: _IngestPlan, collection: Collection, keys: Sequence[str]) -> None:
+    def _prefetch(self, plan: _IngestPlan, collection: Collection, keys: Sequence[str]) -> None:
         """The documents that a batch is about, all at once: nobody else writes to them."""
-        self._book.check_applied(collection)
-        found = self._book.view.find_many(collection.number, keys)
-        plan.looked_up.update({(collection, key): found.get(key) for key in keys})
+        self._registry.check_applied(collection)
+        found = self._registry.view.find_many(collection.number, keys)
+        plan.prefetched.update({(collection, key): found.get(key) for key in keys})
 
     def _state(self, plan: _IngestPlan, collection: Collection, key: str) -> DocumentState | None:
         planned = plan.states.get((collection, key))
         if planned is not None:
             return planned
-        if (collection, key) in plan.looked_up:
-            row = plan.looked_up[collection, key]
+        if (collection, key) in plan.prefetched:
+            row = plan.prefetched[collection, key]
         else:
-            self._book.check_applied(collection)
-            row = self._book.view.find(collection.number, key)
+            self._registry.check_applied(collection)
+            row = self._registry.view.find(collection.number, key)
         if row is None:
             return None
         return DocumentState(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
@@ -311,7 +313,7 @@ class SourceIngest:
         position: SourcePosition,
     ) -> ChangeEntry:
         kind, name = self._source
-        stored = after.deleted or collection.decided.store_before
+        stored = after.deleted or collection.effective_config.store_before
         # What was told of a document is what the view has. The source may say otherwise: what was looked up
         # was newer than its change.
         confirmed = before is not None and stored and change.before == before.data
@@ -354,7 +356,7 @@ class SourceIngest:
             # Read, and nothing came of it; should that be forgotten, it is read again.
             self.progress = progress
 
-    async def note(self, progress: SourceProgress) -> None:
+    async def commit_progress(self, progress: SourceProgress) -> None:
         """Nothing but how far it is."""
         await self.commit([], progress, self._log.clock.now_ns())
 
@@ -403,7 +405,7 @@ class SourceLifecycle:
 
     def __init__(
         self,
-        book: CollectionRegistry,
+        registry: CollectionRegistry,
         gateway: Gateway,
         database: str,
         config: SourceConfig,
@@ -411,7 +413,7 @@ class SourceLifecycle:
         document_bytes: int,
         on_changed: Callable[[Collection], None],
     ) -> None:
-        self._book = book
+        self._registry = registry
         self._gateway = gateway
         self._on_changed = on_changed
         self._database = database
@@ -425,7 +427,7 @@ class SourceLifecycle:
     def progress(self) -> SourceProgress:
         """What was decided last, which is as good as durable: nothing behind it can be without it."""
         return decode_progress(
-            self._book.log.streams.meta.get(progress_fact(self._database, self._config.name))
+            self._registry.log.streams.meta.get(progress_fact(self._database, self._config.name))
         )
 
     @property
@@ -442,16 +444,16 @@ class SourceLifecycle:
         if progress.epoch > self._epoch:
             raise SupersededError
         fresh = SourceIngest(
-            self._book, self._database, self._config, self.collections, progress, self._document_bytes
+            self._registry, self._database, self._config, self.collections, progress, self._document_bytes
         )
         if before is not None:
             fresh.counts, fresh.repeats = before.counts, before.repeats
         self._ingest = fresh
         return fresh
 
-    async def settled(self) -> None:
+    async def wait_settled(self) -> None:
         """Waits until all that was decided so far is durable or undone: only then the view is right."""
-        newest = self._book.log.committer.newest
+        newest = self._registry.log.committer.newest
         if newest is None:
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -484,20 +486,20 @@ class SourceLifecycle:
             self._epoch = before
             raise
 
-    async def lose(self, reason: str, *, rescan: bool) -> None:
+    async def mark_stale(self, reason: str, *, rescan: bool) -> None:
         """Something is missing: nobody is told anything until it is there again."""
         ingest = self.ingest()
         progress = ingest.progress.replaced(phase="stale", reason=reason, rescan=rescan)
         now_ns = self._now_ns()
         parts = self._controls("stale", reason=reason)
-        await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
-        self._become("stale", reason)
+        await ingest.commit([*parts, self._progress_entry(progress, now_ns)], progress, now_ns)
+        self._set_state("stale", reason)
 
     async def begin_load(self, ingest: SourceIngest, progress: SourceProgress) -> None:
         """From here on the source is copied. What anybody has seen before is of another generation."""
         await self._begin(ingest, progress.replaced(phase="loading"), "load-begin")
 
-    async def begin_now(self, ingest: SourceIngest, progress: SourceProgress) -> None:
+    async def begin_without_load(self, ingest: SourceIngest, progress: SourceProgress) -> None:
         """From here on the source is followed; what it had before is not asked for."""
         await self._begin(ingest, progress.replaced(phase="live"), "live")
 
@@ -510,14 +512,16 @@ class SourceLifecycle:
         progress = ingest.progress.replaced(phase="live")
         now_ns = self._now_ns()
         parts = self._controls("load-end", "live")
-        await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
-        self._become("live")
+        await ingest.commit([*parts, self._progress_entry(progress, now_ns)], progress, now_ns)
+        self._set_state("live")
 
     async def _begin(self, ingest: SourceIngest, progress: SourceProgress, control: str) -> None:
         now_ns = self._now_ns()
         # A collection without any change has nothing that could be continued wrongly.
         older = [one for one in self.collections.values() if any(one.applied)]
-        raised = {one: one.decided.replaced(generation=one.config.generation + 1) for one in older}
+        raised = {
+            one: one.effective_config.with_changes(generation=one.config.generation + 1) for one in older
+        }
         for collection, config in raised.items():
             collection.pending = config  # what is set about it meanwhile builds on this
         parts: StreamEntries = []
@@ -527,41 +531,41 @@ class SourceLifecycle:
             ]
             parts.append((names.collections_stream_name(self._database), entries))
         for collection in self.collections.values():
-            generation = self._book.generation(collection) + (collection in raised)
+            generation = self._registry.generation(collection) + (collection in raised)
             entries = [encode_control_entry(control, generation)]
             if collection in raised:
                 entries.insert(0, encode_control_entry("generation", generation, reason="source"))
             parts += [(stream, entries) for stream in collection.streams()]
         try:
-            await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
+            await ingest.commit([*parts, self._progress_entry(progress, now_ns)], progress, now_ns)
         finally:
             for collection, config in raised.items():
                 if collection.pending is config:
                     collection.pending = None
         for collection, config in raised.items():
             collection.config = config
-            self._book.view.keep_as(collection.number, self._book.generation(collection))
-        self._become("live" if progress.phase == "live" else "loading")
+            self._registry.view.set_generation(collection.number, self._registry.generation(collection))
+        self._set_state("live" if progress.phase == "live" else "loading")
         for collection in raised:
             self._gateway.invalidate_all(collection, "generation")
 
     # -- inside ----------------------------------------------------------------------------------------
 
     def _now_ns(self) -> int:
-        return self._book.log.clock.now_ns()
+        return self._registry.log.clock.now_ns()
 
-    def _told(self, progress: SourceProgress, now_ns: int) -> tuple[str, list[bytes]]:
+    def _progress_entry(self, progress: SourceProgress, now_ns: int) -> tuple[str, list[bytes]]:
         return source_stream_name(self._database, self._config.name), [progress.entry(now_ns)]
 
     def _controls(self, *controls: str, **more: str) -> StreamEntries:
         parts: StreamEntries = []
         for collection in self.collections.values():
-            generation = self._book.generation(collection)
+            generation = self._registry.generation(collection)
             entries = [encode_control_entry(control, generation, **more) for control in controls]
             parts += [(stream, entries) for stream in collection.streams()]
         return parts
 
-    def _become(self, state: CollectionState, reason: str = "") -> None:
+    def _set_state(self, state: CollectionState, reason: str = "") -> None:
         for collection in self.collections.values():
             collection.state = state
             self._gateway.on_state(collection, reason)

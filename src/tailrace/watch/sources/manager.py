@@ -56,14 +56,14 @@ class ManagedSource:
         self.status = status
         self.task: asyncio.Task[None] | None = None
 
-    async def halt(self) -> None:
+    async def stop(self) -> None:
         task, self.task = self.task, None
         if task is not None:
             task.cancel()
             # A database that does not answer must not keep us: its thread ends when the connection does.
             await asyncio.wait([task], timeout=HALT_S_MAX)
 
-    def shown(self) -> Json:
+    def to_json(self) -> Json:
         progress = self.states.progress
         state = {
             "phase": progress.phase,
@@ -71,7 +71,7 @@ class ManagedSource:
             "epoch": progress.epoch,
             "token": progress.position.token,
             **({"tokens": progress.tokens} if progress.marks else {}),
-            **self.status.shown(),
+            **self.status.to_json(),
             "changes": sum(self.states.counts.values()),
         }
         return {"database": self.database, **self.config.value(), "status": state}
@@ -80,9 +80,9 @@ class ManagedSource:
 class SourceManager:
     """Owned by the loop thread."""
 
-    def __init__(self, context: Context, book: CollectionRegistry, gateway: Gateway) -> None:
+    def __init__(self, context: Context, registry: CollectionRegistry, gateway: Gateway) -> None:
         self._context = context
-        self._book = book
+        self._registry = registry
         self._gateway = gateway
         self._log = context.log
         self._limits = context.limits
@@ -90,13 +90,13 @@ class SourceManager:
         self._secrets = SecretPolicy(
             split_list(settings.source_variables), split_list(settings.source_directories)
         )
-        self._found: dict[tuple[str, str], ManagedSource] = {}
+        self._sources: dict[tuple[str, str], ManagedSource] = {}
         self._lock = asyncio.Lock()  # one thing at a time is changed about sources
         # Told when the state of a collection is another one.
         self.on_changed: Callable[[Collection], None] = lambda _: None
-        self._past: Counter[str] = Counter()  # of those that are no more
+        self._past_counters: Counter[str] = Counter()  # of those that are no more
         self.elsewhere: OpenRemoteOrigin | None = None  # where there are other workers
-        book.follows = lambda collection: self._owner(collection) is not None
+        registry.follows = lambda collection: self._owner(collection) is not None
         gateway.objectives.lag_ms = self._lag_ms
         gateway.objectives.lag_changes = self._lag_changes
 
@@ -109,12 +109,12 @@ class SourceManager:
             for config in (await self._load(stream)).values():
                 await self._restore(database, config)
         # A source that was removed has left collections behind that nobody keeps true any more.
-        for collection in self._book.collections():
+        for collection in self._registry.collections():
             if collection.config.source != NATIVE and self._owner(collection) is None:
                 collection.state = "stale"
 
     def stop(self) -> None:
-        for source in self._found.values():
+        for source in self._sources.values():
             if source.task is not None:
                 source.task.cancel()
 
@@ -126,7 +126,7 @@ class SourceManager:
         telemetry.watch_source_restarts.read = lambda: self._sum("restarts")
         telemetry.watch_source_gaps.read = lambda: self._sum("gaps")
         telemetry.watch_source_retained_bytes.read = lambda: max(
-            (one.status.retained_bytes or 0 for one in self._found.values()), default=0
+            (one.status.retained_bytes or 0 for one in self._sources.values()), default=0
         )
 
     def _lag_ms(self, collection: Collection) -> float:
@@ -138,36 +138,36 @@ class SourceManager:
         return 0 if owner is None else owner.status.lag_changes
 
     def _by_phase(self) -> list[tuple[list[str], float]]:
-        counts: Counter[str] = Counter(one.states.progress.phase for one in self._found.values())
+        counts: Counter[str] = Counter(one.states.progress.phase for one in self._sources.values())
         return [([phase], counts[phase]) for phase in SOURCE_PHASES]
 
     def _by_op(self) -> list[tuple[list[str], float]]:
-        counts = Counter(self._past)
-        for one in self._found.values():
+        counts = Counter(self._past_counters)
+        for one in self._sources.values():
             counts.update(one.states.counts)
         return [([op], counts[op]) for op in CHANGE_OPS]
 
     def _sum(self, what: str) -> int:
-        found = self._past[what]
-        for one in self._found.values():
+        found = self._past_counters[what]
+        for one in self._sources.values():
             found += one.states.repeats if what == "repeats" else getattr(one.status, what)
         return found
 
     # -- finding ---------------------------------------------------------------------------------------
 
     def listed(self, database: str) -> list[ManagedSource]:
-        self._book.database(database)
-        return [one for (owner, _), one in sorted(self._found.items()) if owner == database]
+        self._registry.database(database)
+        return [one for (owner, _), one in sorted(self._sources.items()) if owner == database]
 
     def find(self, database: str, name: str) -> ManagedSource:
-        self._book.database(database)
-        found = self._found.get((database, name))
+        self._registry.database(database)
+        found = self._sources.get((database, name))
         if found is None:
             raise TailraceError("not_found", f"there is no source {name!r}")
         return found
 
     def _owner(self, collection: Collection) -> ManagedSource | None:
-        source = self._found.get((collection.database, collection.config.source))
+        source = self._sources.get((collection.database, collection.config.source))
         return source if source is not None and collection.name in source.states.collections else None
 
     # -- changing --------------------------------------------------------------------------------------
@@ -178,30 +178,30 @@ class SourceManager:
         self._secrets.check(config.dsn)
         _check_driver(config.kind)
         async with self._lock:
-            self._book.database(database)
-            known = self._found.get((database, name))
+            self._registry.database(database)
+            known = self._sources.get((database, name))
             if known is not None:
                 return await self._change(known, config), False
-            if len(self._found) >= self._limits.watch_sources:
+            if len(self._sources) >= self._limits.watch_sources:
                 raise TailraceError(
                     "overloaded", f"a server has at most {self._limits.watch_sources} sources"
                 )
-            collections = self._planned(database, config)
+            collections = self._plan_collections(database, config)
             now_ns = self._context.clock.now_ns()
             entries = [encode_source_entry(config, "insert", now_ns)]
             fresh = [one for one in collections.values() if not one.durable]
             entries += [encode_config_entry(one.name, one.config, "insert", now_ns) for one in fresh]
             settled = self._submit(database, entries, now_ns, [(progress_fact(database, name), None)])
             for collection in fresh:
-                self._book.add(collection)  # from here on nobody else can make it
+                self._registry.add(collection)  # from here on nobody else can make it
             try:
                 await settled
             except TailraceError:
-                self._book.drop_unmade()
+                self._registry.drop_uncommitted()
                 raise
             for collection in fresh:
                 collection.durable = True
-            source = self._made(database, config, collections)
+            source = self._build(database, config, collections)
             source.states.apply()
             for collection in collections.values():
                 self._gateway.on_state(collection)
@@ -219,9 +219,9 @@ class SourceManager:
             return source
         now_ns = self._context.clock.now_ns()
         await self._submit(source.database, [encode_source_entry(config, "update", now_ns)], now_ns)
-        await source.halt()
-        changed = self._made(source.database, config, dict(source.states.collections))
-        self._count_past(source)
+        await source.stop()
+        changed = self._build(source.database, config, dict(source.states.collections))
+        self._add_past_counters(source)
         self._begin(changed)
         return changed
 
@@ -229,11 +229,11 @@ class SourceManager:
         """Ends it, and gives back what the database keeps for it. Its documents stay, not to be written."""
         async with self._lock:
             source = self.find(database, name)
-            await source.halt()
+            await source.stop()
             has_slot = source.config.kind == "postgres" and not keep_slot
             try:
-                await source.states.settled()
-                await source.states.lose("the source was removed", rescan=False)
+                await source.states.wait_settled()
+                await source.states.mark_stale("the source was removed", rescan=False)
                 now_ns = self._context.clock.now_ns()
                 entry = encode_source_entry(source.config, "delete", now_ns)
                 await self._submit(database, [entry], now_ns, [(progress_fact(database, name), None)])
@@ -241,8 +241,8 @@ class SourceManager:
                 self._begin(source)  # it is still there
                 raise
             dropped, reason = await self._drop_slot(source) if has_slot else (False, None)
-            self._count_past(source)
-            del self._found[database, name]
+            self._add_past_counters(source)
+            del self._sources[database, name]
             slot = source.config.slot if has_slot else None
             return {"removed": name, "slot": slot, "slotDropped": dropped, "reason": reason}
 
@@ -250,11 +250,11 @@ class SourceManager:
         """Has everything copied again, whatever there was."""
         async with self._lock:
             source = self.find(database, name)
-            await source.halt()
-            await source.states.settled()
+            await source.stop()
+            await source.states.wait_settled()
             try:
                 if source.states.progress.phase != "new":
-                    await source.states.lose("an operator asked for it", rescan=True)
+                    await source.states.mark_stale("an operator asked for it", rescan=True)
             finally:
                 self._begin(source)
             return source
@@ -278,15 +278,15 @@ class SourceManager:
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _planned(self, database: str, config: SourceConfig) -> dict[str, Collection]:
+    def _plan_collections(self, database: str, config: SourceConfig) -> dict[str, Collection]:
         """The collections, those that do not exist yet included; nobody else may write to them."""
         found: dict[str, Collection] = {}
         for mapped in config.tables:
-            known = self._book.writable(database, mapped.collection)
+            known = self._registry.writable(database, mapped.collection)
             if known is None:
-                wanted = mapped.partitions or self._book.partitions_for(mapped.collection)
-                known = self._book.planned(database, mapped.collection, wanted)
-                known.config = known.config.replaced(source=config.name)
+                wanted = mapped.partitions or self._registry.partitions_for(mapped.collection)
+                known = self._registry.plan(database, mapped.collection, wanted)
+                known.config = known.config.with_changes(source=config.name)
             elif known.config.source != config.name:
                 raise TailraceError(
                     "collection_exists", f"the collection {mapped.collection!r} belongs to somebody else"
@@ -298,9 +298,11 @@ class SourceManager:
             found[mapped.collection] = known
         return found
 
-    def _made(self, database: str, config: SourceConfig, collections: dict[str, Collection]) -> ManagedSource:
+    def _build(
+        self, database: str, config: SourceConfig, collections: dict[str, Collection]
+    ) -> ManagedSource:
         states = SourceLifecycle(
-            self._book,
+            self._registry,
             self._gateway,
             database,
             config,
@@ -309,7 +311,7 @@ class SourceManager:
             self._changed,
         )
         source = ManagedSource(database, config, states, SourceStatus(clock=self._context.clock))
-        self._found[database, config.name] = source
+        self._sources[database, config.name] = source
         return source
 
     def _changed(self, collection: Collection) -> None:
@@ -324,12 +326,14 @@ class SourceManager:
                 logger.error("the source %s does not begin: %s", source.config.name, refusal.message)
                 return
             with suppress(TailraceError):
-                await source.states.settled()
+                await source.states.wait_settled()
                 await source.states.raise_epoch()
                 if lost is not None and source.states.progress.phase != "new":
-                    await source.states.lose(lost, rescan=source.config.on_gap == "rescan")
+                    await source.states.mark_stale(lost, rescan=source.config.on_gap == "rescan")
             limits, audit = self._limits, self._gateway.audit
-            followed = SourceContext(self._book, source.states, source.config, source.status, limits, audit)
+            followed = SourceContext(
+                self._registry, source.states, source.config, source.status, limits, audit
+            )
             if source.config.kind == "postgres":
                 await PostgresConnector(followed).run()
             elif source.config.kind == "mongo":
@@ -346,7 +350,7 @@ class SourceManager:
         source.task.add_done_callback(ended)
 
     async def _restore(self, database: str, config: SourceConfig) -> None:
-        found = self._book.database(database)
+        found = self._registry.database(database)
         collections = {
             one.collection: found[one.collection] for one in config.tables if one.collection in found
         }
@@ -354,15 +358,15 @@ class SourceManager:
             logger.error("the source %s has lost a collection and does not start", config.name)
             return
         broken = any(one.state == "stale" for one in collections.values())  # as the book has found out
-        source = self._made(database, config, collections)
+        source = self._build(database, config, collections)
         source.states.apply()
         self._begin(source, "the view of a collection cannot be rebuilt" if broken else None)
 
-    def _count_past(self, source: ManagedSource) -> None:
-        self._past.update(source.states.counts)
-        self._past["repeats"] += source.states.repeats
-        self._past["restarts"] += source.status.restarts
-        self._past["gaps"] += source.status.gaps
+    def _add_past_counters(self, source: ManagedSource) -> None:
+        self._past_counters.update(source.states.counts)
+        self._past_counters["repeats"] += source.states.repeats
+        self._past_counters["restarts"] += source.status.restarts
+        self._past_counters["gaps"] += source.status.gaps
 
     def _streams(self) -> Iterator[Stream]:
         after = ""

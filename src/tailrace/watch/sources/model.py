@@ -259,7 +259,7 @@ class SourceStatus(msgspec.Struct, kw_only=True):
             return 0.0
         return max(0, self.clock.now_ns() - self.last_ns) / 1e9
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What is not known is null: the lag of a source that cannot be reached, or was not read yet."""
         is_measured = self.connected and (not self.behind or self.lag_changes > 0)
         is_timed = self.connected and (not self.behind or self.last_ns > 0)

@@ -139,7 +139,7 @@ class MongoConnection:
         if client is not None:
             client.close()
 
-    def explained(self, error: Exception) -> str | None:
+    def explain_error(self, error: Exception) -> str | None:
         if not type(error).__module__.startswith(("pymongo", "bson")):
             return None
         from pymongo.errors import OperationFailure
@@ -263,13 +263,13 @@ class MongoConnection:
                 raise GapError(f"{mapped.table} cannot be read on: {explain_error(error)}") from None
             raise
 
-    def leave(self, mapped: TableMapping) -> None:
+    def close_stream(self, mapped: TableMapping) -> None:
         """Reads no further in a log; another one may begin."""
         self._logs.pop(mapped.table).stream.close()
 
     # -- copying ---------------------------------------------------------------------------------------
 
-    def copy(self, mapped: TableMapping) -> None:
+    def begin_copy(self, mapped: TableMapping) -> None:
         """Begins to copy a collection as it is now."""
         batch = min(self._config.batch_changes, BATCH_EVENTS)
         self._copying = self._collection(mapped).find(batch_size=batch)
@@ -290,7 +290,7 @@ class MongoConnection:
                 break
         return found
 
-    def done(self) -> None:
+    def end_cursor(self) -> None:
         cursor, self._copying = self._copying, None
         self._rows = None
         if cursor is not None:
@@ -325,7 +325,7 @@ class MongoConnector(DatabaseConnector[TableMapping]):
         ingest, states = self._states.ingest(), self._states
         phase = ingest.progress.phase
         if phase == "stale" and not ingest.progress.rescan:
-            await self._hold(ingest.progress.reason)
+            await self._wait_for_operator(ingest.progress.reason)
         if phase in ("live", "loading"):
             await self._check(ingest)
         else:
@@ -337,7 +337,7 @@ class MongoConnector(DatabaseConnector[TableMapping]):
                 await self._load(ingest, ((one.collection, one) for one in copied))
                 until = await self._call(self._adapter.head)
             elif until is None:
-                self._worked()
+                self._reset_backoff()
             ended = await self._follow(ingest, until)
             if ended is not None:
                 copied = (ended,)
@@ -359,7 +359,7 @@ class MongoConnector(DatabaseConnector[TableMapping]):
             system=system, marks=marks, reason=None, rescan=False
         )
         if self._config.initial == "now" and progress.phase == "new":
-            await self._states.begin_now(ingest, known)
+            await self._states.begin_without_load(ingest, known)
         else:
             await self._states.begin_load(ingest, known)
 
@@ -407,10 +407,10 @@ class MongoConnector(DatabaseConnector[TableMapping]):
             mapped.collection, ingest.progress.position_in(mapped.collection), page.token, ended=True
         )
         if known.phase == "loading":
-            await ingest.note(known)  # nobody has been told anything yet
+            await ingest.commit_progress(known)  # nobody has been told anything yet
         else:
             await self._states.begin_load(ingest, known)
-        await self._call(self._adapter.leave, mapped)
+        await self._call(self._adapter.close_stream, mapped)
 
     # -- looking after it ------------------------------------------------------------------------------
 
@@ -427,7 +427,7 @@ class MongoConnector(DatabaseConnector[TableMapping]):
         if head < _newest(progress):
             raise GapError("the database is older than what was read from it")
         if progress.tokens != self._states.progress.tokens:
-            await ingest.note(progress)
+            await ingest.commit_progress(progress)
 
 
 def _newest(progress: SourceProgress) -> int:

@@ -130,7 +130,7 @@ class PostgresConnection:
         self._config = config
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
         self._types = TypeConverters({}, {}, ())
-        self._wanted: dict[str, TableTarget] = {}
+        self._collections: dict[str, TableTarget] = {}
         self._version = 0
         self._reading: ExitStack | None = None
         self._rows: Iterator[tuple[Any, ...]] | None = None
@@ -165,7 +165,7 @@ class PostgresConnection:
             self._reading = self._rows = None
             connection.close()
 
-    def explained(self, error: Exception) -> str | None:
+    def explain_error(self, error: Exception) -> str | None:
         if not type(error).__module__.startswith("psycopg"):
             return None
         return " ".join(str(error).split())[:500] or type(error).__name__
@@ -231,7 +231,7 @@ class PostgresConnection:
             tables = ", ".join(one.table for one in self._config.tables)
             raise SourceError(f'run: CREATE PUBLICATION "{publication}" FOR TABLE {tables}')
         found = {one.table: self._table(one, str(user)) for one in self._config.tables}
-        self._wanted = {name: TableTarget(one.mapped.collection, one.key) for name, one in found.items()}
+        self._collections = {name: TableTarget(one.mapped.collection, one.key) for name, one in found.items()}
         self._load_types()
         return found
 
@@ -312,7 +312,10 @@ class PostgresConnection:
         except BaseException:
             stack.close()
             raise
-        self._reading, self._decoder = stack, PostgresDecoder(self._wanted, self._types, self._load_types)
+        self._reading, self._decoder = (
+            stack,
+            PostgresDecoder(self._collections, self._types, self._load_types),
+        )
         self._seen, self._asked = 0, changes_max
 
     def page(self, changes_max: int, bytes_max: int) -> PostgresPage:
@@ -333,7 +336,7 @@ class PostgresConnection:
         """After the last page: nothing was left for the next time."""
         return self._seen < self._asked
 
-    def done(self) -> None:
+    def end_cursor(self) -> None:
         """Ends looking at the log, or copying."""
         stack, self._reading = self._reading, None
         self._rows = None
@@ -342,7 +345,7 @@ class PostgresConnection:
 
     # -- copying ---------------------------------------------------------------------------------------
 
-    def copy(self, table: PostgresTable) -> None:
+    def begin_copy(self, table: PostgresTable) -> None:
         """Begins to copy a table as it is now."""
         from psycopg import sql
 
@@ -432,10 +435,10 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
         if phase == "live":
             await self._check(ingest)
         elif phase == "stale" and not ingest.progress.rescan:
-            await self._hold(ingest.progress.reason)
+            await self._wait_for_operator(ingest.progress.reason)
         else:
             await self._begin(ingest)
-        self._worked()
+        self._reset_backoff()
         await self._follow(ingest, None)
 
     async def _begin(self, ingest: SourceIngest) -> None:
@@ -454,7 +457,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
                 making=False,
             )
             if self._config.initial == "now" and progress.phase == "new":
-                await states.begin_now(ingest, known)
+                await states.begin_without_load(ingest, known)
                 return
             await states.begin_load(ingest, known)
         else:
@@ -472,7 +475,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
             if progress.phase == "new" and not progress.making and not known:
                 raise SourceError(f"there is a slot {name} already: name another one, or drop it")
             await self._call(adapter.drop_slot)
-        await ingest.note(progress.replaced(making=True))
+        await ingest.commit_progress(progress.replaced(making=True))
         return await self._call(adapter.create_slot)
 
     # -- following -------------------------------------------------------------------------------------
@@ -486,7 +489,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
             pause_s = min(2 * pause_s, idle_s)
             if flushed != self._drained_at:
                 before = ingest.progress.position
-                drained = await self._round(ingest)
+                drained = await self._read_once(ingest)
                 self._drained_at = flushed if drained else -1
                 if ingest.progress.position != before:
                     pause_s = BUSY_S if drained else 0.0
@@ -494,11 +497,11 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
                 return
             if time.monotonic() - self._checked_s >= self._limits.watch_source_check_ms / 1000:
                 await self._check(ingest)
-                await self._let_go(ingest)
+                await self._advance_slot(ingest)
             self._status.caught_up(self._drained_at >= 0)
             await asyncio.sleep(pause_s)
 
-    async def _round(self, ingest: SourceIngest) -> bool:
+    async def _read_once(self, ingest: SourceIngest) -> bool:
         """Reads what the log has now; True if nothing was left."""
         adapter, end, size_bytes = self._adapter, 0, 0
         asked = self._peek_changes
@@ -517,7 +520,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
                 await self._pace(len(page.changes), page.size_bytes, began)
                 end, size_bytes = page.end, size_bytes + page.size_bytes
         finally:
-            await self._call(adapter.done)
+            await self._call(adapter.end_cursor)
         if end > self._status.confirmed:
             await self._call(adapter.advance, end)
             self._status.confirmed = end
@@ -558,7 +561,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
         if primary_keys(self._tables) != progress.keys:
             raise GapError("the key of a table has changed")
 
-    async def _let_go(self, ingest: SourceIngest) -> None:
+    async def _advance_slot(self, ingest: SourceIngest) -> None:
         """Lets the database throw away what has nothing to do with us, as it would otherwise keep it for us.
 
         Only up to the end of a record that was there at the last look: since then all of it has been read.

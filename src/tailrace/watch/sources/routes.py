@@ -33,7 +33,7 @@ class SourceRoutes:
         self._sources = sources
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def asked(self, raw: bytes) -> tuple[str, str] | None:
+    def match_path(self, raw: bytes) -> tuple[str, str] | None:
         """Database and what follows `sources`, if the path behind the prefix is one of ours."""
         path = stream_names.decode_name(raw)
         database, _, rest = ("", "", "") if path is None else path.partition("/")
@@ -48,7 +48,7 @@ class SourceRoutes:
         if not rest:
             if not reading:
                 raise responses.method_not_allowed("GET, HEAD, OPTIONS")
-            listed = [one.shown() for one in self._sources.listed(database)]
+            listed = [one.to_json() for one in self._sources.listed(database)]
             exchange.respond(200, _HEAD, orjson.dumps({"sources": listed}))
             return
         if verb == "resync":
@@ -59,7 +59,7 @@ class SourceRoutes:
             raise TailraceError("not_found", "there is nothing at this path")
         elif reading:
             found = self._sources.find(database, check_source_name(name))
-            exchange.respond(200, _HEAD, orjson.dumps(found.shown()))
+            exchange.respond(200, _HEAD, orjson.dumps(found.to_json()))
         elif method == b"PUT":
             given = document.load(exchange.body, BODY_BYTES)
             if isinstance(stream := given.get("stream"), str):
@@ -73,13 +73,13 @@ class SourceRoutes:
 
     async def _put(self, database: str, name: str, given: Json) -> tuple[int, Json]:
         source, is_new = await self._sources.put(database, name, given)
-        return 201 if is_new else 200, source.shown()
+        return 201 if is_new else 200, source.to_json()
 
     async def _remove(self, database: str, name: str, keep: bool) -> tuple[int, Json]:
         return 200, await self._sources.remove(database, name, keep_slot=keep)
 
     async def _resync(self, database: str, name: str) -> tuple[int, Json]:
-        return 202, (await self._sources.resync(database, name)).shown()
+        return 202, (await self._sources.resync(database, name)).to_json()
 
     def _spawn(self, exchange: Exchange, work: Coroutine[None, None, tuple[int, Json]]) -> None:
         async def run() -> None:

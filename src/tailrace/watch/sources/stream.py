@@ -79,7 +79,7 @@ class OriginStream(Protocol):
     def gone(self) -> bool: ...
     def offset(self, entry: int) -> str: ...
     async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]: ...
-    async def news(self) -> None:
+    async def wait_for_entries(self) -> None:
         """Returns when there may be more than before."""
         ...
 
@@ -106,7 +106,7 @@ class LocalOriginStream:
     def __init__(self, log: Log, stream: Stream) -> None:
         self._log = log
         self._stream = stream
-        self._news = asyncio.Event()
+        self._published = asyncio.Event()
         self.incarnation = f"{stream.number}"
         self.offset = stream.offset
         stream.readers = [*(stream.readers or ()), self]
@@ -124,16 +124,16 @@ class LocalOriginStream:
         return self._stream.removed or self._stream.gone
 
     def on_published(self, stream: Stream) -> None:
-        self._news.set()
+        self._published.set()
 
     async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]:
         page = await self._log.reader.read_labelled(self._stream, after, bytes_max, entries_max)
         assert page.labels is not None
         return [OriginEntry(*row) for row in zip(page.entries(), page.parts, page.labels.times, strict=True)]
 
-    async def news(self) -> None:
-        await self._news.wait()
-        self._news.clear()
+    async def wait_for_entries(self) -> None:
+        await self._published.wait()
+        self._published.clear()
 
     def close(self) -> None:
         others = [one for one in self._stream.readers or () if one is not self]
@@ -145,7 +145,7 @@ class StreamConnector(SourceRunner):
 
     def __init__(self, followed: SourceContext, elsewhere: OpenRemoteOrigin | None = None) -> None:
         super().__init__(followed)
-        self._log = self._book.log
+        self._log = self._registry.log
         self._types = {one.table: one.collection for one in self._config.tables}
         self._elsewhere = elsewhere
         self._mentioned: dict[str, SeenKeys] | None = None
@@ -173,7 +173,7 @@ class StreamConnector(SourceRunner):
         if progress.phase in ("live", "loading") and progress.system != incarnation:
             raise GapError("it is another stream")
         if progress.phase == "stale" and not progress.rescan:
-            await self._hold(progress.reason)
+            await self._wait_for_operator(progress.reason)
         goal: int | None = None
         if progress.phase in ("new", "stale"):
             position = SourcePosition(origin.earliest, 0, -1)
@@ -197,11 +197,11 @@ class StreamConnector(SourceRunner):
                 self._status.lag_changes = origin.visible - at
                 at = await self._page(origin, ingest, at, goal)
                 continue
-            self._worked()
+            self._reset_backoff()
             self._status.caught_up(True)
             if origin.gone:
                 raise SourceError(f"the stream {self._config.stream!r} was deleted")
-            await origin.news()
+            await origin.wait_for_entries()
 
     async def _page(self, origin: OriginStream, ingest: SourceIngest, at: int, goal: int | None) -> int:
         if origin.earliest > at:
@@ -258,7 +258,7 @@ class StreamConnector(SourceRunner):
             return  # the copy is one snapshot itself
         elif control == "snapshot-start":
             self._remember_mentioned()
-            await ingest.note(ingest.progress.replaced(lsn=seq, ordinal=0, index=-1, again=seq))
+            await ingest.commit_progress(ingest.progress.replaced(lsn=seq, ordinal=0, index=-1, again=seq))
         elif control == "snapshot-end" and self._mentioned is not None:
             await self._remove_others(ingest, seq)
 
@@ -275,8 +275,8 @@ class StreamConnector(SourceRunner):
 
     async def _remove_others(self, ingest: SourceIngest, seq: int) -> None:
         if self._mentioned is not None:
-            ingest.move_to(seq)
+            ingest.set_position(seq)
             for collection, seen in self._mentioned.items():
                 await self._remove_unseen(ingest, self._states.collections[collection], seen)
         self._forget_mentioned()
-        await ingest.note(ingest.progress.replaced(again=0))
+        await ingest.commit_progress(ingest.progress.replaced(again=0))
