@@ -1,4 +1,4 @@
-"""The sources of a server: which there are, and the one at work for each."""
+"""The sources of a server: configuration, start and stop of their connectors, status and metrics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 import orjson
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import split_list
 from tailrace.common.timestamps import format_rfc3339
@@ -45,7 +46,7 @@ Json = dict[str, Any]
 
 
 class ManagedSource:
-    """One source, and whoever works for it."""
+    """One source and its connector task."""
 
     def __init__(
         self, database: str, config: SourceConfig, states: SourceLifecycle, status: SourceStatus
@@ -60,7 +61,7 @@ class ManagedSource:
         task, self.task = self.task, None
         if task is not None:
             task.cancel()
-            # A database that does not answer must not keep us: its thread ends when the connection does.
+            # Do not wait for a database that does not respond: its thread ends with the connection.
             await asyncio.wait([task], timeout=HALT_S_MAX)
 
     def to_json(self) -> Json:
@@ -78,7 +79,7 @@ class ManagedSource:
 
 
 class SourceManager:
-    """Owned by the loop thread."""
+    """All sources of the process. Owned by the loop thread."""
 
     def __init__(self, context: Context, registry: CollectionRegistry, gateway: Gateway) -> None:
         self._context = context
@@ -91,24 +92,24 @@ class SourceManager:
             split_list(settings.source_variables), split_list(settings.source_directories)
         )
         self._sources: dict[tuple[str, str], ManagedSource] = {}
-        self._lock = asyncio.Lock()  # one thing at a time is changed about sources
-        # Told when the state of a collection is another one.
+        self._lock = asyncio.Lock()  # serializes changes of sources
+        # Called when the state of a collection has changed.
         self.on_changed: Callable[[Collection], None] = lambda _: None
-        self._past_counters: Counter[str] = Counter()  # of those that are no more
-        self.elsewhere: OpenRemoteOrigin | None = None  # where there are other workers
+        self._past_counters: Counter[str] = Counter()  # of removed sources
+        self.elsewhere: OpenRemoteOrigin | None = None  # opens streams of other workers
         registry.follows = lambda collection: self._owner(collection) is not None
         gateway.objectives.lag_ms = self._lag_ms
         gateway.objectives.lag_changes = self._lag_changes
 
-    # -- beginning and end -----------------------------------------------------------------------------
+    # -- start and stop --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """After the book: the collections are known."""
+        """Load and start all sources; the collection registry must have started."""
         for stream in self._streams():
             database = stream.name.removeprefix(names.COLLECTIONS_PREFIX)
             for config in (await self._load(stream)).values():
                 await self._restore(database, config)
-        # A source that was removed has left collections behind that nobody keeps true any more.
+        # Collections of removed sources are no longer updated.
         for collection in self._registry.collections():
             if collection.config.source != NATIVE and self._owner(collection) is None:
                 collection.state = "stale"
@@ -119,7 +120,7 @@ class SourceManager:
                 source.task.cancel()
 
     def connect(self, telemetry: ServerMetrics) -> None:
-        """Metrics are read where they are counted, when somebody asks."""
+        """Register metrics, which are read on scrape."""
         telemetry.watch_sources.each = self._by_phase
         telemetry.watch_source_changes.each = self._by_op
         telemetry.watch_source_repeats.read = lambda: self._sum("repeats")
@@ -163,7 +164,7 @@ class SourceManager:
         self._registry.database(database)
         found = self._sources.get((database, name))
         if found is None:
-            raise TailraceError("not_found", f"there is no source {name!r}")
+            raise TailraceError("not_found", f"source {name!r} not found")
         return found
 
     def _owner(self, collection: Collection) -> ManagedSource | None:
@@ -173,7 +174,7 @@ class SourceManager:
     # -- changing --------------------------------------------------------------------------------------
 
     async def put(self, database: str, name: str, given: Json) -> tuple[ManagedSource, bool]:
-        """Makes a source, or changes what can be changed about it; True if it is new."""
+        """Create or change a source; True if it is new."""
         config = read_source_config(database, name, given)
         self._secrets.check(config.dsn)
         _check_driver(config.kind)
@@ -184,7 +185,7 @@ class SourceManager:
                 return await self._change(known, config), False
             if len(self._sources) >= self._limits.watch_sources:
                 raise TailraceError(
-                    "overloaded", f"a server has at most {self._limits.watch_sources} sources"
+                    "overloaded", f"a server may have at most {self._limits.watch_sources} sources"
                 )
             collections = self._plan_collections(database, config)
             now_ns = self._context.clock.now_ns()
@@ -193,7 +194,7 @@ class SourceManager:
             entries += [encode_config_entry(one.name, one.config, "insert", now_ns) for one in fresh]
             settled = self._submit(database, entries, now_ns, [(progress_fact(database, name), None)])
             for collection in fresh:
-                self._registry.add(collection)  # from here on nobody else can make it
+                self._registry.add(collection)  # reserves the name
             try:
                 await settled
             except TailraceError:
@@ -213,7 +214,7 @@ class SourceManager:
         if config.identity() != source.config.identity():
             raise TailraceError(
                 "conflict",
-                "kind, place, collections and numeric of a source cannot change: remove it first",
+                "kind, place, collections and numeric of a source cannot change, remove it first",
             )
         if config == source.config:
             return source
@@ -226,7 +227,7 @@ class SourceManager:
         return changed
 
     async def remove(self, database: str, name: str, *, keep_slot: bool) -> Json:
-        """Ends it, and gives back what the database keeps for it. Its documents stay, not to be written."""
+        """Remove a source and its replication slot; its documents stay, read-only."""
         async with self._lock:
             source = self.find(database, name)
             await source.stop()
@@ -238,7 +239,7 @@ class SourceManager:
                 entry = encode_source_entry(source.config, "delete", now_ns)
                 await self._submit(database, [entry], now_ns, [(progress_fact(database, name), None)])
             except TailraceError:
-                self._begin(source)  # it is still there
+                self._begin(source)  # not removed
                 raise
             dropped, reason = await self._drop_slot(source) if has_slot else (False, None)
             self._add_past_counters(source)
@@ -247,14 +248,14 @@ class SourceManager:
             return {"removed": name, "slot": slot, "slotDropped": dropped, "reason": reason}
 
     async def resync(self, database: str, name: str) -> ManagedSource:
-        """Has everything copied again, whatever there was."""
+        """Copy everything again."""
         async with self._lock:
             source = self.find(database, name)
             await source.stop()
             await source.states.wait_settled()
             try:
                 if source.states.progress.phase != "new":
-                    await source.states.mark_stale("an operator asked for it", rescan=True)
+                    await source.states.mark_stale("resync was requested", rescan=True)
             finally:
                 self._begin(source)
             return source
@@ -270,26 +271,27 @@ class SourceManager:
         try:
             async with asyncio.timeout(DROP_S_MAX):
                 await thread.call(drop)
-        except Exception as error:  # noqa: BLE001 - told to whoever asked
-            return False, " ".join(str(error).split())[:500] or "the database does not answer"
+        except Exception as error:  # noqa: BLE001 - returned to the client
+            return False, " ".join(str(error).split())[:500] or "the database does not respond"
         finally:
             thread.finish(adapter.close)
         return True, None
 
-    # -- inside ----------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------
 
     def _plan_collections(self, database: str, config: SourceConfig) -> dict[str, Collection]:
-        """The collections, those that do not exist yet included; nobody else may write to them."""
+        """The collections of a source, including new ones; they have no other writer."""
         found: dict[str, Collection] = {}
         for mapped in config.tables:
             known = self._registry.writable(database, mapped.collection)
             if known is None:
-                wanted = mapped.partitions or self._registry.partitions_for(mapped.collection)
-                known = self._registry.plan(database, mapped.collection, wanted)
+                partitions = mapped.partitions or self._registry.partitions_for(mapped.collection)
+                known = self._registry.plan(database, mapped.collection, partitions)
                 known.config = known.config.with_changes(source=config.name)
             elif known.config.source != config.name:
                 raise TailraceError(
-                    "collection_exists", f"the collection {mapped.collection!r} belongs to somebody else"
+                    "collection_exists",
+                    f"collection {mapped.collection!r} belongs to another source or to clients",
                 )
             elif mapped.partitions not in (None, known.config.partitions):
                 raise TailraceError(
@@ -320,10 +322,12 @@ class SourceManager:
     def _begin(self, source: ManagedSource, lost: str | None = None) -> None:
         async def work() -> None:
             try:
-                self._secrets.check(source.config.dsn)  # it may be from a time of other settings
-            except TailraceError as refusal:
-                source.status.error = refusal.message
-                logger.error("the source %s does not begin: %s", source.config.name, refusal.message)
+                self._secrets.check(source.config.dsn)  # the settings may have changed since
+            except TailraceError as error:
+                source.status.error = error.message
+                logger.error(
+                    "cannot start source", extra=log_fields(source=source.config.name, error=error.message)
+                )
                 return
             with suppress(TailraceError):
                 await source.states.wait_settled()
@@ -343,8 +347,8 @@ class SourceManager:
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                source.status.error = f"a defect: {type(error).__name__}"
-                logger.error("the source %s has ended", source.config.name, exc_info=error)
+                source.status.error = f"internal error: {type(error).__name__}"
+                logger.error("source failed", extra=log_fields(source=source.config.name), exc_info=error)
 
         source.task = self._context.loop.create_task(work())
         source.task.add_done_callback(ended)
@@ -355,9 +359,12 @@ class SourceManager:
             one.collection: found[one.collection] for one in config.tables if one.collection in found
         }
         if len(collections) < len(config.tables):
-            logger.error("the source %s has lost a collection and does not start", config.name)
+            logger.error(
+                "cannot start source, a collection is missing",
+                extra=log_fields(database=database, source=config.name),
+            )
             return
-        broken = any(one.state == "stale" for one in collections.values())  # as the book has found out
+        broken = any(one.state == "stale" for one in collections.values())  # set when the registry started
         source = self._build(database, config, collections)
         source.states.apply()
         self._begin(source, "the view of a collection cannot be rebuilt" if broken else None)
@@ -375,7 +382,7 @@ class SourceManager:
             after = page[-1].name
 
     async def _load(self, stream: Stream) -> dict[str, SourceConfig]:
-        """The sources of a database, the last word on each."""
+        """The latest configuration of each source of a database."""
         database = stream.name.removeprefix(names.COLLECTIONS_PREFIX)
         found: dict[str, SourceConfig] = {}
         position = stream.earliest

@@ -1,14 +1,7 @@
 """The stream source: documents from `state-protocol` records of a stream in this or another worker.
 
-A stream with the profile `state-protocol` as a source: its records as changes of documents.
-
-The stream that a source reads, wherever it lives: in this log, or in that of another worker.
-
-A stream of this server as a source: its `state-protocol` records become documents.
-
-The stream keeps its own history, so copying it is reading it from its first entry. Documents that are not
-mentioned between the beginning and the end of a copy, or of a snapshot that the stream itself announces, are
-gone.
+The stream has its own history, so a copy reads it from its first entry. Documents that are not mentioned
+during a copy, or during a snapshot that the stream announces, are deleted.
 """
 
 from __future__ import annotations
@@ -29,21 +22,21 @@ from tailrace.watch.sources.postgres_decoder import dump_row, parse_json_value
 
 
 class StateRecord(NamedTuple):
-    """What one record says: about a row of a type, or about the stream."""
+    """One record: a row of a type, or a control of the stream."""
 
     control: str | None
     type: str = ""
     key: str = ""
-    data: bytes | None = None  # None: it was deleted
+    data: bytes | None = None  # None: deleted
     txn: str | None = None
     time: str | None = None
 
 
 def read_state_record(raw: bytes | memoryview) -> StateRecord | None:
-    """None for what is not of the protocol: it is older than the stream's profile."""
+    """Parse a record; None for entries from before the stream got the profile."""
     record = parse_json_value(bytes(raw).decode())
     if isinstance(record, str):
-        raise SourceError("a record is nested deeper than a document can be")
+        raise SourceError("a record is nested too deep for a document")
     headers = cast("dict[str, Any]", record).get("headers") if isinstance(record, dict) else None
     if not isinstance(headers, dict):
         return None
@@ -67,7 +60,7 @@ class OriginEntry(NamedTuple):
 
 
 class OriginStream(Protocol):
-    """What it says of itself is true of now, or of the last page or news."""
+    """The stream that a source reads; of a remote stream, properties are as of the last response."""
 
     @property
     def incarnation(self) -> str: ...
@@ -80,28 +73,28 @@ class OriginStream(Protocol):
     def offset(self, entry: int) -> str: ...
     async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]: ...
     async def wait_for_entries(self) -> None:
-        """Returns when there may be more than before."""
+        """Returns when there may be new entries."""
         ...
 
     def close(self) -> None: ...
 
 
-OpenRemoteOrigin = Callable[[str], Awaitable[OriginStream]]  # finds a stream that is not in this log
+OpenRemoteOrigin = Callable[[str], Awaitable[OriginStream]]  # opens a stream of another worker
 
 
 def find_origin_stream(log: Log, name: str) -> Stream:
-    """The stream, if it can be one that documents come from."""
+    """The stream, if it can be a source."""
     stream = log.find(name)
     if stream is None or stream.gone or stream.visible < 0:
-        raise SourceError(f"there is no stream {name!r}")
+        raise SourceError(f"stream {name!r} not found")
     profile = read_profile((stream.visible_documents or {}).get(PROFILE_DOCUMENT))
     if not isinstance(profile, StateProtocolProfile):
-        raise SourceError(f"the stream {name!r} has not the profile state-protocol")
+        raise SourceError(f"stream {name!r} must have the profile state-protocol")
     return stream
 
 
 class LocalOriginStream:
-    """One of this log. It is read like by any live reader until it is closed."""
+    """A stream of this log, followed until it is closed."""
 
     def __init__(self, log: Log, stream: Stream) -> None:
         self._log = log
@@ -141,7 +134,7 @@ class LocalOriginStream:
 
 
 class StreamConnector(SourceRunner):
-    """Runs one source of the kind `stream`."""
+    """Runs one source of kind `stream`."""
 
     def __init__(self, followed: SourceContext, elsewhere: OpenRemoteOrigin | None = None) -> None:
         super().__init__(followed)
@@ -171,7 +164,7 @@ class StreamConnector(SourceRunner):
         ingest.offset = origin.offset
         progress, incarnation = ingest.progress, origin.incarnation
         if progress.phase in ("live", "loading") and progress.system != incarnation:
-            raise GapError("it is another stream")
+            raise GapError("the stream was deleted and created again")
         if progress.phase == "stale" and not progress.rescan:
             await self._wait_for_operator(progress.reason)
         goal: int | None = None
@@ -200,17 +193,17 @@ class StreamConnector(SourceRunner):
             self._reset_backoff()
             self._status.caught_up(True)
             if origin.gone:
-                raise SourceError(f"the stream {self._config.stream!r} was deleted")
+                raise SourceError(f"stream {self._config.stream!r} was deleted")
             await origin.wait_for_entries()
 
     async def _page(self, origin: OriginStream, ingest: SourceIngest, at: int, goal: int | None) -> int:
         if origin.earliest > at:
-            raise GapError("the stream does not reach back to where it was read")
+            raise GapError("the stream no longer has the entries after the position of the source")
         config = self._config
         changes: list[SourceChange] = []
         for seq, raw, time_ns in await origin.page(at, config.batch_bytes, config.batch_changes):
             if goal is not None and seq > goal:
-                break  # the copy ends before it
+                break  # after the end of the copy
             at = seq
             record = read_state_record(raw)
             if record is None:
@@ -244,7 +237,7 @@ class StreamConnector(SourceRunner):
     ) -> None:
         unfinished = control == "snapshot-end" and ingest.progress.again
         if seq <= ingest.progress.lsn and not unfinished:
-            return  # done before; it is read again for the keys behind it
+            return  # done before; read again for the keys after it
         if control == "reset":
             if not loading:
                 await self._states.reset(ingest)
@@ -255,14 +248,14 @@ class StreamConnector(SourceRunner):
             if not loading:
                 await self._states.end_load(ingest)
         elif loading:
-            return  # the copy is one snapshot itself
+            return  # the copy itself is a snapshot
         elif control == "snapshot-start":
             self._remember_mentioned()
             await ingest.commit_progress(ingest.progress.replaced(lsn=seq, ordinal=0, index=-1, again=seq))
         elif control == "snapshot-end" and self._mentioned is not None:
             await self._remove_others(ingest, seq)
 
-    # -- what was mentioned ----------------------------------------------------------------------------
+    # -- mentioned keys -------------------------------------------------------------------------------
 
     def _remember_mentioned(self) -> None:
         self._forget_mentioned()
