@@ -1,10 +1,7 @@
-"""HTTP routes of collections: create, configure, list, delete, status.
+"""HTTP routes of databases and collections: create, configure, list, delete, and status.
 
-`/v1/databases/{db}` and its collections: making, setting, looking at and deleting them.
-
-`/v1/databases` and `/v1/databases/{db}/collections`: what there is, page by page.
-
-`/v1/databases/{db}/status`: how each collection does, what was promised, and why it is as it is.
+`/v1/databases/{db}[/collections/...]` configure, `/v1/databases` and `/v1/databases/{db}/collections` list in
+pages, `/v1/databases/{db}/status` shows states and service objectives.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ class CollectionRoutes:
         self._registry = registry
         self._access = access
         self._log = context.log
-        # Told when the rules of a collection have changed, and when one was deleted.
+        # Called when the rules of a collection have changed, and when one was deleted.
         self.on_rules: Callable[[Collection], None] | None = None
         self.on_removed: Callable[[Collection], None] | None = None
 
@@ -108,12 +105,12 @@ class CollectionRoutes:
     def _existing(self, database: str, name: str) -> Collection:
         collection = self._registry.find(database, names.check_collection(name))
         if collection is None or not collection.durable:
-            raise TailraceError("not_found", f"there is no collection {name!r}")
+            raise TailraceError("not_found", f"collection {name!r} not found")
         return collection
 
     def _remove(self, exchange: Exchange, collection: Collection) -> None:
         if self._registry.follows(collection):
-            raise TailraceError("conflict", "the collection follows a source, which has to be removed first")
+            raise TailraceError("conflict", "the collection follows a source, remove the source first")
 
         def answer(error: TailraceError | None) -> None:
             if error is not None:
@@ -139,7 +136,7 @@ class CollectionRoutes:
             collection = self._registry.plan(database, name, wanted)
             config = collection.config.with_changes(**changed)
             ruled = config.read_rule is not None or config.write_rule is not None
-            collection.config = config.with_changes(rule_version=int(ruled))  # holds for what comes behind it
+            collection.config = config.with_changes(rule_version=int(ruled))  # applies to later writes
             self._write(exchange, collection, collection.config, is_new=True)
             self._registry.add(collection)
             return
@@ -157,20 +154,22 @@ class CollectionRoutes:
         self._write(exchange, collection, after, is_new=False)
 
     def _read_changes(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the request sets, checked, by the names of the configuration."""
+        """The validated changes of a request, by the fields of the configuration."""
         if given.get("source", NATIVE) != NATIVE:
-            raise TailraceError("invalid_request", "a collection with a source is made by that source")
+            raise TailraceError("invalid_request", "a collection with a source is created by that source")
         if given.get("view", "full") != "full":
-            raise TailraceError("before_image_required", "changes need the document before: view is full")
+            raise TailraceError(
+                "before_image_required", "view must be full: changes need the document before"
+            )
         changed: dict[str, Any] = {}
         if "storeBefore" in given:
             if not isinstance(given["storeBefore"], bool):
-                raise TailraceError("invalid_request", "storeBefore is true or false")
+                raise TailraceError("invalid_request", "storeBefore must be true or false")
             changed["store_before"] = given["storeBefore"]
         for key, field in _RULES.items():
             rule = given.get(key)
             if rule is not None and not isinstance(rule, str):
-                raise TailraceError("invalid_request", f"{key} is a text, or null for none")
+                raise TailraceError("invalid_request", f"{key} must be a string, or null for none")
             if rule is not None:
                 self._access.rule(rule, key)
             if key in given:
@@ -187,7 +186,7 @@ class CollectionRoutes:
     def _write(
         self, exchange: Exchange, collection: Collection, planned: CollectionConfig, *, is_new: bool
     ) -> None:
-        """Each request is decided on what the one before it decided, and takes effect in the same order."""
+        """Each request builds on the pending result of the previous one; effects keep that order."""
 
         def answer(_: Transaction, error: TailraceError | None) -> None:
             if collection.pending is planned:
@@ -213,7 +212,7 @@ class CollectionRoutes:
     # -- showing ---------------------------------------------------------------------------------------
 
     def _respond_settled(self, exchange: Exchange, collection: Collection) -> None:
-        """Nothing is to be changed; what that rests on may have to become durable first."""
+        """Nothing changes: respond when the pending configuration is durable."""
         newest = self._log.committer.newest
         if newest is None or (collection.pending is None and collection.durable):
             self._respond(exchange, 200, collection)
@@ -253,7 +252,7 @@ def _partitions(given: dict[str, Any]) -> int | None:
     if partitions is None:
         return None
     if type(partitions) is not int or not 1 <= partitions <= names.PARTITIONS_MAX:
-        raise TailraceError("invalid_request", f"partitions is a number from 1 to {names.PARTITIONS_MAX}")
+        raise TailraceError("invalid_request", f"partitions must be 1 to {names.PARTITIONS_MAX}")
     return partitions
 
 
@@ -263,20 +262,23 @@ def _replicated(given: object) -> ReplicationConfig | None:
     held = cast("dict[str, Any]", given) if isinstance(given, dict) else {"": 0}
     fields: object = held.get("tombstoneFields")
     if set(held) != {"tombstoneFields"} or not isinstance(fields, dict):
-        raise TailraceError("invalid_request", "replication has tombstoneFields, an object, or is null")
-    # They are sent as fields of a document, so they have to be what one could have.
+        raise TailraceError(
+            "invalid_request", "replication must be null or an object with tombstoneFields, an object"
+        )
+    # Sent as fields of a document, so the same rules apply.
     return ReplicationConfig(tombstone_fields=document.check_fields(cast("dict[str, Any]", fields), ""))
 
 
 def _slo(given: object) -> Slo | None:
-    """Targets of the collection's own; null takes the server's."""
+    """Objectives of the collection; null: the server's defaults."""
     if given is None:
         return None
     known = {"deliveryMs", "resumeRatio", "lagMs", "bloomRatio"}
     members = cast("dict[str, Any]", given) if isinstance(given, dict) else {"": 0}
     if not set(members) <= known:
         raise TailraceError(
-            "invalid_request", "slo has deliveryMs, resumeRatio, lagMs and bloomRatio, or is null"
+            "invalid_request",
+            "slo must be null or an object of deliveryMs, resumeRatio, lagMs and bloomRatio",
         )
     try:
         slo = msgspec.convert(members, Slo)
@@ -285,7 +287,9 @@ def _slo(given: object) -> Slo | None:
     times = [value for value in (slo.delivery_ms, slo.lag_ms) if value is not None]
     ratios = [value for value in (slo.resume_ratio, slo.bloom_ratio) if value is not None]
     if any(value < 1 for value in times) or not all(0 < value <= 1 for value in ratios):
-        raise TailraceError("invalid_request", "slo: times are 1 ms or more, ratios above 0 and up to 1")
+        raise TailraceError(
+            "invalid_request", "slo: times must be at least 1 ms, ratios above 0 and at most 1"
+        )
     return slo
 
 
@@ -298,7 +302,7 @@ class DatabaseListingRoutes:
         self._registry = registry
 
     def databases(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
-        """Those that the caller could name; of the others it is not even said that they exist."""
+        """List the databases that the caller may access; others are not revealed."""
         _check_method(method)
         authorise(identity, Action.LIST_DATABASES)
         found = visible_databases(identity, self._registry.databases)
@@ -316,7 +320,7 @@ class DatabaseListingRoutes:
         exchange.respond(200, head, orjson.dumps(rows))
 
     def _made(self, database: str) -> dict[str, Collection]:
-        """Its collections, without those whose making is not durable yet."""
+        """The collections whose creation is durable."""
         return {name: one for name, one in self._registry.databases[database].items() if one.durable}
 
     def _page(self, exchange: Exchange, path: str, names: list[str]) -> tuple[list[str], bytes]:

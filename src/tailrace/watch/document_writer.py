@@ -1,10 +1,7 @@
 """Document writes: conditions, idempotency keys, and one committed record per request.
 
-One write to a document: as it is asked for, decided and answered.
-
-A request that comes again under its idempotency key: is it the same one, and what was its answer?
-
-Writing documents: decided one after the other against planned state, one record for each request.
+Writes are decided one after the other against planned state, which may not be durable yet. A request that is
+repeated under its idempotency key gets the result of the first one.
 """
 
 from __future__ import annotations
@@ -38,13 +35,12 @@ from tailrace.watch.document import (
 from tailrace.watch.document_view import WriteRow
 from tailrace.watch.names import DocumentPath
 
-# Asked when the write's turn has come, with the document as it is then: a result settles the write, None lets
-# it go on.
+# Called when the write is decided, with the current document: a result completes the write, None continues.
 WriteDecider = Callable[[Collection, "DocumentState | None"], "WriteResult | None"]
 
 
 class DocumentWrite(NamedTuple):
-    """One write as it was asked for."""
+    """One requested write."""
 
     op: Literal["put", "patch", "delete"]
     path: DocumentPath
@@ -53,11 +49,11 @@ class DocumentWrite(NamedTuple):
     if_present: bool = False
     if_absent: bool = False
     decider: WriteDecider | None = None
-    creates_tombstone: bool = False  # a delete of what never was leaves a tombstone with `data`
+    creates_tombstone: bool = False  # a delete of a missing document creates a tombstone with `data`
 
 
 class WriteResult(msgspec.Struct):
-    """What became of one write."""
+    """The outcome of one write."""
 
     path: str
     status: int
@@ -75,7 +71,7 @@ class WriteResult(msgspec.Struct):
 
 
 class DocumentState(NamedTuple):
-    """A document as the next decision sees it: perhaps not durable yet."""
+    """A document including planned writes, possibly not durable yet."""
 
     version: int
     created_ms: int
@@ -85,34 +81,34 @@ class DocumentState(NamedTuple):
 
 
 _STATUSES: Final = {"insert": 201, "delete": 204}
-# What the log says of a change, by what was asked for.
+# Operation in the log by requested operation.
 _OPS: Final = {"put": ("insert", "replace"), "patch": ("update",), "delete": ("delete",)}
 
 
 def idempotency_conflict() -> TailraceError:
-    """Whoever gets the answer of another request would take its own write for made."""
+    """A client with the result of another request would assume that its own write was made."""
     return TailraceError("conflict", "this Idempotency-Key was used for another request")
 
 
 def write_digest(write: DocumentWrite) -> str:
-    """The same for the same content, however it was spelled; empty if there is none."""
+    """A hash of the parsed content; empty if there is none."""
     if write.data is None:
         return ""
     try:
         content = orjson.dumps(write.data, option=orjson.OPT_SORT_KEYS)
     except TypeError:
-        raise TailraceError("invalid_json", "the document holds text that is not Unicode") from None
+        raise TailraceError("invalid_json", "the document has strings that are not valid Unicode") from None
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def is_same_request(writes: Sequence[DocumentWrite], others: Sequence[DocumentWrite]) -> bool:
-    """Whether both write the same to the same documents, in the same way."""
+    """Whether both requests have the same writes."""
     asked, known = ([(one.op, one.path, write_digest(one)) for one in some] for some in (writes, others))
     return asked == known
 
 
 def repeated_results(writes: Sequence[DocumentWrite], made: Sequence[WriteRow]) -> list[WriteResult]:
-    """The results of the first time, write by write. Only what changed something is in the log."""
+    """The results of the first request; only effective writes are in the log."""
     rows, results = list(reversed(made)), list[WriteResult]()
     for write in writes:
         path = f"{write.path.collection}/{write.path.id}"
@@ -122,7 +118,9 @@ def repeated_results(writes: Sequence[DocumentWrite], made: Sequence[WriteRow]) 
                 raise idempotency_conflict()
             results.append(WriteResult(path, _STATUSES.get(row.op, 200), row.version, row.at_ms))
         else:
-            refusal = TailraceError("conflict", "this write changed nothing when the request came first")
+            refusal = TailraceError(
+                "conflict", "this write had no effect in the first request with this Idempotency-Key"
+            )
             results.append(WriteResult(path, refusal.status, error=refusal))
     if rows:
         raise idempotency_conflict()
@@ -136,23 +134,23 @@ WriteCallback = Callable[[list[WriteResult], TailraceError | None], None]
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """A document as it should be, with the number of the change that the view has of it now."""
+    """The correct state of a document, and the seq that the view has of it."""
 
     id: str
     seen: int | None
     version: int
     created_ms: int
     deleted: bool
-    data: Document  # of a tombstone: the last there was
+    data: Document  # of a tombstone: the last data
 
 
-# Asked before each write, with collection, method, and the flat document before and after; raises if the
-# rules say no.
+# Called before each write with collection, method, and the flat document before and after; raises if the
+# rules deny it.
 WriteCheck = Callable[[Collection, str, Document | None, Document | None], None]
 
 
 class _WritePlan:
-    """A request's writes as far as they are decided. Nothing outside knows of it until it is submitted."""
+    """The decided writes of a request, not submitted yet."""
 
     def __init__(self, now_ns: int, txn_id: str, write_id: str | None) -> None:
         self.now_ns = now_ns
@@ -165,7 +163,7 @@ class _WritePlan:
 
 
 class _SubmittedWrites(msgspec.Struct, eq=False):
-    """Who is told when the record is durable."""
+    """The callbacks of a submitted record."""
 
     writes: Sequence[DocumentWrite]
     results: list[WriteResult]
@@ -173,11 +171,11 @@ class _SubmittedWrites(msgspec.Struct, eq=False):
     remembered: tuple[Collection, str] | None = None
     repeats: list[WriteCallback] = msgspec.field(
         default_factory=list[WriteCallback]
-    )  # those that came meanwhile
+    )  # repeats that arrived meanwhile
 
 
 class DocumentWriter:
-    """The sequencer of all native collections. Owned by the loop thread."""
+    """Sequences the writes of all native collections. Owned by the loop thread."""
 
     def __init__(self, registry: CollectionRegistry, *, document_bytes: int) -> None:
         self._registry = registry
@@ -189,14 +187,14 @@ class DocumentWriter:
         self._count = 0
 
     def on_applied(self, collection: Collection, change: Change) -> None:
-        """A change is durable: the view has it from now on."""
+        """A change is durable and in the view: drop its planned state."""
         key = (collection, change.entry.documentKey)
         planned = self._planned.get(key)
         if planned is not None and planned.version <= change.entry.version:
             del self._planned[key]
 
     def forget(self, collection: Collection) -> None:
-        """The collection was deleted: what was planned for it has happened, and is gone with it."""
+        """The collection was deleted: drop its planned state."""
         self._planned = {key: state for key, state in self._planned.items() if key[0] is not collection}
 
     def write(
@@ -209,7 +207,7 @@ class DocumentWriter:
         atomic: bool = False,
         write_id: str | None = None,
     ) -> None:
-        """Decides and submits; `answer` comes when what it says is durable."""
+        """Decide and submit writes; `answer` is called when the result is durable."""
         self._forget_failed()
         self._registry.database(database)
         if write_id is not None and self._answer_repeat(database, writes, write_id, answer):
@@ -231,7 +229,7 @@ class DocumentWriter:
     def apply_corrections(
         self, collection: Collection, corrections: Sequence[Correction], name: str, answer: WriteCallback
     ) -> None:
-        """Writes down how documents are, where the view has them otherwise; a repeat has no effect."""
+        """Write corrected documents where the view differs; a repeat has no effect."""
         self._forget_failed()
         writes = [
             DocumentWrite("delete" if one.deleted else "put", DocumentPath(collection.name, one.id))
@@ -253,7 +251,7 @@ class DocumentWriter:
         self._registry.check_applied(collection)
         row = self._registry.view.find(collection.number, one.id)
         if key in self._planned or key in plan.states or (None if row is None else row.seq) != one.seen:
-            refusal = _mismatch("the document was written meanwhile", None if row is None else row.version)
+            refusal = _mismatch("the document was changed meanwhile", None if row is None else row.version)
             return WriteResult(path, refusal.status, error=refusal)
         lives = row is not None and not row.deleted
         before: DocumentState | None = None
@@ -262,7 +260,7 @@ class DocumentWriter:
         partition = names.partition_for_key(one.id, collection.config.partitions)
         stream = collection.stream(partition)
         updated_ms = max(self._last_ns(stream), plan.now_ns) // 1_000_000
-        # Of what the view has forgotten only the highest version is left.
+        # Of purged tombstones only the highest version is known.
         known = collection.purged[partition] if row is None else row.version
         version = max(one.version, known) + 1
         raw = document.dump(one.data, self._bytes_max)
@@ -271,7 +269,7 @@ class DocumentWriter:
             collection, DocumentWrite("put", DocumentPath(collection.name, one.id)), plan, before, after
         )
         if one.deleted and before is None:
-            # Nobody sees it go, but its content and its version are known again.
+            # Not visible to subscribers, but restores content and version of the tombstone.
             entry = msgspec.structs.replace(entry, op="delete", before=msgspec.Raw(raw))
         plan.index += 1
         plan.entries.setdefault(stream, []).append(encode_change(entry))
@@ -323,7 +321,7 @@ class DocumentWriter:
         if not lives and write.op != "put" and buried is None:
             if write.op == "delete" and state is not None:
                 return WriteResult(path, 204, state.version, state.updated_ms)
-            raise TailraceError("not_found", f"there is no document {path!r}")
+            raise TailraceError("not_found", f"document {path!r} not found")
         partition = names.partition_for_key(write.path.id, collection.config.partitions)
         stream = collection.stream(partition)
         last_ns = self._last_ns(stream)
@@ -339,7 +337,7 @@ class DocumentWriter:
         )
         entry = self._entry(collection, write, plan, state if lives else None, next_state)
         if buried is not None:
-            # Nobody sees it go, but those who replicate learn that it is not there.
+            # Not visible to subscribers, but replicating clients learn that it does not exist.
             entry = msgspec.structs.replace(entry, op="delete", before=msgspec.Raw(raw))
         plan.index += 1
         plan.entries.setdefault(stream, []).append(encode_change(entry))
@@ -375,7 +373,7 @@ class DocumentWriter:
         op: ChangeOp = "insert" if before is None else "delete" if after.deleted else "replace"
         if write.op == "patch":
             op = "update"
-        # A tombstone keeps the last content, which nothing else in its entry says.
+        # The before-image of a delete is the data of the tombstone.
         stored = after.deleted or collection.effective_config.store_before
         image = "none" if before is None else "full" if stored else "view"
         return ChangeEntry(
@@ -403,7 +401,7 @@ class DocumentWriter:
         if found.config.source != NATIVE:
             raise TailraceError(
                 "read_only_collection",
-                f"the collection follows the source {found.config.source!r} and cannot be written",
+                f"the collection follows the source {found.config.source!r} and is read-only",
                 headers=(("Allow", "GET, HEAD, OPTIONS"),),
             )
         return found
@@ -451,7 +449,7 @@ class DocumentWriter:
             tell(submitted.results, error)
 
     def _answer_when_durable(self, results: list[WriteResult], answer: WriteCallback) -> None:
-        """A refusal may rest on what is not durable yet: it waits for that."""
+        """An error may depend on writes that are not durable yet: wait for these."""
         newest = self._log.committer.newest
         if newest is None or not self._planned:
             answer(results, None)
@@ -461,7 +459,7 @@ class DocumentWriter:
     def _answer_repeat(
         self, database: str, writes: Sequence[DocumentWrite], write_id: str, answer: WriteCallback
     ) -> bool:
-        """Whether a request with this key was made before; its first answer is given again."""
+        """Answer a request whose key was used before; False if it is new."""
         collection = self._registry.find(database, writes[0].path.collection)
         if collection is None:
             return False
@@ -482,11 +480,11 @@ class DocumentWriter:
         return True
 
     def count_repeats(self, database: str, name: str, stage: str, count: int) -> None:
-        """So many requests or rows came once more, and changed nothing."""
+        """Count repeated requests or rows that had no effect."""
         self._registry.counters.for_collection(self._registry.find(database, name)).dropped[stage] += count
 
     def _forget_failed(self) -> None:
-        """After a commit that failed nothing of what was planned happened."""
+        """After a failed commit: drop all planned state."""
         if self._log.failures != self._failures:
             self._failures = self._log.failures
             self._planned.clear()
@@ -497,7 +495,7 @@ class DocumentWriter:
 def _check_conditions(write: DocumentWrite, state: DocumentState | None, lives: bool) -> None:
     current = state.version if state is not None and lives else None
     if write.if_absent and lives:
-        raise _mismatch("the document exists", current)
+        raise _mismatch("the document already exists", current)
     if write.if_present and not lives:
         raise _mismatch("the document does not exist", current)
     if write.if_version is not None and write.if_version != current:

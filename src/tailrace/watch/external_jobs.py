@@ -1,12 +1,8 @@
-"""Subscription summaries and the HTTP routes for matching jobs that run outside the server.
+"""Subscription summaries, and the HTTP routes for matching jobs that run outside the server.
 
-`__subs__/<gateway>`: what is being watched, written down for matchers outside this process.
-
-Nobody pays for it as long as nobody asks: summaries are written while a job has said that it needs them, and
-for a while after it was last heard of, or always if that is set. One entry in each round keeps all of them
-alive; without it they are over after their time.
-
-What jobs beside the server ask of it: summaries of subscriptions, the rows of a view, corrections.
+Summaries of all subscriptions are written to `__subs__/<gateway>`, only while a job has requested them (or
+always, by setting). Each refresh appends one entry that keeps all summaries valid; without it they expire.
+Jobs also read rows of the view, send corrections, and report statistics.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.log import append_to_streams
@@ -51,7 +48,7 @@ from tailrace.watch.realtime.subscription import Subscription
 logger = logging.getLogger("tailrace.watch")
 
 REFRESH_S: Final = 30.0
-FULL_REWRITE_MS: Final = 3_600_000  # after which everything is written anew, so that what was before may go
+FULL_REWRITE_MS: Final = 3_600_000  # all summaries are rewritten, so that older entries can be removed
 SUMMARIES_KEPT_S: Final = 600
 DELIVERIES_KEPT_S: Final = 86_400
 LEASE_S_MAX: Final = 3600
@@ -62,7 +59,7 @@ Json = dict[str, Any]
 
 
 class SubscriptionSummaries:
-    """Owned by the loop thread."""
+    """Writes the summaries of this gateway. Owned by the loop thread."""
 
     def __init__(self, context: Context, gateway: Gateway) -> None:
         self._context = context
@@ -71,11 +68,11 @@ class SubscriptionSummaries:
         self.name = f"g_{hashlib.sha256(context.deployment.encode()).hexdigest()[:12]}"
         self.stream = SUMMARIES_PREFIX + self.name
         self.deliveries = DELIVERIES_PREFIX + self.name
-        self._written: dict[str, int] = {}  # by key: what was written last, as a hash
+        self._written: dict[str, int] = {}  # hash of the last summary by key
         self._begun = False
         self._begun_ms = 0
-        self._begins = 0  # the entry in front of the last mark that everything begins anew
-        self._fresh: list[Subscription] = []  # whose summaries are in the page
+        self._begins = 0  # the entry before the last reset
+        self._fresh: list[Subscription] = []  # subscriptions of the current page
         self._until_s = 0.0
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -95,9 +92,9 @@ class SubscriptionSummaries:
         return always or self._context.loop.time() < self._until_s
 
     async def request_summaries(self, seconds: int, asker: Identity) -> Json:
-        """Somebody needs summaries for so long: where they are, and up to where they are complete now.
+        """Write summaries for this many seconds; returns their stream and up to where they are complete.
 
-        0 says that nobody does any more.
+        0 ends the request.
         """
         loop = self._context.loop
         self._until_s = max(self._until_s, loop.time() + seconds) if seconds else 0.0
@@ -107,7 +104,7 @@ class SubscriptionSummaries:
             self._start_refresh(REFRESH_S)
         stream = self._log.find(self.stream)
         grants = self._gateway.grants if seconds else None
-        # To append deliveries with and nothing else, for as long as the job was announced.
+        # Only for appending deliveries, for the duration of the request.
         who = Identity(sub="watch-job", scopes=frozenset({"read", "system"}), streams=(self.deliveries,))
         return {
             "gateway": self.name,
@@ -124,13 +121,15 @@ class SubscriptionSummaries:
             self._task = self._context.loop.create_task(self._refresh(pause_s))
 
     async def _refresh(self, pause_s: float) -> None:
-        """Again and again, until nobody needs them."""
+        """Write summaries periodically while they are requested."""
         await asyncio.sleep(pause_s)
         while self._is_requested:
             try:
                 await self._write()
             except TailraceError as error:
-                logger.warning("summaries of subscriptions cannot be written: %s", error.message)
+                logger.warning(
+                    "cannot write subscription summaries, retrying", extra=log_fields(error=error.message)
+                )
             await asyncio.sleep(REFRESH_S)
 
     def _now_ms(self) -> int:
@@ -139,15 +138,15 @@ class SubscriptionSummaries:
     # -- one round -------------------------------------------------------------------------------------
 
     async def _write(self) -> int:
-        """What has changed since the last round; now and then everything, behind a mark.
+        """Write what changed since the last time; periodically everything, after a reset.
 
-        Tells the entry up to which they are complete.
+        Returns the entry up to which the summaries are complete.
         """
         async with self._lock:
             page: list[bytes] = []
             self._fresh = []
             now_ms = self._now_ms()
-            # A round that is broken off is followed by one that begins anew.
+            # If this is interrupted, the next one writes everything.
             begun, self._begun = self._begun, False
             if not begun or now_ms - self._begun_ms >= FULL_REWRITE_MS:
                 self._begun_ms = now_ms
@@ -172,7 +171,7 @@ class SubscriptionSummaries:
         await self._append(self.stream, page)
         fresh, self._fresh = self._fresh, []
         for subscription in fresh:
-            # Whoever reads on from here knows of it; that it is written down once more changes nothing.
+            # Readers from here on have it; writing it again is harmless.
             subscription.summary_entry = subscription.summary_entry or self._tail()
 
     def _tail(self) -> int:
@@ -180,7 +179,7 @@ class SubscriptionSummaries:
         return 0 if stream is None else max(0, stream.visible)
 
     def bounds(self) -> list[RetentionBound]:
-        """What may go of both streams: summaries that were all written anew since, and old deliveries."""
+        """What retention may remove: summaries before the last reset, and old deliveries."""
         found: list[RetentionBound] = []
         kept = ((self.stream, SUMMARIES_KEPT_S, self._begins), (self.deliveries, DELIVERIES_KEPT_S, NO_END))
         for name, kept_s, upto in kept:
@@ -195,7 +194,7 @@ class SubscriptionSummaries:
         for watched in self._gateway.all_watched():
             for place, subscription in enumerate(tuple(watched.subscriptions)):
                 if place % 100 == 99:
-                    await asyncio.sleep(0)  # others have something to do, too
+                    await asyncio.sleep(0)  # let the loop run other callbacks
                 if subscription.state == "invalid":
                     continue
                 key = subscription.key
@@ -233,7 +232,7 @@ class SubscriptionSummaries:
         return msgspec.to_builtins(summary)
 
     def _entry(self, kind: str, key: str | None, value: Json | None, operation: str = "update") -> bytes:
-        """A state message; `reset` says that what was there before is over."""
+        """A state message; `reset` invalidates all earlier ones."""
         timestamp = format_rfc3339(self._context.clock.now_ns())
         if kind == "reset":
             return orjson.dumps({"headers": {"control": "reset", "timestamp": timestamp}})
@@ -262,18 +261,18 @@ JOB_KINDS: Final = ("summaries", "view", "corrections", "statistics")
 BODY_BYTES_MAX: Final = 5 * 1024 * 1024
 ROWS_MAX: Final = 1000
 ROWS_BYTES: Final = 4 * 1024 * 1024
-ROWS_PER_READ: Final = 16  # read at once: each may be as large as a document
+ROWS_PER_READ: Final = 16  # each may be as large as a document
 CORRECTIONS_MAX: Final = 500
 
 
 class SummariesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For how long summaries are needed; a job that is done says 0."""
+    """How long summaries are needed; 0 when the job is done."""
 
     seconds: Annotated[int, msgspec.Meta(ge=0, le=LEASE_S_MAX)] = 90
 
 
 class CorrectionsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Documents to be put right; `name` makes a repeat harmless."""
+    """Documents to correct; `name` makes repeats harmless."""
 
     collection: str
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -281,7 +280,7 @@ class CorrectionsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class BloomStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A Bloom filter that a job has made, and what it said to values that nobody looks for."""
+    """A job's Bloom filter: its keys, and its false positives on absent values."""
 
     keys: Annotated[int, msgspec.Meta(ge=0)]
     absent: Annotated[int, msgspec.Meta(ge=0)]
@@ -289,14 +288,14 @@ class BloomStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StatisticsReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job has found out about a collection."""
+    """Statistics of a collection from a job."""
 
     collection: str
     bloom: BloomStatistics
 
 
 class JobRoutes:
-    """Below `/v1/databases/{db}/`, for whoever may manage the database."""
+    """Below `/v1/databases/{db}/`; requires the right to manage the database."""
 
     def __init__(
         self,
@@ -312,7 +311,7 @@ class JobRoutes:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def kind_of(self, raw: bytes) -> tuple[str, str] | None:
-        """Database and route, if the path behind the prefix is one of ours."""
+        """The database and route, if the path matches."""
         path = stream_names.decode_name(raw)
         database, _, kind = ("", "", "") if path is None else path.partition("/")
         return (database, kind) if kind in JOB_KINDS else None
@@ -357,14 +356,14 @@ class JobRoutes:
     def _collection(self, database: str, name: str) -> Collection:
         found = self._registry.find(database, names.check_collection(name))
         if found is None or not found.durable:
-            raise TailraceError("not_found", f"there is no collection {name!r}")
+            raise TailraceError("not_found", f"collection {name!r} not found")
         self._registry.check_applied(found)
         return found
 
     # -- the view --------------------------------------------------------------------------------------
 
     def _rows(self, exchange: Exchange, database: str) -> Json:
-        """A page of the view as it is: no rule hides anything, tombstones are there."""
+        """A page of the view, without read rules, with tombstones."""
         query = parse_query(exchange.query)
         collection = self._collection(database, query.get("collection", ""))
         rows: list[Json] = []
@@ -387,10 +386,10 @@ class JobRoutes:
         }
 
     def _record_statistics(self, exchange: Exchange, database: str, found: StatisticsReport) -> None:
-        """Filters are made, and asked, by jobs: how good they are is known from what jobs say."""
+        """Store the quality of a Bloom filter, which only jobs know."""
         collection, bloom = self._collection(database, found.collection), found.bloom
         if bloom.wrong > bloom.absent:
-            raise TailraceError("invalid_request", "bloom: no more answers are wrong than there were")
+            raise TailraceError("invalid_request", "bloom: wrong must not exceed absent")
         collection.bloom_ratio = bloom.wrong / bloom.absent if bloom.absent else 0.0
         self._registry.counters.for_collection(collection).bloom_rebuilds += 1
         _answer(exchange, {"collection": collection.name, "bloomRatio": collection.bloom_ratio})
@@ -400,7 +399,7 @@ class JobRoutes:
         if collection.config.source != NATIVE:
             raise TailraceError(
                 "read_only_collection",
-                "a collection with a source outside is put right by its connector",
+                "a collection with a source is corrected by its connector",
                 headers=(("Allow", "GET, HEAD, OPTIONS"),),
             )
 
@@ -432,8 +431,8 @@ def _answer(exchange: Exchange, body: Json) -> None:
 
 def _read(exchange: Exchange, kind: type[Any]) -> Any:
     if len(exchange.body) > BODY_BYTES_MAX:
-        raise TailraceError("payload_too_large", f"a body has at most {BODY_BYTES_MAX} bytes")
+        raise TailraceError("payload_too_large", f"the body must have at most {BODY_BYTES_MAX} bytes")
     try:
         return msgspec.json.decode(exchange.body or b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TailraceError("invalid_request", f"the body cannot be understood: {error}") from None
+        raise TailraceError("invalid_request", f"invalid body: {error}") from None

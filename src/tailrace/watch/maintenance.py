@@ -1,4 +1,4 @@
-"""What watch does on its own: forgets tombstones, publishes views, lets changes go, renews keys."""
+"""Maintenance of collections: purges tombstones, publishes views, bounds retention, rotates token keys."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import apsw
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log.model import Lifetime
 from tailrace.routing.context import Context
 from tailrace.storage.object_store.interface import ObjectStoreError
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tailrace.watch")
 
-PURGE_ROWS: Final = 500  # in one transaction, before others have their turn
+PURGE_ROWS: Final = 500  # per transaction, then the loop runs other callbacks
 WRITE_ID_RETENTION_MS: Final = 10 * 60 * 1000
 
 
 class Maintenance:
-    """Owned by the loop thread. One round at a time; what cannot be done is tried again in the next."""
+    """Runs periodically; failures are retried in the next run. Owned by the loop thread."""
 
     def __init__(self, context: Context, registry: CollectionRegistry, keys: TokenKeys) -> None:
         self._context = context
@@ -40,11 +41,11 @@ class Maintenance:
         self._sealing: SealingService | None = None
         self._task: asyncio.Task[None] | None = None
         self._removed: list[Collection] = []
-        self.other_bounds: Callable[[], list[RetentionBound]] = list  # of streams that are no collections
+        self.other_bounds: Callable[[], list[RetentionBound]] = list  # of other streams
         self.purged = 0
 
     def connect(self, sealing: SealingService) -> None:
-        """The tier tells what may go, and is told what must not."""
+        """Connect to sealing: provides retention bounds, and requests seals."""
         self._sealing = sealing
         sealing.trims.bounds = self._bounds
         self.views.seal_soon = sealing.seal_soon
@@ -59,7 +60,7 @@ class Maintenance:
         await self.views.close()
 
     def on_removed(self, collection: Collection) -> None:
-        """Its views are of no use any more."""
+        """A collection was deleted: delete its published views."""
         self._removed.append(collection)
 
     async def _run(self) -> None:
@@ -68,7 +69,7 @@ class Maintenance:
             try:
                 await self._run_once()
             except Exception:
-                logger.exception("a round of care for collections failed")
+                logger.exception("maintenance of collections failed")
 
     async def _run_once(self) -> None:
         self._keys.rotate_if_due()
@@ -76,7 +77,7 @@ class Maintenance:
         try:
             self._registry.view.delete_old_writes(now_ms - WRITE_ID_RETENTION_MS)
         except apsw.Error as error:
-            logger.warning("old writes cannot be forgotten: %s", error)
+            logger.warning("cannot delete expired idempotency keys", extra=log_fields(error=str(error)))
         for collection in tuple(self._registry.collections()):
             if collection.durable:
                 await self._purge(collection, now_ms)
@@ -100,19 +101,22 @@ class Maintenance:
                     break
                 await asyncio.sleep(0)
         except apsw.Error as error:
-            logger.warning("tombstones of %s cannot be given up: %s", collection.name, error)
+            logger.warning(
+                "cannot purge tombstones",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
 
     # -- views and retention ---------------------------------------------------------------------------
 
     async def _publish(self, collection: Collection, now_ms: int) -> None:
-        """A view is worth publishing when changes are to go, and there are some that the last one lacks."""
+        """Publish the view if changes are due for removal that the last published view lacks."""
         retention_s = collection.config.retention_s(self._limits)
         if retention_s is None or collection.state != "live":
             return
         if collection.published_positions is None and not self._is_old(
             collection, now_ms - retention_s * 1000
         ):
-            return  # nothing can go yet
+            return  # nothing is due for removal
         try:
             await self.views.refresh(collection)
             due = now_ms - collection.published_ms >= self._limits.watch_view_ms
@@ -121,15 +125,18 @@ class Maintenance:
             if any(collection.applied) and await self.views.publish(collection) and self._sealing is not None:
                 self._sealing.trims.look_again()
         except (ObjectStoreError, OSError, TailraceError) as error:
-            logger.warning("the view of %s cannot be published: %s", collection.name, error)
+            logger.warning(
+                "cannot publish view",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
 
     def _is_old(self, collection: Collection, before_ms: int) -> bool:
-        """Whether some of its changes may be from before; a stream is as old as its first entry."""
+        """Whether some changes may be older; a stream is as old as its first entry."""
         streams = map(self._registry.log.find, collection.streams())
         return any(stream is not None and stream.created_ns // 1_000_000 < before_ms for stream in streams)
 
     def _bounds(self) -> list[RetentionBound]:
-        """Changes that may go by their age, if a published view has them."""
+        """Changes that retention may remove: old enough, and in a published view."""
         found = self.other_bounds()
         for collection in self._registry.collections():
             retention_s = collection.config.retention_s(self._limits)

@@ -1,4 +1,4 @@
-"""Numbers of documents and live queries: read where they are counted, when somebody asks."""
+"""Metrics of documents and live queries, read on scrape."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def register_metrics(
 
 
 class _CollectionMetrics:
-    """What is counted for each collection, or for all those together that have no labels of their own."""
+    """Metrics by collection; collections above the label limit share one set of labels."""
 
     def __init__(self, gateway: Gateway, partitions: bool) -> None:
         self._gateway = gateway
         self._registry = gateway.registry
         self._counters = gateway.registry.counters
-        self._partitions = partitions  # whether those that can be have a label
+        self._partitions = partitions  # whether there is a partition label
 
     def connect(self, telemetry: ServerMetrics) -> None:
         telemetry.watch_changes.each = self._changes
@@ -60,7 +60,7 @@ class _CollectionMetrics:
         )
 
     def _highest(self, measured: Callable[[Collection], float | None]) -> list[MetricRow]:
-        """Of each that can be measured; of those that share labels, the highest."""
+        """The value of each collection; the highest of those that share labels."""
         found: dict[MetricLabels, float] = {}
         for collection in self._registry.collections():
             if (value := measured(collection)) is not None:

@@ -1,8 +1,8 @@
-"""Views of collections on the object store: published now and then, and begun from when the log is too short.
+"""Published views: copies of collections on the object store, for restoring when the log is too short.
 
-Retention may take a change only when a published view has it. A view is published in this order: its parts,
-then the seal of all changes that it holds, then the head that names it. So whoever restores from the object
-store finds the changes behind a view, and never a view that is ahead of them.
+Retention may remove a change only if a published view has it. Publishing writes the parts, waits until all
+changes of the view are sealed, and then writes the head. So a restore always finds the changes after a view,
+and never a view that is ahead of its changes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from tailrace.common.logging_setup import log_fields
 from tailrace.routing.context import Context
 from tailrace.storage.object_store.interface import (
     ObjectConflictError,
@@ -27,18 +28,18 @@ from tailrace.watch.document_view import InvalidViewError, PublishedViewHead, Pu
 
 logger = logging.getLogger("tailrace.watch")
 
-SEAL_S_MAX: Final = 600.0  # after that the view is given up, and made again when its time has come
+SEAL_S_MAX: Final = 600.0  # then publishing is abandoned until it is due again
 SEAL_POLL_S: Final = 0.5
 
 
 class PublishedViews:
-    """Owned by the loop thread; reading, packing and unpacking happen on others."""
+    """Publishes and restores views. Owned by the loop thread; encoding runs on other threads."""
 
     def __init__(self, context: Context, registry: CollectionRegistry) -> None:
         self._context = context
         self._registry = registry
         self._objects: ObjectStore | None = None
-        # Asks for the changes of a stream to be sealed before their time.
+        # Requests an early seal of a stream.
         self.seal_soon: Callable[[int], None] | None = None
         self.published = 0
 
@@ -58,18 +59,18 @@ class PublishedViews:
     # -- publishing ------------------------------------------------------------------------------------
 
     async def refresh(self, collection: Collection) -> None:
-        """Learns what is published, by whomever."""
+        """Load the newest published head, possibly written by another process."""
         if collection.published_positions is None:
             found = await self._head(collection)
             if found is not None:
                 self._remember_head(collection, found[0])
 
     async def publish(self, collection: Collection) -> bool:
-        """Writes the view as it is now; True if it is there. Nothing is left of one that is not completed."""
+        """Publish the current view; True if complete. Parts of an incomplete one are deleted."""
         folder, store = self._folder(collection), self._store()
         found = await self._head(collection)
         if found is not None and self._is_fresh(found[0], collection):
-            self._remember_head(collection, found[0])  # a pipeline was here
+            self._remember_head(collection, found[0])  # published by a job
             return True
         number = 1 if found is None else found[0].number + 1
         head = await self._write_parts(collection, folder, number)
@@ -101,7 +102,7 @@ class PublishedViews:
             collection.published_positions, collection.published_ms = list(head.positions), head.at_ms
 
     async def _write_parts(self, collection: Collection, folder: str, number: int) -> PublishedViewHead:
-        """One part at a time: packed on a thread, uploaded, let go."""
+        """Encode on a thread and upload, one part at a time."""
         store, loop = self._store(), self._context.loop
         at_ms = self._context.clock.now_ns() // 1_000_000
         packed: asyncio.Queue[bytes | None] = asyncio.Queue(1)
@@ -135,7 +136,7 @@ class PublishedViews:
                 await self._create(store, folder + name, part)
         except BaseException:
             while await packed.get() is not None:
-                pass  # the thread has to come to its end
+                pass  # wait for the thread to end
             await asyncio.gather(work, return_exceptions=True)
             await self._drop(folder, parts)
             raise
@@ -153,12 +154,12 @@ class PublishedViews:
         )
 
     async def _create(self, store: ObjectStore, key: str, part: bytes) -> None:
-        """A part of this name may be left from a try that was cut short: nobody names it."""
+        """Create a part, replacing one left by an interrupted attempt."""
         await store.delete([key])
         await store.create(key, part)
 
     async def _wait_sealed(self, collection: Collection, positions: list[int]) -> bool:
-        """Waits until every change that the view holds is on the object store."""
+        """Wait until every change of the view is on the object store."""
         loop = self._context.loop
         until = loop.time() + SEAL_S_MAX
         while loop.time() < until:
@@ -178,10 +179,13 @@ class PublishedViews:
         try:
             await self._store().delete([folder + name for name in parts])
         except ObjectStoreError as error:
-            logger.warning("parts of a view are left on the object store: %s", error)
+            logger.warning(
+                "cannot delete view parts from object store",
+                extra=log_fields(folder=folder, error=str(error)),
+            )
 
     async def remove(self, collection: Collection) -> None:
-        """The collection was deleted."""
+        """Delete the published view of a deleted collection."""
         folder = self._folder(collection)
         try:
             found = await self._head(collection)
@@ -189,7 +193,10 @@ class PublishedViews:
                 await self._store().delete([document_view.head_key(folder)])
                 await self._drop(folder, found[0].parts)
         except ObjectStoreError as error:
-            logger.warning("the view of %s is left on the object store: %s", collection.name, error)
+            logger.warning(
+                "cannot delete published view from object store",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
 
     async def _head(self, collection: Collection) -> tuple[PublishedViewHead, str] | None:
         try:
@@ -198,13 +205,16 @@ class PublishedViews:
         except ObjectMissingError:
             return None
         except InvalidViewError as error:
-            logger.error("the published view of %s is not used: %s", collection.name, error)
+            logger.error(
+                "invalid head of published view",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
             return None
 
     # -- beginning from one ----------------------------------------------------------------------------
 
     async def restore(self, collection: Collection) -> bool:
-        """Puts the published view in place of the collection's own, if the log goes on behind it."""
+        """Replace the local view with the published one, if the log continues after it."""
         try:
             found = await self._head(collection)
             if found is None or not self._is_usable(collection, found[0]):
@@ -223,7 +233,10 @@ class PublishedViews:
                     if purged.version:
                         view.record_purged(number, partition, purged)
         except (ObjectStoreError, InvalidViewError) as error:
-            logger.error("the published view of %s cannot be used: %s", collection.name, error)
+            logger.error(
+                "cannot restore published view",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
             self._registry.empty(collection)
             return False
         collection.applied = list(head.positions)

@@ -1,4 +1,4 @@
-"""One-shot queries: what matches now, page by page, as of one moment."""
+"""One-shot queries: matching documents in pages, from one snapshot of the view."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE_BYTES: Final = 8 * 1024 * 1024
 
 
 class TimeSlice:
-    """How long a scan holds the event loop before it lets others have it."""
+    """How long a scan may run before it yields to the event loop."""
 
     __slots__ = ("_until",)
 
@@ -45,7 +45,7 @@ class TimeSlice:
 
 
 class QueryHit(NamedTuple):
-    """A matching document, and its place in the order."""
+    """A matching document and its sort key."""
 
     row: DocumentRow
     values: list[Any]
@@ -58,7 +58,7 @@ class QueryExecutor:
         self._access = access
 
     def prepare(self, identity: Identity, database: str, given: object) -> PreparedQuery:
-        """Checked; nothing has been looked at."""
+        """Validate a query without running it."""
         query = read_query(given, live=False)
         collection = self._registry.find(database, query.collection)
         rule = self._access.read_predicate_part(identity, collection)
@@ -67,7 +67,7 @@ class QueryExecutor:
 
 
 class PreparedQuery:
-    """A query that can be run."""
+    """A validated query, ready to run."""
 
     def __init__(
         self, registry: CollectionRegistry, collection: Collection | None, query: Query, predicate: Predicate
@@ -98,7 +98,7 @@ class PreparedQuery:
         }
 
     async def _run_by_id(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
-        """What was found, and how much of it fits into the page; one more says that there are more."""
+        """The matches in id order, and how many fit into the page; an extra match means there are more."""
         found: list[QueryHit] = []
         after = "" if self._after is None else self._after[-1]
         size = 0
@@ -116,9 +116,9 @@ class PreparedQuery:
         return found, len(found)
 
     async def _run_ordered(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
-        """The first of the order behind the cursor; only as many are held as the page has.
+        """The first matches in query order after the cursor; only one page is held in memory.
 
-        Their content is read when the page is known: many large documents do not fit into memory.
+        The content is read when the page is known, since many large documents do not fit into memory.
         """
         wanted = self._query.limit + 1
         best: list[QueryHit] = []
@@ -135,7 +135,7 @@ class PreparedQuery:
         return best, await self._load(moment, collection, best)
 
     async def _load(self, moment: ViewSnapshot, collection: Collection, best: list[QueryHit]) -> int:
-        """Reads the documents of the page again, as many as fit; tells how many."""
+        """Load the documents of the page, up to its size; returns how many fit."""
         size = 0
         for place, one in enumerate(best[: self._query.limit]):
             (row,) = moment.documents_by_id(collection.number, [one.row.id])
@@ -152,7 +152,7 @@ class PreparedQuery:
         if documents is None:
             return moment.documents_after(collection.number, after, SCAN_ROWS)
         rest = [name for name in sorted(documents) if name > after]
-        for name in rest:  # one at a time: each may be large
+        for name in rest:  # one at a time, since they may be large
             if found := moment.documents_by_id(collection.number, [name]):
                 return found
         return []
@@ -164,7 +164,7 @@ class PreparedQuery:
                 return None
         except CostExceededError:
             raise TailraceError(
-                "query_too_complex", "the expression took too many steps on a document"
+                "query_too_complex", "the expression exceeded its evaluation steps on a document"
             ) from None
         order = self._query.order
         values = sort_values(flat, order)
@@ -198,7 +198,9 @@ def _read_cursor(query: Query) -> tuple[Any, ...] | None:
             raise ValueError(document_id)
         return sort_key(values, document_id, query.order)
     except (ValueError, TypeError, KeyError):
-        raise TailraceError("invalid_query", "cursor is what an answer to the same query gave") from None
+        raise TailraceError(
+            "invalid_query", "cursor must be taken from a response to the same query"
+        ) from None
 
 
 def _is_ranked(value: Any) -> bool:

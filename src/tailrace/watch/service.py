@@ -1,9 +1,4 @@
-"""Wiring of the watch subsystem: documents, live queries, replication and sources of one server.
-
-Replication as the rest of the server sees it: its paths, its numbers, and what it has to be told.
-
-The parts of watch put together: the book of collections, who writes, who asks, who is told.
-"""
+"""The watch service: wiring of documents, live queries, replication and sources of one server."""
 
 from __future__ import annotations
 
@@ -57,7 +52,7 @@ class ReplicationService:
             self._routes.serve(exchange, identify(exchange), method, path[len(REPLICATION_PREFIX) :])
 
     def on_changed(self, collection: Collection) -> None:
-        """A change of it is durable, or its rules are others, or it is gone."""
+        """Documents or rules of the collection changed, or it was deleted."""
         self._replication.on_changed(collection)
 
     def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
@@ -123,7 +118,7 @@ class WatchService:
         await self.registry.start()
         self._replication.start()
         self.gateway.start()
-        # Whoever comes first is to get a token, or a checkpoint, whose key was written before.
+        # The signing keys must be durable before the first token or checkpoint is issued.
         await self.gateway.keys.settled()
         self.maintenance.start()
         self._summaries.start()
@@ -137,12 +132,12 @@ class WatchService:
         self.registry.close()
 
     def close_live(self) -> None:
-        """Shutdown: nobody is kept waiting."""
+        """Shutdown: close all connections."""
         self.gateway.close_all()
         self._replication.close_all()
 
     def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
-        """Sends away whoever has lost their right, and counts them."""
+        """Close connections whose token was revoked; returns how many."""
         return self.gateway.recheck(is_valid) + self._replication.recheck(is_valid)
 
     def handles(self, path: bytes) -> bool:
@@ -168,7 +163,7 @@ class WatchService:
             self._databases.serve(exchange, identify(exchange), method, path[len(DATABASES_PREFIX) :])
 
     def _on_rules_changed(self, collection: Collection) -> None:
-        """Other rules: what everybody has seen may be something else now."""
+        """Rules changed: results that clients have may be different now."""
         self.gateway.on_rules(collection)
         self._replication.on_changed(collection)
 
@@ -178,7 +173,7 @@ class WatchService:
         self.gateway.audit.event("partition.live", collection, {"reason": "view-lost"})
 
     def _on_removed(self, collection: Collection) -> None:
-        """A collection is gone: whoever watches it has to begin again, with nothing."""
+        """A collection was deleted: its subscriptions must resync."""
         self._writer.forget(collection)
         self.maintenance.on_removed(collection)
         self.gateway.objectives.forget(collection)
