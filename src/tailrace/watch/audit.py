@@ -114,14 +114,14 @@ class AuditLog:
             append_to_streams(
                 self._log, [(AUDIT_STREAM, entries)], self._context.clock.now_ns(), self._written, None
             )
-        except TailraceError as refusal:
-            self._lost(len(entries), refusal)
+        except TailraceError as error:
+            self._lost(len(entries), error)
             return
         stream = self._log.find(AUDIT_STREAM)
-        wanted = Lifetime(retention_s=-(-self._retention_ms // 1000))
-        if stream is not None and stream.lifetime != wanted:
+        expected = Lifetime(retention_s=-(-self._retention_ms // 1000))
+        if stream is not None and stream.lifetime != expected:
             # The retention is a setting, which may have changed since the last start.
-            stream.lifetime = wanted
+            stream.lifetime = expected
         if self._waiting:
             self._timer = self._context.loop.call_later(FLUSH_DELAY_S, self.flush)
 
@@ -129,10 +129,10 @@ class AuditLog:
         if error is not None:
             self._lost(ENTRIES_MAX, error)
 
-    def _lost(self, count: int, refusal: TailraceError) -> None:
+    def _lost(self, count: int, error: TailraceError) -> None:
         if not self.dropped:
             logger.warning(
                 "cannot write audit events, dropping them",
-                extra=log_fields(events=count, error=refusal.message),
+                extra=log_fields(events=count, error=error.message),
             )
         self.dropped += count

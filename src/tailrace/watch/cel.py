@@ -380,33 +380,33 @@ def _first_error(message: str, name: str) -> str:
 
 def _protobuf_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """The fields of a protobuf message: number and value, in order."""
-    place = 0
-    while place < len(data):
-        tag, place = _varint(data, place)
-        number, wire = tag >> 3, tag & 7
-        if wire == 0:
-            value, place = _varint(data, place)
+    index = 0
+    while index < len(data):
+        tag, index = _varint(data, index)
+        number, wire_type = tag >> 3, tag & 7
+        if wire_type == 0:
+            value, index = _varint(data, index)
             yield number, value
-        elif wire == 2:
-            size, place = _varint(data, place)
-            yield number, data[place : place + size]
-            place += size
-        elif wire == 1:
-            yield number, data[place : place + 8]
-            place += 8
+        elif wire_type == 2:
+            size, index = _varint(data, index)
+            yield number, data[index : index + size]
+            index += size
+        elif wire_type == 1:
+            yield number, data[index : index + 8]
+            index += 8
         else:
-            yield number, data[place : place + 4]
-            place += 4
+            yield number, data[index : index + 4]
+            index += 4
 
 
-def _varint(data: memoryview, place: int) -> tuple[int, int]:
+def _varint(data: memoryview, index: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = data[place]
-        place += 1
+        byte = data[index]
+        index += 1
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, place
+            return value, index
         shift += 7
 
 

@@ -473,7 +473,7 @@ def write_row_from_change(change: Change) -> WriteRow:
 DoneCallback = Callable[[TailraceError | None], None]
 
 
-def remove_collection(registry: CollectionRegistry, collection: Collection, answer: DoneCallback) -> None:
+def remove_collection(registry: CollectionRegistry, collection: Collection, callback: DoneCallback) -> None:
     """Delete a collection with all its changes in one record.
 
     The name may be used again: the new collection has a higher generation, so old positions are not valid
@@ -491,7 +491,7 @@ def remove_collection(registry: CollectionRegistry, collection: Collection, answ
             registry.forget(collection)
         else:
             registry.leaving.discard(key)
-        answer(error)
+        callback(error)
 
     now_ns = registry.log.clock.now_ns()
     entry = encode_config_entry(collection.name, collection.config, "delete", now_ns)
@@ -501,7 +501,7 @@ def remove_collection(registry: CollectionRegistry, collection: Collection, answ
 
 
 def raise_generation(
-    registry: CollectionRegistry, collection: Collection, reason: str, answer: DoneCallback
+    registry: CollectionRegistry, collection: Collection, reason: str, callback: DoneCallback
 ) -> None:
     """Invalidate all earlier positions: in the configuration, then in each partition stream.
 
@@ -528,7 +528,7 @@ def raise_generation(
                     ignore_reply,
                     None,
                 )
-        answer(error)
+        callback(error)
 
     now_ns = registry.log.clock.now_ns()
     entry = encode_config_entry(collection.name, planned, "update", now_ns)
@@ -542,11 +542,11 @@ async def reset_after_view_loss(registry: CollectionRegistry, collection: Collec
     """Raise the generation after changes were lost, so that clients resync."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def answer(error: TailraceError | None) -> None:
+    def callback(error: TailraceError | None) -> None:
         if error is None:
             done.set_result(None)
         else:
             done.set_exception(error)
 
-    raise_generation(registry, collection, "view-lost", answer)
+    raise_generation(registry, collection, "view-lost", callback)
     await done

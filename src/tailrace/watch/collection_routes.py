@@ -78,7 +78,7 @@ class CollectionRoutes:
             exchange.respond(200, head, body)
             return
 
-        def answer(_: Transaction, error: TailraceError | None) -> None:
+        def on_settled(_: Transaction, error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
@@ -87,7 +87,7 @@ class CollectionRoutes:
 
         now_ns = self._context.clock.now_ns()
         parts = [(names.collections_stream_name(database), [encode_database_entry(now_ns)])]
-        append_to_streams(self._log, parts, now_ns, answer, None)
+        append_to_streams(self._log, parts, now_ns, on_settled, None)
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str) -> None:
         if method in (b"GET", b"HEAD"):
@@ -112,7 +112,7 @@ class CollectionRoutes:
         if self._registry.follows(collection):
             raise TailraceError("conflict", "the collection follows a source, remove the source first")
 
-        def answer(error: TailraceError | None) -> None:
+        def on_settled(error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
@@ -120,20 +120,20 @@ class CollectionRoutes:
                 self.on_removed(collection)
             exchange.respond(204, responses.NO_STORE)
 
-        collection_registry.remove_collection(self._registry, collection, answer)
+        collection_registry.remove_collection(self._registry, collection, on_settled)
 
     # -- setting ---------------------------------------------------------------------------------------
 
     def _set(self, exchange: Exchange, database: str, name: str) -> None:
-        given = document.load(exchange.body or b"{}", CONFIG_BYTES)
-        if unknown := sorted(set(given) - _SETTABLE_MEMBERS):
+        body = document.load(exchange.body or b"{}", CONFIG_BYTES)
+        if unknown := sorted(set(body) - _SETTABLE_MEMBERS):
             raise TailraceError("invalid_request", f"unknown member {unknown[0]!r}")
-        partitions = _partitions(given)
-        changed = self._read_changes(given)
+        partitions = _partitions(body)
+        changed = self._read_changes(body)
         collection = self._registry.writable(database, name)
         if collection is None:
-            wanted = partitions or self._registry.partitions_for(name)
-            collection = self._registry.plan(database, name, wanted)
+            expected = partitions or self._registry.partitions_for(name)
+            collection = self._registry.plan(database, name, expected)
             config = collection.config.with_changes(**changed)
             ruled = config.read_rule is not None or config.write_rule is not None
             collection.config = config.with_changes(rule_version=int(ruled))  # applies to later writes
@@ -142,7 +142,7 @@ class CollectionRoutes:
             return
         if partitions is not None and partitions != collection.config.partitions:
             raise TailraceError("collection_exists", "the number of partitions of a collection cannot change")
-        if given.get("source", collection.config.source) != collection.config.source:
+        if body.get("source", collection.config.source) != collection.config.source:
             raise TailraceError("collection_exists", "the source of a collection cannot change")
         before = collection.effective_config
         after = before.with_changes(**changed)
@@ -153,34 +153,34 @@ class CollectionRoutes:
             after = after.with_changes(rule_version=before.rule_version + 1)
         self._write(exchange, collection, after, is_new=False)
 
-    def _read_changes(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _read_changes(self, body: dict[str, Any]) -> dict[str, Any]:
         """The validated changes of a request, by the fields of the configuration."""
-        if given.get("source", NATIVE) != NATIVE:
+        if body.get("source", NATIVE) != NATIVE:
             raise TailraceError("invalid_request", "a collection with a source is created by that source")
-        if given.get("view", "full") != "full":
+        if body.get("view", "full") != "full":
             raise TailraceError(
                 "before_image_required", "view must be full: changes need the document before"
             )
         changed: dict[str, Any] = {}
-        if "storeBefore" in given:
-            if not isinstance(given["storeBefore"], bool):
+        if "storeBefore" in body:
+            if not isinstance(body["storeBefore"], bool):
                 raise TailraceError("invalid_request", "storeBefore must be true or false")
-            changed["store_before"] = given["storeBefore"]
+            changed["store_before"] = body["storeBefore"]
         for key, field in _RULES.items():
-            rule = given.get(key)
+            rule = body.get(key)
             if rule is not None and not isinstance(rule, str):
                 raise TailraceError("invalid_request", f"{key} must be a string, or null for none")
             if rule is not None:
                 self._access.rule(rule, key)
-            if key in given:
+            if key in body:
                 changed[field] = rule
         for key, field in _WINDOWS.items():
-            if key in given:
-                changed[field] = check_duration(given[key], key)
-        if "slo" in given:
-            changed["slo"] = _slo(given["slo"])
-        if "replication" in given:
-            changed["replication"] = _replicated(given["replication"])
+            if key in body:
+                changed[field] = check_duration(body[key], key)
+        if "slo" in body:
+            changed["slo"] = _slo(body["slo"])
+        if "replication" in body:
+            changed["replication"] = _replicated(body["replication"])
         return changed
 
     def _write(
@@ -188,7 +188,7 @@ class CollectionRoutes:
     ) -> None:
         """Each request builds on the pending result of the previous one; effects keep that order."""
 
-        def answer(_: Transaction, error: TailraceError | None) -> None:
+        def on_settled(_: Transaction, error: TailraceError | None) -> None:
             if collection.pending is planned:
                 collection.pending = None
             if error is not None:
@@ -206,7 +206,7 @@ class CollectionRoutes:
         now_ns = self._context.clock.now_ns()
         entry = encode_config_entry(collection.name, planned, "insert" if is_new else "update", now_ns)
         parts = [(names.collections_stream_name(collection.database), [entry])]
-        append_to_streams(self._log, parts, now_ns, answer, None)
+        append_to_streams(self._log, parts, now_ns, on_settled, None)
         collection.pending = planned
 
     # -- showing ---------------------------------------------------------------------------------------
@@ -247,8 +247,8 @@ class CollectionRoutes:
         }
 
 
-def _partitions(given: dict[str, Any]) -> int | None:
-    partitions = given.get("partitions")
+def _partitions(body: dict[str, Any]) -> int | None:
+    partitions = body.get("partitions")
     if partitions is None:
         return None
     if type(partitions) is not int or not 1 <= partitions <= names.PARTITIONS_MAX:
@@ -256,10 +256,10 @@ def _partitions(given: dict[str, Any]) -> int | None:
     return partitions
 
 
-def _replicated(given: object) -> ReplicationConfig | None:
-    if given is None:
+def _replicated(body: object) -> ReplicationConfig | None:
+    if body is None:
         return None
-    held = cast("dict[str, Any]", given) if isinstance(given, dict) else {"": 0}
+    held = cast("dict[str, Any]", body) if isinstance(body, dict) else {"": 0}
     fields: object = held.get("tombstoneFields")
     if set(held) != {"tombstoneFields"} or not isinstance(fields, dict):
         raise TailraceError(
@@ -269,12 +269,12 @@ def _replicated(given: object) -> ReplicationConfig | None:
     return ReplicationConfig(tombstone_fields=document.check_fields(cast("dict[str, Any]", fields), ""))
 
 
-def _slo(given: object) -> Slo | None:
+def _slo(body: object) -> Slo | None:
     """Objectives of the collection; null: the server's defaults."""
-    if given is None:
+    if body is None:
         return None
     known = {"deliveryMs", "resumeRatio", "lagMs", "bloomRatio"}
-    members = cast("dict[str, Any]", given) if isinstance(given, dict) else {"": 0}
+    members = cast("dict[str, Any]", body) if isinstance(body, dict) else {"": 0}
     if not set(members) <= known:
         raise TailraceError(
             "invalid_request",

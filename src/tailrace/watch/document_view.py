@@ -473,12 +473,12 @@ def decode_head(raw: bytes) -> PublishedViewHead:
     return head
 
 
-def view_parts(moment: ViewSnapshot, number: int) -> Iterator[list[DocumentRow]]:
+def view_parts(snapshot: ViewSnapshot, number: int) -> Iterator[list[DocumentRow]]:
     """All rows of a collection, in lists of one part each."""
     rows: list[DocumentRow] = []
     size = 0
     after = ""
-    while page := moment.rows_after(number, after, PAGE_ROWS):
+    while page := snapshot.rows_after(number, after, PAGE_ROWS):
         after = page[-1].id
         for row in page:
             if rows and (len(rows) >= PART_ROWS_MAX or size + len(row.data) > PART_BYTES_MAX):

@@ -103,8 +103,8 @@ def write_digest(write: DocumentWrite) -> str:
 
 def is_same_request(writes: Sequence[DocumentWrite], others: Sequence[DocumentWrite]) -> bool:
     """Whether both requests have the same writes."""
-    asked, known = ([(one.op, one.path, write_digest(one)) for one in some] for some in (writes, others))
-    return asked == known
+    request, known = ([(one.op, one.path, write_digest(one)) for one in some] for some in (writes, others))
+    return request == known
 
 
 def repeated_results(writes: Sequence[DocumentWrite], made: Sequence[WriteRow]) -> list[WriteResult]:
@@ -118,10 +118,10 @@ def repeated_results(writes: Sequence[DocumentWrite], made: Sequence[WriteRow]) 
                 raise idempotency_conflict()
             results.append(WriteResult(path, _STATUSES.get(row.op, 200), row.version, row.at_ms))
         else:
-            refusal = TailraceError(
+            error = TailraceError(
                 "conflict", "this write had no effect in the first request with this Idempotency-Key"
             )
-            results.append(WriteResult(path, refusal.status, error=refusal))
+            results.append(WriteResult(path, error.status, error=error))
     if rows:
         raise idempotency_conflict()
     return results
@@ -202,15 +202,15 @@ class DocumentWriter:
         database: str,
         writes: Sequence[DocumentWrite],
         allowed: WriteCheck,
-        answer: WriteCallback,
+        callback: WriteCallback,
         *,
         atomic: bool = False,
         write_id: str | None = None,
     ) -> None:
-        """Decide and submit writes; `answer` is called when the result is durable."""
+        """Decide and submit writes; `callback` is called when the result is durable."""
         self._forget_failed()
         self._registry.database(database)
-        if write_id is not None and self._answer_repeat(database, writes, write_id, answer):
+        if write_id is not None and self._answer_repeat(database, writes, write_id, callback):
             return
         self._count += 1
         if self._count % FORGET_EVERY == 0:
@@ -222,12 +222,12 @@ class DocumentWriter:
         results = [self._decide_write(database, write, plan, allowed) for write in writes]
         failed = any(result.error is not None for result in results)
         if not plan.entries or (atomic and failed):
-            self._answer_when_durable(results, answer)
+            self._answer_when_durable(results, callback)
             return
-        self._submit(database, plan, _SubmittedWrites(writes, results, answer))
+        self._submit(database, plan, _SubmittedWrites(writes, results, callback))
 
     def apply_corrections(
-        self, collection: Collection, corrections: Sequence[Correction], name: str, answer: WriteCallback
+        self, collection: Collection, corrections: Sequence[Correction], name: str, callback: WriteCallback
     ) -> None:
         """Write corrected documents where the view differs; a repeat has no effect."""
         self._forget_failed()
@@ -235,24 +235,24 @@ class DocumentWriter:
             DocumentWrite("delete" if one.deleted else "put", DocumentPath(collection.name, one.id))
             for one in corrections
         ]
-        if self._answer_repeat(collection.database, writes, name, answer):
+        if self._answer_repeat(collection.database, writes, name, callback):
             return
         self._count += 1
         now_ns = self._log.clock.now_ns()
         plan = _WritePlan(now_ns, f"{now_ns:x}-{self._count:x}", name)
         results = [self._apply_correction(collection, one, plan) for one in corrections]
         if plan.entries:
-            self._submit(collection.database, plan, _SubmittedWrites(writes, results, answer))
+            self._submit(collection.database, plan, _SubmittedWrites(writes, results, callback))
         else:
-            self._answer_when_durable(results, answer)
+            self._answer_when_durable(results, callback)
 
     def _apply_correction(self, collection: Collection, one: Correction, plan: _WritePlan) -> WriteResult:
         path, key = f"{collection.name}/{one.id}", (collection, one.id)
         self._registry.check_applied(collection)
         row = self._registry.view.find(collection.number, one.id)
         if key in self._planned or key in plan.states or (None if row is None else row.seq) != one.seen:
-            refusal = _mismatch("the document was changed meanwhile", None if row is None else row.version)
-            return WriteResult(path, refusal.status, error=refusal)
+            error = _mismatch("the document was changed meanwhile", None if row is None else row.version)
+            return WriteResult(path, error.status, error=error)
         lives = row is not None and not row.deleted
         before: DocumentState | None = None
         if row is not None and lives:
@@ -288,8 +288,8 @@ class DocumentWriter:
         path = f"{write.path.collection}/{write.path.id}"
         try:
             return self._plan_write(database, write, plan, allowed, path)
-        except TailraceError as refusal:
-            return WriteResult(path, refusal.status, error=refusal)
+        except TailraceError as error:
+            return WriteResult(path, error.status, error=error)
 
     def _plan_write(
         self,
@@ -326,14 +326,14 @@ class DocumentWriter:
         stream = collection.stream(partition)
         last_ns = self._last_ns(stream)
         updated_ms = max(last_ns, plan.now_ns) // 1_000_000
-        kept = buried if new is None else new
-        raw = b"" if kept is None else document.dump(kept, self._bytes_max)
+        retained = buried if new is None else new
+        raw = b"" if retained is None else document.dump(retained, self._bytes_max)
         next_state = DocumentState(
             1 + (collection.purged[partition] if state is None else state.version),
             state.created_ms if state is not None and lives else updated_ms,
             updated_ms,
             new is None,
-            raw if kept is not None or state is None else state.data,
+            raw if retained is not None or state is None else state.data,
         )
         entry = self._entry(collection, write, plan, state if lives else None, next_state)
         if buried is not None:
@@ -396,8 +396,8 @@ class DocumentWriter:
     def _collection(self, database: str, name: str, plan: _WritePlan) -> Collection:
         found = self._registry.writable(database, name) or plan.made.get((database, name))
         if found is None:
-            wanted = self._registry.partitions_for(name)
-            found = plan.made[database, name] = self._registry.plan(database, name, wanted)
+            expected = self._registry.partitions_for(name)
+            found = plan.made[database, name] = self._registry.plan(database, name, expected)
         if found.config.source != NATIVE:
             raise TailraceError(
                 "read_only_collection",
@@ -448,16 +448,16 @@ class DocumentWriter:
         for tell in (submitted.answer, *submitted.repeats):
             tell(submitted.results, error)
 
-    def _answer_when_durable(self, results: list[WriteResult], answer: WriteCallback) -> None:
+    def _answer_when_durable(self, results: list[WriteResult], callback: WriteCallback) -> None:
         """An error may depend on writes that are not durable yet: wait for these."""
         newest = self._log.committer.newest
         if newest is None or not self._planned:
-            answer(results, None)
+            callback(results, None)
         else:
-            newest.waiting.append(lambda error: answer(results, error))
+            newest.waiting.append(lambda error: callback(results, error))
 
     def _answer_repeat(
-        self, database: str, writes: Sequence[DocumentWrite], write_id: str, answer: WriteCallback
+        self, database: str, writes: Sequence[DocumentWrite], write_id: str, callback: WriteCallback
     ) -> bool:
         """Answer a request whose key was used before; False if it is new."""
         collection = self._registry.find(database, writes[0].path.collection)
@@ -467,7 +467,7 @@ class DocumentWriter:
         if first is not None:
             if not is_same_request(writes, first.writes):
                 raise idempotency_conflict()
-            first.repeats.append(answer)
+            first.repeats.append(callback)
             self.count_repeats(database, collection.name, "write", 1)
             return True
         self._registry.check_applied(collection)
@@ -475,7 +475,7 @@ class DocumentWriter:
         found = self._registry.view.find_writes(collection.number, write_id, since_ms)
         if not found:
             return False
-        answer(repeated_results(writes, found), None)
+        callback(repeated_results(writes, found), None)
         self.count_repeats(database, collection.name, "write", 1)
         return True
 

@@ -91,7 +91,7 @@ class SubscriptionSummaries:
         always = self._context.settings.watch_summaries
         return always or self._context.loop.time() < self._until_s
 
-    async def request_summaries(self, seconds: int, asker: Identity) -> Json:
+    async def request_summaries(self, seconds: int, identity: Identity) -> Json:
         """Write summaries for this many seconds; returns their stream and up to where they are complete.
 
         0 ends the request.
@@ -113,7 +113,7 @@ class SubscriptionSummaries:
             "offset": "" if stream is None else stream.offset(upto),
             "subscriptions": len(self._written),
             "expires": self._now_ms() + seconds * 1000,
-            "token": None if grants is None else grants.give(who, seconds, asker),
+            "token": None if grants is None else grants.give(who, seconds, identity),
         }
 
     def _start_refresh(self, pause_s: float) -> None:
@@ -181,8 +181,11 @@ class SubscriptionSummaries:
     def bounds(self) -> list[RetentionBound]:
         """What retention may remove: summaries before the last reset, and old deliveries."""
         found: list[RetentionBound] = []
-        kept = ((self.stream, SUMMARIES_KEPT_S, self._begins), (self.deliveries, DELIVERIES_KEPT_S, NO_END))
-        for name, kept_s, upto in kept:
+        retained = (
+            (self.stream, SUMMARIES_KEPT_S, self._begins),
+            (self.deliveries, DELIVERIES_KEPT_S, NO_END),
+        )
+        for name, kept_s, upto in retained:
             stream = self._log.find(name)
             if stream is not None and stream.earliest < min(upto, stream.visible):
                 found.append(RetentionBound(stream.number, Lifetime(retention_s=kept_s), upto))
@@ -192,8 +195,8 @@ class SubscriptionSummaries:
         current: dict[str, int] = {}
         known, self._written = self._written, current
         for watched in self._gateway.all_watched():
-            for place, subscription in enumerate(tuple(watched.subscriptions)):
-                if place % 100 == 99:
+            for index, subscription in enumerate(tuple(watched.subscriptions)):
+                if index % 100 == 99:
                     await asyncio.sleep(0)  # let the loop run other callbacks
                 if subscription.state == "invalid":
                     continue
@@ -325,8 +328,8 @@ class JobRoutes:
         if reading:
             _answer(exchange, self._rows(exchange, database))
         elif kind == "summaries":
-            asked = _read(exchange, SummariesRequest)
-            self._spawn(exchange, self._summaries.request_summaries(asked.seconds, identity))
+            request = _read(exchange, SummariesRequest)
+            self._spawn(exchange, self._summaries.request_summaries(request.seconds, identity))
         elif kind == "statistics":
             self._record_statistics(exchange, database, _read(exchange, StatisticsReport))
         else:
@@ -341,8 +344,8 @@ class JobRoutes:
                 responses.respond_error(
                     exchange, TailraceError("request_timeout", "the request took too long")
                 )
-            except TailraceError as refusal:
-                responses.respond_error(exchange, refusal)
+            except TailraceError as error:
+                responses.respond_error(exchange, error)
             except Exception:
                 responses.respond_error(exchange, TailraceError("internal", "the request failed"))
                 raise
@@ -394,8 +397,8 @@ class JobRoutes:
         self._registry.counters.for_collection(collection).bloom_rebuilds += 1
         _answer(exchange, {"collection": collection.name, "bloomRatio": collection.bloom_ratio})
 
-    def _correct(self, exchange: Exchange, database: str, asked: CorrectionsRequest) -> None:
-        collection = self._collection(database, asked.collection)
+    def _correct(self, exchange: Exchange, database: str, request: CorrectionsRequest) -> None:
+        collection = self._collection(database, request.collection)
         if collection.config.source != NATIVE:
             raise TailraceError(
                 "read_only_collection",
@@ -403,13 +406,13 @@ class JobRoutes:
                 headers=(("Allow", "GET, HEAD, OPTIONS"),),
             )
 
-        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
+        def respond(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
             else:
                 _answer(exchange, {"results": [result.to_json() for result in results]})
 
-        self._writer.apply_corrections(collection, asked.corrections, asked.name, answer)
+        self._writer.apply_corrections(collection, request.corrections, request.name, respond)
 
 
 def _shown(row: DocumentRow) -> Json:

@@ -51,16 +51,16 @@ class _Segment:
 
     def add(self, first: int, step: int) -> None:
         bits, size = self.bits, self.size
-        for turn in range(HASHES):
-            place = (first + turn * step) % size
-            bits[place >> 3] |= 1 << (place & 7)
+        for number in range(HASHES):
+            index = (first + number * step) % size
+            bits[index >> 3] |= 1 << (index & 7)
         self.count += 1
 
     def holds(self, first: int, step: int) -> bool:
         bits, size = self.bits, self.size
-        for turn in range(HASHES):
-            place = (first + turn * step) % size
-            if not bits[place >> 3] & 1 << (place & 7):
+        for number in range(HASHES):
+            index = (first + number * step) % size
+            if not bits[index >> 3] & 1 << (index & 7):
                 return False
         return True
 
@@ -295,18 +295,18 @@ class ExaminedRanges:
         self._epochs[partition] = batch.leaseEpoch
         extent = _range_of_batch(batch)
         known = self._extents.setdefault(partition, [])
-        place = bisect_left(known, _range_key(extent), key=_range_key)
-        if place < len(known) and _range_key(known[place]) == _range_key(extent):
+        index = bisect_left(known, _range_key(extent), key=_range_key)
+        if index < len(known) and _range_key(known[index]) == _range_key(extent):
             return None
-        known.insert(place, extent)
+        known.insert(index, extent)
         return extent
 
     def evict(self, extent: ExaminedRange) -> None:
         """Drop a range to free memory."""
         known = self._extents.get(extent.partition, [])
-        place = bisect_left(known, _range_key(extent), key=_range_key)
-        if place < len(known) and known[place] is extent:
-            del known[place]
+        index = bisect_left(known, _range_key(extent), key=_range_key)
+        if index < len(known) and known[index] is extent:
+            del known[index]
 
     def relevant_after(self, key: str, written: int, partition: int, after: int) -> RelevantRange | None:
         """The relevant changes after `after` for a subscription whose summary is entry `written`.
@@ -329,8 +329,8 @@ def _range_of_batch(batch: DeliveryBatch) -> ExaminedRange:
     seqs: dict[str, list[int]] = {}
     for item in batch.items:
         if batch.first <= item.seq <= batch.last:
-            for told in item.subs:
-                seqs.setdefault(told.key, []).append(item.seq)
+            for match in item.subs:
+                seqs.setdefault(match.key, []).append(item.seq)
     found = {key: tuple(sorted(set(numbers))) for key, numbers in seqs.items()}
     size = RANGE_BYTES + sum(RANGE_KEY_BYTES + 8 * len(numbers) for numbers in found.values())
     return ExaminedRange(batch.partition, batch.first, batch.last, batch.asOf, found, size)

@@ -311,18 +311,18 @@ class Matcher(Generic[S]):
     def match(self, change: Change) -> MatchResult[S]:
         """All matches of a change."""
         was, now, both = self._probe(change)
-        apart: dict[SharedPredicate[S], KnownTruth] = {}
+        undecided: dict[SharedPredicate[S], KnownTruth] = {}
         if was.maybe or now.maybe:
             self.candidates += len(both) + len(_all(was, now))
             for probed in (was, now):
                 for shared in probed.maybe:
                     if shared.lookups == EITHER:
                         probed.sure.add(shared)
-                    elif shared not in apart:
-                        apart[shared] = _known(shared, was), _known(shared, now)
+                    elif shared not in undecided:
+                        undecided[shared] = _known(shared, was), _known(shared, now)
         else:
             self.candidates += len(both) + len(was.sure | now.sure)
-        return self._classify(change, was.sure, now.sure, both, apart)
+        return self._classify(change, was.sure, now.sure, both, undecided)
 
     def _classify(
         self,
@@ -330,18 +330,18 @@ class Matcher(Generic[S]):
         was: set[SharedPredicate[S]],
         now: set[SharedPredicate[S]],
         both: list[SharedPredicate[S]],
-        apart: Mapping[SharedPredicate[S], KnownTruth],
+        undecided: Mapping[SharedPredicate[S], KnownTruth],
     ) -> MatchResult[S]:
-        """Group predicates by event: those that matched before or after, and `apart`, which are evaluated."""
+        """Group predicates by event; those in `undecided` are evaluated first."""
         if change.after is not None and len(change.entry.after) <= DOCUMENT_BYTES_MAX:
             self.index.sample.add(change.after)
         events: dict[MatchEvent, list[SharedPredicate[S]]] = {}
         too_costly: set[S] = set()
         postponed: set[S] = set()
-        if apart:
-            was -= apart.keys()
-            now -= apart.keys()
-            events = self._evaluate_each(change, apart, too_costly, postponed)
+        if undecided:
+            was -= undecided.keys()
+            now -= undecided.keys()
+            events = self._evaluate_each(change, undecided, too_costly, postponed)
         stayed = was & now
         if stayed or both:
             events.setdefault(("update", "changed"), []).extend((*both, *stayed))
@@ -359,18 +359,18 @@ class Matcher(Generic[S]):
     def _evaluate_each(
         self,
         change: Change,
-        apart: Mapping[SharedPredicate[S], KnownTruth],
+        undecided: Mapping[SharedPredicate[S], KnownTruth],
         too_costly: set[S],
         postponed: set[S],
     ) -> dict[MatchEvent, list[SharedPredicate[S]]]:
         """Evaluate predicates that the index could not decide."""
         before, after = change.before, change.after
         events: dict[MatchEvent, list[SharedPredicate[S]]] = {}
-        for shared, (was, now) in apart.items():
+        for shared, (was, now) in undecided.items():
             interest = shared.interest
             self.fallbacks += interest.predicate.fallback
-            turn = self._budget if interest.is_metered else None
-            spent = turn.begin() if turn is not None else 0
+            budget = self._budget if interest.is_metered else None
+            spent = budget.begin() if budget is not None else 0
             try:
                 event = interest.classify_images(before, after, was, now)
             except CostExceededError:
@@ -380,8 +380,8 @@ class Matcher(Generic[S]):
                 postponed.update(shared.subscribers)
                 continue
             finally:
-                if turn is not None:
-                    turn.end(spent)
+                if budget is not None:
+                    budget.end(spent)
             if event is not None:
                 events.setdefault(event, []).append(shared)
         return events
@@ -406,7 +406,7 @@ class Matcher(Generic[S]):
         maybe_documents: list[int] = []  # index of the document to evaluate
         hits: list[set[SharedPredicate[S]]] = []  # per document
         stayed: list[list[SharedPredicate[S]]] = []  # per change: predicates that match both images
-        apart: list[dict[SharedPredicate[S], KnownTruth]] = []  # predicates without a row
+        undecided: list[dict[SharedPredicate[S], KnownTruth]] = []  # predicates without a row
         for change in changes:
             was, now, both = self._probe(change)
             self.candidates += len(both) + len(_all(was, now))
@@ -426,10 +426,10 @@ class Matcher(Generic[S]):
                 documents.append({} if image is None else image)
                 hits.append(probed.sure)
             stayed.append(both)
-            apart.append(alone)
+            undecided.append(alone)
         for index in rows.holding(documents, maybe_rows, maybe_documents):
             hits[maybe_documents[index]].add(maybe[index])
-        sides = zip(changes, hits[::2], hits[1::2], stayed, apart, strict=True)
+        sides = zip(changes, hits[::2], hits[1::2], stayed, undecided, strict=True)
         return [self._classify(*one) for one in sides]
 
 

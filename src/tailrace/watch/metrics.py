@@ -43,13 +43,13 @@ class _CollectionMetrics:
         telemetry.watch_partition_state.each = self._states
         telemetry.watch_generation.each = lambda: self._highest(self._registry.generation)
         telemetry.watch_dedup_dropped.each = lambda: [
-            ([*tally.labels, stage], count)
-            for tally in self._counters.all()
-            for stage, count in tally.dropped.items()
+            ([*counters.labels, stage], count)
+            for counters in self._counters.all()
+            for stage, count in counters.dropped.items()
         ]
         telemetry.watch_bloom_fp_ratio.each = lambda: self._highest(lambda one: one.bloom_ratio)
         telemetry.watch_bloom_rebuilds.each = lambda: [
-            ([*tally.labels], tally.bloom_rebuilds) for tally in self._counters.all()
+            ([*counters.labels], counters.bloom_rebuilds) for counters in self._counters.all()
         ]
         objectives = self._gateway.objectives
         telemetry.watch_source_lag_seconds.each = lambda: self._highest(
@@ -69,14 +69,14 @@ class _CollectionMetrics:
         return [([*labels], value) for labels, value in found.items()]
 
     def _changes(self) -> Iterator[MetricRow]:
-        for tally in self._counters.all():
-            counts = {(op, 0): 0 for op in CHANGE_OPS} | tally.changes
+        for counters in self._counters.all():
+            counts = {(op, 0): 0 for op in CHANGE_OPS} | counters.changes
             if not self._partitions:
                 for op in CHANGE_OPS:
-                    yield [*tally.labels, op], sum(n for (held, _), n in counts.items() if held == op)
+                    yield [*counters.labels, op], sum(n for (held, _), n in counts.items() if held == op)
                 continue
             for (op, partition), count in sorted(counts.items()):
-                yield [*tally.labels, op, str(partition)], count
+                yield [*counters.labels, op, str(partition)], count
 
     def _lags(self) -> Iterator[MetricRow]:
         found: Counter[tuple[str, ...]] = Counter()
@@ -90,10 +90,10 @@ class _CollectionMetrics:
         found: Counter[tuple[str, ...]] = Counter()
         for collection in self._registry.collections():
             labels, state = self._counters.for_collection(collection).labels, collection.reported_state
-            places = [(str(n),) for n in range(collection.config.partitions)] if self._partitions else [()]
+            indexes = [(str(n),) for n in range(collection.config.partitions)] if self._partitions else [()]
             for known in STATES:
-                for place in places:
-                    found[*labels, known, *place] += known == state
+                for index in indexes:
+                    found[*labels, known, *index] += known == state
         return (([*key], count) for key, count in found.items())
 
 
@@ -106,7 +106,7 @@ def _register_matching(telemetry: ServerMetrics, gateway: Gateway) -> None:
     telemetry.watch_match_fallback.each = each(lambda counts: counts[2])
     telemetry.watch_match_hit_ratio.each = each(lambda counts: counts[1] / counts[0] if counts[0] else 0.0)
     telemetry.watch_match_latency_seconds.each = lambda: [
-        ([*tally.labels], tally.latency) for tally in gateway.registry.counters.all()
+        ([*counters.labels], counters.latency) for counters in gateway.registry.counters.all()
     ]
     telemetry.watch_match_slow.read = lambda: gateway.samples.slow
     telemetry.watch_index_predicates.each = lambda: _kinds(gateway)

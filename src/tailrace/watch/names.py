@@ -57,13 +57,13 @@ def _segments(path: str) -> list[str]:
         raise TailraceError(
             "invalid_path", f"a path must have at most {PATH_BYTES_MAX} bytes and {SEGMENTS_MAX} segments"
         )
-    for place, segment in enumerate(segments):
+    for index, segment in enumerate(segments):
         if not _SEGMENT.match(segment) or segment in (".", ".."):
             raise TailraceError(
                 "invalid_path",
                 "a segment must be 1 to 64 of A-Z, a-z, 0-9, '_', '.', '-', and not '.' or '..'",
             )
-        if place % 2 == 0 and (segment.startswith("_") or segment in _RESERVED):
+        if index % 2 == 0 and (segment.startswith("_") or segment in _RESERVED):
             raise TailraceError("invalid_path", f"the name {segment!r} is reserved")
     return segments
 

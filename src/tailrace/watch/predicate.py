@@ -317,8 +317,8 @@ class Predicate:
 
 def _lookups(conditions: Sequence[Condition]) -> int:
     """How many index lookups decide these conditions; `UNDECIDED` if two share a table and field."""
-    places = {(LOOKUP_TABLES.get(one.kind, one.kind), one.path) for one in conditions}
-    return len(conditions) if len(places) == len(conditions) else UNDECIDED
+    indexes = {(LOOKUP_TABLES.get(one.kind, one.kind), one.path) for one in conditions}
+    return len(conditions) if len(indexes) == len(conditions) else UNDECIDED
 
 
 def _is_disjunction(parts: Sequence[PredicatePart]) -> bool:

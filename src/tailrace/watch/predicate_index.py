@@ -224,9 +224,9 @@ class _Bucket(Generic[T]):
 
     def _split(self, sample: DocumentSample) -> None:
         below: _Level[T] = _Level(self._used)
-        kept = (*self.sure, *self.maybe)
+        retained = (*self.sure, *self.maybe)
         self.sure, self.maybe = (), ()
-        for item in kept:
+        for item in retained:
             rest = self._rest(item)
             if rest:
                 below.add(item, rest, sample)

@@ -115,13 +115,13 @@ class PublishedViews:
         def pack() -> tuple[list[int], list[PurgedTombstones], int]:
             rows = 0
             try:
-                with open_snapshot(path) as moment:
-                    for part in document_view.view_parts(moment, view_number):
+                with open_snapshot(path) as snapshot:
+                    for part in document_view.view_parts(snapshot, view_number):
                         rows += len(part)
                         hand_over(document_view.encode_part(part))
                     return (
-                        moment.positions(view_number, partitions),
-                        moment.purged(view_number, partitions),
+                        snapshot.positions(view_number, partitions),
+                        snapshot.purged(view_number, partitions),
                         rows,
                     )
             finally:
@@ -247,10 +247,10 @@ class PublishedViews:
     def _is_usable(self, collection: Collection, head: PublishedViewHead) -> bool:
         if len(head.positions) != collection.config.partitions:
             return False
-        book = self._registry
-        streams = [book.log.find(name) for name in collection.streams()]
+        registry = self._registry
+        streams = [registry.log.find(name) for name in collection.streams()]
         tails = [0 if stream is None else max(0, stream.visible) for stream in streams]
-        earliest = book.earliest(collection)
+        earliest = registry.earliest(collection)
         return all(
             first <= seq <= tail for first, seq, tail in zip(earliest, head.positions, tails, strict=True)
         )

@@ -57,9 +57,9 @@ class QueryExecutor:
         self._registry = registry
         self._access = access
 
-    def prepare(self, identity: Identity, database: str, given: object) -> PreparedQuery:
+    def prepare(self, identity: Identity, database: str, value: object) -> PreparedQuery:
         """Validate a query without running it."""
-        query = read_query(given, live=False)
+        query = read_query(value, live=False)
         collection = self._registry.find(database, query.collection)
         rule = self._access.read_predicate_part(identity, collection)
         parts = query.parts if rule is None else (*query.parts, rule)
@@ -84,12 +84,12 @@ class PreparedQuery:
         if collection is None:
             return {"documents": [], "cursor": None, "positions": []}
         self._registry.check_applied(collection)
-        with self._registry.view.snapshot() as moment:
+        with self._registry.view.snapshot() as snapshot:
             positions = list(collection.applied)
             if query.order:
-                found, fits = await self._run_ordered(moment, collection)
+                found, fits = await self._run_ordered(snapshot, collection)
             else:
-                found, fits = await self._run_by_id(moment, collection)
+                found, fits = await self._run_by_id(snapshot, collection)
         page = found[:fits]
         return {
             "documents": [_shown(collection, one.row) for one in page],
@@ -97,12 +97,12 @@ class PreparedQuery:
             "positions": positions,
         }
 
-    async def _run_by_id(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
+    async def _run_by_id(self, snapshot: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
         """The matches in id order, and how many fit into the page; an extra match means there are more."""
         found: list[QueryHit] = []
         after = "" if self._after is None else self._after[-1]
         size = 0
-        while rows := self._rows(moment, collection, after):
+        while rows := self._rows(snapshot, collection, after):
             after = rows[-1].id
             for row in rows:
                 one = self._match(collection, row)
@@ -115,15 +115,17 @@ class PreparedQuery:
                     await self._time_slice.yield_to_loop()
         return found, len(found)
 
-    async def _run_ordered(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
+    async def _run_ordered(
+        self, snapshot: ViewSnapshot, collection: Collection
+    ) -> tuple[list[QueryHit], int]:
         """The first matches in query order after the cursor; only one page is held in memory.
 
         The content is read when the page is known, since many large documents do not fit into memory.
         """
-        wanted = self._query.limit + 1
+        expected = self._query.limit + 1
         best: list[QueryHit] = []
         after = ""
-        while rows := self._rows(moment, collection, after):
+        while rows := self._rows(snapshot, collection, after):
             after = rows[-1].id
             for row in rows:
                 one = self._match(collection, row)
@@ -131,29 +133,29 @@ class PreparedQuery:
                     best.append(one._replace(row=row._replace(data=b"")))
                 if self._time_slice.is_over:
                     await self._time_slice.yield_to_loop()
-            best = heapq.nsmallest(wanted, best, key=lambda one: one.key)
-        return best, await self._load(moment, collection, best)
+            best = heapq.nsmallest(expected, best, key=lambda one: one.key)
+        return best, await self._load(snapshot, collection, best)
 
-    async def _load(self, moment: ViewSnapshot, collection: Collection, best: list[QueryHit]) -> int:
+    async def _load(self, snapshot: ViewSnapshot, collection: Collection, best: list[QueryHit]) -> int:
         """Load the documents of the page, up to its size; returns how many fit."""
         size = 0
-        for place, one in enumerate(best[: self._query.limit]):
-            (row,) = moment.documents_by_id(collection.number, [one.row.id])
+        for index, one in enumerate(best[: self._query.limit]):
+            (row,) = snapshot.documents_by_id(collection.number, [one.row.id])
             size += len(row.data)
-            if place and size > PAGE_BYTES:
-                return place
-            best[place] = one._replace(row=row)
+            if index and size > PAGE_BYTES:
+                return index
+            best[index] = one._replace(row=row)
             if self._time_slice.is_over:
                 await self._time_slice.yield_to_loop()
         return min(len(best), self._query.limit)
 
-    def _rows(self, moment: ViewSnapshot, collection: Collection, after: str) -> list[DocumentRow]:
+    def _rows(self, snapshot: ViewSnapshot, collection: Collection, after: str) -> list[DocumentRow]:
         documents = self._query.documents
         if documents is None:
-            return moment.documents_after(collection.number, after, SCAN_ROWS)
+            return snapshot.documents_after(collection.number, after, SCAN_ROWS)
         rest = [name for name in sorted(documents) if name > after]
         for name in rest:  # one at a time, since they may be large
-            if found := moment.documents_by_id(collection.number, [name]):
+            if found := snapshot.documents_by_id(collection.number, [name]):
                 return found
         return []
 

@@ -88,14 +88,14 @@ class KeyRing(msgspec.Struct, frozen=True, array_like=True):
         fresh = SigningKey((newest.id + 1) % 256, secrets.token_bytes(KEY_BYTES), now_ms)
         # A key stopped signing when the next one started.
         ended = [later.since_ms for later in (*self.keys[1:], fresh)]
-        kept = [key for key, end_ms in zip(self.keys, ended, strict=True) if now_ms - end_ms < verify_ms]
-        return KeyRing((*kept[-(KEYS_MAX - 1) :], fresh))
+        retained = [key for key, end_ms in zip(self.keys, ended, strict=True) if now_ms - end_ms < verify_ms]
+        return KeyRing((*retained[-(KEYS_MAX - 1) :], fresh))
 
     def good(self, key_id: int, now_ms: int, verify_ms: int) -> SigningKey | None:
         """The key with this id, unless it stopped signing too long ago."""
-        for place, key in enumerate(self.keys):
+        for index, key in enumerate(self.keys):
             if key.id == key_id:
-                later = self.keys[place + 1 :]
+                later = self.keys[index + 1 :]
                 return key if not later or now_ms - later[0].since_ms < verify_ms else None
         return None
 

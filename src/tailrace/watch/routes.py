@@ -32,17 +32,17 @@ class DatabaseRoutes:
     """Everything below `/v1/databases/`."""
 
     def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
-        book, access = gateway.registry, gateway.access
+        registry, access = gateway.registry, gateway.access
         self._context = context
-        self._registry = book
+        self._registry = registry
         self._writer = writer
         self._access = access
         self._bytes_max = context.limits.watch_document_bytes
         self._writes_max = context.limits.watch_batch_writes
-        self.collections = CollectionRoutes(context, book, access)
-        self.listing = DatabaseListingRoutes(context, book)
-        self._queries = QueryExecutor(book, access)
-        self._status = StatusRoute(book, gateway)
+        self.collections = CollectionRoutes(context, registry, access)
+        self.listing = DatabaseListingRoutes(context, registry)
+        self._queries = QueryExecutor(registry, access)
+        self._status = StatusRoute(registry, gateway)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
@@ -96,15 +96,15 @@ class DatabaseRoutes:
             _if_none_match(exchange),
         )
 
-        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
-            refusal = error or results[0].error
-            if refusal is not None:
-                responses.respond_error(exchange, refusal)
+        def on_written(results: list[WriteResult], error: TailraceError | None) -> None:
+            failure = error or results[0].error
+            if failure is not None:
+                responses.respond_error(exchange, failure)
             else:
                 _answer_write(exchange, results[0])
 
         self._writer.write(
-            database, [write], self._access.write_check(identity), answer, write_id=_write_id(exchange)
+            database, [write], self._access.write_check(identity), on_written, write_id=_write_id(exchange)
         )
 
     def _read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
@@ -139,8 +139,8 @@ class DatabaseRoutes:
             raise responses.method_not_allowed("POST, OPTIONS")
         authorise(identity, Action.WRITE_DATABASE, db=database)
         _check_type(exchange)
-        given = read_object(exchange.body, BATCH_BYTES, {"atomic", "writes"})
-        atomic, listed = given.get("atomic", False), given.get("writes")
+        value = read_object(exchange.body, BATCH_BYTES, {"atomic", "writes"})
+        atomic, listed = value.get("atomic", False), value.get("writes")
         if not isinstance(atomic, bool) or not isinstance(listed, list) or not listed:
             raise TailraceError(
                 "invalid_request", 'a batch must be {"atomic": true or false, "writes": [...]}'
@@ -157,7 +157,7 @@ class DatabaseRoutes:
                 "an atomic batch, or one with an Idempotency-Key, must have one collection",
             )
 
-        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
+        def on_written(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
@@ -169,7 +169,7 @@ class DatabaseRoutes:
                 exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
         self._writer.write(
-            database, writes, self._access.write_check(identity), answer, atomic=atomic, write_id=write_id
+            database, writes, self._access.write_check(identity), on_written, atomic=atomic, write_id=write_id
         )
 
     def _batch_write(self, item: Any, index: int) -> DocumentWrite:
@@ -178,9 +178,9 @@ class DatabaseRoutes:
             raise TailraceError(
                 "invalid_request", f"write {index}: must have only op, path, data, ifVersion, ifAbsent"
             )
-        given = cast("Document", item)
-        op, path, version = given.get("op"), given.get("path"), given.get("ifVersion")
-        absent = given.get("ifAbsent", False)
+        body = cast("Document", item)
+        op, path, version = body.get("op"), body.get("path"), body.get("ifVersion")
+        absent = body.get("ifAbsent", False)
         if op not in ("put", "patch", "delete") or not isinstance(path, str):
             raise TailraceError(
                 "invalid_request", f"write {index}: op must be put, patch or delete, path a string"
@@ -191,8 +191,8 @@ class DatabaseRoutes:
             )
         data: Document | None = None
         if op != "delete":
-            data = document.check(given.get("data"))
-        elif "data" in given:
+            data = document.check(body.get("data"))
+        elif "data" in body:
             raise TailraceError("invalid_request", f"write {index}: a delete must not have data")
         return DocumentWrite(op, names.split_document_path(path), data, version, if_absent=absent)
 
@@ -201,17 +201,17 @@ class DatabaseRoutes:
             raise responses.method_not_allowed("POST, OPTIONS")
         authorise(identity, Action.READ_DATABASE, db=database)
         _check_type(exchange)
-        given = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
-        asked = self._queries.prepare(identity, database, given)
+        value = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
+        request = self._queries.prepare(identity, database, value)
 
         async def run() -> None:
             try:
                 async with asyncio.timeout(self._context.limits.request_ms / 1000):
-                    body = await asked.run()
+                    body = await request.run()
             except TimeoutError:
                 responses.respond_error(exchange, TailraceError("request_timeout", "the query took too long"))
-            except TailraceError as refusal:
-                responses.respond_error(exchange, refusal)
+            except TailraceError as error:
+                responses.respond_error(exchange, error)
             else:
                 exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
@@ -226,8 +226,8 @@ def read_object(body: bytes, bytes_max: int, known: set[str] | None) -> Document
         raise TailraceError("payload_too_large", f"the body must have at most {bytes_max} bytes")
     try:
         value = document.load(body or b"{}", bytes_max)
-    except TailraceError as refusal:
-        if refusal.code != "invalid_request":
+    except TailraceError as error:
+        if error.code != "invalid_request":
             raise
         raise TailraceError("invalid_request", "the body must be a JSON object") from None
     if known is not None and (unknown := sorted(set(value) - known)):
@@ -245,9 +245,9 @@ def _answer_write(exchange: Exchange, result: WriteResult) -> None:
 
 
 def _check_type(exchange: Exchange, *, patch: bool = False) -> None:
-    given = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    body = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     expected = (b"application/merge-patch+json", b"application/json") if patch else (b"application/json",)
-    if given not in expected:
+    if body not in expected:
         raise TailraceError("unsupported_media_type", f"Content-Type must be {expected[0].decode()}")
 
 

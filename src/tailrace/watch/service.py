@@ -83,8 +83,8 @@ class WatchService:
         remembered = BeforeImageLimits(
             limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms
         )
-        tallies = CounterRegistry(limits.watch_metrics_collections)
-        self.registry = CollectionRegistry(context.log, directory / VIEW_FILE, patterns, remembered, tallies)
+        counters = CounterRegistry(limits.watch_metrics_collections)
+        self.registry = CollectionRegistry(context.log, directory / VIEW_FILE, patterns, remembered, counters)
         self._writer = DocumentWriter(self.registry, document_bytes=limits.watch_document_bytes)
         access = AccessRules()
         self.gateway = Gateway(context, self.registry, access, verifier)
@@ -155,8 +155,8 @@ class WatchService:
             self._databases.listing.databases(exchange, identify(exchange), method)
         elif self._replication.handles(path):
             self._replication.serve(exchange, method, path, identify)
-        elif (asked := self._jobs.kind_of(path[len(DATABASES_PREFIX) :])) is not None:
-            self._jobs.serve(exchange, identify(exchange), method, *asked)
+        elif (request := self._jobs.kind_of(path[len(DATABASES_PREFIX) :])) is not None:
+            self._jobs.serve(exchange, identify(exchange), method, *request)
         elif (source := self._source_routes.match_path(path[len(DATABASES_PREFIX) :])) is not None:
             self._source_routes.serve(exchange, identify(exchange), method, *source)
         else:

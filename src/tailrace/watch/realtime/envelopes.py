@@ -28,9 +28,9 @@ class Envelope:
         return self._websocket
 
 
-def reply(kind: str, message_id: str | None, payload: dict[str, Any], **beside: Any) -> Envelope:
+def reply(kind: str, message_id: str | None, payload: dict[str, Any], **extra: Any) -> Envelope:
     found: dict[str, Any] = {} if message_id is None else {"id": message_id}
-    return Envelope(orjson.dumps({**found, "type": kind, "version": 1, **beside, "payload": payload}))
+    return Envelope(orjson.dumps({**found, "type": kind, "version": 1, **extra, "payload": payload}))
 
 
 def subscription_notice(

@@ -291,7 +291,7 @@ class Gateway:
 
     def matched(self) -> dict[MetricLabels, tuple[int, int, int]]:
         """Candidates, hits and library evaluations since the start, by collection."""
-        found = {tally.labels: tally.matched for tally in self.registry.counters.all()}
+        found = {counters.labels: counters.matched for counters in self.registry.counters.all()}
         for watched in self._watched.values():
             labels, more = watched.counters.labels, watched.matcher.counts()
             candidates, hits, fallbacks = found.get(labels, (0, 0, 0))

@@ -226,10 +226,10 @@ class Replayer:
             session.invalidate(subscription, "cost-exceeded")
         except BeforeUnknownError:
             session.invalidate(subscription, "too-far-behind")
-        except TailraceError as refusal:
-            reason = "retention" if refusal.code == "offset_gone" else "gap"
+        except TailraceError as error:
+            reason = "retention" if error.code == "offset_gone" else "gap"
             if subscription.state == "snapshot" and reason != "retention":
-                session.fail(subscription, "snapshot_failed", refusal.message)
+                session.fail(subscription, "snapshot_failed", error.message)
             else:
                 session.invalidate(subscription, reason)
         except Exception:
@@ -340,15 +340,15 @@ class Replayer:
         are irregular.
         """
         session, loop = subscription.session, self._gateway.context.loop
-        progress_at, taken = loop.time(), session.sent_bytes
+        progress_at, sent = loop.time(), session.sent_bytes
         while subscription.state in _READING:
             if session.has_room and not self._must_wait(subscription):
                 return True
             session.drained.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(session.drained.wait(), POLL_S)
-            if session.sent_bytes != taken or session.has_room:
-                progress_at, taken = loop.time(), session.sent_bytes
+            if session.sent_bytes != sent or session.has_room:
+                progress_at, sent = loop.time(), session.sent_bytes
             elif loop.time() - progress_at >= self._overflow_s:
                 session.invalidate(subscription, "overflow", retry_after_ms=1000)
         return False

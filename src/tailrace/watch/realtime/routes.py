@@ -125,9 +125,9 @@ class WebSocketHandler:
                 close = 4400 if self._bad >= BAD_IN_A_ROW else close
             if close is not None:
                 session.close(close, refused.code)
-        except TailraceError as refusal:
-            retry = None if refusal.retry_after_s is None else refusal.retry_after_s * 1000
-            session.send_error(message_id, refusal.code, refusal.message, retry_after_ms=retry)
+        except TailraceError as error:
+            retry = None if error.retry_after_s is None else error.retry_after_s * 1000
+            session.send_error(message_id, error.code, error.message, retry_after_ms=retry)
 
     def _within_rate(self, session: RealtimeSession) -> bool:
         now = self._gateway.context.loop.time()
@@ -166,9 +166,9 @@ class WebSocketHandler:
             payload = {key: value for key, value in message.items() if key not in ("id", "type", "version")}
         if not isinstance(payload, dict):
             raise MessageRefusedError("bad_message", "payload must be an object")
-        given = cast("dict[str, Any]", payload)
+        params = cast("dict[str, Any]", payload)
         if kind == "auth":
-            authenticate(session, message_id, given)
+            authenticate(session, message_id, params)
             return
         if kind not in ("subscribe", "unsubscribe", "resume", "ack", "heartbeat", "stream"):
             raise MessageRefusedError("bad_message", f"unknown message type {str(kind)[:40]!r}")
@@ -177,16 +177,16 @@ class WebSocketHandler:
         if session.database is None:
             raise MessageRefusedError("invalid_auth", "auth must name the database", close=4401)
         if kind == "subscribe":
-            subscribe(session, message_id, given)
+            subscribe(session, message_id, params)
         elif kind == "unsubscribe":
-            if not stop_stream(session, message_id, given):
-                unsubscribe(session, message_id, given)
+            if not stop_stream(session, message_id, params):
+                unsubscribe(session, message_id, params)
         elif kind == "stream" and self._gateway.on_stream is not None:
-            self._gateway.on_stream(session, message_id, given)
+            self._gateway.on_stream(session, message_id, params)
         elif kind == "resume":
-            resume(session, message_id, given, flat_form="payload" not in message)
+            resume(session, message_id, params, flat_form="payload" not in message)
         elif kind == "ack":
-            acknowledge(session, given)
+            acknowledge(session, params)
         else:
             session.send_tokens()
 
@@ -235,28 +235,28 @@ class RealtimeRoutes:
             if database is not None:
                 authorise(identity, Action.WATCH, db=database)
                 self._gateway.registry.database(database)
-        client, wire = WebSocketHandler(self._gateway), WebSocketTransport()
+        client, transport = WebSocketHandler(self._gateway), WebSocketTransport()
         offered = exchange.headers.get(b"sec-websocket-protocol", b"").split(b",")
         chosen = SUBPROTOCOL if SUBPROTOCOL in [one.strip() for one in offered] else None
-        wire.connection = exchange.upgrade_websocket(
+        transport.connection = exchange.upgrade_websocket(
             client, subprotocol=chosen, message_bytes=self._gateway.limits.watch_message_bytes
         )
-        client.session = RealtimeSession(self._gateway, wire, identity, database)
+        client.session = RealtimeSession(self._gateway, transport, identity, database)
 
     def _identified(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
         try:
             return identify(exchange)
-        except TailraceError as refusal:
-            self._gateway.auth_failed(refusal.code)
+        except TailraceError as error:
+            self._gateway.auth_failed(error.code)
             raise
 
     def events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """204 stops an EventSource that reconnects to something it may no longer read."""
         try:
             self._events(exchange, method, identify)
-        except TailraceError as refusal:
+        except TailraceError as error:
             reconnects = method == b"GET" and b"last-event-id" in exchange.headers
-            if not reconnects or refusal.code not in ("forbidden", "not_found"):
+            if not reconnects or error.code not in ("forbidden", "not_found"):
                 raise
             exchange.respond(204, responses.NO_STORE)
 
@@ -319,9 +319,9 @@ class RealtimeRoutes:
                 more = {key: value for key, value in refused.more.items() if key != "close"}
                 session.send_error(sub_id, refused.code, refused.message, **more)
                 session.close(1000, refused.code)
-            except TailraceError as refusal:
-                session.send_error(sub_id, refusal.code, refusal.message, sub_id=sub_id)
-                session.close(1000, refusal.code)
+            except TailraceError as error:
+                session.send_error(sub_id, error.code, error.message, sub_id=sub_id)
+                session.close(1000, error.code)
         if cursor and not any(one.state != "invalid" for one in session.subscriptions.values()):
             session.close(1000, "no subscription could be resumed")
 
@@ -330,12 +330,12 @@ class RealtimeRoutes:
         if len(exchange.body) > bytes_max:
             raise TailraceError("payload_too_large", f"the body must have at most {bytes_max} bytes")
         try:
-            given = orjson.loads(exchange.body)
+            params = orjson.loads(exchange.body)
         except orjson.JSONDecodeError:
             raise TailraceError("invalid_json", "the body must be a JSON object") from None
-        if not isinstance(given, dict):
+        if not isinstance(params, dict):
             raise TailraceError("invalid_request", "the body must be a JSON object")
-        return cast("dict[str, Any]", given)
+        return cast("dict[str, Any]", params)
 
     def _give_ticket(self, exchange: Exchange, identity: Identity, request: dict[str, Any]) -> None:
         """For browsers, whose EventSource cannot set headers."""
@@ -393,12 +393,12 @@ class RealtimeRoutes:
     def _query(self, exchange: Exchange) -> dict[str, str]:
         """The query parameters; secrets are rejected because URLs appear in logs."""
         try:
-            given = parse_qs(exchange.query.decode(), keep_blank_values=True, max_num_fields=32)
+            params = parse_qs(exchange.query.decode(), keep_blank_values=True, max_num_fields=32)
         except ValueError:
             raise TailraceError("invalid_request", "the query string is invalid") from None
-        if _SECRET_PARAMS & {name.lower() for name in given}:
+        if _SECRET_PARAMS & {name.lower() for name in params}:
             raise TailraceError("invalid_request", "send the token in a header or a message, not in the URL")
-        return {name: values[-1] for name, values in given.items()}
+        return {name: values[-1] for name, values in params.items()}
 
     def _check_room(self) -> None:
         if len(self._gateway.sessions) >= self._gateway.limits.watch_connections:
@@ -435,10 +435,10 @@ def _request_of(query: dict[str, str]) -> dict[str, Any]:
 
 
 def _flag(query: dict[str, str], name: str, default: str) -> bool:
-    given = query.get(name, default)
-    if given not in ("0", "1", "true", "false"):
+    params = query.get(name, default)
+    if params not in ("0", "1", "true", "false"):
         raise TailraceError("invalid_request", f"{name} must be 0 or 1")
-    return given in ("1", "true")
+    return params in ("1", "true")
 
 
 def _subscriptions(request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -291,10 +291,10 @@ class RealtimeSession:
     def on_tick(self, now: float) -> None:
         limits = self.gateway.limits
         unsent = self.transport.unsent_bytes
-        taken = self._sent_bytes - unsent
+        sent = self._sent_bytes - unsent
         was_idle, self._was_idle = self._was_idle, not unsent
-        if taken > self._sent_bytes_before or was_idle or not unsent:
-            self._sent_bytes_before, self._progress_at = taken, now
+        if sent > self._sent_bytes_before or was_idle or not unsent:
+            self._sent_bytes_before, self._progress_at = sent, now
             self.drained.set()
         elif now - self._progress_at >= limits.watch_stall_ms / 1000:
             self.close(1013, "the client does not read")
@@ -402,5 +402,5 @@ def _verified(session: RealtimeSession, token: object) -> Identity:
         raise MessageRefusedError("unauthorized", "auth needs a token", close=4401)
     try:
         return verifier.verify(b"Bearer " + token.encode("utf-8", "replace"))
-    except TailraceError as refusal:
-        raise MessageRefusedError("invalid_auth", refusal.message, close=4401) from None
+    except TailraceError as error:
+        raise MessageRefusedError("invalid_auth", error.message, close=4401) from None

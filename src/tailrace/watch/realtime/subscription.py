@@ -426,8 +426,8 @@ def _resume_positions(
         raise _ResumeFailedError("token-invalid", query)
     if any(map(int.__lt__, positions, watched.earliest)):
         raise _ResumeFailedError("retention", query)
-    befores = None if watched.collection is None else watched.collection.before_images
-    unknown = befores is not None and not befores.covers(positions)
+    images = None if watched.collection is None else watched.collection.before_images
+    unknown = images is not None and not images.covers(positions)
     if unknown or sum(applied) - sum(positions) > limits.watch_resume_changes:
         raise _ResumeFailedError("too-far-behind", query)
     return positions

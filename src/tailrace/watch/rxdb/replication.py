@@ -72,10 +72,10 @@ class PushHandler:
 
         def on_written(results: list[WriteResult], error: TailraceError | None) -> None:
             # One row rejected by the rules rejects the push: nothing was submitted.
-            refusal = error or next((one.error for one in results if one.error is not None), None)
-            if refusal is not None:
+            failure = error or next((one.error for one in results if one.error is not None), None)
+            if failure is not None:
                 self.rows["refused"] += len(results)
-                callback([], refusal)
+                callback([], failure)
                 return
             same = sum(result.status == STATUS_UNCHANGED for result in results)
             self._writer.count_repeats(database, name, "push", same)
@@ -131,9 +131,9 @@ class _PushedWrite:
             assert state is not None
             return WriteResult(self._path, STATUS_UNCHANGED, state.version, state.updated_ms)
         self._check(collection, state, flat)
-        shown = flat if readable and flat is not None else {**row.content, "id": row.id}
+        visible = flat if readable and flat is not None else {**row.content, "id": row.id}
         gone = state is None or state.deleted or not readable
-        self._conflicts.append(self._shape.apply(shown, gone))
+        self._conflicts.append(self._shape.apply(visible, gone))
         return WriteResult(self._path, STATUS_CONFLICT)
 
     def _check(self, collection: Collection, state: DocumentState | None, flat: Document | None) -> None:
@@ -347,9 +347,9 @@ class Replication:
                 if feed.client == client:
                     feed.pushed_at = now
 
-        def on_written(conflicts: list[Document], refusal: TailraceError | None) -> None:
+        def on_written(conflicts: list[Document], error: TailraceError | None) -> None:
             mark_pushed()
-            callback(conflicts, refusal)
+            callback(conflicts, error)
 
         mark_pushed()
         self.pushes.push(identity, database, name, rows, shape, on_written)

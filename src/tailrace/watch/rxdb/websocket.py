@@ -188,8 +188,8 @@ class ReplicationSocket(ReplicationTransport):
     def on_close(self, code: int, reason: str) -> None:
         self.on_gone()
 
-    def fail(self, refusal: TailraceError) -> None:
-        self.close(_CLOSES.get(refusal.code, 4400), f"{refusal.code}: {refusal.message}")
+    def fail(self, error: TailraceError) -> None:
+        self.close(_CLOSES.get(error.code, 4400), f"{error.code}: {error.message}")
 
     def _must_wait_for_auth(self, data: bytes) -> bool:
         """Whether a frame must wait until the client is authenticated.
@@ -233,8 +233,8 @@ class ReplicationSocket(ReplicationTransport):
                 await self._handle(self._read(data))
                 if self.authenticated is None:
                     break
-        except TailraceError as refusal:
-            self.fail(refusal)
+        except TailraceError as error:
+            self.fail(error)
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -321,13 +321,13 @@ class ReplicationSocket(ReplicationTransport):
         rows = read_push_rows(raw, limits.watch_batch_writes, self._shape.deleted_field)
         settled: asyncio.Future[list[Document]] = self.replication.context.loop.create_future()
 
-        def on_pushed(conflicts: list[Document], refusal: TailraceError | None) -> None:
+        def on_pushed(conflicts: list[Document], error: TailraceError | None) -> None:
             if settled.done():
                 return  # the client disconnected
-            if refusal is None:
+            if error is None:
                 settled.set_result(conflicts)
             else:
-                settled.set_exception(refusal)
+                settled.set_exception(error)
 
         # The response must precede feed messages about the same documents.
         async with self._send_lock:
@@ -492,9 +492,9 @@ class StreamListener:
             )
         )
 
-    def fail(self, refusal: TailraceError) -> None:
+    def fail(self, error: TailraceError) -> None:
         self._end()
-        self._session.send_error(self._id, refusal.code, refusal.message, sub_id=self._id)
+        self._session.send_error(self._id, error.code, error.message, sub_id=self._id)
 
     def _end(self) -> None:
         self._ended = True

@@ -130,40 +130,40 @@ def check_source_name(name: str) -> str:
     return name
 
 
-def read_source_config(database: str, name: str, given: dict[str, Any]) -> SourceConfig:
+def read_source_config(database: str, name: str, value: dict[str, Any]) -> SourceConfig:
     """Parse and validate a configuration; missing members get defaults."""
-    if unknown := sorted(set(given) - _MEMBERS):
+    if unknown := sorted(set(value) - _MEMBERS):
         raise _invalid(f"unknown member {unknown[0]!r}")
-    if given.get("name", name) != name:
+    if value.get("name", name) != name:
         raise _invalid("name must equal the name in the path")
-    kind = given.get("kind")
+    kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _MEMBERS_BY_KIND:
         raise _invalid("kind must be postgres, mongo or stream")
-    if unknown := sorted(set(given) - _COMMON_MEMBERS - _MEMBERS_BY_KIND[kind]):
+    if unknown := sorted(set(value) - _COMMON_MEMBERS - _MEMBERS_BY_KIND[kind]):
         raise _invalid(f"a source of kind {kind} must not have {unknown[0]}")
-    slot = given.get("slot", _slot_of(database, name))
+    slot = value.get("slot", _slot_of(database, name))
     if not isinstance(slot, str) or not _SLOT.match(slot):
         raise _invalid("slot must be 1 to 63 of a-z, 0-9 and '_'")
-    publication = given.get("publication", "tailrace")
+    publication = value.get("publication", "tailrace")
     if not isinstance(publication, str) or not 1 <= len(publication.encode()) <= 63 or "\0" in publication:
         raise _invalid("publication must be a name of 1 to 63 bytes")
-    batch = _object(given, "batch", {"maxChanges", "maxBytes"})
-    limits = _object(given, "limits", {"eventsPerSecond", "bytesPerSecond"})
+    batch = _object(value, "batch", {"maxChanges", "maxBytes"})
+    limits = _object(value, "limits", {"eventsPerSecond", "bytesPerSecond"})
     return SourceConfig(
         name=name,
         kind=kind,
-        dsn=None if kind == "stream" else _secret(given.get("dsn")),
+        dsn=None if kind == "stream" else _secret(value.get("dsn")),
         publication=publication,
         slot=slot,
-        stream=_stream(given.get("stream")) if kind == "stream" else "",
-        tables=_tables(given.get("collections"), kind),
+        stream=_stream(value.get("stream")) if kind == "stream" else "",
+        tables=_tables(value.get("collections"), kind),
         batch_changes=_number(batch, "maxChanges", BATCH_CHANGES, BATCH_CHANGES_MAX),
         batch_bytes=_number(batch, "maxBytes", BATCH_BYTES, BATCH_BYTES_MAX),
         events_per_s=_number(limits, "eventsPerSecond", EVENTS_PER_S, RATE_MAX),
         bytes_per_s=_number(limits, "bytesPerSecond", BYTES_PER_S, RATE_MAX),
-        on_gap=_choice(given, "onGap", ("rescan", "hold")),
-        initial=_choice(given, "initial", ("load", "now")),
-        numeric=_choice(given, "numeric", ("string", "double")),
+        on_gap=_choice(value, "onGap", ("rescan", "hold")),
+        initial=_choice(value, "initial", ("load", "now")),
+        numeric=_choice(value, "numeric", ("string", "double")),
     )
 
 
@@ -171,11 +171,11 @@ def _slot_of(database: str, name: str) -> str:
     return f"tailrace_{database}_{name}".replace("-", "_")[:63]
 
 
-def _secret(given: object) -> SecretRef:
+def _secret(value: object) -> SecretRef:
     wrong = _invalid('dsn names where the connection string is: {"env": "PG_DSN"} or {"file": "/path"}')
-    if not isinstance(given, dict) or len(cast("dict[str, Any]", given)) != 1:
+    if not isinstance(value, dict) or len(cast("dict[str, Any]", value)) != 1:
         raise wrong
-    found = cast("dict[str, Any]", given)
+    found = cast("dict[str, Any]", value)
     env, file = found.get("env"), found.get("file")
     if isinstance(env, str) and _VARIABLE.match(env):
         return SecretRef(env=env)
@@ -184,16 +184,16 @@ def _secret(given: object) -> SecretRef:
     raise wrong
 
 
-def _stream(given: object) -> str:
-    if not isinstance(given, str) or not 1 <= len(given.encode()) <= 1024 or given.startswith("__"):
+def _stream(value: object) -> str:
+    if not isinstance(value, str) or not 1 <= len(value.encode()) <= 1024 or value.startswith("__"):
         raise _invalid("stream must be the name of a stream of this server")
-    return given
+    return value
 
 
-def _tables(given: object, kind: str) -> tuple[TableMapping, ...]:
-    if not isinstance(given, dict) or not given:
+def _tables(value: object, kind: str) -> tuple[TableMapping, ...]:
+    if not isinstance(value, dict) or not value:
         raise _invalid('collections is {"schema.table": {"collection": "...", "key": ["..."]}, ...}')
-    items = cast("dict[str, Any]", given)
+    items = cast("dict[str, Any]", value)
     if len(items) > TABLES_MAX:
         raise _invalid(f"a source may have at most {TABLES_MAX} collections")
     found = tuple(_table_mapping(table, item, kind) for table, item in items.items())
@@ -202,15 +202,15 @@ def _tables(given: object, kind: str) -> tuple[TableMapping, ...]:
     return found
 
 
-def _table_mapping(table: str, given: Any, kind: str) -> TableMapping:
+def _table_mapping(table: str, value: Any, kind: str) -> TableMapping:
     schema, dot, name = table.partition(".")
     if len(table) > 200 or "\0" in table or (kind != "stream" and not (dot and schema and name)):
         form = "database.collection" if kind == "mongo" else "schema.table"
         raise _invalid(f"{table[:80]!r} must have the form {form}")
     known = {"collection", "key", "partitions"} if kind == "postgres" else {"collection", "partitions"}
-    if not isinstance(given, dict) or not set(cast("dict[str, Any]", given)) <= known:
+    if not isinstance(value, dict) or not set(cast("dict[str, Any]", value)) <= known:
         raise _invalid(f"{table}: must be an object of {', '.join(sorted(known))}")
-    item = cast("dict[str, Any]", given)
+    item = cast("dict[str, Any]", value)
     collection, key, partitions = item.get("collection"), item.get("key", []), item.get("partitions")
     if not isinstance(collection, str):
         raise _invalid(f"{table}: collection must be the name of a collection")
@@ -226,22 +226,22 @@ def _table_mapping(table: str, given: Any, kind: str) -> TableMapping:
     return TableMapping(table, names.check_collection(collection), tuple(columns), partitions)
 
 
-def _object(given: dict[str, Any], name: str, known: set[str]) -> dict[str, Any]:
-    found = given.get(name, {})
+def _object(value: dict[str, Any], name: str, known: set[str]) -> dict[str, Any]:
+    found = value.get(name, {})
     if not isinstance(found, dict) or not set(cast("dict[str, Any]", found)) <= known:
         raise _invalid(f"{name} must be an object of {' and '.join(sorted(known))}")
     return cast("dict[str, Any]", found)
 
 
-def _number(given: dict[str, Any], name: str, default: int, most: int) -> int:
-    found = given.get(name, default)
+def _number(value: dict[str, Any], name: str, default: int, most: int) -> int:
+    found = value.get(name, default)
     if type(found) is not int or not 1 <= found <= most:
         raise _invalid(f"{name} must be 1 to {most}")
     return found
 
 
-def _choice(given: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
-    found = given.get(name, choices[0])
+def _choice(value: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
+    found = value.get(name, choices[0])
     if found not in choices:
         raise _invalid(f"{name} must be {' or '.join(choices)}")
     return found
@@ -280,5 +280,5 @@ class SecretPolicy:
 
     def _may_use_file(self, file: str) -> bool:
         """Symbolic links are resolved first."""
-        place = Path(os.path.realpath(file))
-        return any(place.is_relative_to(os.path.realpath(directory)) for directory in self._directories)
+        index = Path(os.path.realpath(file))
+        return any(index.is_relative_to(os.path.realpath(directory)) for directory in self._directories)

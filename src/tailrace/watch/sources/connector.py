@@ -131,8 +131,8 @@ class SourceContext(NamedTuple):
 class SourceRunner(ABC):
     """Runs one source until it is cancelled."""
 
-    def __init__(self, followed: SourceContext) -> None:
-        self._registry, self._states, self._config, self._status, self._limits, self._audit = followed
+    def __init__(self, context: SourceContext) -> None:
+        self._registry, self._states, self._config, self._status, self._limits, self._audit = context
         self._retry_s = RETRY_S_MIN
 
     async def run(self) -> None:
@@ -239,8 +239,8 @@ class DatabaseAdapter(Protocol[Table_contra]):
 class DatabaseConnector(SourceRunner, Generic[Table]):
     """A source that is a database; subclasses read its changes."""
 
-    def __init__(self, followed: SourceContext, adapter: DatabaseAdapter[Table]) -> None:
-        super().__init__(followed)
+    def __init__(self, context: SourceContext, adapter: DatabaseAdapter[Table]) -> None:
+        super().__init__(context)
         self._thread = SourceThread(self._config.name)
         self._connection = adapter
 

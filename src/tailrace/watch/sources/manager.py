@@ -173,9 +173,9 @@ class SourceManager:
 
     # -- changing --------------------------------------------------------------------------------------
 
-    async def put(self, database: str, name: str, given: Json) -> tuple[ManagedSource, bool]:
+    async def put(self, database: str, name: str, value: Json) -> tuple[ManagedSource, bool]:
         """Create or change a source; True if it is new."""
-        config = read_source_config(database, name, given)
+        config = read_source_config(database, name, value)
         self._secrets.check(config.dsn)
         _check_driver(config.kind)
         async with self._lock:
@@ -335,15 +335,15 @@ class SourceManager:
                 if lost is not None and source.states.progress.phase != "new":
                     await source.states.mark_stale(lost, rescan=source.config.on_gap == "rescan")
             limits, audit = self._limits, self._gateway.audit
-            followed = SourceContext(
+            context = SourceContext(
                 self._registry, source.states, source.config, source.status, limits, audit
             )
             if source.config.kind == "postgres":
-                await PostgresConnector(followed).run()
+                await PostgresConnector(context).run()
             elif source.config.kind == "mongo":
-                await MongoConnector(followed).run()
+                await MongoConnector(context).run()
             else:
-                await StreamConnector(followed, self.elsewhere).run()
+                await StreamConnector(context, self.elsewhere).run()
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:

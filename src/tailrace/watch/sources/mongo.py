@@ -125,10 +125,12 @@ class MongoConnection:
         hello = self._command("hello")
         if not hello.get("setName") and hello.get("msg") != "isdbgrid":
             raise SourceError(NO_OPLOG)
-        wire = int(hello.get("maxWireVersion", 0))
-        if wire < WIRE_MIN:
+        wire_version = int(hello.get("maxWireVersion", 0))
+        if wire_version < WIRE_MIN:
             raise SourceError("a source requires MongoDB 4.4 or newer")
-        self._more = {"full_document_before_change": "whenAvailable"} if wire >= WIRE_BEFORE_IMAGES else {}
+        self._more = (
+            {"full_document_before_change": "whenAvailable"} if wire_version >= WIRE_BEFORE_IMAGES else {}
+        )
 
     def close(self) -> None:
         client, self._client = self._client, None
@@ -171,8 +173,8 @@ class MongoConnection:
         """The newest cluster time: not below the time of anything seen before."""
         from tailrace.watch.sources.mongo_decoder import timestamp_lsn
 
-        told = self._command("ping")
-        cluster, time = told.get("$clusterTime"), told.get("operationTime")
+        reply = self._command("ping")
+        cluster, time = reply.get("$clusterTime"), reply.get("operationTime")
         if cluster is not None:
             time = cluster["clusterTime"]
         if time is None:
@@ -312,9 +314,9 @@ def _is_transient(error: OperationFailure) -> bool:
 class MongoConnector(DatabaseConnector[TableMapping]):
     """Runs one MongoDB source until it is cancelled."""
 
-    def __init__(self, followed: SourceContext) -> None:
-        self._adapter = MongoConnection(followed.config)
-        super().__init__(followed, self._adapter)
+    def __init__(self, context: SourceContext) -> None:
+        self._adapter = MongoConnection(context.config)
+        super().__init__(context, self._adapter)
         self._checked_s = 0.0
 
     # -- a session -------------------------------------------------------------------------------------

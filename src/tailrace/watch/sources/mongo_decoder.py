@@ -93,8 +93,8 @@ def json_value(value: Any, depth: int) -> Any:
 
 
 def format_instant_ms(time_ms: int) -> str:
-    moment = _EPOCH + timedelta(milliseconds=time_ms)
-    return f"{moment:%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03d}Z".rjust(24, "0")
+    instant = _EPOCH + timedelta(milliseconds=time_ms)
+    return f"{instant:%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03d}Z".rjust(24, "0")
 
 
 def _text(value: object, options: json_util.JSONOptions) -> str:
@@ -111,7 +111,7 @@ TOKEN_BYTES_MAX: Final = 16 * 1024
 class MongoDecoder:
     """Decodes the change stream of one collection in order, after the change at `lsn` and `ordinal`.
 
-    The changes of one transaction have the same time and are told apart by their number; a stream that is
+    The changes of one transaction have the same time and are distinguished by their number; a stream that is
     resumed within a transaction continues to count.
     """
 

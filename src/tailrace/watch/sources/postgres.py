@@ -412,9 +412,9 @@ MOVE_BYTES: Final = 1024 * 1024
 class PostgresConnector(DatabaseConnector[PostgresTable]):
     """Runs one PostgreSQL source until it is cancelled."""
 
-    def __init__(self, followed: SourceContext) -> None:
-        self._adapter = PostgresConnection(followed.config)
-        super().__init__(followed, self._adapter)
+    def __init__(self, context: SourceContext) -> None:
+        self._adapter = PostgresConnection(context.config)
+        super().__init__(context, self._adapter)
         self._tables: dict[str, PostgresTable] = {}
         self._drained_at = -1  # flushed end of the log when all of it was read
         self._boundary = 0  # end of a record at the last check

@@ -421,13 +421,13 @@ class PostgresDecoder:
 
     def _described(self, relation: Relation) -> _KnownTable | None:
         table = f"{relation.schema}.{relation.name}"
-        wanted = self._tables.get(table)
-        if wanted is None:
+        expected = self._tables.get(table)
+        if expected is None:
             return None
         names = tuple(column.name for column in relation.columns)
-        if not set(wanted.key) <= set(names):
+        if not set(expected.key) <= set(names):
             raise GapError(f"the key of {table} has changed")
-        indexes = tuple(names.index(column) for column in wanted.key)
+        indexes = tuple(names.index(column) for column in expected.key)
         if relation.identity != "f" and not all(relation.columns[index].is_key for index in indexes):
             # Deletes could not be identified. The table was altered after it was checked.
             raise GapError(f"the log of {table} does not have the key of changed rows")
@@ -436,7 +436,7 @@ class PostgresDecoder:
         ):
             self._types = self._learn()
         converts = tuple(self._types.converter(column.type_oid) for column in relation.columns)
-        return _KnownTable(wanted.collection, names, converts, indexes)
+        return _KnownTable(expected.collection, names, converts, indexes)
 
     # -- changes ---------------------------------------------------------------------------------------
 
@@ -537,8 +537,8 @@ def document_row(
 
 
 def format_instant_us(time_us: int) -> str:
-    moment = _EPOCH + timedelta(microseconds=time_us)
-    return f"{moment:%Y-%m-%dT%H:%M:%S.%f}Z"
+    instant = _EPOCH + timedelta(microseconds=time_us)
+    return f"{instant:%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
 def _decode_text(value: bytes | UnchangedValue) -> str:

@@ -40,15 +40,15 @@ def read_state_record(raw: bytes | memoryview) -> StateRecord | None:
     headers = cast("dict[str, Any]", record).get("headers") if isinstance(record, dict) else None
     if not isinstance(headers, dict):
         return None
-    named, given = cast("dict[str, Any]", headers), cast("dict[str, Any]", record)
+    named, body = cast("dict[str, Any]", headers), cast("dict[str, Any]", record)
     if "control" in named:
         return StateRecord(str(named["control"]))
-    operation, entity, key = named.get("operation"), given.get("type"), given.get("key")
+    operation, entity, key = named.get("operation"), body.get("type"), body.get("key")
     if not isinstance(operation, str) or not isinstance(entity, str) or not isinstance(key, str):
         return None
     data: bytes | None = None
     if operation != "delete":
-        value = given.get("value")
+        value = body.get("value")
         data = dump_row(cast("dict[str, Any]", value) if isinstance(value, dict) else {"value": value})
     return StateRecord(None, entity, key, data, named.get("txid"), named.get("timestamp"))
 
@@ -136,8 +136,8 @@ class LocalOriginStream:
 class StreamConnector(SourceRunner):
     """Runs one source of kind `stream`."""
 
-    def __init__(self, followed: SourceContext, elsewhere: OpenRemoteOrigin | None = None) -> None:
-        super().__init__(followed)
+    def __init__(self, context: SourceContext, elsewhere: OpenRemoteOrigin | None = None) -> None:
+        super().__init__(context)
         self._log = self._registry.log
         self._types = {one.table: one.collection for one in self._config.tables}
         self._elsewhere = elsewhere
