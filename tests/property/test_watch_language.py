@@ -318,5 +318,5 @@ def test_intervals_find_exactly_those_that_hold_the_point() -> None:
             intervals.add(low, high, number)
         point = chance.choice(points)
         expected = sorted(key for key, (low, high) in known.items() if low <= point <= high)
-        assert sorted(intervals.holding(point)) == expected
+        assert sorted(intervals.containing(point)) == expected
     assert len(intervals) == len(known)

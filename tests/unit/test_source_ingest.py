@@ -183,7 +183,7 @@ def marked(place: Place, *logs: str) -> SourceIngest:
     """A source whose collections have logs of their own."""
     ingest = place.states().ingest()
     marks = {name: CollectionProgress(token=f"{name}0", lsn=5) for name in logs}
-    place.room.harness.run(ingest.commit_progress(ingest.progress.replaced(marks=marks)))
+    place.room.harness.run(ingest.commit_progress(ingest.progress.with_changes(marks=marks)))
     return ingest
 
 
@@ -216,7 +216,7 @@ def test_the_end_of_a_log_is_remembered_until_there_is_more(tmp_path: Path) -> N
     place = Place(tmp_path)
     run = place.room.harness.run
     ingest = marked(place, "c")
-    ended = ingest.progress.marked("c", ingest.progress.position_in("c"), "end", ended=True)
+    ended = ingest.progress.with_mark("c", ingest.progress.position_in("c"), "end", ended=True)
     run(ingest.commit_progress(ended))
     run(ingest.follow_one("c", [], "end"))
     assert ingest.progress.marks["c"].ended

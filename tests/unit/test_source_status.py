@@ -22,7 +22,7 @@ def test_a_source_that_was_not_reached_yet_knows_no_lag() -> None:
 def test_a_source_that_has_read_everything_has_no_lag() -> None:
     status = SourceStatus(clock=SystemClock(), connected=True)
     assert (status.to_json()["lagChanges"], status.to_json()["lagSeconds"]) == (None, None)
-    status.caught_up(all_read=True)
+    status.set_caught_up(all_read=True)
     assert (status.to_json()["lagChanges"], status.to_json()["lagSeconds"]) == (0, 0.0)
     status.connected = False
     assert (status.to_json()["lagChanges"], status.to_json()["lagSeconds"]) == (None, None), (

@@ -122,7 +122,7 @@ def test_a_bloom_filter_that_is_often_wrong_burns_its_allowance(tmp_path: Path) 
     room.harness.call(objectives.on_tick)
     worst = {labels[0]: burn for labels, burn in objectives.worst_burn_rates()}
     assert worst["bloom"] > 1
-    assert "1.50%" in objectives.reason(collection, objectives.burn_rates(DATABASE, "c", collection))
+    assert "1.50%" in objectives.explain(collection, objectives.burn_rates(DATABASE, "c", collection))
     room.close()
 
 
@@ -143,17 +143,17 @@ def test_how_far_a_source_is_behind_is_told_of_its_collections(tmp_path: Path) -
     room.write(("put", "native/one", {}), ("put", "followed/one", {}))
     status = SourceStatus(clock=room.context.clock, connected=True)
     status.lag_changes = 7
-    status.caught_up(all_read=False)
+    status.set_caught_up(all_read=False)
     assert status.to_json()["lagChanges"] == 7
     status.lag_changes = 0
-    status.caught_up(all_read=False)
+    status.set_caught_up(all_read=False)
     assert status.lag_changes == 1, "there is more, and nobody says how much"
     followed = existing(room, "followed")
     followed.config = followed.config.with_changes(source="pg")
     room.gateway.objectives.lag_changes = lambda one: status.lag_changes if one is followed else 0
     lags = room.telemetry.watch_source_lag_changes
     assert dict(map(_joined, lags.current())) == {"followed": 1}
-    status.caught_up(all_read=True)
+    status.set_caught_up(all_read=True)
     assert dict(map(_joined, lags.current())) == {"followed": 0}
     room.close()
 

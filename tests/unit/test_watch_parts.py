@@ -141,7 +141,7 @@ def test_w8_a_published_view_is_the_view(tmp_path: Path) -> None:
         )
         for place in range(1200)
     ]
-    with view.writing():
+    with view.write_transaction():
         view.apply(number, rows, (), {0: 1198, 1: 1199, 2: 1200})
         view.record_purged(number, 1, PurgedTombstones(9, 44))
         view.record_purged(number, 1, PurgedTombstones(4, 50))

@@ -136,7 +136,7 @@ def test_a_collection_behind_its_source_breaks_a_promise_before_anybody_is_told(
     objectives.lag_ms = lambda _: 5000.0
     burn = objectives.burn_rates(DATABASE, "c", collection)
     assert burn == {"delivery": 0.0, "resume": 0.0, "lag": 2.5, "bloom": 0.0}
-    assert objectives.reason(collection, burn) == "The collection is more than 2000 ms behind its source."
+    assert objectives.explain(collection, burn) == "The collection is more than 2000 ms behind its source."
     room.harness.call(objectives.on_tick)
     assert (["lag"], 2.5) in objectives.worst_burn_rates()
     room.close()
@@ -158,7 +158,7 @@ def test_a_broken_promise_is_told_and_what_can_wait_does(tmp_path: Path) -> None
 
     def deliver(late_ms: int, times: int) -> None:
         for _ in range(times):
-            gateway.objectives.delivered(watched, now_ms - late_ms)
+            gateway.objectives.record_delivery(watched, now_ms - late_ms)
 
     deliver(late_ms=101, times=19)
     assert burn() == 0.0, "too few to say anything"
@@ -168,7 +168,7 @@ def test_a_broken_promise_is_told_and_what_can_wait_does(tmp_path: Path) -> None
     room.harness.call(gateway.objectives.on_tick)
     assert gateway.demotions == 1, "the one that can wait, and it comes back when it has caught up"
     assert session.subscriptions["normal"].state == "live"
-    assert "100 ms" in gateway.objectives.reason(
+    assert "100 ms" in gateway.objectives.explain(
         collection, gateway.objectives.burn_rates(DATABASE, "c", collection)
     )
     room.until(lambda: session.subscriptions["low"].state == "live")
@@ -202,7 +202,7 @@ def test_w49_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
     heard = [one for life in room.heard.values() for one in life]
     tally = room.book.counters.for_collection(room.book.find(DATABASE, "c"))
     assert tally.changes.total() == len(heard)
-    candidates, hits, _ = room.gateway.matched()[tally.labels]
+    candidates, hits, _ = room.gateway.match_counts()[tally.labels]
     assert candidates >= hits > 0
     assert sum(tally.latency.counts) == len(heard)
     room.close()

@@ -112,10 +112,10 @@ class AuditLog:
             return
         try:
             append_to_streams(
-                self._log, [(AUDIT_STREAM, entries)], self._context.clock.now_ns(), self._written, None
+                self._log, [(AUDIT_STREAM, entries)], self._context.clock.now_ns(), self._on_written, None
             )
         except TailraceError as error:
-            self._lost(len(entries), error)
+            self._count_dropped(len(entries), error)
             return
         stream = self._log.find(AUDIT_STREAM)
         expected = Lifetime(retention_s=-(-self._retention_ms // 1000))
@@ -125,11 +125,11 @@ class AuditLog:
         if self._waiting:
             self._timer = self._context.loop.call_later(FLUSH_DELAY_S, self.flush)
 
-    def _written(self, _: Transaction, error: TailraceError | None) -> None:
+    def _on_written(self, _: Transaction, error: TailraceError | None) -> None:
         if error is not None:
-            self._lost(ENTRIES_MAX, error)
+            self._count_dropped(ENTRIES_MAX, error)
 
-    def _lost(self, count: int, error: TailraceError) -> None:
+    def _count_dropped(self, count: int, error: TailraceError) -> None:
         if not self.dropped:
             logger.warning(
                 "cannot write audit events, dropping them",

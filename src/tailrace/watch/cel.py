@@ -345,7 +345,7 @@ def compile_cel(source: str, *, rule: bool = False, name: str = "where") -> tupl
     kind = expression.return_type().name()
     if kind not in ("BOOL", "DYN"):
         raise invalid_query(f"{name}:1:1: the expression must be a bool, not a {kind.lower()}")
-    node = _TreeConverter(name).checked(expression.serialize())
+    node = _TreeConverter(name).convert(expression.serialize())
     return node, CelProgram(expression, source)
 
 
@@ -433,7 +433,7 @@ class _TreeConverter:
         self._nodes = 0
         self._variable: str | None = None
 
-    def checked(self, raw: bytes) -> Node:
+    def convert(self, raw: bytes) -> Node:
         anything = _protobuf_message(memoryview(raw))
         return self.node(_protobuf_message(anything[2])[4], 1)
 

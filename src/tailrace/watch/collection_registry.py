@@ -76,8 +76,8 @@ class CollectionRegistry:
         self.path = path
         self.view = DocumentView(path)
         self.databases: dict[str, dict[str, Collection]] = {names.DATABASE_DEFAULT: {}}
-        self.gone: dict[CollectionKey, int] = {}  # last generation of deleted collections
-        self.leaving: set[CollectionKey] = set()  # deletion submitted, not yet durable
+        self.deleted_generations: dict[CollectionKey, int] = {}  # last generation of deleted collections
+        self.deleting: set[CollectionKey] = set()  # deletion submitted, not yet durable
         self._by_stream: dict[str, tuple[Collection, int]] = {}
         # Called for every durable change, before it is applied to the view.
         self.on_applied: Callable[[Collection, Change], None] | None = None
@@ -88,7 +88,7 @@ class CollectionRegistry:
         # Restores the published view if the log does not reach back far enough; False if there is none.
         self.restore: Callable[[Collection], Awaitable[bool]] | None = None
         # Whether a source writes to the collection.
-        self.follows: Callable[[Collection], bool] = lambda _: False
+        self.has_source: Callable[[Collection], bool] = lambda _: False
         # Called when changes were lost: clients must not resume from earlier positions.
         self.on_view_lost: Callable[[Collection], Awaitable[None]] | None = None
         self._unapplied: dict[Collection, tuple[list[DocumentRow], list[WriteRow]]] = {}
@@ -117,7 +117,7 @@ class CollectionRegistry:
         for found in self.databases.values():
             yield from found.values()
 
-    # -- finding ---------------------------------------------------------------------------------------
+    # -- lookup ----------------------------------------------------------------------------------------
 
     def database(self, name: str) -> dict[str, Collection]:
         found = self.databases.get(names.check_database(name))
@@ -130,11 +130,11 @@ class CollectionRegistry:
 
     def writable(self, database: str, name: str) -> Collection | None:
         """As `find`, for a write; raises if the collection is being deleted."""
-        if (database, name) in self.leaving:
+        if (database, name) in self.deleting:
             raise TailraceError("unavailable", "the collection is being deleted")
         return self.find(database, name)
 
-    def split(self, database: str, path: str) -> names.DocumentPath:
+    def split_path(self, database: str, path: str) -> names.DocumentPath:
         """Split a path into collection and id; ids of sources may contain slashes."""
         found = self.database(database)
         at = path.rfind("/")
@@ -147,7 +147,7 @@ class CollectionRegistry:
 
     def plan(self, database: str, name: str, partitions: int) -> Collection:
         """A new collection that is not registered yet (see `add`)."""
-        generation = self.gone.get((database, name), 0) + 1
+        generation = self.deleted_generations.get((database, name), 0) + 1
         collection = Collection(
             database, name, CollectionConfig(partitions=partitions, generation=generation)
         )
@@ -164,11 +164,11 @@ class CollectionRegistry:
             for name in [name for name, collection in found.items() if not collection.durable]:
                 self.counters.forget(found.pop(name))
 
-    def forget(self, collection: Collection) -> None:
+    def drop(self, collection: Collection) -> None:
         """Drop a collection after its deletion is durable."""
         key = (collection.database, collection.name)
-        self.gone[key] = collection.config.generation
-        self.leaving.discard(key)
+        self.deleted_generations[key] = collection.config.generation
+        self.deleting.discard(key)
         self.databases[collection.database].pop(collection.name, None)
         self.counters.forget(collection)
         self._unapplied.pop(collection, None)
@@ -176,7 +176,7 @@ class CollectionRegistry:
             if owner is collection:
                 task.cancel()
         try:
-            with self.view.writing():
+            with self.view.write_transaction():
                 self.view.delete_collection(collection.number)
         except apsw.Error:
             # Not visible to readers: the next collection of this name has another generation.
@@ -337,7 +337,7 @@ class CollectionRegistry:
             rows, writes = older[0] + rows, older[1] + writes
             positions = dict(enumerate(collection.applied))
         try:
-            with self.view.writing():
+            with self.view.write_transaction():
                 self.view.apply(collection.number, rows, writes, positions)
         except apsw.Error:
             logger.exception("cannot write view", extra=_fields(collection))
@@ -374,7 +374,7 @@ class CollectionRegistry:
             await self.on_view_lost(collection)
 
     def empty(self, collection: Collection) -> None:
-        with self.view.writing():
+        with self.view.write_transaction():
             self.view.delete_collection(collection.number)
         self._bind_to_view(collection)
 
@@ -402,7 +402,7 @@ class CollectionRegistry:
 
     def next_generation(self, database: str, name: str) -> int:
         """The generation that a collection that does not exist would get."""
-        return self.gone.get((database, name), 0) + 1 + self.log.streams.first_epoch
+        return self.deleted_generations.get((database, name), 0) + 1 + self.log.streams.first_epoch
 
     async def _load_database(self, stream: Stream) -> None:
         """Load the latest configuration of each collection of a database."""
@@ -419,7 +419,7 @@ class CollectionRegistry:
                 name, config = message["key"], CollectionConfig.from_value(message["value"])
                 if message["headers"]["operation"] == "delete":
                     configs.pop(name, None)
-                    self.gone[database, name] = config.generation
+                    self.deleted_generations[database, name] = config.generation
                 else:
                     configs[name] = config
         found = self.databases.setdefault(database, {})
@@ -480,7 +480,7 @@ def remove_collection(registry: CollectionRegistry, collection: Collection, call
     for it.
     """
     key = (collection.database, collection.name)
-    if key in registry.leaving or not collection.durable or collection.pending is not None:
+    if key in registry.deleting or not collection.durable or collection.pending is not None:
         raise TailraceError("unavailable", "the collection is being changed, retry")
     streams = [stream for stream in map(registry.log.find, collection.streams()) if stream is not None]
     if any(stream.forks for stream in streams):
@@ -488,16 +488,16 @@ def remove_collection(registry: CollectionRegistry, collection: Collection, call
 
     def settled(_: Transaction, error: TailraceError | None) -> None:
         if error is None:
-            registry.forget(collection)
+            registry.drop(collection)
         else:
-            registry.leaving.discard(key)
+            registry.deleting.discard(key)
         callback(error)
 
     now_ns = registry.log.clock.now_ns()
     entry = encode_config_entry(collection.name, collection.config, "delete", now_ns)
     parts = [(names.collections_stream_name(collection.database), [entry])]
     append_to_streams(registry.log, parts, now_ns, settled, None, removed=streams)
-    registry.leaving.add(key)
+    registry.deleting.add(key)
 
 
 def raise_generation(

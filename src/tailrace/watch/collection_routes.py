@@ -92,24 +92,24 @@ class CollectionRoutes:
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str) -> None:
         if method in (b"GET", b"HEAD"):
             authorise(identity, Action.READ_DATABASE, db=database)
-            self._respond(exchange, 200, self._existing(database, name))
+            self._respond(exchange, 200, self._find_existing(database, name))
         elif method == b"PUT":
             authorise(identity, Action.MANAGE_DATABASE, db=database)
-            self._set(exchange, database, names.check_collection(name))
+            self._configure(exchange, database, names.check_collection(name))
         elif method == b"DELETE":
             authorise(identity, Action.MANAGE_DATABASE, db=database)
-            self._remove(exchange, self._existing(database, name))
+            self._remove(exchange, self._find_existing(database, name))
         else:
             raise responses.method_not_allowed(COLLECTION_METHODS)
 
-    def _existing(self, database: str, name: str) -> Collection:
+    def _find_existing(self, database: str, name: str) -> Collection:
         collection = self._registry.find(database, names.check_collection(name))
         if collection is None or not collection.durable:
             raise TailraceError("not_found", f"collection {name!r} not found")
         return collection
 
     def _remove(self, exchange: Exchange, collection: Collection) -> None:
-        if self._registry.follows(collection):
+        if self._registry.has_source(collection):
             raise TailraceError("conflict", "the collection follows a source, remove the source first")
 
         def on_settled(error: TailraceError | None) -> None:
@@ -122,13 +122,13 @@ class CollectionRoutes:
 
         collection_registry.remove_collection(self._registry, collection, on_settled)
 
-    # -- setting ---------------------------------------------------------------------------------------
+    # -- configuring -----------------------------------------------------------------------------------
 
-    def _set(self, exchange: Exchange, database: str, name: str) -> None:
+    def _configure(self, exchange: Exchange, database: str, name: str) -> None:
         body = document.load(exchange.body or b"{}", CONFIG_BYTES)
         if unknown := sorted(set(body) - _SETTABLE_MEMBERS):
             raise TailraceError("invalid_request", f"unknown member {unknown[0]!r}")
-        partitions = _partitions(body)
+        partitions = _read_partitions(body)
         changed = self._read_changes(body)
         collection = self._registry.writable(database, name)
         if collection is None:
@@ -178,9 +178,9 @@ class CollectionRoutes:
             if key in body:
                 changed[field] = check_duration(body[key], key)
         if "slo" in body:
-            changed["slo"] = _slo(body["slo"])
+            changed["slo"] = _read_slo(body["slo"])
         if "replication" in body:
-            changed["replication"] = _replicated(body["replication"])
+            changed["replication"] = _read_replication(body["replication"])
         return changed
 
     def _write(
@@ -209,7 +209,7 @@ class CollectionRoutes:
         append_to_streams(self._log, parts, now_ns, on_settled, None)
         collection.pending = planned
 
-    # -- showing ---------------------------------------------------------------------------------------
+    # -- responses -------------------------------------------------------------------------------------
 
     def _respond_settled(self, exchange: Exchange, collection: Collection) -> None:
         """Nothing changes: respond when the pending configuration is durable."""
@@ -247,7 +247,7 @@ class CollectionRoutes:
         }
 
 
-def _partitions(body: dict[str, Any]) -> int | None:
+def _read_partitions(body: dict[str, Any]) -> int | None:
     partitions = body.get("partitions")
     if partitions is None:
         return None
@@ -256,7 +256,7 @@ def _partitions(body: dict[str, Any]) -> int | None:
     return partitions
 
 
-def _replicated(body: object) -> ReplicationConfig | None:
+def _read_replication(body: object) -> ReplicationConfig | None:
     if body is None:
         return None
     held = cast("dict[str, Any]", body) if isinstance(body, dict) else {"": 0}
@@ -269,7 +269,7 @@ def _replicated(body: object) -> ReplicationConfig | None:
     return ReplicationConfig(tombstone_fields=document.check_fields(cast("dict[str, Any]", fields), ""))
 
 
-def _slo(body: object) -> Slo | None:
+def _read_slo(body: object) -> Slo | None:
     """Objectives of the collection; null: the server's defaults."""
     if body is None:
         return None
@@ -307,19 +307,19 @@ class DatabaseListingRoutes:
         authorise(identity, Action.LIST_DATABASES)
         found = visible_databases(identity, self._registry.databases)
         page, head = self._page(exchange, "/v1/databases", found)
-        rows = [{"database": name, "collections": len(self._made(name))} for name in page]
+        rows = [{"database": name, "collections": len(self._durable_collections(name))} for name in page]
         exchange.respond(200, head, orjson.dumps(rows))
 
     def collections(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         _check_method(method)
         authorise(identity, Action.READ_DATABASE, db=database)
         self._registry.database(database)
-        found = self._made(database)
+        found = self._durable_collections(database)
         page, head = self._page(exchange, f"/v1/databases/{database}/collections", sorted(found))
         rows = [self._to_json(found[name]) for name in page]
         exchange.respond(200, head, orjson.dumps(rows))
 
-    def _made(self, database: str) -> dict[str, Collection]:
+    def _durable_collections(self, database: str) -> dict[str, Collection]:
         """The collections whose creation is durable."""
         return {name: one for name, one in self._registry.databases[database].items() if one.durable}
 
@@ -391,5 +391,5 @@ class StatusRoute:
                 "bloomRatio": targets["bloom"],
             },
             "burn": {objective: round(value, 3) for objective, value in burn.items()},
-            "reason": objectives.reason(collection, burn),
+            "reason": objectives.explain(collection, burn),
         }

@@ -241,7 +241,7 @@ class DocumentView:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._free: list[tuple[apsw.Connection, Execute]] = []
-        self._connection, self._execute = self._opened()
+        self._connection, self._execute = self._open_or_rebuild()
         self._execute_many = cast("ExecuteMany", self._connection.executemany)  # pyright: ignore[reportUnknownMemberType]
         self.current = ViewSnapshot(self._execute)
 
@@ -251,9 +251,9 @@ class DocumentView:
         self._free.clear()
         self._connection.close()
 
-    def _opened(self) -> tuple[apsw.Connection, Execute]:
+    def _open_or_rebuild(self) -> tuple[apsw.Connection, Execute]:
         try:
-            return self._with_tables()
+            return self._open_with_tables()
         except (apsw.Error, OSError) as error:
             logger.warning(
                 "view file is unusable, rebuilding it",
@@ -261,9 +261,9 @@ class DocumentView:
             )
             for suffix in ("", "-wal", "-shm"):
                 Path(f"{self._path}{suffix}").unlink(missing_ok=True)
-            return self._with_tables()
+            return self._open_with_tables()
 
-    def _with_tables(self) -> tuple[apsw.Connection, Execute]:
+    def _open_with_tables(self) -> tuple[apsw.Connection, Execute]:
         connection, execute = _open(self._path)
         try:
             if execute("SELECT 1 FROM sqlite_schema WHERE name='facts'").fetchone() is None:
@@ -290,7 +290,7 @@ class DocumentView:
         ).fetchone()
         if found is not None and found[1] == generation:
             return cast("int", found[0])
-        with self.writing():
+        with self.write_transaction():
             if found is not None:
                 self.delete_collection(cast("int", found[0]))
             self._execute(
@@ -300,7 +300,7 @@ class DocumentView:
         return self._connection.last_insert_rowid()
 
     def delete_collection(self, number: int) -> None:
-        """Delete all rows of a collection; call inside `writing`."""
+        """Delete all rows of a collection; call inside `write_transaction`."""
         for statement in _FORGET:
             self._execute(statement, (number,))
 
@@ -341,7 +341,7 @@ class DocumentView:
         return [WriteRow(*cast("tuple[str, int, int, str, int, str, str]", row)) for row in rows]
 
     @contextmanager
-    def writing(self) -> Generator[None]:
+    def write_transaction(self) -> Generator[None]:
         self._execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -354,7 +354,7 @@ class DocumentView:
     def apply(
         self, number: int, rows: Iterable[DocumentRow], writes: Iterable[WriteRow], positions: dict[int, int]
     ) -> None:
-        """Apply changes and set the positions; call inside `writing`."""
+        """Apply changes and set the positions; call inside `write_transaction`."""
         execute, last = self._execute, {row.id: row for row in rows}  # intermediate states are not visible
         if last:
             added = sum(not row.deleted for row in last.values())
@@ -369,7 +369,7 @@ class DocumentView:
     def purge(self, number: int, before_ms: int, limit: int) -> int:
         """Delete old tombstones and record the highest version and seq; returns how many."""
         execute = self._execute
-        with self.writing():
+        with self.write_transaction():
             found = execute(_OVER, (number, before_ms, limit)).fetchall()
             for document_id, partition, version, seq in found:
                 execute("DELETE FROM documents WHERE collection=? AND id=?", (number, document_id))
@@ -379,7 +379,7 @@ class DocumentView:
         return len(found)
 
     def record_purged(self, number: int, partition: int, purged: PurgedTombstones) -> None:
-        """Call inside `writing`."""
+        """Call inside `write_transaction`."""
         self._execute(
             "INSERT INTO purged VALUES(?, ?, ?, ?) ON CONFLICT(collection, partition) DO UPDATE SET"
             " version=max(version, excluded.version), seq=max(seq, excluded.seq)",

@@ -182,7 +182,7 @@ class DocumentWriter:
         self._log = registry.log
         self._bytes_max = document_bytes
         self._planned: dict[tuple[Collection, str], DocumentState] = {}
-        self._under_way: dict[tuple[Collection, str], _SubmittedWrites] = {}
+        self._in_flight: dict[tuple[Collection, str], _SubmittedWrites] = {}
         self._failures = self._log.failures
         self._count = 0
 
@@ -210,7 +210,7 @@ class DocumentWriter:
         """Decide and submit writes; `callback` is called when the result is durable."""
         self._forget_failed()
         self._registry.database(database)
-        if write_id is not None and self._answer_repeat(database, writes, write_id, callback):
+        if write_id is not None and self._respond_to_repeat(database, writes, write_id, callback):
             return
         self._count += 1
         if self._count % FORGET_EVERY == 0:
@@ -222,7 +222,7 @@ class DocumentWriter:
         results = [self._decide_write(database, write, plan, allowed) for write in writes]
         failed = any(result.error is not None for result in results)
         if not plan.entries or (atomic and failed):
-            self._answer_when_durable(results, callback)
+            self._respond_when_durable(results, callback)
             return
         self._submit(database, plan, _SubmittedWrites(writes, results, callback))
 
@@ -235,7 +235,7 @@ class DocumentWriter:
             DocumentWrite("delete" if one.deleted else "put", DocumentPath(collection.name, one.id))
             for one in corrections
         ]
-        if self._answer_repeat(collection.database, writes, name, callback):
+        if self._respond_to_repeat(collection.database, writes, name, callback):
             return
         self._count += 1
         now_ns = self._log.clock.now_ns()
@@ -244,7 +244,7 @@ class DocumentWriter:
         if plan.entries:
             self._submit(collection.database, plan, _SubmittedWrites(writes, results, callback))
         else:
-            self._answer_when_durable(results, callback)
+            self._respond_when_durable(results, callback)
 
     def _apply_correction(self, collection: Collection, one: Correction, plan: _WritePlan) -> WriteResult:
         path, key = f"{collection.name}/{one.id}", (collection, one.id)
@@ -438,17 +438,17 @@ class DocumentWriter:
         if plan.write_id is not None:
             first = submitted.writes[0].path.collection
             submitted.remembered = (self._registry.databases[database][first], plan.write_id)
-            self._under_way[submitted.remembered] = submitted
+            self._in_flight[submitted.remembered] = submitted
 
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         submitted = transaction.context
         assert isinstance(submitted, _SubmittedWrites)
         if submitted.remembered is not None:
-            self._under_way.pop(submitted.remembered, None)
+            self._in_flight.pop(submitted.remembered, None)
         for tell in (submitted.answer, *submitted.repeats):
             tell(submitted.results, error)
 
-    def _answer_when_durable(self, results: list[WriteResult], callback: WriteCallback) -> None:
+    def _respond_when_durable(self, results: list[WriteResult], callback: WriteCallback) -> None:
         """An error may depend on writes that are not durable yet: wait for these."""
         newest = self._log.committer.newest
         if newest is None or not self._planned:
@@ -456,14 +456,14 @@ class DocumentWriter:
         else:
             newest.waiting.append(lambda error: callback(results, error))
 
-    def _answer_repeat(
+    def _respond_to_repeat(
         self, database: str, writes: Sequence[DocumentWrite], write_id: str, callback: WriteCallback
     ) -> bool:
         """Answer a request whose key was used before; False if it is new."""
         collection = self._registry.find(database, writes[0].path.collection)
         if collection is None:
             return False
-        first = self._under_way.get((collection, write_id))
+        first = self._in_flight.get((collection, write_id))
         if first is not None:
             if not is_same_request(writes, first.writes):
                 raise idempotency_conflict()
@@ -488,7 +488,7 @@ class DocumentWriter:
         if self._log.failures != self._failures:
             self._failures = self._log.failures
             self._planned.clear()
-            self._under_way.clear()
+            self._in_flight.clear()
             self._registry.drop_uncommitted()
 
 

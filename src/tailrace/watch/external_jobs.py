@@ -69,10 +69,10 @@ class SubscriptionSummaries:
         self.stream = SUMMARIES_PREFIX + self.name
         self.deliveries = DELIVERIES_PREFIX + self.name
         self._written: dict[str, int] = {}  # hash of the last summary by key
-        self._begun = False
-        self._begun_ms = 0
-        self._begins = 0  # the entry before the last reset
-        self._fresh: list[Subscription] = []  # subscriptions of the current page
+        self._is_complete = False
+        self._reset_ms = 0
+        self._reset_entry = 0  # the entry before the last reset
+        self._page_subscriptions: list[Subscription] = []  # subscriptions of the current page
         self._until_s = 0.0
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -135,7 +135,7 @@ class SubscriptionSummaries:
     def _now_ms(self) -> int:
         return self._context.clock.now_ns() // 1_000_000
 
-    # -- one round -------------------------------------------------------------------------------------
+    # -- writing ---------------------------------------------------------------------------------------
 
     async def _write(self) -> int:
         """Write what changed since the last time; periodically everything, after a reset.
@@ -144,14 +144,14 @@ class SubscriptionSummaries:
         """
         async with self._lock:
             page: list[bytes] = []
-            self._fresh = []
+            self._page_subscriptions = []
             now_ms = self._now_ms()
             # If this is interrupted, the next one writes everything.
-            begun, self._begun = self._begun, False
-            if not begun or now_ms - self._begun_ms >= FULL_REWRITE_MS:
-                self._begun_ms = now_ms
+            was_complete, self._is_complete = self._is_complete, False
+            if not was_complete or now_ms - self._reset_ms >= FULL_REWRITE_MS:
+                self._reset_ms = now_ms
                 self._written.clear()
-                self._begins = self._tail()
+                self._reset_entry = self._tail()
                 page.append(self._entry("reset", None, None))
                 if self._log.find(self.deliveries) is None:
                     begin = orjson.dumps({"v": 1, "kind": "control", "control": "begin"})
@@ -164,13 +164,13 @@ class SubscriptionSummaries:
                     page = []
             page.append(self._entry("gateway", self.name, {"expires": self._now_ms() + SUMMARY_TTL_MS}))
             await self._summarise(page)
-            self._begun = True
+            self._is_complete = True
             return self._tail()
 
     async def _summarise(self, page: list[bytes]) -> None:
         await self._append(self.stream, page)
-        fresh, self._fresh = self._fresh, []
-        for subscription in fresh:
+        written, self._page_subscriptions = self._page_subscriptions, []
+        for subscription in written:
             # Readers from here on have it; writing it again is harmless.
             subscription.summary_entry = subscription.summary_entry or self._tail()
 
@@ -182,7 +182,7 @@ class SubscriptionSummaries:
         """What retention may remove: summaries before the last reset, and old deliveries."""
         found: list[RetentionBound] = []
         retained = (
-            (self.stream, SUMMARIES_KEPT_S, self._begins),
+            (self.stream, SUMMARIES_KEPT_S, self._reset_entry),
             (self.deliveries, DELIVERIES_KEPT_S, NO_END),
         )
         for name, kept_s, upto in retained:
@@ -206,7 +206,7 @@ class SubscriptionSummaries:
                 if before == current[key]:
                     subscription.summary_entry = subscription.summary_entry or self._tail()
                 else:
-                    self._fresh.append(subscription)
+                    self._page_subscriptions.append(subscription)
                     operation = "insert" if before is None else "update"
                     yield self._entry("sub", key, self._value(subscription), operation)
         for key in known:
@@ -313,7 +313,7 @@ class JobRoutes:
         self._summaries = summaries
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def kind_of(self, raw: bytes) -> tuple[str, str] | None:
+    def match_path(self, raw: bytes) -> tuple[str, str] | None:
         """The database and route, if the path matches."""
         path = stream_names.decode_name(raw)
         database, _, kind = ("", "", "") if path is None else path.partition("/")
@@ -374,7 +374,7 @@ class JobRoutes:
         now = self._registry.view.current
         while more and len(rows) < ROWS_MAX and size < ROWS_BYTES:
             found = now.rows_after(collection.number, after, ROWS_PER_READ)
-            rows += map(_shown, found)
+            rows += map(_row_json, found)
             size += sum(len(row.data) for row in found)
             more = len(found) == ROWS_PER_READ
             after = found[-1].id if found else after
@@ -415,7 +415,7 @@ class JobRoutes:
         self._writer.apply_corrections(collection, request.corrections, request.name, respond)
 
 
-def _shown(row: DocumentRow) -> Json:
+def _row_json(row: DocumentRow) -> Json:
     return {
         "id": row.id,
         "partition": row.partition,

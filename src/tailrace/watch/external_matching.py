@@ -78,7 +78,7 @@ class BloomFilter:
         self._segments = [_Segment(keys_each)]
         self._made_s = now_s
         self._discarded = 0
-        self._asked = 0
+        self._lookups = 0
         self._samples = 0
         self._wrong = 0
 
@@ -109,8 +109,8 @@ class BloomFilter:
 
     def is_sampled(self) -> bool:
         """Whether this lookup should be verified with `record_check`."""
-        self._asked += 1
-        return self._asked % SAMPLE_INTERVAL == 0
+        self._lookups += 1
+        return self._lookups % SAMPLE_INTERVAL == 0
 
     def record_check(self, found: bool, really: bool) -> None:
         """Count false positives among absent keys."""

@@ -53,11 +53,11 @@ class IntervalIndex(Generic[T]):
         else:
             _remove(self._few, (low, high, item))
 
-    def holding(self, number: float) -> list[T]:
+    def containing(self, number: float) -> list[T]:
         """The items of all intervals that contain the number."""
         if self._many is None:
             return [item for low, high, item in self._few if low <= number <= high]
-        return self._many.holding(number)
+        return self._many.containing(number)
 
 
 class _GridIndex(Generic[T]):
@@ -122,7 +122,7 @@ class _GridIndex(Generic[T]):
             del self._sizes[size]
         return known
 
-    def holding(self, number: float) -> list[T]:
+    def containing(self, number: float) -> list[T]:
         found: list[T] = []
         if number != number:
             return found
@@ -139,7 +139,7 @@ class _GridIndex(Generic[T]):
             if cell is None:
                 continue
             if cell.crowd is not None:
-                found += cell.crowd.holding(number)
+                found += cell.crowd.containing(number)
             else:
                 found += [item for low, high, item in cell.few if low <= number <= high]
         return found
@@ -223,7 +223,7 @@ class _LargeCell(Generic[T]):
             return self._beginning.discard(low, item)
         return self._ending.discard(high, item) if ends else _remove(self._through, item)
 
-    def holding(self, number: float) -> list[T]:
+    def containing(self, number: float) -> list[T]:
         return self._beginning.upto(number) + self._through + self._ending.since(number)
 
 

@@ -105,9 +105,9 @@ class ComparisonMatrix:
     def _at(self, path: FieldPath, kind: str) -> int:
         return self._columns.setdefault((path, kind), len(self._columns) + 1)
 
-    # -- deciding --------------------------------------------------------------------------------------
+    # -- evaluating ------------------------------------------------------------------------------------
 
-    def holding(
+    def evaluate(
         self, documents: Sequence[dict[str, Any]], rows: Sequence[int], indexes: Sequence[int]
     ) -> list[int]:
         """Indexes of the (row, document) pairs for which the predicate is true."""
@@ -191,14 +191,14 @@ class Interest:
                 return ("update", "changed")
             if before is None:
                 return ("insert", "created")
-            return ("insert", "entered" if self._readable(before) else "visible")
+            return ("insert", "entered" if self._is_readable(before) else "visible")
         if was:
             if after is None:
                 return ("delete", "deleted")
-            return ("delete", "left" if self._readable(after) else "hidden")
+            return ("delete", "left" if self._is_readable(after) else "hidden")
         return None
 
-    def _readable(self, document: dict[str, Any]) -> bool:
+    def _is_readable(self, document: dict[str, Any]) -> bool:
         return self.rule is None or self.rule.matches(document)
 
 
@@ -386,7 +386,7 @@ class Matcher(Generic[S]):
                 events.setdefault(event, []).append(shared)
         return events
 
-    # -- many at once ----------------------------------------------------------------------------------
+    # -- batches ---------------------------------------------------------------------------------------
 
     def match_batch(self, changes: Sequence[Change]) -> list[MatchResult[S]]:
         """As `match`, for several changes: large batches are decided in arrays if numpy is installed."""
@@ -427,7 +427,7 @@ class Matcher(Generic[S]):
                 hits.append(probed.sure)
             stayed.append(both)
             undecided.append(alone)
-        for index in rows.holding(documents, maybe_rows, maybe_documents):
+        for index in rows.evaluate(documents, maybe_rows, maybe_documents):
             hits[maybe_documents[index]].add(maybe[index])
         sides = zip(changes, hits[::2], hits[1::2], stayed, undecided, strict=True)
         return [self._classify(*one) for one in sides]

@@ -21,7 +21,7 @@ MetricRow = tuple[list[str], float]
 def register_metrics(
     telemetry: ServerMetrics, gateway: Gateway, maintenance: Maintenance, *, partitions: bool
 ) -> None:
-    _CollectionMetrics(gateway, partitions).connect(telemetry)
+    _CollectionMetrics(gateway, partitions).register(telemetry)
     _register_matching(telemetry, gateway)
     _register_gateway(telemetry, gateway)
     telemetry.watch_purged_tombstones.read = lambda: maintenance.purged
@@ -37,7 +37,7 @@ class _CollectionMetrics:
         self._counters = gateway.registry.counters
         self._partitions = partitions  # whether there is a partition label
 
-    def connect(self, telemetry: ServerMetrics) -> None:
+    def register(self, telemetry: ServerMetrics) -> None:
         telemetry.watch_changes.each = self._changes
         telemetry.watch_match_lag_changes.each = self._lags
         telemetry.watch_partition_state.each = self._states
@@ -99,7 +99,7 @@ class _CollectionMetrics:
 
 def _register_matching(telemetry: ServerMetrics, gateway: Gateway) -> None:
     def each(measured: Callable[[tuple[int, int, int]], float]) -> Callable[[], list[MetricRow]]:
-        return lambda: [([*labels], measured(counts)) for labels, counts in gateway.matched().items()]
+        return lambda: [([*labels], measured(counts)) for labels, counts in gateway.match_counts().items()]
 
     telemetry.watch_match_candidates.each = each(lambda counts: counts[0])
     telemetry.watch_match_hits.each = each(lambda counts: counts[1])

@@ -388,7 +388,7 @@ class _Level(Generic[T]):
         for path, ranges in self.ranges.items():
             value = gets[path](document)
             if type(value) is float or type(value) is int:
-                found.add_all(ranges.holding(float(value)), depth)
+                found.add_all(ranges.containing(float(value)), depth)
         for path, by_length in self.prefix.items():
             _collect_prefixes(by_length, gets[path](document), depth, document, found)
         if self.contains or self.has:
@@ -421,11 +421,11 @@ class _Level(Generic[T]):
             one, other = get(old), get(new)
             held: list[T] = []
             if type(one) is float or type(one) is int:
-                held = ranges.holding(float(one))
+                held = ranges.containing(float(one))
                 was.add_all(held, depth)
             if type(other) is float or type(other) is int:
                 if other != one or type(one) is bool:
-                    held = ranges.holding(float(other))
+                    held = ranges.containing(float(other))
                 now.add_all(held, depth)
         for path, by_length in self.prefix.items():
             get = gets[path]

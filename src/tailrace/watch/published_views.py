@@ -61,14 +61,14 @@ class PublishedViews:
     async def refresh(self, collection: Collection) -> None:
         """Load the newest published head, possibly written by another process."""
         if collection.published_positions is None:
-            found = await self._head(collection)
+            found = await self._load_head(collection)
             if found is not None:
                 self._remember_head(collection, found[0])
 
     async def publish(self, collection: Collection) -> bool:
         """Publish the current view; True if complete. Parts of an incomplete one are deleted."""
         folder, store = self._folder(collection), self._store()
-        found = await self._head(collection)
+        found = await self._load_head(collection)
         if found is not None and self._is_fresh(found[0], collection):
             self._remember_head(collection, found[0])  # published by a job
             return True
@@ -76,7 +76,7 @@ class PublishedViews:
         head = await self._write_parts(collection, folder, number)
         try:
             if not await self._wait_sealed(collection, head.positions):
-                await self._drop(folder, head.parts)
+                await self._delete_parts(folder, head.parts)
                 return False
             await store.replace(
                 document_view.head_key(folder),
@@ -84,12 +84,12 @@ class PublishedViews:
                 None if found is None else found[1],
             )
         except ObjectConflictError:
-            await self._drop(folder, head.parts)
+            await self._delete_parts(folder, head.parts)
             return False
         self._remember_head(collection, head)
         self.published += 1
         if found is not None:
-            await self._drop(folder, found[0].parts)
+            await self._delete_parts(folder, found[0].parts)
         return True
 
     def _is_fresh(self, head: PublishedViewHead, collection: Collection) -> bool:
@@ -138,7 +138,7 @@ class PublishedViews:
             while await packed.get() is not None:
                 pass  # wait for the thread to end
             await asyncio.gather(work, return_exceptions=True)
-            await self._drop(folder, parts)
+            await self._delete_parts(folder, parts)
             raise
         positions, purged, rows = await work
         return PublishedViewHead(
@@ -175,7 +175,7 @@ class PublishedViews:
             await asyncio.sleep(SEAL_POLL_S)
         return False
 
-    async def _drop(self, folder: str, parts: list[str]) -> None:
+    async def _delete_parts(self, folder: str, parts: list[str]) -> None:
         try:
             await self._store().delete([folder + name for name in parts])
         except ObjectStoreError as error:
@@ -188,17 +188,17 @@ class PublishedViews:
         """Delete the published view of a deleted collection."""
         folder = self._folder(collection)
         try:
-            found = await self._head(collection)
+            found = await self._load_head(collection)
             if found is not None:
                 await self._store().delete([document_view.head_key(folder)])
-                await self._drop(folder, found[0].parts)
+                await self._delete_parts(folder, found[0].parts)
         except ObjectStoreError as error:
             logger.warning(
                 "cannot delete published view from object store",
                 extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
             )
 
-    async def _head(self, collection: Collection) -> tuple[PublishedViewHead, str] | None:
+    async def _load_head(self, collection: Collection) -> tuple[PublishedViewHead, str] | None:
         try:
             raw, etag = await self._store().get(document_view.head_key(self._folder(collection)))
             return document_view.decode_head(raw), etag
@@ -211,12 +211,12 @@ class PublishedViews:
             )
             return None
 
-    # -- beginning from one ----------------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------------------
 
     async def restore(self, collection: Collection) -> bool:
         """Replace the local view with the published one, if the log continues after it."""
         try:
-            found = await self._head(collection)
+            found = await self._load_head(collection)
             if found is None or not self._is_usable(collection, found[0]):
                 return False
             head = found[0]
@@ -225,9 +225,9 @@ class PublishedViews:
             for name in head.parts:
                 raw, _ = await self._store().get(self._folder(collection) + name)
                 rows = await self._context.loop.run_in_executor(None, document_view.decode_part, raw)
-                with view.writing():
+                with view.write_transaction():
                     view.apply(number, rows, (), {})
-            with view.writing():
+            with view.write_transaction():
                 view.apply(number, (), (), dict(enumerate(head.positions)))
                 for partition, purged in enumerate(head.purged):
                     if purged.version:

@@ -92,7 +92,7 @@ class PreparedQuery:
                 found, fits = await self._run_by_id(snapshot, collection)
         page = found[:fits]
         return {
-            "documents": [_shown(collection, one.row) for one in page],
+            "documents": [_document_json(collection, one.row) for one in page],
             "cursor": _cursor(page[-1]) if len(found) > fits else None,
             "positions": positions,
         }
@@ -180,7 +180,7 @@ def flatten_row(collection: Collection, row: DocumentRow) -> dict[str, Any]:
     )
 
 
-def _shown(collection: Collection, row: DocumentRow) -> dict[str, Any]:
+def _document_json(collection: Collection, row: DocumentRow) -> dict[str, Any]:
     data = orjson.Fragment(row.data)
     return client_document(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
 

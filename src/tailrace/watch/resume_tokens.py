@@ -91,7 +91,7 @@ class KeyRing(msgspec.Struct, frozen=True, array_like=True):
         retained = [key for key, end_ms in zip(self.keys, ended, strict=True) if now_ms - end_ms < verify_ms]
         return KeyRing((*retained[-(KEYS_MAX - 1) :], fresh))
 
-    def good(self, key_id: int, now_ms: int, verify_ms: int) -> SigningKey | None:
+    def find_valid(self, key_id: int, now_ms: int, verify_ms: int) -> SigningKey | None:
         """The key with this id, unless it stopped signing too long ago."""
         for index, key in enumerate(self.keys):
             if key.id == key_id:
@@ -148,7 +148,7 @@ class TokenSigner:
         if len(raw) <= 1 + MAC_BYTES:
             return None
         body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
-        key = self.ring.good(body[0], self._now_ms(), self._verify_ms)
+        key = self.ring.find_valid(body[0], self._now_ms(), self._verify_ms)
         if key is None or not hmac.compare_digest(mac, _mac(key.secret, kind, body)):
             return None
         try:
@@ -205,7 +205,7 @@ class TokenKeys:
             self._use(decode_key_ring(raw))
         self.rotate_if_due()
 
-    async def settled(self) -> None:
+    async def wait_settled(self) -> None:
         """Wait until a pending write is durable or failed."""
         if self._writing:
             await self._settled.wait()

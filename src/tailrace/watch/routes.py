@@ -108,7 +108,7 @@ class DatabaseRoutes:
         )
 
     def _read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
-        path = self._registry.split(database, name)
+        path = self._registry.split_path(database, name)
         absent = TailraceError("not_found", f"document {name!r} not found")
         collection = self._registry.find(database, path.collection)
         if collection is None:

@@ -119,7 +119,7 @@ class WatchService:
         self._replication.start()
         self.gateway.start()
         # The signing keys must be durable before the first token or checkpoint is issued.
-        await self.gateway.keys.settled()
+        await self.gateway.keys.wait_settled()
         self.maintenance.start()
         self._summaries.start()
         await self.sources.start()
@@ -155,7 +155,7 @@ class WatchService:
             self._databases.listing.databases(exchange, identify(exchange), method)
         elif self._replication.handles(path):
             self._replication.serve(exchange, method, path, identify)
-        elif (request := self._jobs.kind_of(path[len(DATABASES_PREFIX) :])) is not None:
+        elif (request := self._jobs.match_path(path[len(DATABASES_PREFIX) :])) is not None:
             self._jobs.serve(exchange, identify(exchange), method, *request)
         elif (source := self._source_routes.match_path(path[len(DATABASES_PREFIX) :])) is not None:
             self._source_routes.serve(exchange, identify(exchange), method, *source)

@@ -166,7 +166,7 @@ class Gateway:
         """Close sessions whose token was revoked; returns how many."""
         lost = [one for one in self.sessions if one.identity is not None and not is_valid(one.identity)]
         for session in lost:
-            self.auth_failed("invalid_auth")
+            self.count_auth_failure("invalid_auth")
             session.send_error(None, "invalid_auth", "the token was revoked")
             session.close(4401, "the token was revoked")
         return len(lost)
@@ -263,7 +263,7 @@ class Gateway:
             subscription.principal = identity.sub
             self._principals[identity.sub] += 1
         self.audit.subscription("subscription.created", subscription)
-        self.samples.subscribed(subscription)
+        self.samples.sample_subscription(subscription)
 
     def release(self, subscription: Subscription) -> None:
         """End a subscription: stop matching, reading and counting it."""
@@ -289,7 +289,7 @@ class Gateway:
     def all_watched(self) -> list[WatchedCollection]:
         return list(self._watched.values())
 
-    def matched(self) -> dict[MetricLabels, tuple[int, int, int]]:
+    def match_counts(self) -> dict[MetricLabels, tuple[int, int, int]]:
         """Candidates, hits and library evaluations since the start, by collection."""
         found = {counters.labels: counters.matched for counters in self.registry.counters.all()}
         for watched in self._watched.values():
@@ -361,23 +361,23 @@ class Gateway:
 
     # -- counters and audit ---------------------------------------------------------------------------
 
-    def auth_failed(self, code: str) -> None:
+    def count_auth_failure(self, code: str) -> None:
         self.auth_failures[code] += 1
 
-    def resynced(self, reason: str) -> None:
+    def count_resync(self, reason: str) -> None:
         self.resyncs[reason] += 1
 
-    def resumed(self, subscription: Subscription) -> None:
+    def record_resume(self, subscription: Subscription) -> None:
         self.resumes["ok", self._path_of(subscription)] += 1
-        self.objectives.resumed(subscription.watched)
-        self.samples.replayed(subscription)
+        self.objectives.record_resume(subscription.watched)
+        self.samples.sample_resume(subscription)
 
-    def resume_failed(
+    def record_resume_failure(
         self, session: RealtimeSession, sub_id: str, reason: str, collection: str | None
     ) -> None:
         self.resumes["resync-required", "none"] += 1
         # A changed query or a foreign token does not count against the service objective.
-        self.objectives.resume_failed(session.database or "", collection or "", reason)
+        self.objectives.record_resume_failure(session.database or "", collection or "", reason)
         self.audit.resume_failed(session, sub_id, reason, collection)
 
     def _path_of(self, subscription: Subscription) -> str:
@@ -458,7 +458,7 @@ class Gateway:
                 groups.setdefault(key, []).append(subscription)
         match_s = time.perf_counter() - begun + self._matched_each_s
         watched.counters.latency.observe(match_s)
-        self.samples.matched(watched, change, match_s)
+        self.samples.sample_match(watched, change, match_s)
         if groups:
             lsn = self.lsn(collection, change)
             deltas: dict[tuple[str, str, bool], bytes] = {}
@@ -470,7 +470,7 @@ class Gateway:
                         change, op, reason, include
                     )
                 session.deliver(change, lsn, op, content, (reason, str(include)), subscriptions, shared)
-            self.objectives.delivered(watched, change.updated_ms)
+            self.objectives.record_delivery(watched, change.updated_ms)
         for subscription in found.too_costly:
             subscription.session.invalidate(subscription, "cost-exceeded")
         for subscription in found.postponed:

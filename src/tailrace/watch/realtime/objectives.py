@@ -107,7 +107,7 @@ class ServiceObjectives:
 
     # -- measuring -------------------------------------------------------------------------------------
 
-    def delivered(self, watched: WatchedCollection, committed_ms: int) -> None:
+    def record_delivery(self, watched: WatchedCollection, committed_ms: int) -> None:
         """A change was written to the sockets of its subscribers."""
         late_ms = max(0, self._context.clock.now_ns() // 1_000_000 - committed_ms)
         self._latency.observe(late_ms / 1000)
@@ -116,12 +116,12 @@ class ServiceObjectives:
             target_ms = self.targets(watched.collection)["delivery"]
             measured.delivery.add(self._context.loop.time(), late_ms > target_ms)
 
-    def resumed(self, watched: WatchedCollection) -> None:
+    def record_resume(self, watched: WatchedCollection) -> None:
         measured = self._measure(watched.database, watched.name)
         if measured is not None:
             measured.resume.add(self._context.loop.time(), bad=False)
 
-    def resume_failed(self, database: str, name: str, reason: str) -> None:
+    def record_resume_failure(self, database: str, name: str, reason: str) -> None:
         """Counted only if the token named a collection and the server caused the failure."""
         measured = self._measure(database, name) if name and reason in SERVER_FAULT_REASONS else None
         if measured is not None:
@@ -199,7 +199,7 @@ class ServiceObjectives:
         if objective == "delivery" and watched is not None:
             self._gateway.shed_low(watched)
 
-    def reason(self, collection: Collection, burn: dict[Objective, float]) -> str:
+    def explain(self, collection: Collection, burn: dict[Objective, float]) -> str:
         """The state of the collection in one sentence, for the status route."""
         targets = self.targets(collection)
         if collection.state == "stale":
@@ -246,7 +246,7 @@ class CostSampler:
         self._logged_at[kind] = now
         return True
 
-    def matched(self, watched: WatchedCollection, change: Change, seconds: float) -> None:
+    def sample_match(self, watched: WatchedCollection, change: Change, seconds: float) -> None:
         if seconds < SLOW_S:
             return
         self.slow += 1
@@ -263,7 +263,7 @@ class CostSampler:
                 ),
             )
 
-    def subscribed(self, subscription: Subscription) -> None:
+    def sample_subscription(self, subscription: Subscription) -> None:
         session, whole = subscription.session, subscription.interest.predicate
         if len(session.subscriptions) > MANY_SUBSCRIPTIONS and self._is_due("many"):
             samples_logger.info(
@@ -282,7 +282,7 @@ class CostSampler:
                 ),
             )
 
-    def replayed(self, subscription: Subscription) -> None:
+    def sample_resume(self, subscription: Subscription) -> None:
         """Detect a client that resumes again and again."""
         now = self._loop.time()
         key = subscription.query_hash + subscription.id.encode()

@@ -228,7 +228,7 @@ class RealtimeRoutes:
         self._check_room()
         identity: Identity | None = None
         if self._gateway.verifier is None or b"authorization" in exchange.headers:
-            identity = self._identified(exchange, identify)
+            identity = self._identify(exchange, identify)
         database = query.get("database")
         if identity is not None:
             database = database or default_database(identity)
@@ -243,11 +243,11 @@ class RealtimeRoutes:
         )
         client.session = RealtimeSession(self._gateway, transport, identity, database)
 
-    def _identified(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
+    def _identify(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
         try:
             return identify(exchange)
         except TailraceError as error:
-            self._gateway.auth_failed(error.code)
+            self._gateway.count_auth_failure(error.code)
             raise
 
     def events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
@@ -264,15 +264,15 @@ class RealtimeRoutes:
         if method in (b"GET", b"HEAD"):
             query = self._query(exchange)
             if "ticket" in query:
-                identity, request = self._redeemed(query["ticket"])
+                identity, request = self._redeem_ticket(query["ticket"])
             else:
-                identity = self._identified(exchange, identify)
+                identity = self._identify(exchange, identify)
                 _check_scope(identity)
-                request = _request_of(query)
+                request = _request_from_query(query)
         elif method == b"POST":
-            identity = self._identified(exchange, identify)
+            identity = self._identify(exchange, identify)
             _check_scope(identity)
-            request = self._posted(exchange)
+            request = self._read_body(exchange)
         else:
             raise responses.method_not_allowed("GET, POST, HEAD, OPTIONS")
         database = request.get("database") or default_database(identity)
@@ -281,12 +281,12 @@ class RealtimeRoutes:
             raise TailraceError("invalid_request", "database is required")
         authorise(identity, Action.WATCH, db=database)
         self._gateway.registry.database(database)
-        listed = _subscriptions(request)
+        listed = _read_subscriptions(request)
         for one in listed:
             read_query(one.get("query"), live=True)  # reject invalid queries before the response starts
         accepts = exchange.headers.get(b"accept", b"")
         if method == b"POST" and b"application/json" in accepts and b"text/event-stream" not in accepts:
-            self._give_ticket(exchange, identity, {**request, "database": database})
+            self._issue_ticket(exchange, identity, {**request, "database": database})
             return
         self._check_room()
         cursor = exchange.headers.get(b"last-event-id", b"").decode("latin-1") or request.get("cursor")
@@ -325,7 +325,7 @@ class RealtimeRoutes:
         if cursor and not any(one.state != "invalid" for one in session.subscriptions.values()):
             session.close(1000, "no subscription could be resumed")
 
-    def _posted(self, exchange: Exchange) -> dict[str, Any]:
+    def _read_body(self, exchange: Exchange) -> dict[str, Any]:
         bytes_max = self._gateway.limits.watch_message_bytes
         if len(exchange.body) > bytes_max:
             raise TailraceError("payload_too_large", f"the body must have at most {bytes_max} bytes")
@@ -337,7 +337,7 @@ class RealtimeRoutes:
             raise TailraceError("invalid_request", "the body must be a JSON object")
         return cast("dict[str, Any]", params)
 
-    def _give_ticket(self, exchange: Exchange, identity: Identity, request: dict[str, Any]) -> None:
+    def _issue_ticket(self, exchange: Exchange, identity: Identity, request: dict[str, Any]) -> None:
         """For browsers, whose EventSource cannot set headers."""
         signer = self._gateway.signer
         if signer is None:
@@ -362,7 +362,7 @@ class RealtimeRoutes:
         body = {"ticket": signer.ticket(ticket), "expiresAt": int(expires_s * 1000)}
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
-    def _redeemed(self, text: str) -> tuple[Identity, dict[str, Any]]:
+    def _redeem_ticket(self, text: str) -> tuple[Identity, dict[str, Any]]:
         signer = self._gateway.signer
         ticket = None if signer is None else signer.read_ticket(text)
         verifier = self._gateway.verifier
@@ -411,7 +411,7 @@ def _check_scope(identity: Identity) -> None:
         authorise(identity, Action.WATCH, db="")
 
 
-def _request_of(query: dict[str, str]) -> dict[str, Any]:
+def _request_from_query(query: dict[str, str]) -> dict[str, Any]:
     """The request of a URL with one subscription."""
     known = {"database", "collection", "filters", "where", "snapshot", "includeData", "autoResync", "cursor"}
     if unknown := sorted(set(query) - known):
@@ -427,21 +427,21 @@ def _request_of(query: dict[str, str]) -> dict[str, Any]:
     one = {
         "id": "default",
         "query": selection,
-        "sendSnapshot": _flag(query, "snapshot", "0"),
-        "includeData": _flag(query, "includeData", "1"),
-        "autoResync": _flag(query, "autoResync", "0"),
+        "sendSnapshot": _read_flag(query, "snapshot", "0"),
+        "includeData": _read_flag(query, "includeData", "1"),
+        "autoResync": _read_flag(query, "autoResync", "0"),
     }
     return {"database": query.get("database"), "cursor": query.get("cursor"), "subscriptions": [one]}
 
 
-def _flag(query: dict[str, str], name: str, default: str) -> bool:
+def _read_flag(query: dict[str, str], name: str, default: str) -> bool:
     params = query.get(name, default)
     if params not in ("0", "1", "true", "false"):
         raise TailraceError("invalid_request", f"{name} must be 0 or 1")
     return params in ("1", "true")
 
 
-def _subscriptions(request: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_subscriptions(request: dict[str, Any]) -> list[dict[str, Any]]:
     listed = request.get("subscriptions")
     if not isinstance(listed, list) or not 1 <= len(cast("list[Any]", listed)) <= SSE_SUBSCRIPTIONS_MAX:
         raise TailraceError(

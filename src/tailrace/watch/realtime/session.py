@@ -257,7 +257,7 @@ class RealtimeSession:
         assert self.database is not None
         gateway = self.gateway
         gateway.release(subscription)
-        gateway.resynced(reason)
+        gateway.count_resync(reason)
         again = subscription.options.auto_resync and reason in _RESYNC_REASONS
         payload = {
             "subId": subscription.id,
@@ -301,7 +301,7 @@ class RealtimeSession:
             return
         if self.identity is None:
             if now - self.opened_at >= limits.watch_auth_ms / 1000:
-                self.gateway.auth_failed("unauthorized")
+                self.gateway.count_auth_failure("unauthorized")
                 self.send_error(None, "unauthorized", "authentication timed out")
                 self.close(4401, "authentication timed out")
             return
@@ -333,7 +333,7 @@ class RealtimeSession:
             return False
         if not self._expiry_sent:
             self._expiry_sent = True
-            self.gateway.auth_failed("token_expired")
+            self.gateway.count_auth_failure("token_expired")
             self.send_error(None, "token_expired", "the token has expired", retry_after_ms=0)
         return wall >= (identity.until_s or expires) or self.transport.each_token
 
@@ -356,13 +356,13 @@ def authenticate(session: RealtimeSession, message_id: str | None, payload: dict
     try:
         identity = _verified(session, payload.get("token"))
     except MessageRefusedError as refused:
-        gateway.auth_failed(refused.code)
+        gateway.count_auth_failure(refused.code)
         raise
     database = payload.get("database", session.database)
     if database is None:
         database = default_database(identity)
     if not isinstance(database, str):
-        gateway.auth_failed("invalid_auth")
+        gateway.count_auth_failure("invalid_auth")
         raise MessageRefusedError("invalid_auth", "auth must name the database", close=4401)
     names.check_database(database)
     if session.database is not None and database != session.database and session.subscriptions:
@@ -370,7 +370,7 @@ def authenticate(session: RealtimeSession, message_id: str | None, payload: dict
     try:
         authorise(identity, Action.WATCH, db=database)
     except TailraceError:
-        gateway.auth_failed("forbidden")
+        gateway.count_auth_failure("forbidden")
         raise
     gateway.registry.database(database)
     session.set_identity(identity, database)

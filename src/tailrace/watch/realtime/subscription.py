@@ -326,19 +326,19 @@ def resume(
     options = read_options(payload, session.identity)
     options.snapshot = False
     position = require_signer(gateway).read_position(payload.get("token"))
-    sub_id = _sub_id(payload, position)
+    sub_id = _read_sub_id(payload, position)
     try:
         if sub_id is None:
             raise _ResumeFailedError("token-invalid")
         check_admission(session, sub_id, options)
-        subscription, value = _resumed(session, sub_id, position, payload, options)
+        subscription, value = _make_resumed(session, sub_id, position, payload, options)
     except _ResumeFailedError as failed:
         _resync(session, message_id, sub_id, options, failed, flat_form)
         return
     register_subscription(subscription)
     gateway.cache_query(subscription.query_hash, value)
     positions, watched = subscription.client_positions, subscription.watched
-    gateway.resumed(subscription)
+    gateway.record_resume(subscription)
     following = [seq + 1 for seq in positions]
     acknowledged = {
         "status": "ok",
@@ -354,7 +354,7 @@ def resume(
     gateway.replays.follow(subscription)
 
 
-def _sub_id(payload: dict[str, Any], position: ResumePosition | None) -> str | None:
+def _read_sub_id(payload: dict[str, Any], position: ResumePosition | None) -> str | None:
     """The id from the payload or the token; None without an id if the token is invalid."""
     value = payload.get("subId")
     if value is None and position is None and isinstance(payload.get("token"), str):
@@ -364,7 +364,7 @@ def _sub_id(payload: dict[str, Any], position: ResumePosition | None) -> str | N
     return check_subscription_id(value, "the subId of the resume message")
 
 
-def _resumed(
+def _make_resumed(
     session: RealtimeSession,
     sub_id: str,
     position: ResumePosition | None,
@@ -374,7 +374,7 @@ def _resumed(
     """Checks in order: signature, database, query, generation, then what the log still has."""
     gateway = session.gateway
     if position is None:
-        raise _ResumeFailedError("token-invalid", _query_of(payload))
+        raise _ResumeFailedError("token-invalid", _payload_query(payload))
     if position.database != session.database:
         raise _ResumeFailedError("database-mismatch")
     value = payload.get("query")
@@ -395,7 +395,7 @@ def _resumed(
     return subscription, value
 
 
-def _query_of(payload: dict[str, Any]) -> Query | None:
+def _payload_query(payload: dict[str, Any]) -> Query | None:
     """The query in the payload, needed for `autoResync`."""
     value = payload.get("query")
     return None if value is None else read_query(value, live=True)
@@ -444,7 +444,7 @@ def _resync(
     assert session.database is not None
     gateway, reason = session.gateway, failed.reason
     about = None if failed.query is None else failed.query.collection
-    gateway.resume_failed(session, sub_id or "", reason, about)
+    gateway.record_resume_failure(session, sub_id or "", reason, about)
     acknowledged = {"status": "resync-required", "subId": sub_id, "reason": reason}
     extra = {"status": "resync-required", "fromSeq": None} if flat_form else {}
     session.send(envelopes.reply("resume-ack", message_id, acknowledged, **extra), "")
@@ -453,7 +453,7 @@ def _resync(
         register_subscription(subscription)
         session.invalidate(subscription, reason)
         return
-    gateway.resynced(reason)
+    gateway.count_resync(reason)
     payload = {"subId": sub_id, "reason": reason, "generation": None, "retryAfterMs": 0, "autoResync": False}
     session.send(
         envelopes.subscription_notice(

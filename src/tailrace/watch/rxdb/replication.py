@@ -202,7 +202,7 @@ class Replication:
         self.pulls = 0
         self.resyncs = 0
         self._signer: TokenSigner | None = None
-        self._making_key = False
+        self._creating_key = False
         self._batches: dict[tuple[object, ...], FeedBatch] = {}
 
     # -- cursors ---------------------------------------------------------------------------------------
@@ -213,12 +213,12 @@ class Replication:
         secret = log.streams.meta.get(REPLICATION_KEY_FACT)
         if secret is not None:
             self._signer = _signer(secret)
-        elif log.refusal is None and not self._making_key:
-            self._making_key = True
+        elif log.refusal is None and not self._creating_key:
+            self._creating_key = True
             fresh = secrets.token_bytes(KEY_BYTES)
 
             def durable(_: Transaction, error: TailraceError | None) -> None:
-                self._making_key = False
+                self._creating_key = False
                 if error is None:
                     self._signer = _signer(fresh)
 

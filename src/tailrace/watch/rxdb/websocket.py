@@ -405,7 +405,7 @@ class ReplicationSocketRoute:
     def serve(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """Authentication is in the upgrade request or in an `auth` message."""
         if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_authorised_database("GET, HEAD, OPTIONS")
+            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         replication = self._replication
         params = read_params(exchange, _PARAMS)
         shape = read_shape(params)
@@ -458,7 +458,7 @@ class StreamListener:
     async def wait_for_room(self) -> bool:
         session = self._session
         while not session.ended and not self._ended:
-            if session.has_room and not self._replication.is_endedloaded:
+            if session.has_room and not self._replication.is_overloaded:
                 return True
             session.drained.clear()
             with suppress(TimeoutError):

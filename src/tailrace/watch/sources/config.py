@@ -141,37 +141,37 @@ def read_source_config(database: str, name: str, value: dict[str, Any]) -> Sourc
         raise _invalid("kind must be postgres, mongo or stream")
     if unknown := sorted(set(value) - _COMMON_MEMBERS - _MEMBERS_BY_KIND[kind]):
         raise _invalid(f"a source of kind {kind} must not have {unknown[0]}")
-    slot = value.get("slot", _slot_of(database, name))
+    slot = value.get("slot", _default_slot(database, name))
     if not isinstance(slot, str) or not _SLOT.match(slot):
         raise _invalid("slot must be 1 to 63 of a-z, 0-9 and '_'")
     publication = value.get("publication", "tailrace")
     if not isinstance(publication, str) or not 1 <= len(publication.encode()) <= 63 or "\0" in publication:
         raise _invalid("publication must be a name of 1 to 63 bytes")
-    batch = _object(value, "batch", {"maxChanges", "maxBytes"})
-    limits = _object(value, "limits", {"eventsPerSecond", "bytesPerSecond"})
+    batch = _read_object(value, "batch", {"maxChanges", "maxBytes"})
+    limits = _read_object(value, "limits", {"eventsPerSecond", "bytesPerSecond"})
     return SourceConfig(
         name=name,
         kind=kind,
-        dsn=None if kind == "stream" else _secret(value.get("dsn")),
+        dsn=None if kind == "stream" else _read_secret(value.get("dsn")),
         publication=publication,
         slot=slot,
-        stream=_stream(value.get("stream")) if kind == "stream" else "",
-        tables=_tables(value.get("collections"), kind),
-        batch_changes=_number(batch, "maxChanges", BATCH_CHANGES, BATCH_CHANGES_MAX),
-        batch_bytes=_number(batch, "maxBytes", BATCH_BYTES, BATCH_BYTES_MAX),
-        events_per_s=_number(limits, "eventsPerSecond", EVENTS_PER_S, RATE_MAX),
-        bytes_per_s=_number(limits, "bytesPerSecond", BYTES_PER_S, RATE_MAX),
-        on_gap=_choice(value, "onGap", ("rescan", "hold")),
-        initial=_choice(value, "initial", ("load", "now")),
-        numeric=_choice(value, "numeric", ("string", "double")),
+        stream=_read_stream(value.get("stream")) if kind == "stream" else "",
+        tables=_read_tables(value.get("collections"), kind),
+        batch_changes=_read_number(batch, "maxChanges", BATCH_CHANGES, BATCH_CHANGES_MAX),
+        batch_bytes=_read_number(batch, "maxBytes", BATCH_BYTES, BATCH_BYTES_MAX),
+        events_per_s=_read_number(limits, "eventsPerSecond", EVENTS_PER_S, RATE_MAX),
+        bytes_per_s=_read_number(limits, "bytesPerSecond", BYTES_PER_S, RATE_MAX),
+        on_gap=_read_choice(value, "onGap", ("rescan", "hold")),
+        initial=_read_choice(value, "initial", ("load", "now")),
+        numeric=_read_choice(value, "numeric", ("string", "double")),
     )
 
 
-def _slot_of(database: str, name: str) -> str:
+def _default_slot(database: str, name: str) -> str:
     return f"tailrace_{database}_{name}".replace("-", "_")[:63]
 
 
-def _secret(value: object) -> SecretRef:
+def _read_secret(value: object) -> SecretRef:
     wrong = _invalid('dsn names where the connection string is: {"env": "PG_DSN"} or {"file": "/path"}')
     if not isinstance(value, dict) or len(cast("dict[str, Any]", value)) != 1:
         raise wrong
@@ -184,13 +184,13 @@ def _secret(value: object) -> SecretRef:
     raise wrong
 
 
-def _stream(value: object) -> str:
+def _read_stream(value: object) -> str:
     if not isinstance(value, str) or not 1 <= len(value.encode()) <= 1024 or value.startswith("__"):
         raise _invalid("stream must be the name of a stream of this server")
     return value
 
 
-def _tables(value: object, kind: str) -> tuple[TableMapping, ...]:
+def _read_tables(value: object, kind: str) -> tuple[TableMapping, ...]:
     if not isinstance(value, dict) or not value:
         raise _invalid('collections is {"schema.table": {"collection": "...", "key": ["..."]}, ...}')
     items = cast("dict[str, Any]", value)
@@ -226,21 +226,21 @@ def _table_mapping(table: str, value: Any, kind: str) -> TableMapping:
     return TableMapping(table, names.check_collection(collection), tuple(columns), partitions)
 
 
-def _object(value: dict[str, Any], name: str, known: set[str]) -> dict[str, Any]:
+def _read_object(value: dict[str, Any], name: str, known: set[str]) -> dict[str, Any]:
     found = value.get(name, {})
     if not isinstance(found, dict) or not set(cast("dict[str, Any]", found)) <= known:
         raise _invalid(f"{name} must be an object of {' and '.join(sorted(known))}")
     return cast("dict[str, Any]", found)
 
 
-def _number(value: dict[str, Any], name: str, default: int, most: int) -> int:
+def _read_number(value: dict[str, Any], name: str, default: int, most: int) -> int:
     found = value.get(name, default)
     if type(found) is not int or not 1 <= found <= most:
         raise _invalid(f"{name} must be 1 to {most}")
     return found
 
 
-def _choice(value: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
+def _read_choice(value: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
     found = value.get(name, choices[0])
     if found not in choices:
         raise _invalid(f"{name} must be {' or '.join(choices)}")

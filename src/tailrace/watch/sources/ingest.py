@@ -98,7 +98,7 @@ class SourceIngest:
         self.counts: dict[str, int] = dict.fromkeys(CHANGE_OPS, 0)
         self.repeats = 0  # duplicates that were dropped
         # The position of the last change, and its documents.
-        self._here: tuple[tuple[int, int], set[tuple[str, str]]] = ((0, -1), set())
+        self._last_change: tuple[tuple[int, int], set[tuple[str, str]]] = ((0, -1), set())
         self.offset: Callable[[int], str] | None = None  # formats positions of a stream source
 
     # -- following -------------------------------------------------------------------------------------
@@ -131,9 +131,9 @@ class SourceIngest:
                 continue
             collection = self._collections[change.collection]
             if change.image == IMAGE_MISSING:
-                self._note_missing(plan, collection, change)
+                self._record_missing_image(plan, collection, change)
                 continue
-            data = None if change.op == "delete" else self._filled(plan, collection, change)
+            data = None if change.op == "delete" else self._fill_unchanged(plan, collection, change)
             self._decide(plan, collection, change.key, data, change)
             if number % SLICE_CHANGES == SLICE_CHANGES - 1:
                 await asyncio.sleep(0)
@@ -146,15 +146,15 @@ class SourceIngest:
         """
         at, key = (change.lsn, change.ordinal), (change.collection, change.key)
         if at > position:
-            self._here = (at, {key})
+            self._last_change = (at, {key})
             return False
-        here, keys = self._here
+        here, keys = self._last_change
         if at != here or at != position or key in keys:
             return True
         keys.add(key)
         return False
 
-    def _filled(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> bytes:
+    def _fill_unchanged(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> bytes:
         """The complete document; unchanged large values that the source omits come from the view."""
         if not change.unchanged:
             return change.data
@@ -200,7 +200,7 @@ class SourceIngest:
             state = self._state(plan, collection, key)
             if state is None or state.deleted or state.data != data:
                 differing += 1
-                self._decide(plan, collection, key, data, self._loaded(plan, collection))
+                self._decide(plan, collection, key, data, self._load_change(plan, collection))
             if number % SLICE_CHANGES == SLICE_CHANGES - 1:
                 await asyncio.sleep(0)
         await self._commit(plan)
@@ -210,10 +210,10 @@ class SourceIngest:
         """Delete documents that the source does not have."""
         plan = self._plan(collection.name)
         for key in keys:
-            self._decide(plan, collection, key, None, self._loaded(plan, collection))
+            self._decide(plan, collection, key, None, self._load_change(plan, collection))
         await self._commit(plan)
 
-    def _loaded(self, plan: _IngestPlan, collection: Collection) -> SourceChange:
+    def _load_change(self, plan: _IngestPlan, collection: Collection) -> SourceChange:
         """A copied row has no position in the source's log: it gets the position at the start of the copy."""
         at = plan.position
         return SourceChange(at.lsn, at.ordinal, LOAD, plan.time, "put", collection.name, token=plan.token)
@@ -221,7 +221,7 @@ class SourceIngest:
     def set_position(self, lsn: int) -> None:
         """The position of the following removals."""
         if lsn > self.progress.lsn:
-            self.progress = self.progress.at(SourcePosition(lsn, 0, -1))
+            self.progress = self.progress.with_position(SourcePosition(lsn, 0, -1))
 
     # -- deciding --------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class SourceIngest:
         plan.position = position
         self.counts[op] += 1
 
-    def _note_missing(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> None:
+    def _record_missing_image(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> None:
         """The image of the change is unavailable: record an update without it; the document stays."""
         state = self._state(plan, collection, change.key)
         index = plan.next_index(change.lsn)
@@ -340,12 +340,12 @@ class SourceIngest:
     async def _commit(self, plan: _IngestPlan, safe: int = 0) -> None:
         progress = self.progress
         if plan.marked:
-            progress = progress.marked(plan.marked, plan.position, plan.token, ended=False)
-            progress = progress.at(max(progress.position, plan.position))
+            progress = progress.with_mark(plan.marked, plan.position, plan.token, ended=False)
+            progress = progress.with_position(max(progress.position, plan.position))
         else:
-            progress = progress.at(plan.position)
+            progress = progress.with_position(plan.position)
         if safe > progress.safe:
-            progress = progress.replaced(safe=safe)
+            progress = progress.with_changes(safe=safe)
         if plan.entries or progress.safe != self.progress.safe:
             await self.commit(list(plan.entries.items()), progress, plan.now_ns)
         else:
@@ -477,7 +477,7 @@ class SourceLifecycle:
         # Set before the commit: if this is cancelled meanwhile, the next connector continues from it.
         self._epoch = ingest.progress.epoch + 1
         try:
-            await ingest.commit([], ingest.progress.replaced(epoch=self._epoch), self._now_ns())
+            await ingest.commit([], ingest.progress.with_changes(epoch=self._epoch), self._now_ns())
         except TailraceError:
             self._epoch = before
             raise
@@ -485,7 +485,7 @@ class SourceLifecycle:
     async def mark_stale(self, reason: str, *, rescan: bool) -> None:
         """Changes are missing: stop delivery until the source was loaded again."""
         ingest = self.ingest()
-        progress = ingest.progress.replaced(phase="stale", reason=reason, rescan=rescan)
+        progress = ingest.progress.with_changes(phase="stale", reason=reason, rescan=rescan)
         now_ns = self._now_ns()
         parts = self._controls("stale", reason=reason)
         await ingest.commit([*parts, self._progress_entry(progress, now_ns)], progress, now_ns)
@@ -493,19 +493,19 @@ class SourceLifecycle:
 
     async def begin_load(self, ingest: SourceIngest, progress: SourceProgress) -> None:
         """Start a copy, in a new generation."""
-        await self._begin(ingest, progress.replaced(phase="loading"), "load-begin")
+        await self._begin(ingest, progress.with_changes(phase="loading"), "load-begin")
 
     async def begin_without_load(self, ingest: SourceIngest, progress: SourceProgress) -> None:
         """Follow the source without a copy of its existing documents."""
-        await self._begin(ingest, progress.replaced(phase="live"), "live")
+        await self._begin(ingest, progress.with_changes(phase="live"), "live")
 
     async def reset(self, ingest: SourceIngest) -> None:
         """The source was reset: load it again in a new generation."""
-        await self._begin(ingest, ingest.progress.replaced(phase="loading"), "load-begin")
+        await self._begin(ingest, ingest.progress.with_changes(phase="loading"), "load-begin")
 
     async def end_load(self, ingest: SourceIngest) -> None:
         """The copy is complete: the collections are live."""
-        progress = ingest.progress.replaced(phase="live")
+        progress = ingest.progress.with_changes(phase="live")
         now_ns = self._now_ns()
         parts = self._controls("load-end", "live")
         await ingest.commit([*parts, self._progress_entry(progress, now_ns)], progress, now_ns)

@@ -96,8 +96,8 @@ class SourceManager:
         # Called when the state of a collection has changed.
         self.on_changed: Callable[[Collection], None] = lambda _: None
         self._past_counters: Counter[str] = Counter()  # of removed sources
-        self.elsewhere: OpenRemoteOrigin | None = None  # opens streams of other workers
-        registry.follows = lambda collection: self._owner(collection) is not None
+        self.open_remote: OpenRemoteOrigin | None = None  # opens streams of other workers
+        registry.has_source = lambda collection: self._owner(collection) is not None
         gateway.objectives.lag_ms = self._lag_ms
         gateway.objectives.lag_changes = self._lag_changes
 
@@ -154,9 +154,9 @@ class SourceManager:
             found += one.states.repeats if what == "repeats" else getattr(one.status, what)
         return found
 
-    # -- finding ---------------------------------------------------------------------------------------
+    # -- lookup ----------------------------------------------------------------------------------------
 
-    def listed(self, database: str) -> list[ManagedSource]:
+    def list_sources(self, database: str) -> list[ManagedSource]:
         self._registry.database(database)
         return [one for (owner, _), one in sorted(self._sources.items()) if owner == database]
 
@@ -310,13 +310,13 @@ class SourceManager:
             config,
             collections,
             self._limits.watch_document_bytes,
-            self._changed,
+            self._notify_changed,
         )
         source = ManagedSource(database, config, states, SourceStatus(clock=self._context.clock))
         self._sources[database, config.name] = source
         return source
 
-    def _changed(self, collection: Collection) -> None:
+    def _notify_changed(self, collection: Collection) -> None:
         self.on_changed(collection)
 
     def _begin(self, source: ManagedSource, lost: str | None = None) -> None:
@@ -343,7 +343,7 @@ class SourceManager:
             elif source.config.kind == "mongo":
                 await MongoConnector(context).run()
             else:
-                await StreamConnector(context, self.elsewhere).run()
+                await StreamConnector(context, self.open_remote).run()
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:

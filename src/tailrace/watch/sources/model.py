@@ -143,22 +143,24 @@ class SourceProgress(msgspec.Struct, frozen=True, kw_only=True):
     def tokens(self) -> dict[str, str]:
         return {collection: mark.token for collection, mark in self.marks.items()}
 
-    def at(self, position: SourcePosition) -> SourceProgress:
-        return self.replaced(lsn=position.lsn, ordinal=position.ordinal, index=position.change)
+    def with_position(self, position: SourcePosition) -> SourceProgress:
+        return self.with_changes(lsn=position.lsn, ordinal=position.ordinal, index=position.change)
 
     def position_in(self, collection: str) -> SourcePosition:
         mark = self.marks.get(collection)
         return self.position if mark is None else mark.position
 
-    def marked(self, collection: str, position: SourcePosition, token: str, *, ended: bool) -> SourceProgress:
+    def with_mark(
+        self, collection: str, position: SourcePosition, token: str, *, ended: bool
+    ) -> SourceProgress:
         """Set the progress of one collection: its last change, and the token up to which it was read."""
         lsn, ordinal, index = position
         known = self.marks.get(collection)
         ended = ended or (known is not None and known.ended and known.token == token)
         mark = CollectionProgress(token=token, lsn=lsn, ordinal=ordinal, index=index, ended=ended)
-        return self.replaced(marks={**self.marks, collection: mark})
+        return self.with_changes(marks={**self.marks, collection: mark})
 
-    def replaced(self, **changed: Any) -> SourceProgress:
+    def with_changes(self, **changed: Any) -> SourceProgress:
         return msgspec.structs.replace(self, **changed)
 
     def encode(self) -> bytes:
@@ -239,10 +241,10 @@ class SourceStatus(msgspec.Struct, kw_only=True):
     behind: bool = True  # there may be more to read
     lag_changes: int = 0  # known changes that are not committed yet
 
-    def changed(self, time: str) -> None:
+    def record_change(self, time: str) -> None:
         self.last_ns = parse_rfc3339_ns(time) or self.last_ns
 
-    def caught_up(self, all_read: bool) -> None:
+    def set_caught_up(self, all_read: bool) -> None:
         self.behind = not all_read
         # The database does not say how many more: at least one.
         self.lag_changes = 0 if all_read else max(1, self.lag_changes)

@@ -355,7 +355,7 @@ class MongoConnector(DatabaseConnector[TableMapping]):
             marks[mapped.collection] = CollectionProgress(token=token, lsn=lsn)
         system, _ = await self._call(adapter.state)
         newest = max(mark.lsn for mark in marks.values())
-        known = progress.at(SourcePosition(newest, -1, -1)).replaced(
+        known = progress.with_position(SourcePosition(newest, -1, -1)).with_changes(
             system=system, marks=marks, reason=None, rescan=False
         )
         if self._config.initial == "now" and progress.phase == "new":
@@ -382,7 +382,7 @@ class MongoConnector(DatabaseConnector[TableMapping]):
                     behind.discard(mapped.collection)
             if until is not None and not behind:
                 return None
-            self._status.caught_up(drained)
+            self._status.set_caught_up(drained)
             if time.monotonic() - self._checked_s >= self._limits.watch_source_check_ms / 1000:
                 await self._check(ingest)
             pause_s = min(2 * pause_s, idle_s) if not found else BUSY_S
@@ -397,13 +397,13 @@ class MongoConnector(DatabaseConnector[TableMapping]):
         self._status.lag_changes = len(page.changes)
         await ingest.follow_one(mapped.collection, page.changes, page.token)
         if page.changes:
-            self._status.changed(page.changes[-1].time)
+            self._status.record_change(page.changes[-1].time)
         await self._pace(len(page.changes), page.size_bytes, began)
         return page
 
     async def _end(self, ingest: SourceIngest, mapped: TableMapping, page: MongoPage) -> None:
         """The collection was dropped, renamed or replaced: load it again."""
-        known = ingest.progress.marked(
+        known = ingest.progress.with_mark(
             mapped.collection, ingest.progress.position_in(mapped.collection), page.token, ended=True
         )
         if known.phase == "loading":

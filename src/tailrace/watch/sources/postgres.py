@@ -86,7 +86,7 @@ class ReplicationSlot(NamedTuple):
     """A replication slot: the database retains its log from there on."""
 
     plugin: str | None
-    here: bool | None
+    is_this_database: bool | None
     wal_status: str | None
     confirmed: int | None
     retained_bytes: int | None
@@ -129,7 +129,7 @@ class PostgresConnection:
         self._types = TypeConverters({}, {}, ())
         self._targets: dict[str, TableTarget] = {}
         self._version = 0
-        self._reading: ExitStack | None = None
+        self._cursor_stack: ExitStack | None = None
         self._rows: Iterator[tuple[Any, ...]] | None = None
         self._decoder: PostgresDecoder | None = None
         self._seen = 0
@@ -159,7 +159,7 @@ class PostgresConnection:
     def close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._reading = self._rows = None
+            self._cursor_stack = self._rows = None
             connection.close()
 
     def explain_error(self, error: Exception) -> str | None:
@@ -294,7 +294,7 @@ class PostgresConnection:
 
     def peek(self, changes_max: int) -> None:
         """Start reading the slot; transactions are never split."""
-        assert self._reading is None
+        assert self._cursor_stack is None
         stack = ExitStack()
         try:
             stack.enter_context(self.connection.transaction())
@@ -309,7 +309,7 @@ class PostgresConnection:
         except BaseException:
             stack.close()
             raise
-        self._reading, self._decoder = (
+        self._cursor_stack, self._decoder = (
             stack,
             PostgresDecoder(self._targets, self._types, self._load_types),
         )
@@ -335,7 +335,7 @@ class PostgresConnection:
 
     def end_cursor(self) -> None:
         """End reading the log or copying."""
-        stack, self._reading = self._reading, None
+        stack, self._cursor_stack = self._cursor_stack, None
         self._rows = None
         if stack is not None:
             stack.close()
@@ -346,7 +346,7 @@ class PostgresConnection:
         """Start copying a table."""
         from psycopg import sql
 
-        assert self._reading is None
+        assert self._cursor_stack is None
         schema, _, name = table.mapped.table.partition(".")
         filtered = "" if table.row_filter is None else f" WHERE {table.row_filter}"
         query = sql.SQL("COPY (SELECT {} FROM {}{}) TO STDOUT").format(
@@ -363,7 +363,7 @@ class PostgresConnection:
         except BaseException:
             stack.close()
             raise
-        self._reading = stack
+        self._cursor_stack = stack
 
     def rows(self, table: PostgresTable, rows_max: int, bytes_max: int) -> list[tuple[str, bytes]]:
         """The next documents of the copied table; empty at the end."""
@@ -445,7 +445,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
         if progress.phase != "loading":
             start = await self._fresh_slot(ingest)
             self._status.confirmed = start
-            known = progress.at(SourcePosition(start, -1, -1)).replaced(
+            known = progress.with_position(SourcePosition(start, -1, -1)).with_changes(
                 safe=start,
                 system=await self._call(adapter.system),
                 keys=primary_keys(self._tables),
@@ -472,7 +472,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
             if progress.phase == "new" and not progress.making and not known:
                 raise SourceError(f"slot {name} already exists, choose another name or drop it")
             await self._call(adapter.drop_slot)
-        await ingest.commit_progress(progress.replaced(making=True))
+        await ingest.commit_progress(progress.with_changes(making=True))
         return await self._call(adapter.create_slot)
 
     # -- following -------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
             if time.monotonic() - self._checked_s >= self._limits.watch_source_check_ms / 1000:
                 await self._check(ingest)
                 await self._advance_slot(ingest)
-            self._status.caught_up(self._drained_at >= 0)
+            self._status.set_caught_up(self._drained_at >= 0)
             await asyncio.sleep(pause_s)
 
     async def _read_once(self, ingest: SourceIngest) -> bool:
@@ -513,7 +513,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
                 self._status.lag_changes = len(page.changes)
                 await ingest.follow(page.changes, page.end)
                 if page.changes:
-                    self._status.changed(page.changes[-1].time)
+                    self._status.record_change(page.changes[-1].time)
                 await self._pace(len(page.changes), page.size_bytes, began)
                 end, size_bytes = page.end, size_bytes + page.size_bytes
         finally:

@@ -63,10 +63,10 @@ class TypeConverters:
     def converter(self, type_oid: int) -> Converter:
         found = self._known.get(type_oid)
         if found is None:
-            found = self._known[type_oid] = self._made(type_oid)
+            found = self._known[type_oid] = self._build(type_oid)
         return found
 
-    def _made(self, type_oid: int) -> Converter:
+    def _build(self, type_oid: int) -> Converter:
         for _ in range(DOMAINS_MAX):
             if type_oid not in self._domains:
                 break
@@ -389,7 +389,7 @@ class PostgresDecoder:
     ) -> None:
         self._tables = tables
         self._types = types
-        self._learn = learn  # loads the types again
+        self._reload_types = learn  # loads the types again
         self._known: dict[int, _KnownTable | None] = {}
         self._begin: BeginMessage | None = None
         self._time = ""
@@ -414,12 +414,12 @@ class PostgresDecoder:
         elif isinstance(message, CommitMessage):
             self._begin, self.end = None, message.end
         elif isinstance(message, Relation):
-            self._known[message.id] = self._described(message)
+            self._known[message.id] = self._describe(message)
         elif isinstance(message, TruncateMessage):
             return self._truncate(message)
         return ()
 
-    def _described(self, relation: Relation) -> _KnownTable | None:
+    def _describe(self, relation: Relation) -> _KnownTable | None:
         table = f"{relation.schema}.{relation.name}"
         expected = self._tables.get(table)
         if expected is None:
@@ -431,10 +431,10 @@ class PostgresDecoder:
         if relation.identity != "f" and not all(relation.columns[index].is_key for index in indexes):
             # Deletes could not be identified. The table was altered after it was checked.
             raise GapError(f"the log of {table} does not have the key of changed rows")
-        if self._learn is not None and any(
+        if self._reload_types is not None and any(
             self._types.is_new(column.type_oid) for column in relation.columns
         ):
-            self._types = self._learn()
+            self._types = self._reload_types()
         converts = tuple(self._types.converter(column.type_oid) for column in relation.columns)
         return _KnownTable(expected.collection, names, converts, indexes)
 

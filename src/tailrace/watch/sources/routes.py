@@ -48,7 +48,7 @@ class SourceRoutes:
         if not rest:
             if not reading:
                 raise responses.method_not_allowed("GET, HEAD, OPTIONS")
-            listed = [one.to_json() for one in self._sources.listed(database)]
+            listed = [one.to_json() for one in self._sources.list_sources(database)]
             exchange.respond(200, _HEAD, orjson.dumps({"sources": listed}))
             return
         if verb == "resync":

@@ -136,11 +136,11 @@ class LocalOriginStream:
 class StreamConnector(SourceRunner):
     """Runs one source of kind `stream`."""
 
-    def __init__(self, context: SourceContext, elsewhere: OpenRemoteOrigin | None = None) -> None:
+    def __init__(self, context: SourceContext, open_remote: OpenRemoteOrigin | None = None) -> None:
         super().__init__(context)
         self._log = self._registry.log
         self._types = {one.table: one.collection for one in self._config.tables}
-        self._elsewhere = elsewhere
+        self._open_remote = open_remote
         self._mentioned: dict[str, SeenKeys] | None = None
 
     # -- a session -------------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ class StreamConnector(SourceRunner):
 
     async def _open(self) -> OriginStream:
         name = self._config.stream
-        if self._elsewhere is not None and self._log.find(name) is None:
-            return await self._elsewhere(name)
+        if self._open_remote is not None and self._log.find(name) is None:
+            return await self._open_remote(name)
         return LocalOriginStream(self._log, find_origin_stream(self._log, name))
 
     async def _follow(self, origin: OriginStream) -> None:
@@ -170,7 +170,7 @@ class StreamConnector(SourceRunner):
         goal: int | None = None
         if progress.phase in ("new", "stale"):
             position = SourcePosition(origin.earliest, 0, -1)
-            known = progress.at(position).replaced(
+            known = progress.with_position(position).with_changes(
                 system=incarnation, reason=None, rescan=False, again=origin.earliest + 1
             )
             await self._states.begin_load(ingest, known)
@@ -191,7 +191,7 @@ class StreamConnector(SourceRunner):
                 at = await self._page(origin, ingest, at, goal)
                 continue
             self._reset_backoff()
-            self._status.caught_up(True)
+            self._status.set_caught_up(True)
             if origin.gone:
                 raise SourceError(f"stream {self._config.stream!r} was deleted")
             await origin.wait_for_entries()
@@ -228,7 +228,7 @@ class StreamConnector(SourceRunner):
         if self._mentioned is not None and record.data is not None:
             self._mentioned[collection].add([record.key])
         time = record.time or format_rfc3339(time_ns)
-        self._status.changed(time)
+        self._status.record_change(time)
         op = "delete" if record.data is None else "put"
         return SourceChange(seq, 0, record.txn, time, op, collection, record.key, record.data or b"")
 
@@ -251,7 +251,9 @@ class StreamConnector(SourceRunner):
             return  # the copy itself is a snapshot
         elif control == "snapshot-start":
             self._remember_mentioned()
-            await ingest.commit_progress(ingest.progress.replaced(lsn=seq, ordinal=0, index=-1, again=seq))
+            await ingest.commit_progress(
+                ingest.progress.with_changes(lsn=seq, ordinal=0, index=-1, again=seq)
+            )
         elif control == "snapshot-end" and self._mentioned is not None:
             await self._remove_others(ingest, seq)
 
@@ -272,4 +274,4 @@ class StreamConnector(SourceRunner):
             for collection, seen in self._mentioned.items():
                 await self._remove_unseen(ingest, self._states.collections[collection], seen)
         self._forget_mentioned()
-        await ingest.commit_progress(ingest.progress.replaced(again=0))
+        await ingest.commit_progress(ingest.progress.with_changes(again=0))
